@@ -1,0 +1,22 @@
+"""raylm: LLM serving native to Ray. Importing this package imports neither torch nor ray."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raylm.config.engine import EngineConfig
+    from raylm.core.sampling import SamplingParams
+    from raylm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+_HOME = {"LLM": "raylm.llm", "EngineConfig": "raylm.config.engine", "SamplingParams": "raylm.core.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'raylm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

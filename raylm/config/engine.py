@@ -1,0 +1,90 @@
+"""EngineConfig: everything one engine needs to know, as small sections that each component gets only its own of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raylm.config.base import FrozenConfig
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+class ModelConfig(FrozenConfig):
+    """Which model, and how it is loaded."""
+
+    path: str
+    """A folder with config.json and safetensors, a .gguf file, or the name of the demo model: smollm2-135m."""
+    name: str | None = None
+    """The name that clients use; by default the last part of the path."""
+    dtype: DType = "auto"
+    """auto: float32 on a CPU; on a GPU the checkpoint's own, or bfloat16 where that is float32."""
+    load_format: LoadFormat = "auto"
+    """dummy makes random weights of the right shapes from config.json alone."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Prompt and output tokens of one request at most; by default what the model was trained for."""
+    seed: int = 0
+    """Seed of dummy weights."""
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+class CacheConfig(FrozenConfig):
+    """The paged KV cache."""
+
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens a block."""
+    num_blocks: int | None = Field(default=None, ge=2)
+    """Blocks of the cache; by default what fits in the memory below."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that weights, activations and cache may take together."""
+    cpu_memory_gib: float = Field(default=1.0, gt=0)
+    """Memory of the cache on a CPU, in GiB."""
+
+
+class SchedulerConfig(FrozenConfig):
+    """What one step may hold and how many requests may wait."""
+
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Requests that run at the same time."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """The token budget of a step, for prefill and decode together."""
+    max_queued_requests: int = Field(default=1024, ge=1)
+    """Requests that may wait; one more is refused with 503."""
+
+    @model_validator(mode="after")
+    def _budget_covers_decode(self) -> SchedulerConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), so that a step can decode every running request"
+            )
+        return self
+
+
+class RuntimeConfig(FrozenConfig):
+    """Where and how the engine runs."""
+
+    device: Device = "auto"
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of a worker; by default one a core."""
+    plans_in_flight: int | None = Field(default=None, ge=1, le=2)
+    """Steps planned ahead: 2 overlaps scheduling with execution; by default 2 with Ray workers or a GPU, else 1."""
+    step_timeout_s: float = Field(default=120.0, gt=0)
+    """A step without a result for this long counts as the engine's death."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Loading a model may take this long."""
+
+
+class EngineConfig(FrozenConfig):
+    """One engine: one model on one device group."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()

@@ -1,0 +1,36 @@
+"""Errors that raylm shows to its users; each message is a sentence with the field, the value and the limit."""
+
+from __future__ import annotations
+
+
+class RaylmError(Exception):
+    """Base of every error that raylm raises on purpose."""
+
+
+class ConfigError(RaylmError):
+    """A configuration, a checkpoint or this machine cannot do what was asked. Raised before anything starts."""
+
+
+class RequestRejected(RaylmError):
+    """One request cannot be served; the engine and every other request go on.
+
+    `param` names the request's field at fault (or None), `code` is a short machine-readable reason
+    such as "context_length_exceeded".
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Overloaded(RaylmError):
+    """The queue is full; the caller may come back after `retry_after` seconds."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(RaylmError):
+    """The engine or one of its workers died or stopped making progress; every live request of it has failed."""
