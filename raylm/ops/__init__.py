@@ -1,0 +1,93 @@
+"""The operators of a transformer step, one function each; torch's dispatcher picks the kernel by device.
+
+Tensors may be strided views as long as their last dimension is contiguous: queries, keys and values are usually slices
+of one fused projection. T is the number of tokens of the step, S the number of sequences, Hq and Hk the query and
+key/value heads, D the head size. The kernels do not record gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
+
+extension.load()
+
+_rms_norm = torch.ops.raylm.rms_norm.default
+_add_rms_norm = torch.ops.raylm.add_rms_norm.default
+_rotary = torch.ops.raylm.rotary.default
+_store_kv = torch.ops.raylm.store_kv.default
+_paged_attention = torch.ops.raylm.paged_attention.default
+_silu_mul = torch.ops.raylm.silu_mul.default
+_gelu_tanh_mul = torch.ops.raylm.gelu_tanh_mul.default
+_linear = torch.ops.raylm.linear.default
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension of x [..., H], computed in float32, in x's dtype."""
+    return _rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, H] += x [T, H] in place; returns the norm of the new residual."""
+    return _add_rms_norm(x, residual, weight, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Rotate q [T, Hq, D] and k [T, Hk, D] in place by their positions [T] (int64).
+
+    `cos_sin` [max_position, R] in float32 holds R/2 cosines, then R/2 sines. Dimension i < R/2 is paired with i + R/2
+    (the "NeoX" layout of RoFormer, arXiv:2104.09864); dimensions from R on stay as they are.
+    """
+    _rotary(q, k, positions, cos_sin)
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k and v [T, Hk, D] into the caches [num_blocks, block_size, Hk, D].
+
+    Token t goes to slot_mapping[t] (int64) = block * block_size + offset.
+    """
+    _store_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
+
+    Sequence s has seq_lens[s] cached keys, in the blocks block_table[s] (int32 [S, max_blocks]); its queries are the
+    rows query_start[s] to query_start[s + 1] of q (int32 [S + 1]) and stand at its last positions. Prefill, a chunk of
+    it and decode differ only in how many queries a sequence has. Rows of q past query_start[S] give zeros.
+
+    `window` > 0 lets a query at position p see the keys in (p - window, p] only; `soft_cap` > 0 replaces each score x
+    by soft_cap * tanh(x / soft_cap). `max_query_len` and `max_seq_len` bound the lengths of this call.
+    """
+    return _paged_attention(
+        q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len, max_seq_len, scale, window, soft_cap
+    )
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(first half) * second half of x [T, 2I]; returns [T, I]."""
+    return _silu_mul(x)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """gelu(first half, tanh approximation) * second half of x [T, 2I]; returns [T, I]."""
+    return _gelu_tanh_mul(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N]."""
+    return _linear(x, weight, bias)

@@ -1,0 +1,69 @@
+"""EngineActor: Ray's face of the engine. Ray carries control only; requests and tokens go through the channel."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from raylm import log
+from raylm.config.engine import EngineConfig
+from raylm.core.step import ModelInfo
+from raylm.engine.factory import ray_engine
+from raylm.engine.messages import Load
+from raylm.engine.server import EngineServer
+from raylm.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from raylm.executor.placement import Bundle
+
+
+class EngineAddress(NamedTuple):
+    """Where a started engine listens, and what it serves."""
+
+    address: str
+    public_key: bytes
+    info: ModelInfo
+
+
+class EngineActor:
+    """Owns the engine, its workers and the thread that drives them. Imports no torch."""
+
+    def __init__(self, config: EngineConfig, group: PlacementGroup, resources: Bundle, host: str) -> None:
+        """Load the model in worker actors and start serving on `host`. Raises ConfigError, EngineDeadError."""
+        log.configure()
+        self._engine = ray_engine(config, group=group, resources=resources)
+        self._server = EngineServer(self._engine, host=host)
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="raylm-engine", daemon=True)
+        self._thread.start()
+
+    def address(self) -> EngineAddress:
+        """Returns once the engine is ready, since the constructor makes it so."""
+        return EngineAddress(self._server.address, self._server.public_key, self._engine.info)
+
+    def allow(self, public_key: bytes) -> None:
+        """Let clients with this CURVE key connect."""
+        self._server.clients.allow(public_key)
+
+    def load(self) -> Load:
+        """How busy the engine is. Raises EngineDeadError when it has stopped."""
+        if not self._thread.is_alive():
+            raise EngineDeadError(self._error or "the engine has stopped")
+        return self._server.load()
+
+    def num_live(self) -> int:
+        """Requests taken and not ended: 0 means that a drain is over."""
+        return self._server.num_live if self._thread.is_alive() else 0
+
+    def stop(self) -> None:
+        """Stop after the step in hand and give back the workers."""
+        self._server.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._server.run()
+        except Exception as error:
+            self._error = str(error)

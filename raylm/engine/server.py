@@ -1,0 +1,174 @@
+"""The engine's end of the request channel, and the thread that drives the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from raylm.core.step import TokenDelta
+from raylm.engine.engine import Engine
+from raylm.engine.messages import Abort, Deltas, Load, Refused, Submit, ToEngine
+from raylm.errors import Overloaded, RequestRejected
+from raylm.log import get_logger
+
+logger = get_logger(__name__)
+
+_IDLE_POLL_MS = 200
+_MAX_UNSENT = 100_000
+"""Deltas kept for a client that does not read; past that its requests are ended."""
+
+
+class AllowedClients:
+    """The public keys that may connect; libzmq's authenticator asks it for every handshake."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def allow(self, public_key: bytes) -> None:
+        self._keys.add(public_key)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return zmq.utils.z85.encode(key) in self._keys
+
+
+class EngineServer:
+    """Takes requests, steps the engine, sends each client its deltas. run() belongs to one thread."""
+
+    def __init__(self, engine: Engine, *, host: str) -> None:
+        self._engine = engine
+        self.clients = AllowedClients()
+        self._context = zmq.Context()
+        self._auth = ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=self.clients)
+        self._socket, self.address, self.public_key = _bind(self._context, host)
+        self._owner: dict[str, bytes] = {}
+        self._unsent: dict[bytes, list[TokenDelta]] = {}
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._stopping = False
+
+    @property
+    def num_live(self) -> int:
+        """Requests taken and not ended."""
+        return len(self._owner)
+
+    def load(self) -> Load:
+        stats = self._engine.stats()
+        return Load(stats.running, stats.waiting, stats.kv_usage, stats.num_preemptions)
+
+    def run(self) -> None:
+        """Serve until stop(). When the engine dies every live request fails with its reason, and this raises it."""
+        try:
+            while not self._stopping:
+                self._receive(0 if self._engine.has_work or self._unsent else _IDLE_POLL_MS)
+                self._deliver(self._engine.step())
+        except Exception as error:
+            logger.error("the engine stopped: %s", error)
+            self._deliver([TokenDelta(request_id, [], "error", str(error)) for request_id in self._owner])
+            raise
+        finally:
+            self._engine.shutdown()
+            self._socket.close(linger=1000)
+            self._auth.stop()
+            self._context.term()
+
+    def stop(self) -> None:
+        """Ask run() to return after the step in hand. Called from any thread."""
+        self._stopping = True
+
+    def _receive(self, timeout_ms: int) -> None:
+        """Take every message that is there; wait up to `timeout_ms` for the first."""
+        if not self._socket.poll(timeout_ms):
+            return
+        while True:
+            try:
+                client, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(client, data)
+
+    def _handle(self, client: bytes, data: bytes) -> None:
+        try:
+            message = self._decoder.decode(data)
+        except (msgspec.MsgspecError, RequestRejected) as error:
+            logger.warning("a message of %d bytes was dropped: %s", len(data), error)
+            return
+        if isinstance(message, Abort):
+            self._engine.abort(message.request_id)
+            self._owner.pop(message.request_id, None)
+        else:
+            self._submit(client, message)
+
+    def _submit(self, client: bytes, message: Submit) -> None:
+        refusal: Refused
+        try:
+            if message.request_id in self._owner:
+                raise RequestRejected(f"the request id {message.request_id!r} is already in use", param="request_id")
+            self._engine.add(message.request_id, message.prompt_ids, message.params)
+        except RequestRejected as error:
+            refusal = Refused(message.request_id, "rejected", str(error), error.param, error.code)
+        except Overloaded as error:
+            refusal = Refused(message.request_id, "overloaded", str(error), retry_after=error.retry_after)
+        else:
+            self._owner[message.request_id] = client
+            return
+        self._send(client, self._encode(refusal))
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        """One message for each client that got tokens, together with what it could not take before."""
+        batches = self._unsent
+        self._unsent = {}
+        for delta in deltas:
+            client = self._owner.get(delta.request_id)
+            if client is None:
+                continue
+            batches.setdefault(client, []).append(delta)
+            if delta.finish_reason is not None:
+                del self._owner[delta.request_id]
+        if not batches:
+            return
+        load = self.load()
+        for client, batch in batches.items():
+            if not self._send(client, self._encode(Deltas(batch, load))):
+                self._keep(client, batch)
+
+    def _keep(self, client: bytes, batch: list[TokenDelta]) -> None:
+        if len(batch) > _MAX_UNSENT:
+            self._drop(client, f"it left {len(batch)} messages unread")
+        else:
+            self._unsent[client] = batch
+
+    def _send(self, client: bytes, data: bytes) -> bool:
+        """False when the client's pipe is full. A client that has gone loses its requests."""
+        try:
+            self._socket.send_multipart((client, data), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop(client, "it has disconnected")
+        return True
+
+    def _drop(self, client: bytes, reason: str) -> None:
+        mine = [request_id for request_id, owner in self._owner.items() if owner == client]
+        for request_id in mine:
+            self._engine.abort(request_id)
+            del self._owner[request_id]
+        logger.warning("client %s was dropped with %d requests: %s", client.hex(), len(mine), reason)
+
+
+def _bind(context: zmq.Context[Any], host: str) -> tuple[zmq.Socket[bytes], str, bytes]:
+    """A CURVE server socket on a port of the system's choice; returns it, its address and its public key."""
+    socket = context.socket(zmq.ROUTER)
+    public, secret = zmq.curve_keypair()
+    socket.curve_server = True
+    socket.curve_secretkey = secret
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+    port = socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+    return socket, f"tcp://{host}:{port}", public

@@ -1,0 +1,27 @@
+"""What an engine asks of whatever runs its steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from raylm.core.step import ModelInfo, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Delivers plans to workers and brings results back, in order."""
+
+    def start(self) -> ModelInfo:
+        """Load the model. Raises ConfigError when it cannot be, EngineDeadError when a worker dies at it."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan; it is run after those sent before it."""
+        ...
+
+    def result(self) -> StepResult:
+        """The result of the oldest plan not answered yet. Raises EngineDeadError."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give back every process and all memory. May be called twice."""
+        ...

@@ -1,0 +1,136 @@
+"""Every operator in terms of torch's own: the kernels of devices for which the compiled extension has none.
+
+They are registered for all devices at once, below any kernel of the extension, and are what the extension's kernels
+are compared with. Arithmetic is in float32 whatever the tensors hold.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylm.ops.library import LIBRARY
+
+_QUERY_CHUNK = 256
+"""Queries of one sequence whose scores are in memory at a time."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return h.to(x.dtype).contiguous()
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # each [T, 1, R/2]
+    half = cos.shape[-1]
+    for x in (q, k):
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        x[..., :half] = first * cos - second * sin
+        x[..., half : 2 * half] = second * cos + first * sin
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k
+    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    starts, lens = query_start.tolist(), seq_lens.tolist()
+    if max_query_len == 1 and len(lens) == q.shape[0] == starts[-1]:
+        return _attend_decode(q, k_cache, v_cache, block_table, seq_lens, max_seq_len, scale, window, soft_cap)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for s, seq_len in enumerate(lens):
+        # Keys that every query of the chunk lies behind, or that slid out of its window, are never gathered.
+        for start in range(starts[s], starts[s + 1], _QUERY_CHUNK):
+            end = min(start + _QUERY_CHUNK, starts[s + 1])
+            last = seq_len - (starts[s + 1] - end)  # keys that the chunk's last query sees
+            positions = torch.arange(last - (end - start), last, device=q.device)
+            low = max(last - (end - start) - window + 1, 0) if window else 0
+            k, v = (_gather(cache, block_table[s : s + 1], low, last) for cache in (k_cache, v_cache))
+            mask = _visible(positions, low, last, window)
+            attended = _attend(q[start:end].unsqueeze(0), k, v, mask.unsqueeze(0), scale, soft_cap)
+            out[start:end] = attended[0]
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _attend_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    """One query a sequence: all sequences at once, padded to the longest."""
+    k, v = (_gather(cache, block_table, 0, max_seq_len) for cache in (k_cache, v_cache))
+    mask = _visible(seq_lens.long() - 1, 0, max_seq_len, window).unsqueeze(1)  # [S, 1, L]
+    # Slots past a sequence's end may hold anything, and 0 * NaN is NaN.
+    v = v.masked_fill(~mask[:, 0, :, None, None], 0)
+    return _attend(q.unsqueeze(1), k, v, mask, scale, soft_cap).squeeze(1)
+
+
+def _gather(cache: Tensor, block_table: Tensor, low: int, high: int) -> Tensor:
+    """Cached positions low..high-1 of some sequences: [S, high - low, Hk, D] in float32."""
+    block_size = cache.shape[1]
+    first = low // block_size
+    blocks = block_table[:, first : -(-high // block_size)].long().clamp(0, cache.shape[0] - 1)
+    rows = cache[blocks].flatten(1, 2)
+    return rows[:, low - first * block_size : high - first * block_size].float()
+
+
+def _visible(positions: Tensor, low: int, high: int, window: int) -> Tensor:
+    """Which keys low..high-1 each query position sees: bool [len(positions), high - low]."""
+    distance = positions.unsqueeze(1) - torch.arange(low, high, device=positions.device)
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """q [S, Q, Hq, D], k and v [S, L, Hk, D], mask [S, Q, L] -> contiguous [S, Q, Hq, D] of q's dtype."""
+    num_seqs, num_queries, num_heads, head_dim = q.shape
+    grouped = q.float().reshape(num_seqs, num_queries, k.shape[2], -1, head_dim)
+    scores = torch.einsum("sqhgd,slhd->shgql", grouped, k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    out = torch.einsum("shgql,slhd->sqhgd", scores.softmax(-1), v)
+    return out.reshape(num_seqs, num_queries, num_heads, head_dim).to(q.dtype).contiguous()
+
+
+for _kernel in (rms_norm, add_rms_norm, rotary, store_kv, paged_attention, silu_mul, gelu_tanh_mul, linear):
+    LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

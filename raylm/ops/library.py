@@ -1,0 +1,62 @@
+"""The operators that raylm adds to torch: each schema is declared here, once, with the shapes it returns.
+
+`torch.library` keeps them under the namespace "raylm". The kernels live elsewhere and torch's dispatcher picks one by
+device: raylm.ops.fallback has a torch implementation for every device, the compiled extension has faster ones for CPU
+and CUDA, which win wherever it is loaded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+NAMESPACE = "raylm"
+
+SCHEMAS = {
+    "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
+    "add_rms_norm": "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
+    "rotary": "(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin) -> ()",
+    "store_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    "paged_attention": (
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
+        "int max_query_len, int max_seq_len, float scale, int window, float soft_cap) -> Tensor"
+    ),
+    "silu_mul": "(Tensor x) -> Tensor",
+    "gelu_tanh_mul": "(Tensor x) -> Tensor",
+    "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+}
+
+LIBRARY = Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+
+
+def _like(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _half_width(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_FAKES = {
+    "rms_norm": _like,
+    "add_rms_norm": _like,
+    "rotary": _nothing,
+    "store_kv": _nothing,
+    "paged_attention": _like,
+    "silu_mul": _half_width,
+    "gelu_tanh_mul": _half_width,
+    "linear": _linear,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)

@@ -1,0 +1,66 @@
+"""build_app: from the `args` of a Serve config file to a Serve application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from raylm.config.application import AppConfig, ModelDeployment, load_app
+from raylm.config.source import locate
+from raylm.executor.placement import REPLICA_CPUS, STRATEGY, Bundle, engine_bundles, worker_resources
+from raylm.serving.autoscaling import serve_autoscaling
+from raylm.serving.ingress import OpenAIIngress
+from raylm.serving.replica import ModelReplica
+
+INGRESS_CPUS = 0.1
+_MAX_ONGOING_REQUESTS = 100_000
+"""The queue is the engine's: it knows what waiting costs, and refuses with a reason."""
+_HEALTH_CHECK_PERIOD_S = 2.0
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """The application for `import_path: raylm.serving.app:build_app`. Raises ConfigError before anything starts."""
+    return assemble(load_app(args, source="args of the Serve application"))
+
+
+def assemble(config: AppConfig) -> Application:
+    """Bind one ingress deployment to one deployment a model."""
+    for model in config.models:
+        locate(model.engine.model.path)
+    directory = "+".join(model.engine.model.served_name for model in config.models)
+    host = channel_host(config.channel_host)
+    models = [_bind_model(model, host, directory) for model in config.models]
+    ingress = serve.deployment(serve.ingress()(OpenAIIngress)).options(
+        name="OpenAIIngress",
+        num_replicas=config.ingress.num_replicas,
+        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+    )
+    return ingress.bind(config, directory, models)
+
+
+def channel_host(choice: str) -> str:
+    """The address engines listen on, or "node" for each one's own."""
+    if choice != "auto":
+        return choice
+    return "loopback" if sum(node["Alive"] for node in ray.nodes()) <= 1 else "node"
+
+
+def _bind_model(model: ModelDeployment, host: str, directory: str) -> Application:
+    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    worker: Bundle = worker_resources(model.engine, cluster_has_gpu=has_gpu)
+    deployment = serve.deployment(ModelReplica).options(
+        name=f"ModelReplica:{model.engine.model.served_name}",
+        autoscaling_config=serve_autoscaling(model.autoscaling, capacity=model.engine.scheduler.max_num_seqs),
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        placement_group_bundles=engine_bundles(worker),
+        placement_group_strategy=STRATEGY,
+        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        graceful_shutdown_timeout_s=model.drain_timeout_s + 30,
+    )
+    return deployment.bind(model, worker, host, directory)

@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients expect them: a status and {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from raylm.errors import EngineDeadError, Overloaded, RaylmError, RequestRejected
+from raylm.log import get_logger
+
+log = get_logger(__name__)
+
+MAX_MESSAGE_CHARS = 1000
+"""A message may quote what the client sent, and that may be megabytes."""
+ENGINE_RETRY_S = 2
+"""Retry-After when an engine died: about what a router needs to move on to another one."""
+
+
+class HttpError(RaylmError):
+    """An answer that is an error: its status, OpenAI's fields, and headers such as Retry-After."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        message = str(self)
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[:MAX_MESSAGE_CHARS] + "..."
+        return msgspec.json.encode(_Body(_Error(message, self.kind, self.param, self.code)))
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _Body(msgspec.Struct):
+    error: _Error
+
+
+def http_error(error: Exception) -> HttpError:
+    """The answer to any exception. One that raylm did not raise on purpose is logged and becomes a plain 500."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, RequestRejected):
+        return HttpError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, Overloaded):
+        return _unavailable(error, "overloaded", math.ceil(error.retry_after))
+    if isinstance(error, EngineDeadError):
+        return _unavailable(error, "engine_dead", ENGINE_RETRY_S)
+    log.error("unexpected error in a request", exc_info=error)
+    return HttpError(
+        500, "The server had an internal error; its log has the details", kind="server_error", code="internal_error"
+    )
+
+
+def _unavailable(error: Exception, code: str, retry_after: int) -> HttpError:
+    seconds = str(max(1, retry_after)).encode()
+    return HttpError(503, str(error), kind="server_error", code=code, headers=((b"retry-after", seconds),))

@@ -1,0 +1,129 @@
+"""ModelReplica: Serve's face of one copy of a model. Requests do not pass through it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raylm import log
+from raylm.config.application import ModelDeployment
+from raylm.engine.actor import EngineActor, EngineAddress
+from raylm.engine.messages import Load
+from raylm.errors import EngineDeadError
+from raylm.executor.placement import ENGINE_CPUS, Bundle
+from raylm.serving.autoscaling import RUNNING, WAITING
+from raylm.serving.directory import REPORT_EVERY_S, EngineEntry, find_directory
+
+logger = log.get_logger(__name__)
+
+_STALE_AFTER_S = 30.0
+"""An engine actor that has not answered for this long counts as dead."""
+
+
+class ModelReplica:
+    """Owns the placement group (it is in bundle 0), starts the engine in it, reports it to the Directory, drains it."""
+
+    async def __init__(self, config: ModelDeployment, resources: Bundle, host: str, directory: str) -> None:
+        log.configure()
+        self._config = config
+        self._name = config.engine.model.served_name
+        self._engine_id = uuid.uuid4().hex
+        self._directory_name = directory
+        group = ray.util.get_current_placement_group()
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        self._engine = (
+            ray.remote(EngineActor)
+            .options(num_cpus=ENGINE_CPUS, scheduling_strategy=strategy, max_concurrency=8, max_restarts=0)
+            .remote(config.engine, group, resources, _listen_address(host))
+        )
+        self._address: EngineAddress = await self._engine.address.remote()
+        self._load = Load(0, 0, 0.0)
+        self._heard = time.monotonic()
+        self._dead: str | None = None
+        self._draining = False
+        await self._report()
+        self._reporter = asyncio.get_running_loop().create_task(self._keep_reporting())
+        logger.info("%s is ready: engine %s, %s", self._name, self._engine_id, self._address.info)
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        if self._dead is None and time.monotonic() - self._heard > _STALE_AFTER_S:
+            self._dead = f"the engine actor has not answered for {_STALE_AFTER_S:g} s"
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What QueuePolicy scales by."""
+        return {WAITING: float(self._load.waiting), RUNNING: float(self._load.running)}
+
+    async def __del__(self) -> None:
+        """Take no new requests, let the live ones end, then stop the engine and its workers."""
+        self._draining = True
+        self._reporter.cancel()
+        try:
+            await self._report()
+            await self._drained()
+            await self._directory().remove.remote(self._engine_id)
+            await asyncio.wait_for(self._engine.stop.remote(), self._config.engine.runtime.step_timeout_s)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("engine %s ended before its drain did: %s", self._engine_id, error)
+        finally:
+            ray.kill(self._engine)
+
+    async def _drained(self) -> None:
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        # Ingresses learn of the drain within one report; a request already on its way must not meet a closed door.
+        await asyncio.sleep(REPORT_EVERY_S / 2)
+        while time.monotonic() < deadline and await self._engine.num_live.remote():
+            await asyncio.sleep(0.1)
+
+    async def _keep_reporting(self) -> None:
+        while self._dead is None:
+            await asyncio.sleep(REPORT_EVERY_S)
+            try:
+                self._load = await self._engine.load.remote()
+                self._heard = time.monotonic()
+                await self._report()
+            except EngineDeadError as error:
+                self._dead = str(error)
+            except ray.exceptions.RayActorError as error:
+                await self._engine_may_be_dead(error)
+            except ray.exceptions.RayError as error:
+                logger.warning("engine %s could not be reported: %s", self._engine_id, error)
+        await self._directory().remove.remote(self._engine_id)
+
+    async def _engine_may_be_dead(self, error: ray.exceptions.RayActorError) -> None:
+        """Tell the engine's death from the Directory's, which is only made again."""
+        try:
+            await self._engine.num_live.remote()
+        except ray.exceptions.RayActorError:
+            self._dead = f"the engine actor has died: {error}"
+
+    async def _report(self) -> None:
+        info = self._address.info
+        entry = EngineEntry(
+            engine_id=self._engine_id,
+            model=self._name,
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=self._address.address,
+            public_key=self._address.public_key,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            state="draining" if self._draining else "ready",
+            load=self._load,
+        )
+        client_key = await self._directory().report.remote(entry)
+        await self._engine.allow.remote(client_key)
+
+    def _directory(self) -> Any:
+        return find_directory(self._directory_name)
+
+
+def _listen_address(host: str) -> str:
+    """The address of `channel_host`: "loopback", or "node" for the node's own."""
+    return "127.0.0.1" if host == "loopback" else ray.util.get_node_ip_address()

