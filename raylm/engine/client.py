@@ -97,7 +97,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         # Tried at once; a full buffer means that the engine has not read for a thousand messages.
-        sent = self._socket.send(self._encode(message), zmq.NOBLOCK)
+        sent = asyncio.ensure_future(self._socket.send(self._encode(message), zmq.NOBLOCK))
         if sent.done() and sent.exception() is not None:
             raise Overloaded("the engine does not take requests at the moment", retry_after=1.0)
 

@@ -53,7 +53,7 @@ class Engine:
         return self._scheduler.abort_all()
 
     def step(self) -> list[TokenDelta]:
-        """Keep the window of plans full, wait for the oldest result, and return what it gave. Raises EngineDeadError."""
+        """Fill the window of plans, wait for the oldest result and return what it gave. Raises EngineDeadError."""
         while self._num_in_flight < self._window:
             plan = self._scheduler.schedule()
             if plan is None:

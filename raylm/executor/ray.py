@@ -73,16 +73,15 @@ class RayExecutor:
         self._channel.send(plan)
 
     def result(self) -> StepResult:
-        deadline = time.monotonic() + self._config.runtime.step_timeout_s
+        timeout = self._config.runtime.step_timeout_s
+        deadline = time.monotonic() + timeout
         while True:
             result = self._channel.receive(_POLL_MS)
             if result is not None:
                 return result
             self._check_worker()
             if time.monotonic() > deadline:
-                raise EngineDeadError(
-                    f"no result after runtime.step_timeout_s {self._config.runtime.step_timeout_s:g} s"
-                )
+                raise EngineDeadError(f"no result after runtime.step_timeout_s {timeout:g} s")
 
     def shutdown(self) -> None:
         self._channel.close()

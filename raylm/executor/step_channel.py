@@ -36,7 +36,7 @@ class PlanSender:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(_Done | _Failure)
+        self._decoder: msgspec.msgpack.Decoder[_Done | _Failure] = msgspec.msgpack.Decoder(_Done | _Failure)
 
     def send(self, plan: StepPlan) -> None:
         self._socket.send(self._encoder.encode(plan))
@@ -53,7 +53,8 @@ class PlanSender:
     def close(self) -> None:
         """Close the channel; the worker's loop ends with the empty message that goes first."""
         if not self._socket.closed:
-            self._socket.send(b"", zmq.NOBLOCK) if self._socket.poll(0, zmq.POLLOUT) else None
+            if self._socket.poll(0, zmq.POLLOUT):
+                self._socket.send(b"", zmq.NOBLOCK)
             self._socket.close(linger=100)
             self._context.term()
             shutil.rmtree(self._folder, ignore_errors=True)

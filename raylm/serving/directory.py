@@ -8,6 +8,7 @@ itself when nobody has spoken to it for a while, so it outlives any replica and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any, Literal, NamedTuple
 
@@ -78,10 +79,8 @@ class Directory:
         """The engines, as soon as they differ from `version`, or after a while the same again with new loads."""
         self._last_call = time.monotonic()
         if version == self._version:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
-            except TimeoutError:
-                pass
         return Snapshot(self._version, list(self._entries.values()), self._keys)
 
     def _publish(self) -> None:

@@ -17,7 +17,7 @@ _READY_POLL_S = 0.05
 class OpenAIIngress:
     """Text, routing and HTTP. It talks to engines over its own channel, never through Serve handles."""
 
-    async def __init__(self, config: AppConfig, directory: str, models: list[Any]) -> None:
+    async def __init__(self, config: AppConfig, directory: str, models: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         """`models` are Serve's handles of the model deployments; they are here only so that Serve deploys them."""
         log.configure()
         self._config = config

@@ -28,7 +28,7 @@ _STALE_AFTER_S = 30.0
 class ModelReplica:
     """Owns the placement group (it is in bundle 0), starts the engine in it, reports it to the Directory, drains it."""
 
-    async def __init__(self, config: ModelDeployment, resources: Bundle, host: str, directory: str) -> None:
+    async def __init__(self, config: ModelDeployment, resources: Bundle, host: str, directory: str) -> None:  # type: ignore[misc]  # Serve awaits it
         log.configure()
         self._config = config
         self._name = config.engine.model.served_name

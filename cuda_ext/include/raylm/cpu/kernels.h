@@ -85,7 +85,7 @@ struct AttentionUnit {
   float* partial;  // null: the unit sees all keys and writes `out`; else rows of head_dim + 2 floats
 };
 
-constexpr int64_t kLinearColumns = 4;   // columns in one block of linear
+constexpr int64_t kLinearColumns = 16;  // columns that linear computes together
 constexpr int64_t kAttentionRows = 48;  // queries times heads of a group in one unit, unless one query has more heads
 constexpr int64_t kAttentionKeys = 64;  // keys at a time
 
@@ -100,7 +100,7 @@ struct CpuKernels {
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);                           // tokens
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);                          // tokens
   void (*gated)(const GatedArgs&, int64_t begin, int64_t end);                             // rows
-  void (*linear)(const LinearArgs&, int64_t begin, int64_t end);                           // blocks of columns
+  void (*linear)(const LinearArgs&, int64_t begin, int64_t end);                           // columns, begin a multiple of 16
   void (*attention)(const AttentionArgs&, const AttentionUnit&, float* scratch);           // one unit
   void (*merge)(const AttentionArgs&, const AttentionUnit&, int64_t num_splits);           // units that share rows
 };

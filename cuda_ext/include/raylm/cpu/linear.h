@@ -9,47 +9,45 @@ namespace {
 
 constexpr int64_t kRowBytes = 256 * 1024;  // of x that stay in the second-level cache while the weights pass by
 constexpr int64_t kChunkRows = 128;        // rows of x at most
-constexpr int64_t kGroup = 4;              // blocks of columns that are written together: one cache line of a row
-constexpr int64_t kGroupColumns = kGroup * kLinearColumns;
 
-// Four columns times rows first.. of x, into `out` (kGroupColumns floats a row).
+// Four columns times rows first.. of x, into `out` (kLinearColumns floats a row).
 RAYLM_INLINE void linear_block(const LinearArgs& a, int64_t column, int64_t first, int64_t rows, float* out) {
-  const float* w[kLinearColumns];
-  for (int64_t n = 0; n < kLinearColumns; ++n) {
+  const float* w[4];
+  for (int64_t n = 0; n < 4; ++n) {
     const int64_t c = column + n < a.out_size ? column + n : a.out_size - 1;
     w[n] = a.weight + c * a.weight_stride;
   }
   // While the tiles compute, they ask for the weights of the next block, each for its share, so that memory and
   // arithmetic overlap.
-  const float* next = w[0] + kLinearColumns * a.weight_stride;
+  const float* next = w[0] + 4 * a.weight_stride;
   const int64_t tiles = num_tiles(rows);
   const int64_t per_tile = tiles >= 4 ? 1 : tiles >= 2 ? 2 : 4;
   for_each_tile(rows, [&]<int Rows>(int64_t tile, int64_t row) __attribute__((always_inline)) {
     Vec sums[Rows];
     Ahead<float> ahead{next + tile * per_tile * a.weight_stride, a.weight_stride, 0};
-    if (tile * per_tile < kLinearColumns) ahead.count = static_cast<int>(per_tile);
+    if (tile * per_tile < 4) ahead.count = static_cast<int>(per_tile);
     dot_tile<Rows>(a.x + (first + row) * a.x_stride, a.x_stride, w, a.in_size, ahead, sums);
 #pragma GCC unroll 8
-    for (int m = 0; m < Rows; ++m) std::memcpy(out + (row + m) * kGroupColumns, &sums[m], 4 * sizeof(float));
+    for (int m = 0; m < Rows; ++m) std::memcpy(out + (row + m) * kLinearColumns, &sums[m], 4 * sizeof(float));
   });
 }
 
 inline void linear(const LinearArgs& a, int64_t begin, int64_t end) {
   // Rows of y are often a multiple of 4 KiB apart, which is one set of the cache: results are gathered here, and each
   // line of y is written once and whole.
-  alignas(64) float results[kChunkRows * kGroupColumns];
+  alignas(64) float results[kChunkRows * kLinearColumns];
   int64_t chunk = kRowBytes / (a.in_size * 4);
   chunk = chunk > kChunkRows ? kChunkRows : chunk < 4 * kMaxRows ? 4 * kMaxRows : chunk;
   for (int64_t first = 0; first < a.num_rows; first += chunk) {
     const int64_t rows = a.num_rows - first < chunk ? a.num_rows - first : chunk;
-    for (int64_t column = begin; column < end; column += kGroupColumns) {
-      const int64_t columns = end - column < kGroupColumns ? end - column : kGroupColumns;
-      for (int64_t n = 0; n < columns; n += kLinearColumns) {
+    for (int64_t column = begin; column < end; column += kLinearColumns) {
+      const int64_t columns = end - column < kLinearColumns ? end - column : kLinearColumns;
+      for (int64_t n = 0; n < columns; n += 4) {
         linear_block(a, column + n, first, rows, results + n);
       }
       for (int64_t m = 0; m < rows; ++m) {
         float* out = a.out + (first + m) * a.out_size + column;
-        const float* row = results + m * kGroupColumns;
+        const float* row = results + m * kLinearColumns;
         for_each_vec(columns, [&](int64_t i, auto load, auto store) {
           store(out + i, a.bias ? load(row + i) + load(a.bias + column + i) : load(row + i));
         });

@@ -183,7 +183,7 @@ RAYLM_INLINE float max_element(Vec v) {
 // e^x within 2 units in the last place: x = n ln 2 + r, a polynomial in r (Cephes' expf), then n added to the exponent.
 // Anything below -87.3 gives a number that is zero for every purpose here, +-inf and large numbers saturate.
 RAYLM_INLINE Vec exp(Vec x) {
-  x = min(max(x, splat(-87.3f)), splat(88.7f));
+  x = min(splat(88.7f), max(splat(-87.3f), x));  // in this order NaN stays NaN
   const Vec magic = splat(0x1.8p23f);  // adding it rounds to an integer, kept in the low bits of the mantissa
   const Vec shifted = x * 1.44269504f + magic;
   const Vec n = shifted - magic;

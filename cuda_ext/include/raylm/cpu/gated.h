@@ -1,0 +1,31 @@
+// act(first half of a row) * second half.
+#pragma once
+
+#include "raylm/cpu/kernels.h"
+#include "raylm/cpu/vec.h"
+
+namespace raylm {
+namespace {
+
+RAYLM_INLINE Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+
+RAYLM_INLINE Vec gelu_tanh(Vec x) {
+  const Vec inner = 0.7978845608f * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (1.0f + tanh(inner));
+}
+
+template <typename T>
+inline void gated(const GatedArgs& a, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
+    const T* up = gate + a.width;
+    T* out = static_cast<T*>(a.out) + row * a.width;
+    for_each_vec(a.width, [&](int64_t i, auto load, auto store) {
+      const Vec g = load(gate + i);
+      store(out + i, (a.activation == Activation::kSilu ? silu(g) : gelu_tanh(g)) * load(up + i));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace raylm
