@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,11 +54,12 @@ def load() -> ExtensionStatus:
 
 
 def _find() -> Path | None:
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ModuleNotFoundError:
         return None
-    found = sorted(Path(spec.origin).parent.glob("*.so"))
-    return found[0] if found else None
+    path: Path = package.LIBRARY_PATH
+    return path
 
 
 def _kernels(key: str) -> tuple[str, ...]:

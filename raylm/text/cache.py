@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import Tokenizer as Backend
 
 from raylm.log import get_logger
-from raylm.text.definition import Backend, TokenizerInfo
+from raylm.text.definition import TokenizerInfo
 
 logger = get_logger(__name__)
 
@@ -79,7 +79,7 @@ def _read(folder: Path) -> tuple[Backend, TokenizerInfo] | None:
     if _digest(data, record.info) != record.digest:
         return None
     try:
-        return LibraryTokenizer.from_buffer(data), record.info
+        return Backend.from_buffer(data), record.info
     except ValueError:  # written by another version of the library
         return None
 

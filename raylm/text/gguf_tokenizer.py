@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import AddedToken, decoders, models, normalizers
-from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import Tokenizer as Backend
 
 from raylm.config.gguf_metadata import GGUFValue, read_gguf
 from raylm.errors import ConfigError
-from raylm.text.definition import Backend, TokenizerInfo, add_specials, frame_prompt
+from raylm.log import get_logger
+from raylm.text.definition import TokenizerInfo, add_specials, frame_prompt
 from raylm.text.pre_tokenizers import PRE_TOKENIZERS
+
+logger = get_logger(__name__)
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 """Texts that end a turn; older files do not name them in a key (llama.cpp finds them so, too)."""
+Item = TypeVar("Item", str, int, float)
 _SPACE = "\u2581"  # how SentencePiece writes a space
 
 
@@ -67,12 +72,15 @@ def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[Backend, bool]:
     if pre not in PRE_TOKENIZERS:
         allowed = ", ".join(sorted(PRE_TOKENIZERS))
         raise ConfigError(f"{vocabulary.path}: tokenizer.ggml.pre {pre!r} is not supported; supported: {allowed}")
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
     if not merges:
         raise ConfigError(f"{vocabulary.path}: tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     cut = PRE_TOKENIZERS[pre]
-    backend = LibraryTokenizer(_bpe(vocabulary.path, vocab=ids, merges=merges, ignore_merges=cut.ignore_merges))
+    try:
+        backend = Backend(models.BPE(ids, merges, ignore_merges=cut.ignore_merges))
+    except Exception as error:  # the library raises bare Exception for merges that do not fit the vocabulary
+        raise ConfigError(f"{vocabulary.path}: tokenizer.ggml.merges do not fit the tokens: {error}") from None
     cut.install(backend)
     backend.decoder = decoders.ByteLevel()
     return backend, cut.add_bos
@@ -99,15 +107,8 @@ def _sentencepiece(vocabulary: _Vocabulary, prefix_space: bool) -> Backend:
     }
     unknown = vocabulary.of_type(_UNKNOWN) if vocabulary.types else []
     merges = _merges_from_scores(pieces, scores)
-    backend = LibraryTokenizer(
-        _bpe(
-            vocabulary.path,
-            vocab=ids,
-            merges=merges,
-            unk_token=unknown[0] if unknown else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    backend = Backend(
+        models.BPE(ids, merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True)
     )
     spaces = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix_space else spaces
@@ -130,13 +131,6 @@ def _merges_from_scores(pieces: Mapping[str, int], scores: list[float]) -> list[
     # The longer left part first among equals; the sort is stable, so the vocabulary's order decides the rest.
     ranked.sort(key=lambda merge: merge[:3])
     return [(left, right) for *_, left, right in ranked]
-
-
-def _bpe(path: Path, **arguments: object) -> object:
-    try:
-        return models.BPE(**arguments)
-    except Exception as error:  # the library raises bare Exception for merges that do not fit the vocabulary
-        raise ConfigError(f"{path}: the vocabulary and its merges do not fit together: {error}") from None
 
 
 def _vocabulary(path: Path, metadata: Mapping[str, GGUFValue]) -> _Vocabulary:
@@ -173,9 +167,11 @@ def _info(metadata: Mapping[str, GGUFValue], vocabulary: _Vocabulary) -> Tokeniz
 
 def _token_id(metadata: Mapping[str, GGUFValue], key: str, limit: int) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{key}")
-    if isinstance(value, int) and not 0 <= value < limit:
-        raise ConfigError(f"tokenizer.ggml.{key} is {value}, but the vocabulary has {limit} tokens")
-    return value if isinstance(value, int) else None
+    if isinstance(value, int) and 0 <= value < limit:
+        return value
+    if value is not None:  # some writers put 2**32 - 1 for "none"
+        logger.warning("tokenizer.ggml.%s is %r, which is no token of the %d: taken as absent", key, value, limit)
+    return None
 
 
 def _flag(metadata: Mapping[str, GGUFValue], key: str, default: bool) -> bool:
@@ -188,6 +184,6 @@ def _text(metadata: Mapping[str, GGUFValue], key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _list[T](metadata: Mapping[str, GGUFValue], key: str, kind: type[T]) -> list[T]:
+def _list(metadata: Mapping[str, GGUFValue], key: str, kind: type[Item]) -> list[Item]:
     value = metadata.get(f"tokenizer.ggml.{key}")
     return [item for item in value if isinstance(item, kind)] if isinstance(value, list) else []

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenizers import Regex, normalizers, pre_tokenizers
-
-from raylm.text.definition import Backend
+from tokenizers import Tokenizer as Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,9 @@ class PreTokenizer:
         """Give `backend` this normalizer and pre-tokenizer."""
         if self.nfc:
             backend.normalizer = normalizers.NFC()
-        stages = [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
+        stages: list[pre_tokenizers.PreTokenizer] = []
+        if self.single_digits:
+            stages.append(pre_tokenizers.Digits(individual_digits=True))
         if self.pattern is not None:
             stages.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
         stages.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
@@ -68,7 +69,7 @@ _GPT4O = PreTokenizer(_cased(rf"{_CONTRACTIONS}?", r"\p{N}{1,3}"))
 
 PRE_TOKENIZERS = {
     "default": _GPT2,
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),

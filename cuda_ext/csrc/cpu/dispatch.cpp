@@ -3,26 +3,26 @@
 
 namespace raylm {
 
-extern const CpuKernels generic;
+CpuKernels generic();
 #if defined(RAYLM_X86)
-extern const CpuKernels avx2;
-extern const CpuKernels avx512;
+CpuKernels avx2();
+CpuKernels avx512();
 #endif
 
-static const CpuKernels& choose() {
+static CpuKernels choose() {
 #if defined(RAYLM_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq")) {
-    return avx512;
+    return avx512();
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2();
 #endif
-  return generic;
+  return generic();
 }
 
 const CpuKernels& cpu_kernels() {
-  static const CpuKernels& chosen = choose();
+  static const CpuKernels chosen = choose();
   return chosen;
 }
 

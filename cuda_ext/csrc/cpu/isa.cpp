@@ -12,7 +12,7 @@
 #define RAYLM_STRING(x) RAYLM_STRING_(x)
 
 // A function that runs kernel<T> for the T that its arguments' dtype names.
-#define RAYLM_BY_DTYPE(kernel)                                      \
+#define RAYLM_BY_DTYPE(kernel)                              \
   [](const auto& args, auto... rest) {                              \
     switch (args.dtype) {                                           \
       case DType::kFloat32: return kernel<float>(args, rest...);    \
@@ -22,11 +22,18 @@
   }
 
 namespace raylm {
+namespace {
 
-extern const CpuKernels RAYLM_ISA;
-const CpuKernels RAYLM_ISA = {
-    RAYLM_STRING(RAYLM_ISA), RAYLM_BY_DTYPE(rms_norm), RAYLM_BY_DTYPE(rotary),    store_kv,
-    RAYLM_BY_DTYPE(gated),   linear,                   RAYLM_BY_DTYPE(attention), RAYLM_BY_DTYPE(merge),
-};
+CpuKernels table() {
+  return {
+      RAYLM_STRING(RAYLM_ISA), RAYLM_BY_DTYPE(rms_norm), RAYLM_BY_DTYPE(rotary),    store_kv,
+      RAYLM_BY_DTYPE(gated),   linear,                   RAYLM_BY_DTYPE(attention), RAYLM_BY_DTYPE(merge),
+  };
+}
+
+}  // namespace
+
+// Not a constant of static storage: nothing compiled for this instruction set may run before it is chosen.
+CpuKernels RAYLM_ISA() { return table(); }
 
 }  // namespace raylm

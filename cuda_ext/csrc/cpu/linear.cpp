@@ -1,0 +1,58 @@
+#include <optional>
+
+#include "common.h"
+
+namespace raylm {
+namespace {
+
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  StableIValue stack[3] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                           torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const char* op = "linear";
+  Arg(op, "x", x).floating().on_cpu().last_contiguous();
+  if (x.dim() < 1) fail(op, "x must have at least one dimension");
+  const int64_t size = x.size(x.dim() - 1);
+  Arg(op, "weight", weight).on_cpu().dtype({x.scalar_type()}).dim(2).size(1, size, "the last dimension of x");
+  Arg(op, "weight", weight).last_contiguous();
+  if (!bias.has_value()) return;
+  Arg(op, "bias", *bias).on_cpu().dtype({x.scalar_type()}).dim(1).size(0, weight.size(0), "the rows of weight");
+  Arg(op, "bias", *bias).contiguous();
+}
+
+// float32 has a kernel of its own; the other types go to torch, whose library has instructions for them.
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  check(x, weight, bias);
+  const int64_t in_size = weight.size(1), out_size = weight.size(0);
+  if (x.scalar_type() != ScalarType::Float || in_size == 0 || out_size == 0) return torch_linear(x, weight, bias);
+  if (x.dim() != 2) Arg("linear", "x (not of 2 dimensions)", x).contiguous();
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = out_size;
+  Tensor out = torch::stable::new_empty(x, shape);
+  LinearArgs args{};
+  args.x = x.const_data_ptr<float>();
+  args.x_stride = x.dim() == 2 ? x.stride(0) : in_size;
+  args.weight = weight.const_data_ptr<float>();
+  args.weight_stride = weight.stride(0);
+  args.bias = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
+  args.out = out.mutable_data_ptr<float>();
+  args.num_rows = x.numel() / in_size;
+  args.in_size = in_size;
+  args.out_size = out_size;
+  const int64_t groups = (out_size + kLinearColumns - 1) / kLinearColumns;
+  for_range(groups, kLinearColumns * in_size * args.num_rows / 4, [&](int64_t begin, int64_t end) {
+    const int64_t last = end * kLinearColumns;
+    cpu_kernels().linear(args, begin * kLinearColumns, last < out_size ? last : out_size);
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
+
+}  // namespace raylm

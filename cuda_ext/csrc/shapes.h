@@ -1,0 +1,73 @@
+// The checks that an operator's CPU and CUDA launchers share: everything but the device.
+#pragma once
+
+#include "checks.h"
+
+namespace raylm {
+
+inline void check_norm(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight) {
+  Arg(op, "x", x).floating().last_contiguous();
+  if (x.dim() < 1) fail(op, "x must have at least one dimension");
+  const int64_t hidden = x.size(x.dim() - 1);
+  Arg(op, "weight", weight).dtype({x.scalar_type()}).dim(1).size(0, hidden, "the last dimension of x").contiguous();
+  if (!residual) return;
+  Arg(op, "x", x).dim(2);
+  Arg(op, "residual", *residual).dtype({x.scalar_type()}).dim(2).last_contiguous();
+  Arg(op, "residual", *residual).size(0, x.size(0), "as x").size(1, hidden, "as x");
+}
+
+inline void check_rotary(const Tensor& q, const Tensor& k, const Tensor& positions, const Tensor& cos_sin) {
+  const char* op = "rotary";
+  Arg(op, "q", q).floating().dim(3).last_contiguous();
+  Arg(op, "k", k).dtype({q.scalar_type()}).dim(3).last_contiguous();
+  Arg(op, "k", k).size(0, q.size(0), "the tokens of q").size(2, q.size(2), "the head size of q");
+  Arg(op, "positions", positions).dtype({ScalarType::Long}).dim(1).size(0, q.size(0), "the tokens of q").contiguous();
+  Arg(op, "cos_sin", cos_sin).dtype({ScalarType::Float}).dim(2).contiguous();
+  const int64_t rotary_dim = cos_sin.size(1);
+  if (rotary_dim % 2 != 0 || rotary_dim > q.size(2)) {
+    fail(op, "cos_sin has ", rotary_dim, " columns, must be an even number of at most the head size, ", q.size(2));
+  }
+}
+
+inline void check_store(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& slots) {
+  const char* op = "store_kv";
+  Arg(op, "k", k).floating().dim(3).last_contiguous();
+  Arg(op, "v", v).dtype({k.scalar_type()}).dim(3).last_contiguous();
+  for (int64_t d = 0; d < 3; ++d) Arg(op, "v", v).size(d, k.size(d), "as k");
+  Arg(op, "k_cache", k_cache).dtype({k.scalar_type()}).dim(4).last_contiguous();
+  Arg(op, "k_cache", k_cache).size(2, k.size(1), "the heads of k").size(3, k.size(2), "the head size of k");
+  Arg(op, "v_cache", v_cache).dtype({k.scalar_type()}).dim(4).last_contiguous();
+  for (int64_t d = 0; d < 4; ++d) Arg(op, "v_cache", v_cache).size(d, k_cache.size(d), "as k_cache");
+  Arg(op, "slot_mapping", slots).dtype({ScalarType::Long}).dim(1).size(0, k.size(0), "the tokens of k").contiguous();
+}
+
+inline void check_gated(const char* op, const Tensor& x) {
+  Arg(op, "x", x).floating().dim(2).last_contiguous();
+  if (x.size(1) % 2 != 0) fail(op, "x has ", x.size(1), " columns, must be an even number: two halves");
+}
+
+inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+                            const Tensor& query_start, const Tensor& seq_lens, int64_t window, double soft_cap) {
+  const char* op = "paged_attention";
+  Arg(op, "q", q).floating().dim(3).last_contiguous();
+  Arg(op, "k_cache", k_cache).dtype({q.scalar_type()}).dim(4).last_contiguous();
+  Arg(op, "k_cache", k_cache).size(3, q.size(2), "the head size of q");
+  Arg(op, "v_cache", v_cache).dtype({q.scalar_type()}).dim(4).last_contiguous();
+  for (int64_t d = 0; d < 4; ++d) Arg(op, "v_cache", v_cache).size(d, k_cache.size(d), "as k_cache");
+  const int64_t kv_heads = k_cache.size(2);
+  if (kv_heads == 0 || q.size(1) % kv_heads != 0) {
+    fail(op, "q has ", q.size(1), " heads, must be a multiple of the ", kv_heads, " heads of k_cache");
+  }
+  if (k_cache.size(1) == 0) fail(op, "k_cache has blocks of 0 slots, must have at least 1");
+  const int64_t num_seqs = seq_lens.dim() == 1 ? seq_lens.size(0) : 0;
+  Arg(op, "seq_lens", seq_lens).dtype({ScalarType::Int}).dim(1).contiguous();
+  Arg(op, "query_start", query_start).dtype({ScalarType::Int}).dim(1).contiguous();
+  Arg(op, "query_start", query_start).size(0, num_seqs + 1, "one more than seq_lens");
+  Arg(op, "block_table", block_table).dtype({ScalarType::Int}).dim(2).last_contiguous();
+  Arg(op, "block_table", block_table).size(0, num_seqs, "as seq_lens");
+  if (window < 0) fail(op, "window is ", window, ", must be 0 (off) or positive");
+  if (!(soft_cap >= 0)) fail(op, "soft_cap is ", soft_cap, ", must be 0 (off) or positive");
+}
+
+}  // namespace raylm

@@ -1,0 +1,123 @@
+"""The tokenizer of a model folder as published on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from raylm.errors import ConfigError
+from raylm.text.cache import convert_once, identity
+from raylm.text.definition import TokenizerInfo, add_specials, frame_prompt
+
+_VOCABULARY_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_OTHER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+
+
+def load_folder(folder: Path, cache_dir: Path | None) -> tuple[Backend, TokenizerInfo]:
+    """Read tokenizer.json and what stands beside it.
+
+    A folder without tokenizer.json is converted by transformers, once; the result is kept in the cache folder.
+    Raises ConfigError when there is no tokenizer, or a file of it is damaged.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _open(path, folder)
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ConfigError(f"{folder}: has no tokenizer.json, tokenizer.model or vocab.json, so no tokenizer")
+    sources = [folder / name for name in (*_VOCABULARY_FILES, *_OTHER_FILES) if (folder / name).is_file()]
+    return convert_once(identity(sources), lambda: _convert(folder), cache_dir)
+
+
+def _open(path: Path, folder: Path) -> tuple[Backend, TokenizerInfo]:
+    try:
+        backend = Backend.from_buffer(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from None
+    return backend, _describe(backend, folder, {})
+
+
+def _convert(folder: Path) -> tuple[Backend, TokenizerInfo]:
+    # Seconds to import, and not needed for any other model.
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever a converter trips over, the reader of the message needs the folder
+        raise ConfigError(f"{folder}: transformers cannot load this tokenizer: {error}") from None
+    backend = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"{folder}: transformers knows this tokenizer only in a form without tokenizer.json")
+    return backend, _describe(backend, folder, _named_specials(converted.special_tokens_map))
+
+
+def _describe(backend: Backend, folder: Path, defaults: dict[str, str]) -> TokenizerInfo:
+    """Complete `backend` by tokenizer_config.json, as transformers does, and tell the facts of the tokenizer."""
+    config = _read_json(folder / "tokenizer_config.json")
+    named = defaults | _named_specials(_read_json(folder / "special_tokens_map.json")) | _named_specials(config)
+    add_specials(backend, list(named.values()))
+    bos, eos = named.get("bos_token"), named.get("eos_token")
+    if "add_bos_token" in config or "add_eos_token" in config:
+        frame_prompt(
+            backend,
+            bos=bos if config.get("add_bos_token") else None,
+            eos=eos if config.get("add_eos_token") else None,
+        )
+    return TokenizerInfo(
+        special_tokens=named,
+        bos_token_id=backend.token_to_id(bos) if bos is not None else None,
+        eos_token_ids=_eos_ids(folder, backend.token_to_id(eos) if eos is not None else None),
+        chat_template=_chat_template(folder, config),
+    )
+
+
+def _named_specials(config: Mapping[str, object]) -> dict[str, str]:
+    """The entries such as "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}."""
+    named = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str) and text:
+            named[name] = text
+    return named
+
+
+def _eos_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
+    """generation_config.json's (config.json's where it names none), then the tokenizer's own."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        ids = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+        if ids:
+            break
+    return tuple(dict.fromkeys(ids if eos is None else [*ids, eos]))
+
+
+def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    return data if isinstance(data, dict) else {}

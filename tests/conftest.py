@@ -1,0 +1,8 @@
+"""Shared by all tests: helpers next to this file can be imported by their names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

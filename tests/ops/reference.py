@@ -1,0 +1,59 @@
+"""The operators written as plainly as possible, in float64 and one token at a time: what the kernels are held to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    h = x.double()
+    return h / torch.sqrt((h * h).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """The rotated copy of x [T, H, D]."""
+    out = x.double()
+    half = cos_sin.shape[1] // 2
+    for t, position in enumerate(positions.tolist()):
+        for i in range(half):
+            cos, sin = cos_sin[position, i].double(), cos_sin[position, i + half].double()
+            first, second = x[t, :, i].double(), x[t, :, i + half].double()
+            out[t, :, i] = first * cos - second * sin
+            out[t, :, i + half] = second * cos + first * sin
+    return out
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    gate, up = x.double().chunk(2, dim=-1)
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner)) * up
+
+
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    query_lens: list[int],
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D], sequence after sequence, over each sequence's own keys [L, Hk, D]."""
+    rows = []
+    tokens = iter(q.double())
+    for k, v, num_queries in zip(keys, values, query_lens, strict=True):
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+        for position in range(k.shape[0] - num_queries, k.shape[0]):
+            low = max(0, position - window + 1) if window else 0
+            scores = torch.einsum("hd,lhd->hl", next(tokens), k[low : position + 1]) * scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[low : position + 1]))
+    return torch.stack(rows)
