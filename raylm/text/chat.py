@@ -43,6 +43,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
+        except jinja2.TemplateSyntaxError as error:
+            raise _rejected(f"the model's chat template is not valid, line {error.lineno}: {error.message}") from None
         except jinja2.TemplateError as error:
             raise _rejected(f"the model's chat template refuses these messages: {error}") from None
         except RequestRejected:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,25 +13,35 @@ from raylm.ops import extension, fallback
 
 Kernel = Callable[..., Any]
 
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-DTYPES = tuple(TOLERANCES)
 IMPLEMENTATIONS = [
     pytest.param(("fallback", "cpu"), id="fallback-cpu"),
-    pytest.param(("extension", "cpu"), id="extension-cpu"),
+    pytest.param(("avx512", "cpu"), id="avx512"),
+    pytest.param(("avx2", "cpu"), id="avx2"),
+    pytest.param(("generic", "cpu"), id="generic"),
     pytest.param(("fallback", "cuda"), id="fallback-cuda", marks=pytest.mark.gpu),
     pytest.param(("extension", "cuda"), id="extension-cuda", marks=pytest.mark.gpu),
 ]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """(kind, device); tests that ask for it run once for each."""
+def implementation(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """(kind, device); tests that ask for it run once for each. Kinds of the CPU's extension are instruction sets."""
     kind, device = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    if kind == "extension" and not extension.load().ops.get(device):
+    if kind != "fallback" and not extension.load().ops.get(device):
         pytest.skip(f"no kernels for {device}: {extension.load()}")
-    return kind, device
+    if kind in ("fallback", "extension"):
+        yield kind, device
+        return
+    library = ctypes.CDLL(str(extension.load().path))
+    library.raylm_cpu_isa.restype = ctypes.c_char_p
+    library.raylm_use_cpu_isa.restype = ctypes.c_bool
+    before = library.raylm_cpu_isa()
+    if not library.raylm_use_cpu_isa(kind.encode()):
+        pytest.skip(f"this machine or this build has no {kind}")
+    yield kind, device
+    library.raylm_use_cpu_isa(before)
 
 
 @pytest.fixture
@@ -58,9 +69,3 @@ def op(implementation: tuple[str, str]) -> Callable[[str], Kernel]:
 def needs_extension() -> None:
     if not extension.load().loaded:
         pytest.skip(str(extension.load()))
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, *, scale: float = 1.0) -> None:
-    """Compare with a float64 reference, as closely as the dtype of `actual` allows."""
-    tolerance = TOLERANCES[actual.dtype] * scale
-    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), atol=tolerance, rtol=tolerance)

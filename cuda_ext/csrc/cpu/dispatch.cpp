@@ -1,4 +1,6 @@
-// Picks the best instruction set that this machine has, once.
+// Picks the best instruction set that this machine has, when the library is loaded.
+#include <cstring>
+
 #include "raylm/cpu/kernels.h"
 
 namespace raylm {
@@ -9,21 +11,43 @@ CpuKernels avx2();
 CpuKernels avx512();
 #endif
 
-static CpuKernels choose() {
+namespace {
+
+// The table called `isa`, or the best one for null. False where this machine cannot run it.
+bool choose(const char* isa, CpuKernels& table) {
+  const auto wanted = [isa](const char* name) { return isa == nullptr || std::strcmp(isa, name) == 0; };
 #if defined(RAYLM_X86)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return avx512();
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512 && wanted("avx512")) return table = avx512(), true;
+  if (has_avx2 && wanted("avx2")) return table = avx2(), true;
 #endif
-  return generic();
+  if (wanted("generic")) return table = generic(), true;
+  return false;
 }
 
-const CpuKernels& cpu_kernels() {
-  static const CpuKernels chosen = choose();
-  return chosen;
+CpuKernels& chosen() {
+  static CpuKernels table = [] {
+    CpuKernels best;
+    choose(nullptr, best);
+    return best;
+  }();
+  return table;
 }
+
+}  // namespace
+
+const CpuKernels& cpu_kernels() { return chosen(); }
 
 }  // namespace raylm
+
+// The instruction set in use: "avx512", "avx2" or "generic".
+extern "C" __attribute__((visibility("default"))) const char* raylm_cpu_isa() { return raylm::chosen().isa; }
+
+// Runs another one from now on, for tests and comparisons; not while an operator runs. False, and no change, where this
+// machine or this build does not have it.
+extern "C" __attribute__((visibility("default"))) bool raylm_use_cpu_isa(const char* isa) {
+  return raylm::choose(isa, raylm::chosen());
+}

@@ -7,6 +7,15 @@ import math
 import torch
 from torch import Tensor
 
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+DTYPES = tuple(TOLERANCES)
+
+
+def close(actual: Tensor, expected: Tensor, *, scale: float = 1.0) -> None:
+    """Compare with a float64 reference, as closely as the dtype of `actual` allows."""
+    tolerance = TOLERANCES[actual.dtype] * scale
+    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), atol=tolerance, rtol=tolerance)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = x.double()

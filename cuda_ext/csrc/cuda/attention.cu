@@ -1,0 +1,55 @@
+#include "launch.h"
+#include "raylm/cuda/attention.cuh"
+#include "shapes.h"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+
+template <typename T>
+void launch(const AttentionParams<T>& params, int64_t num_tokens, cudaStream_t stream) {
+  const dim3 grid(num_tokens, params.num_heads);
+  const unsigned threads = kAttentionWarps * kWarp;
+  if (params.head_dim <= 64) {
+    attention_kernel<T, 2><<<grid, threads, 0, stream>>>(params);
+  } else if (params.head_dim <= 128) {
+    attention_kernel<T, 4><<<grid, threads, 0, stream>>>(params);
+  } else {
+    attention_kernel<T, 8><<<grid, threads, 0, stream>>>(params);
+  }
+}
+
+Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                       Tensor seq_lens, int64_t, int64_t, double scale, int64_t window, double soft_cap) {
+  const char* op = "paged_attention";
+  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap);
+  Arg(op, "k_cache", k_cache).on_device_of(q);
+  Arg(op, "v_cache", v_cache).on_device_of(q);
+  Arg(op, "block_table", block_table).on_device_of(q);
+  Arg(op, "query_start", query_start).on_device_of(q);
+  Arg(op, "seq_lens", seq_lens).on_device_of(q);
+  if (q.size(2) > kMaxHeadDim) fail(op, "q has a head size of ", q.size(2), ", must be at most ", kMaxHeadDim);
+  Tensor out = torch::stable::new_empty(q, q.sizes());
+  if (q.numel() == 0) return out;
+  const Guard guard(q.get_device_index());
+  by_dtype(q, [&](auto type) {
+    using T = decltype(type);
+    const AttentionParams<T> params{
+        data<T>(q), q.stride(0), q.stride(1), data<T>(k_cache), data<T>(v_cache),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+        data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
+        data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
+        static_cast<float>(scale), window, static_cast<float>(soft_cap)};
+    launch(params, q.size(0), current_stream(q));
+  });
+  check_launch(op);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("paged_attention", TORCH_BOX(&paged_attention)); }
+
+}  // namespace raylm::cuda

@@ -1,0 +1,51 @@
+// What the CUDA launchers share.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "checks.h"
+
+// It lives in torch's CUDA library; weak, so that this extension also loads into a torch for CPUs only.
+#pragma weak aoti_torch_get_current_cuda_stream
+
+namespace raylm::cuda {
+
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  if (&aoti_torch_get_current_cuda_stream == nullptr) throw std::runtime_error("raylm: this torch has no CUDA");
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check_launch(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) fail(op, "the kernel could not be launched: ", cudaGetErrorString(error));
+}
+
+// Calls body(T{}) with the CUDA type of the tensor's dtype, which has been checked to be one of these.
+template <typename Body>
+void by_dtype(const Tensor& tensor, const Body& body) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16: return body(__nv_bfloat16{});
+    case ScalarType::Half: return body(__half{});
+    default: return body(float{});
+  }
+}
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// Threads for a row of `size` elements: whole warps, at most `most`.
+inline unsigned threads_for(int64_t size, int64_t most) {
+  const int64_t warps = (size + 31) / 32;
+  return static_cast<unsigned>(32 * (warps < 1 ? 1 : warps > most / 32 ? most / 32 : warps));
+}
+
+using Guard = torch::stable::accelerator::DeviceGuard;
+
+}  // namespace raylm::cuda

@@ -1,0 +1,134 @@
+"""Offline benchmarks: a case as one batch (throughput), or its requests one after another (latency)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from raylm.bench.cases import Case, Dataset, Request, prompt_token_ids
+from raylm.bench.report import OfflineResult
+from raylm.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from raylm.llm import LLM
+
+Mode = Literal["throughput", "latency"]
+DEFAULT_CASES = {"throughput": "batch:16:128:64", "latency": "single:3:128:64"}
+_SEED_STEP = 1_000_003
+_WARMUP_REQUESTS = 2
+_WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """One request in tokens, as every program under test takes it."""
+
+    prompt_ids: list[int]
+    output_len: int
+
+
+class Runner(Protocol):
+    """A program under test: generates output_len tokens for every request, whatever the tokens are."""
+
+    name: str
+
+    def run(self, requests: Sequence[TokenRequest]) -> None: ...
+
+
+class RaylmRunner:
+    """raylm: the requests of a call are one batch."""
+
+    name = "raylm"
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def run(self, requests: Sequence[TokenRequest]) -> None:
+        params = [SamplingParams(temperature=0, max_tokens=own.output_len, ignore_eos=True) for own in requests]
+        completions = self._llm.generate([own.prompt_ids for own in requests], params, progress=False)
+        for completion, own in zip(completions, requests, strict=True):
+            check_count(self.name, len(completion.outputs[0].token_ids), own.output_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A case made of tokens: `draw` gives its requests, new ones for every repetition."""
+
+    case: Case | Dataset
+    draw: Callable[[int], list[TokenRequest]]
+
+    @classmethod
+    def of(cls, case: Case | Dataset, llm: LLM, seed: int) -> Workload:
+        if isinstance(case, Dataset):
+            fixed = [_tokenized(llm, request) for request in case.entries]
+            return cls(case, lambda repetition: fixed)
+        token_ids = prompt_token_ids(llm.info.vocab_size, llm.info.eos_token_ids)
+
+        def draw(repetition: int) -> list[TokenRequest]:
+            requests = case.token_requests(seed + _SEED_STEP * repetition, token_ids)
+            return [_tokenized(llm, request) for request in requests]
+
+        return cls(case, draw)
+
+
+def warm_up(runner: Runner, workload: Workload) -> None:
+    """A short run of the case's shape with other prompts: allocations, thread pools and lazy imports happen here."""
+    requests = workload.draw(0)[:_WARMUP_REQUESTS]
+    runner.run([TokenRequest(own.prompt_ids, min(own.output_len, _WARMUP_TOKENS)) for own in requests])
+
+
+def measure(runner: Runner, requests: Sequence[TokenRequest], mode: Mode) -> float:
+    """Seconds for the requests: all at once, or one after another."""
+    start = perf_counter()
+    if mode == "throughput":
+        runner.run(requests)
+    else:
+        for request in requests:
+            runner.run([request])
+    return perf_counter() - start
+
+
+def run_case(llm: LLM, case: Case | Dataset, mode: Mode, *, seed: int = 0, repeat: int = 1) -> OfflineResult:
+    """Warm up and measure one case `repeat` times; the result carries the median."""
+    workload = Workload.of(case, llm, seed)
+    runner = RaylmRunner(llm)
+    warm_up(runner, workload)
+    seconds = [measure(runner, workload.draw(repetition), mode) for repetition in range(1, repeat + 1)]
+    return result_of(workload, mode, median(seconds), model=llm.name)
+
+
+def result_of(workload: Workload, mode: Mode, seconds: float, *, model: str) -> OfflineResult:
+    case = workload.case
+    requests = workload.draw(1)
+    output = sum(own.output_len for own in requests)
+    prompt = sum(len(own.prompt_ids) for own in requests)
+    return OfflineResult(
+        bench=mode,
+        model=model,
+        case=case.name,
+        requests=case.requests,
+        input_len=case.input_len if isinstance(case, Case) else round(prompt / len(requests)),
+        output_len=case.output_label,
+        seconds=seconds,
+        output_tokens_per_s=output / seconds,
+        total_tokens_per_s=(output + prompt) / seconds,
+        output_len_mean=output / len(requests) if isinstance(case.output_label, str) else None,
+    )
+
+
+def check_count(name: str, got: int, asked: int) -> None:
+    """A program that stopped early would look fast. Raises RuntimeError."""
+    if got != asked:
+        raise RuntimeError(f"{name} generated {got} tokens where {asked} were asked for")
+
+
+def _tokenized(llm: LLM, request: Request) -> TokenRequest:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return TokenRequest(llm.text.encode(prompt), request.output_len)
+    if request.is_chat:
+        return TokenRequest(llm.text.chat([dict(message) for message in prompt]), request.output_len)
+    return TokenRequest(list(prompt), request.output_len)

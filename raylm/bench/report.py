@@ -1,0 +1,167 @@
+"""Results: one JSON line each on stdout (and in a file), a table on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from raylm.errors import ConfigError
+
+Cell = str | int | float | dict[str, float] | None
+
+# Columns of the JSON lines that a table for people leaves out.
+_NOT_IN_TABLE = ("bench", "model", "ttft_ms_p90", "itl_ms_p90", "tpot_ms_p90", "e2e_ms_p90", "phases")
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineResult:
+    """A throughput or latency case. `seconds` is the median of the repetitions."""
+
+    bench: str
+    model: str
+    case: str
+    requests: int
+    input_len: int | str
+    output_len: int | str
+    seconds: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    output_len_mean: float | None = None
+    """Only where the output lengths differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeResult(OfflineResult):
+    """A case against a server; times in milliseconds, goodput in requests/s (None where no limit was asked for)."""
+
+    concurrency: int = 0
+    request_rate: float | str = "inf"
+    ttft_ms_p50: float | None = None
+    ttft_ms_p90: float | None = None
+    ttft_ms_p99: float | None = None
+    itl_ms_p50: float | None = None
+    itl_ms_p90: float | None = None
+    itl_ms_p99: float | None = None
+    tpot_ms_p50: float | None = None
+    tpot_ms_p90: float | None = None
+    tpot_ms_p99: float | None = None
+    e2e_ms_p50: float | None = None
+    e2e_ms_p90: float | None = None
+    e2e_ms_p99: float | None = None
+    goodput: float | None = None
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StartupResult:
+    """Seconds from starting a process to its first answer, and what they went into."""
+
+    bench: str
+    model: str
+    ready_s: float
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareResult:
+    """raylm against another program on the same case; where it could not run, `unavailable` says why."""
+
+    bench: str
+    case: str
+    against: str
+    raylm_tokens_per_s: float
+    other_tokens_per_s: float | None
+    ratio: float | None
+    unavailable: str | None = None
+
+
+Result = OfflineResult | ServeResult | StartupResult | CompareResult
+
+
+def as_json(result: Result) -> dict[str, Cell]:
+    """The keys of one JSON line: every field of the result, less the optional ones that say nothing here."""
+    row: dict[str, Cell] = dataclasses.asdict(result)
+    for optional in ("output_len_mean", "unavailable"):
+        if row.get(optional, ...) is None:
+            del row[optional]
+    return {key: _rounded(value) for key, value in row.items()}
+
+
+@dataclass(slots=True)
+class Report:
+    """Where results go: printed as they come, kept for the table."""
+
+    output: Path | None = None
+    results: list[Result] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.output is None:
+            return
+        try:
+            self.output.write_text("", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {str(self.output)!r} cannot be written: {error.strerror}") from None
+
+    def add(self, result: Result) -> None:
+        line = json.dumps(as_json(result))
+        self.results.append(result)
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        if self.output is not None:
+            with self.output.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def print_tables(self) -> None:
+        """One table a kind of result, on stderr."""
+        console = Console(stderr=True)
+        for kind, rows in _by_bench(self.results):
+            console.print(_table(kind, rows))
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value below which `share` (0 to 1) of the values lie, interpolated linearly; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _by_bench(results: Sequence[Result]) -> Iterator[tuple[str, list[dict[str, Cell]]]]:
+    for bench in dict.fromkeys(result.bench for result in results):
+        yield bench, [as_json(result) for result in results if result.bench == bench]
+
+
+def _table(bench: str, rows: list[dict[str, Cell]]) -> Table:
+    models = sorted({str(row["model"]) for row in rows if "model" in row})
+    table = Table(title=" ".join([bench, *models]))
+    rows = [_flat(row) for row in rows]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        table.add_column(column.removesuffix("_s").replace("_", " "), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
+    return table
+
+
+def _flat(row: dict[str, Cell]) -> dict[str, Cell]:
+    shown = {key: value for key, value in row.items() if key not in _NOT_IN_TABLE}
+    phases = row.get("phases")
+    return shown | phases if isinstance(phases, dict) else shown
+
+
+def _rounded(value: Cell) -> Cell:
+    if isinstance(value, float):
+        return round(value, 4 if abs(value) < 10 else 2)
+    if isinstance(value, dict):
+        return {key: round(seconds, 4) for key, seconds in value.items()}
+    return value

@@ -1,0 +1,238 @@
+"""Load on an OpenAI-compatible server: what it answers with, and when.
+
+How the numbers are meant. TTFT runs from sending a request to its first chunk with content (to the first chunk with a
+choice where none has any). ITL is the time between two such chunks, and a chunk may carry several tokens: a server
+that merges tokens has fewer, longer gaps. TPOT is (end to end - TTFT) / (output tokens - 1) and does not depend on
+merging. Tokens are counted by the server's usage, not by chunks. Waiting for a free slot under a concurrency limit is
+no part of a request's times; it is the client that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal, TypeVar
+
+from raylm.bench.cases import Case, Dataset, Lengths, Request, prompt_token_ids
+from raylm.bench.client import Client
+from raylm.bench.report import ServeResult, percentile
+from raylm.bench.sse import Answer, ClientError
+from raylm.errors import ConfigError, RaylmError
+
+Endpoint = Literal["completions", "chat"]
+T = TypeVar("T")
+WARMUP_REQUESTS = 4
+_SEED_STEP = 1_000_003
+# A dataset's own requests would leave their prompts in the server's prefix cache.
+_DATASET_WARMUP = Case("warmup", WARMUP_REQUESTS, 64, Lengths(16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests are sent: at most `concurrency` at a time (None: no limit), `rate` a second (None: at once)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Limits in milliseconds that a good request meets, all of them. `itl` bounds each of its gaps."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, limits: Sequence[str]) -> Goodput | None:
+        """From words such as ttft:200; None of no words. Raises ConfigError."""
+        found: dict[str, float] = {}
+        for word in limits:
+            name, _, value = word.partition(":")
+            if name not in cls.__slots__ or not value.replace(".", "", 1).isdecimal() or float(value) <= 0:
+                raise ConfigError(f"--goodput {word!r} must be ttft, itl, tpot or e2e and milliseconds, as in ttft:200")
+            found[name] = float(value)
+        return cls(**found) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The times of one answered request, in milliseconds."""
+
+    ttft: float
+    e2e: float
+    gaps: list[float]
+    tpot: float | None
+    prompt_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, answer: Answer) -> Timing:
+        first = answer.arrivals[0] if answer.arrivals else answer.first_choice
+        if first is None:
+            raise ClientError("the answer has no choices")
+        ttft, e2e = 1e3 * (first - answer.sent), 1e3 * (answer.finished - answer.sent)
+        gaps = [1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+        # Without usage, chunks are the best count there is.
+        tokens = len(answer.arrivals) if answer.output_tokens is None else answer.output_tokens
+        tpot = (e2e - ttft) / (tokens - 1) if tokens > 1 else None
+        return cls(ttft, e2e, gaps, tpot, answer.prompt_tokens or 0, tokens)
+
+    def meets(self, limits: Goodput) -> bool:
+        seen = {"ttft": self.ttft, "itl": max(self.gaps, default=None), "tpot": self.tpot, "e2e": self.e2e}
+        for name, value in seen.items():
+            limit = getattr(limits, name)
+            if limit is not None and value is not None and value > limit:
+                return False
+        return True
+
+
+@dataclass(slots=True)
+class Run:
+    """What all requests of one measurement gave."""
+
+    seconds: float = 0.0
+    timings: list[Timing] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class LoadGenerator:
+    """Sends the requests of cases to one model of one server."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        *,
+        endpoint: Endpoint = "completions",
+        seed: int = 0,
+        vocab_size: int = 32000,
+        ignore_eos: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._endpoint = endpoint
+        self._seed = seed
+        self._draws = 0
+        self._token_ids = prompt_token_ids(vocab_size)
+        self._ignore_eos = ignore_eos
+        self._timeout_s = timeout_s
+
+    async def measure(self, case: Case | Dataset, load: Load, *, goodput: Goodput | None = None) -> ServeResult:
+        """Warm up, then run one case. Raises RaylmError when not a single request was answered."""
+        warmup = case if isinstance(case, Case) else _DATASET_WARMUP
+        await self._run(self._requests(warmup)[:WARMUP_REQUESTS], Load())
+        run = await self._run(self._requests(case), load)
+        if not run.timings:
+            raise RaylmError(f"case {case.name!r}: all {case.requests} requests failed; the first: {run.errors[0]}")
+        return summarize(run, case, load, model=self._model, goodput=goodput)
+
+    async def _run(self, requests: Sequence[Request], load: Load) -> Run:
+        run = Run()
+        slots = asyncio.Semaphore(load.concurrency or len(requests))
+        start = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for request, arrival in zip(requests, arrivals(len(requests), load.rate, self._seed), strict=True):
+                if (wait := start + arrival - perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                await slots.acquire()
+                task = group.create_task(self._send(request, run))
+                task.add_done_callback(lambda _: slots.release())
+        run.seconds = perf_counter() - start
+        return run
+
+    async def _send(self, request: Request, run: Run) -> None:
+        chat = request.is_chat
+        try:
+            answer = await self._client.stream(
+                "/chat/completions" if chat else "/completions", self._body(request), timeout_s=self._timeout_s
+            )
+            run.timings.append(Timing.of(answer))
+        except ClientError as error:
+            run.errors.append(str(error))
+
+    def _body(self, request: Request) -> dict[str, object]:
+        return {
+            "model": self._model,
+            "messages" if request.is_chat else "prompt": request.prompt,
+            "max_tokens": request.output_len,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self._ignore_eos else {}),
+        }
+
+    def _requests(self, case: Case | Dataset) -> list[Request]:
+        # New prompts each time, so that no run finds those of an earlier one in the prefix cache.
+        self._draws += 1
+        seed = self._seed + _SEED_STEP * self._draws
+        if isinstance(case, Dataset):
+            return [_as_chat(request) for request in case.entries] if self._endpoint == "chat" else list(case.entries)
+        if self._endpoint == "chat":
+            return case.chat_requests(seed)
+        return case.token_requests(seed, self._token_ids)
+
+
+def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
+    """Seconds after the start at which requests are sent: a Poisson process, or all at 0 without a rate."""
+    if rate is None:
+        return [0.0] * count
+    rng = random.Random(seed)
+    times: list[float] = []
+    now = 0.0
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        times.append(now)
+    return times
+
+
+def summarize(run: Run, case: Case | Dataset, load: Load, *, model: str, goodput: Goodput | None = None) -> ServeResult:
+    """One line of result: rates over the whole run, percentiles over requests (ITL: over all gaps)."""
+    timings = run.timings
+    output = sum(timing.output_tokens for timing in timings)
+    prompt = sum(timing.prompt_tokens for timing in timings)
+    values = {
+        "ttft": [timing.ttft for timing in timings],
+        "itl": [gap for timing in timings for gap in timing.gaps],
+        "tpot": [timing.tpot for timing in timings if timing.tpot is not None],
+        "e2e": [timing.e2e for timing in timings],
+    }
+    shares = {f"{name}_ms_p{p}": percentile(seen, p / 100) for name, seen in values.items() for p in (50, 90, 99)}
+    mixed = isinstance(case.output_label, str)
+    return ServeResult(
+        bench="serve",
+        model=model,
+        case=case.name,
+        requests=case.requests,
+        input_len=case.input_len if isinstance(case, Case) else round(prompt / len(timings)),
+        output_len=case.output_label,
+        seconds=run.seconds,
+        output_tokens_per_s=output / run.seconds,
+        total_tokens_per_s=(output + prompt) / run.seconds,
+        output_len_mean=output / len(timings) if mixed else None,
+        concurrency=load.concurrency or case.requests,
+        request_rate="inf" if load.rate is None else load.rate,
+        goodput=sum(timing.meets(goodput) for timing in timings) / run.seconds if goodput else None,
+        failed=len(run.errors),
+        **shares,
+    )
+
+
+def run_async(main: Callable[[], Coroutine[None, None, T]]) -> T:
+    """Run a coroutine on uvloop where it is installed (ray[serve] brings it): a third of asyncio's CPU a chunk."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main())
+    return uvloop.run(main())
+
+
+def _as_chat(request: Request) -> Request:
+    if request.is_chat or not isinstance(request.prompt, str):
+        return request
+    return Request([{"role": "user", "content": request.prompt}], request.output_len)

@@ -1,0 +1,60 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from raylm import ops
+
+KVCache = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Which tokens of a step belong to which sequence, and where the cache holds them. T tokens, S sequences."""
+
+    query_start: Tensor
+    """int32 [S + 1]: sequence s has the tokens query_start[s] to query_start[s + 1] of the step."""
+    seq_lens: Tensor
+    """int32 [S]: cached tokens of each sequence, those of this step included."""
+    block_table: Tensor
+    """int32 [S, max_blocks]: the blocks of each sequence, in order."""
+    slot_mapping: Tensor
+    """int64 [T]: block * block_size + offset of each token of the step."""
+    max_query_len: int
+    max_seq_len: int
+
+
+class Attention:
+    """Stores a step's keys and values, then attends causally over all cached ones. It holds no parameters.
+
+    `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores.
+    """
+
+    __slots__ = ("_scale", "_soft_cap", "_window")
+
+    def __init__(self, *, scale: float, window: int, soft_cap: float) -> None:
+        self._scale = scale
+        self._window = window
+        self._soft_cap = soft_cap
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+        k_cache, v_cache = cache
+        ops.store_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+        return ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            meta.block_table,
+            meta.query_start,
+            meta.seq_lens,
+            meta.max_query_len,
+            meta.max_seq_len,
+            self._scale,
+            self._window,
+            self._soft_cap,
+        )

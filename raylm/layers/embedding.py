@@ -1,0 +1,46 @@
+"""The token embedding and the head over the vocabulary, both split between tensor ranks by tokens.
+
+Each rank holds ceil(vocab_size / tensor_size) rows; what the last rank has too many is zero and never seen.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylm import ops
+from raylm.layers.slots import Slot, SlotName, empty_parameter
+from raylm.parallel import collectives
+from raylm.parallel.context import ParallelContext
+
+
+class VocabParallelEmbedding(nn.Module):
+    """token_ids [T] int64 -> [T, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, context: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._context = context
+        self._vocab_size = vocab_size
+        rows = -(-vocab_size // context.tensor_size)
+        self._start = min(context.tensor_rank * rows, vocab_size)
+        self._num_real = min(rows, vocab_size - self._start)
+        self.weight = empty_parameter(rows, hidden_size, dtype=dtype, device=context.device)
+        self.weight[self._num_real :] = 0
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self._context.tensor_size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self._start
+        elsewhere = (local < 0) | (local >= self._num_real)
+        out = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return collectives.all_reduce(out, self._context)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden_size] times this table's transpose: [S, vocab_size] in the table's type, on every rank."""
+        logits = collectives.all_gather(ops.linear(hidden, self.weight), self._context)
+        return logits if logits.shape[-1] == self._vocab_size else logits[:, : self._vocab_size]
+
+    def slots(self) -> dict[SlotName, Slot]:
+        shape = (self._vocab_size, self.weight.shape[1])
+        return {("weight", None): Slot(self.weight[: self._num_real], shape, start=self._start)}

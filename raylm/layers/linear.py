@@ -1,0 +1,151 @@
+"""Linear layers whose weights are split between tensor ranks, and fused where one product can serve several.
+
+Column-parallel layers split their outputs, row-parallel layers their inputs, so a column layer followed by a row layer
+needs one sum over the ranks at the end (Megatron-LM, arXiv:1909.08053). Every layer maps [T, K] to [T, N].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from raylm import ops
+from raylm.errors import ConfigError
+from raylm.layers.slots import Slot, SlotName, empty_parameter
+from raylm.parallel import collectives
+from raylm.parallel.context import ParallelContext
+
+
+class _FusedColumnLinear(nn.Module):
+    """Outputs are split between the ranks, shard by shard.
+
+    `shards` gives for each shard its full size, this rank's share of it and where the share starts.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        shards: dict[str | None, tuple[int, int, int]],
+        *,
+        bias: bool,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._shards = shards
+        out_size = sum(share for _, share, _ in shards.values())
+        self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=context.device)
+        self.bias = empty_parameter(out_size, dtype=dtype, device=context.device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        slots: dict[SlotName, Slot] = {}
+        for name, parameter in self.named_parameters():
+            row = 0
+            for shard, (size, share, start) in self._shards.items():
+                shape = (size, *parameter.shape[1:])
+                slots[name, shard] = Slot(parameter[row : row + share], shape, start=start)
+                row += share
+        return slots
+
+
+class ColumnParallelLinear(_FusedColumnLinear):
+    """One projection, outputs split between the ranks: returns [T, out_size / tensor_size]."""
+
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        share = context.split(out_size, "a linear layer's output size")
+        shards = {None: (out_size, share, context.tensor_rank * share)}
+        super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
+
+
+class MergedColumnParallelLinear(_FusedColumnLinear):
+    """Several projections of the same input in one product, such as gate and up; each rank has a share of each."""
+
+    def __init__(
+        self, in_size: int, out_sizes: dict[str, int], *, bias: bool, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        shares = {shard: context.split(size, f"the size of {shard!r}") for shard, size in out_sizes.items()}
+        rank = context.tensor_rank
+        shards: dict[str | None, tuple[int, int, int]] = {
+            shard: (out_sizes[shard], share, rank * share) for shard, share in shares.items()
+        }
+        super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
+
+
+class QKVParallelLinear(_FusedColumnLinear):
+    """Queries, keys and values in one product, split by heads: returns [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    of this rank. Where there are fewer key/value heads than ranks, neighbouring ranks hold the same one.
+
+    `num_heads` and `num_kv_heads` are this rank's.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        rank, ranks = context.tensor_rank, context.tensor_size
+        self_heads = context.split(num_heads, "num_attention_heads")
+        self_kv_heads = kv_heads_of_rank(num_kv_heads, context)
+        q_share, kv_share = self_heads * head_dim, self_kv_heads * head_dim
+        kv = (num_kv_heads * head_dim, kv_share, rank * num_kv_heads // ranks * head_dim)
+        shards: dict[str | None, tuple[int, int, int]] = {
+            "q": (num_heads * head_dim, q_share, rank * q_share),
+            "k": kv,
+            "v": kv,
+        }
+        super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
+        self.num_heads = self_heads
+        self.num_kv_heads = self_kv_heads
+
+
+class RowParallelLinear(nn.Module):
+    """Inputs are split between the ranks, which sum their results: takes [T, in_size / tensor_size], returns the full
+    [T, out_size] on every rank."""
+
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self._in_size = in_size
+        share = context.split(in_size, "a linear layer's input size")
+        self.weight = empty_parameter(out_size, share, dtype=dtype, device=context.device)
+        self.bias = empty_parameter(out_size, dtype=dtype, device=context.device) if bias else None
+        # Only one rank adds the bias, or the sum would hold it once a rank.
+        self._adds_bias = context.tensor_rank == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None)
+        return collectives.all_reduce(out, self._context)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        out_size, share = self.weight.shape
+        start = self._context.tensor_rank * share
+        slots: dict[SlotName, Slot] = {
+            ("weight", None): Slot(self.weight, (out_size, self._in_size), dim=1, start=start)
+        }
+        if self.bias is not None:
+            slots["bias", None] = Slot(self.bias, (out_size,))
+        return slots
+
+
+def kv_heads_of_rank(num_kv_heads: int, context: ParallelContext) -> int:
+    """Key/value heads that one tensor rank holds. Raises ConfigError when they cannot be shared or copied evenly."""
+    ranks = context.tensor_size
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads is {num_kv_heads}, which tensor parallelism over {ranks} ranks can neither "
+            "divide nor copy evenly"
+        )
+    return max(1, num_kv_heads // ranks)

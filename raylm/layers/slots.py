@@ -1,0 +1,48 @@
+"""Slots: the places of a layer that a checkpoint fills.
+
+A layer lists its slots, each named by a parameter and, where several checkpoint tensors are fused into one parameter, a
+shard. A model is loaded when every slot has been filled exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+SlotName = tuple[str, str | None]
+"""A parameter's name and the shard of it, or None where the slot is the whole parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one checkpoint tensor goes: its elements start..start+length-1 along `dim` belong into `destination`.
+
+    `shape` is that of the whole checkpoint tensor; `offset` is added to every element.
+    """
+
+    destination: Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+    offset: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return self.destination.shape[self.dim]
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """A layer with parameters."""
+
+    def slots(self) -> dict[SlotName, Slot]:
+        """Every slot of this layer; together they cover its parameters."""
+        ...
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter without values and without gradient: loading fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

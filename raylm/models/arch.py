@@ -1,0 +1,81 @@
+"""ArchConfig: one description of a model, whatever file it came from. Reading it needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raylm.config.source import ModelSource
+from raylm.layers.rope_settings import RopeSettings
+
+LayerKind = Literal["full", "sliding"]
+Activation = Literal["silu", "gelu_tanh"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchConfig:
+    """A decoder-only transformer. Sizes are those of the whole model, before any split between ranks."""
+
+    architecture: str
+    """A name of raylm.models.registry, such as "LlamaForCausalLM"."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    """Tokens of one sequence at most."""
+    rms_norm_eps: float
+    activation: Activation
+    layer_kinds: tuple[LayerKind, ...]
+    """One a layer: whether its attention sees everything or a sliding window."""
+    sliding_window: int
+    """Tokens that a sliding layer sees, the current one included; 0 where no layer slides."""
+    ropes: dict[LayerKind, RopeSettings]
+    """The rotary embedding of each kind of layer."""
+    tie_embeddings: bool
+    """The head over the vocabulary uses the embedding's weights."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Queries and keys are normed head by head before the rotary embedding."""
+    attention_scale: float
+    attention_soft_cap: float
+    """0 where attention scores are not capped."""
+    logits_soft_cap: float
+    """0 where logits are not capped."""
+    embedding_multiplier: float
+    norm_offset: float
+    """What is added to the checkpoint's norm weights."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
+    dtype: DTypeName
+    """The checkpoint's own type of weights (for quantised ones, a type that holds them)."""
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> ArchConfig:
+        """Read config.json, or a GGUF file's metadata.
+
+        Raises ConfigError naming the field at fault, its value and what is allowed.
+        """
+        # Each reader makes an ArchConfig, so it is imported when this class exists.
+        if source.kind == "gguf":
+            from raylm.models.arch_gguf import read_gguf_arch
+
+            return read_gguf_arch(source.path)
+        from raylm.models.arch_folder import read_folder_arch
+
+        return read_folder_arch(source.path)
+
+    def rope(self, layer: int) -> RopeSettings:
+        """The rotary embedding of one layer."""
+        return self.ropes[self.layer_kinds[layer]]
+
+    def window(self, layer: int) -> int:
+        """Tokens that one layer's attention sees; 0 means all."""
+        return self.sliding_window if self.layer_kinds[layer] == "sliding" else 0

@@ -1,0 +1,72 @@
+"""Typed access to the values of a model's own configuration (config.json, GGUF metadata)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raylm.errors import ConfigError
+
+
+class Fields:
+    """Reads fields of a mapping; a missing or null one takes the default, or is an error where there is none.
+
+    Every method raises ConfigError naming the file, the field, its value and what is allowed.
+    """
+
+    def __init__(self, values: Mapping[str, object], source: str, defaults: Mapping[str, object] | None = None) -> None:
+        self._values = values
+        self._defaults = defaults or {}
+        self.source = source
+
+    def get(self, name: str) -> object:
+        """The raw value, or None."""
+        value = self._values.get(name)
+        return self._defaults.get(name) if value is None else value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number, or 0 where that is the default."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or (value <= 0 and value != default):
+            raise self.error(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """A token, a list of tokens, or none."""
+        value = self.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise self.error(name, value, "a token id or a list of them")
+        return tuple(ids)
+
+    def section(self, name: str) -> Fields:
+        """A nested mapping; empty where it is missing."""
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(name, value, "a mapping")
+        return Fields(value, f"{self.source}: {name}")
+
+    def error(self, name: str, value: object, allowed: str) -> ConfigError:
+        """The error for a field whose value cannot be used."""
+        return ConfigError(f"{self.source}: {name} is {value!r}; allowed: {allowed}")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self.get(name)
+        if value is None and default is None:
+            raise ConfigError(f"{self.source}: {name} is missing")
+        return default if value is None else value

@@ -1,0 +1,135 @@
+"""OpenAI's wire format: request bodies (pydantic: checked, strict types) and answers (msgspec: fast to encode)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
+
+
+def _listed(value: object) -> object:
+    """`stop` may be one string; null is none."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def _not_empty(value: list[object]) -> list[object]:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
+# A body holds millions of elements at most, and each error costs memory: the first one is enough.
+_Strings = Annotated[list[str], FailFast(), BeforeValidator(_listed)]
+_Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class ChatMessage(_Body):
+    """One message of a chat; `content` is a string or a list of text parts, and TextProcessor.chat checks it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: object = None
+    name: str | None = None
+
+
+class GenerationRequest(_Body):
+    """What both ways of asking share. null means the default everywhere."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: _Strings = []
+    stop_token_ids: _Integers = []
+    ignore_eos: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], FailFast(), AfterValidator(_not_empty)]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. `prompt` has four forms; openai_parser.prompts_of sorts them out."""
+
+    prompt: object
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+FinishReason = str | None
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one HTTP request. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatAnswer(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatAnswer
+    finish_reason: FinishReason
+    logprobs: None = None
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: FinishReason
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct):
+    """The answer to both ways of asking; with no choices it is a stream's last chunk, which carries the usage."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice] | list[TextChoice]
+    usage: Usage
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "raylm"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"

@@ -1,0 +1,209 @@
+"""OpenAIService: OpenAI's operations on the models of a catalog; knows text and tokens, but no HTTP connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from time import perf_counter
+from typing import TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from raylm.config.serving import HttpConfig
+from raylm.errors import EngineDeadError, Overloaded
+from raylm.serving.errors import HttpError, http_error
+from raylm.serving.metrics import ChoiceMeter, HttpMetrics
+from raylm.serving.openai_adapter import (
+    DONE,
+    Choice,
+    ChoiceDelta,
+    ChunkEncoder,
+    EncodedPrompt,
+    Job,
+    Reply,
+    answer,
+    check_num_choices,
+    check_options,
+    error_event,
+    plan,
+    sampling_params,
+    usage_of,
+)
+from raylm.serving.openai_parser import parse, prompts_of
+from raylm.serving.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
+from raylm.serving.served_model import ModelCatalog, ServedModel
+from raylm.serving.streams import merged
+
+LONG_TEXT_CHARS = 20_000
+"""Longer prompts are tokenised in a thread (the tokenizer drops the GIL), so that other streams' tokens go on."""
+START_RETRY_S = 5.0
+
+Events = AsyncGenerator[bytes, None]
+Result = TypeVar("Result")
+
+
+class OpenAIService:
+    """Answers are JSON bytes, or SSE events for `stream=true`; errors are exceptions of raylm."""
+
+    def __init__(self, models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> None:
+        self._models = models
+        self._config = config
+        self._metrics = metrics
+
+    def list_models(self) -> bytes:
+        served = [self._models.get(name) for name in self._models.names()]
+        return msgspec.json.encode(ModelList([_card(model) for model in served if model is not None]))
+
+    def describe_model(self, name: str) -> bytes:
+        return msgspec.json.encode(_card(self._model(name)))
+
+    async def chat(self, body: bytes) -> bytes | Events:
+        """POST /v1/chat/completions."""
+        started = perf_counter()
+        request = parse(ChatRequest, body, strict=self._config.strict)
+        check_options(request)
+        params = sampling_params(request)
+        model = self._model(request.model)
+        prompt = await _chat_prompt(model, request)
+        return await self._run(request, model, plan(model, [prompt], params, None), started)
+
+    async def complete(self, body: bytes) -> bytes | Events:
+        """POST /v1/completions."""
+        started = perf_counter()
+        request = parse(CompletionRequest, body, strict=self._config.strict)
+        check_options(request)
+        params = sampling_params(request)
+        model = self._model(request.model)
+        prompts = prompts_of(request.prompt)
+        check_num_choices(len(prompts), params.n, self._config.max_choices)
+        encoded = await _unblocked(sum(map(len, prompts)), partial(_encode, model, prompts, bool(request.echo)))
+        return await self._run(request, model, plan(model, encoded, params, self._config.default_max_tokens), started)
+
+    def _model(self, name: str) -> ServedModel:
+        model = self._models.get(name)
+        if model is not None:
+            return model
+        if name in self._models.names():
+            raise Overloaded(f"The model {name!r} is starting", retry_after=START_RETRY_S)
+        raise HttpError(404, f"The model {name!r} does not exist", param="model", code="model_not_found")
+
+    async def _run(self, request: GenerationRequest, model: ServedModel, job: Job, started: float) -> bytes | Events:
+        chat = isinstance(request, ChatRequest)
+        reply_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+        reply = Reply(reply_id, int(time.time()), model.name, chat)
+        metrics = self._metrics.model(model.name)
+        metrics.prompt_tokens += job.prompt_tokens
+        deltas = merged(
+            [
+                _choice_deltas(model, f"{reply_id}-{choice.index}", choice, ChoiceMeter(metrics, started), chat=chat)
+                for choice in job.choices
+            ]
+        )
+        if not request.stream:
+            return await _collect(reply, job, deltas)
+        encoder = ChunkEncoder(reply, len(job.choices), include_usage=request.includes_usage)
+        return _events(encoder, job, deltas, include_usage=request.includes_usage)
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(model.name, model.created, model.max_model_len)
+
+
+async def _chat_prompt(model: ServedModel, request: ChatRequest) -> EncodedPrompt:
+    messages = [
+        # Templates know no "developer", OpenAI's later name of the system's role.
+        message.model_dump(exclude_none=True) | {"role": "system" if message.role == "developer" else message.role}
+        for message in request.messages
+    ]
+    length = sum(len(str(message.get("content"))) for message in messages)
+    generate = request.add_generation_prompt is not False
+    ids = await _unblocked(length, partial(model.text.chat, messages, add_generation_prompt=generate))
+    return EncodedPrompt(ids, "messages")
+
+
+def _encode(model: ServedModel, prompts: list[str | list[int]], echo: bool) -> list[EncodedPrompt]:
+    encoded = []
+    for prompt in prompts:
+        ids = prompt if isinstance(prompt, list) else model.text.encode(prompt)
+        text = prompt if isinstance(prompt, str) else model.text.decode(ids) if echo else ""
+        encoded.append(EncodedPrompt(ids, "prompt", text if echo else ""))
+    return encoded
+
+
+async def _unblocked(length: int, tokenise: Callable[[], Result]) -> Result:
+    """Tokenise here when it is quick, in a thread when `length`, in characters, is not."""
+    return tokenise() if length <= LONG_TEXT_CHARS else await asyncio.to_thread(tokenise)
+
+
+async def _choice_deltas(
+    model: ServedModel, request_id: str, choice: Choice, meter: ChoiceMeter, *, chat: bool
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """The text of one choice until it ends. Left earlier, the engine's request is aborted."""
+    text = model.text.stream(choice.params, continues_prompt=not chat)
+    prefix = choice.prefix
+    outcome = "abort"
+    try:
+        async with aclosing(model.generator.generate(request_id, choice.prompt_ids, choice.params)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "error":
+                    raise _generation_failed(delta.message)
+                piece = text.push(delta.token_ids, delta.finish_reason)
+                meter.tokens(piece.num_tokens)
+                if piece.finish_reason is not None:
+                    outcome = piece.finish_reason
+                    break
+                yield ChoiceDelta(choice.index, prefix + piece.text, None, piece.num_tokens)
+                prefix = ""
+            else:
+                raise EngineDeadError("The engine ended a completion without a reason")
+        # After the generator is closed: a stop string must free the engine before a slow client has read.
+        yield ChoiceDelta(choice.index, prefix + piece.text, outcome, piece.num_tokens)
+    except Exception:
+        outcome = "error"
+        raise
+    finally:
+        meter.finished(outcome)
+
+
+def _generation_failed(message: str | None) -> HttpError:
+    return HttpError(500, message or "The engine failed on this request", kind="server_error", code="generation_failed")
+
+
+async def _collect(reply: Reply, job: Job, deltas: AsyncGenerator[ChoiceDelta, None]) -> bytes:
+    texts: list[list[str]] = [[] for _ in job.choices]
+    reasons: list[str | None] = [None] * len(job.choices)
+    completion_tokens = 0
+    async with aclosing(deltas):
+        async for delta in deltas:
+            texts[delta.index].append(delta.text)
+            reasons[delta.index] = delta.finish_reason
+            completion_tokens += delta.num_tokens
+    usage = usage_of(job.prompt_tokens, completion_tokens)
+    return answer(reply, ["".join(pieces) for pieces in texts], reasons, usage)
+
+
+async def _events(
+    encoder: ChunkEncoder, job: Job, deltas: AsyncGenerator[ChoiceDelta, None], *, include_usage: bool
+) -> Events:
+    """SSE events. An error before the first one is raised, a later one becomes an event."""
+    begun = False
+    completion_tokens = 0
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                completion_tokens += delta.num_tokens
+                chunk = encoder.chunk(delta)
+                if chunk:
+                    begun = True
+                    yield chunk
+    except Exception as error:
+        if not begun:
+            raise
+        yield error_event(http_error(error))
+        return
+    end = encoder.usage(usage_of(job.prompt_tokens, completion_tokens)) if include_usage else b""
+    yield end + DONE

@@ -1,0 +1,96 @@
+"""Plans out, results back, small and in order."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from raylm.config.engine import EngineConfig
+from raylm.core.step import NewRow, RowSampling, StepPlan, StepResult
+from raylm.errors import EngineDeadError
+from raylm.executor.placement import engine_bundles, worker_resources
+from raylm.executor.step_channel import PlanReceiver, PlanSender
+
+SAMPLING = RowSampling(0.7, 0.9, 40, 0.05, 2**62)
+
+
+def worker(address: str, step) -> threading.Thread:
+    def loop() -> None:
+        channel = PlanReceiver(address)
+        try:
+            while (plan := channel.receive()) is not None:
+                channel.send(step(plan))
+        except Exception as error:
+            channel.fail(error)
+        finally:
+            channel.close()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    return thread
+
+
+def test_plans_and_results_survive_the_trip():
+    sender = PlanSender()
+    seen = []
+
+    def step(plan: StepPlan) -> StepResult:
+        seen.append(plan)
+        return StepResult(plan.step, [plan.step] * len(plan.rows))
+
+    thread = worker(sender.address, step)
+    plans = [
+        StepPlan(1, [NewRow(0, [1, 2, 3], 0, SAMPLING)], [0], [3], [[1, 2]]),
+        StepPlan(2, [], [0, 5], [1, 1], [[], [9]]),
+    ]
+    for plan in plans:
+        sender.send(plan)
+    assert [sender.receive(5000) for _ in plans] == [StepResult(1, [1]), StepResult(2, [2, 2])]
+    assert sender.receive(0) is None
+    sender.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert seen == plans
+
+
+def test_a_failure_arrives_as_the_engines_death():
+    sender = PlanSender()
+
+    def step(plan: StepPlan) -> StepResult:
+        raise ValueError("no memory for 7 blocks")
+
+    thread = worker(sender.address, step)
+    sender.send(StepPlan(1, [], [0], [1], [[]]))
+    with pytest.raises(EngineDeadError, match="ValueError: no memory for 7 blocks"):
+        sender.receive(5000)
+    thread.join(5)
+    sender.close()
+    sender.close()
+
+
+def test_a_decode_step_of_512_requests_is_small():
+    rows = list(range(512))
+    plan = StepPlan(10**6, [], rows, [1] * 512, [[] if row % 16 else [row] for row in rows])
+    assert len(msgspec.msgpack.encode(plan)) < 8 * 1024
+    new = [NewRow(row, [50_000] * 16, 0, SAMPLING) for row in rows]
+    assert len(msgspec.msgpack.encode(plan._replace(new_rows=new))) < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "expected"),
+    [("auto", False, 0), ("auto", True, 1), ("cpu", True, 0), ("cuda", False, 1)],
+)
+def test_a_worker_asks_for_a_gpu_where_it_will_use_one(device, has_gpu, expected):
+    config = EngineConfig.model_validate({"model": {"path": "x"}, "runtime": {"device": device}})
+    resources = worker_resources(config, cluster_has_gpu=has_gpu)
+    assert resources.get("GPU", 0) == expected
+    bundles = engine_bundles(resources, num_workers=2)
+    assert len(bundles) == 3 and bundles[1] == bundles[2] == resources and "GPU" not in bundles[0]
+
+
+def test_a_whole_replica_fits_beside_an_ingress_on_two_cores():
+    config = EngineConfig.model_validate({"model": {"path": "x"}})
+    cpus = sum(bundle["CPU"] for bundle in engine_bundles(worker_resources(config, cluster_has_gpu=False)))
+    assert cpus + 0.1 <= 1, "two replicas must fit, so that a rolling update can go on"

@@ -1,0 +1,40 @@
+"""Finding and loading the compiled extension."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from raylm.ops import extension
+from raylm.ops.library import SCHEMAS
+
+
+def test_status_of_what_is_installed():
+    status = extension.load()
+    assert extension.load() is status
+    if status.path is None:
+        assert not status.loaded and extension.BUILD_COMMAND in str(status)
+    else:
+        assert status.loaded, str(status)
+        assert set(status.ops["cpu"]) == set(SCHEMAS)
+        assert str(status.path) in str(status)
+
+
+def test_missing_package_names_the_build_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, extension.PACKAGE, None)
+    status = extension.load.__wrapped__()
+    assert not status.loaded and status.path is None
+    assert str(status).endswith("build it with `pip install --no-build-isolation ./cuda_ext`.")
+
+
+def test_broken_library_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    package = ModuleType(extension.PACKAGE)
+    package.LIBRARY_PATH = tmp_path / "raylm_kernels.so"
+    package.LIBRARY_PATH.write_bytes(b"not a library")
+    monkeypatch.setitem(sys.modules, extension.PACKAGE, package)
+    status = extension.load.__wrapped__()
+    assert not status.loaded and status.path == package.LIBRARY_PATH
+    assert "does not load" in str(status) and extension.BUILD_COMMAND in str(status)

@@ -1,0 +1,196 @@
+"""raylm::paged_attention: prefill, chunks of it and decode over a paged cache whose unused slots hold NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from op_reference import DTYPES, attention, close
+
+from raylm import ops
+
+MIXED = [(1, 1), (5, 5), (1, 40), (7, 29), (1, 77), (0, 12)]
+"""(queries, sequence length): a first token, a prefill, decode, a chunk of a prefill, decode, a sequence that waits."""
+
+
+@dataclass
+class Case:
+    """One call and, for the reference, each sequence's keys and values in order."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    query_lens: list[int]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    def arguments(self, window: int = 0, soft_cap: float = 0.0) -> tuple[object, ...]:
+        tensors = (self.q, self.k_cache, self.v_cache, self.block_table, self.query_start, self.seq_lens)
+        return *tensors, max(self.query_lens), int(self.seq_lens.max()), self.scale, window, soft_cap
+
+    def expected(self, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
+        options = {"scale": self.scale, "window": window, "soft_cap": soft_cap}
+        return attention(self.q, self.keys, self.values, self.query_lens, **options)
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    *,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    """Random sequences in shuffled blocks. q is a view of a fused projection; slots without a token hold NaN."""
+    random = torch.Generator().manual_seed(len(lengths) + head_dim)
+    query_lens, seq_lens = [list(column) for column in zip(*lengths, strict=True)]
+    num_blocks = [-(-length // block_size) for length in seq_lens]
+    order = torch.randperm(sum(num_blocks) + 3, generator=random)
+    shape = (len(order), block_size, num_kv_heads, head_dim)
+    caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+    # Entries of the table past a sequence's blocks are never looked at, so they may name no block at all.
+    table = torch.full((len(lengths), max(num_blocks) + 1), -7, dtype=torch.int32)
+    contents: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    taken = 0
+    for s, (length, count) in enumerate(zip(seq_lens, num_blocks, strict=True)):
+        blocks = order[taken : taken + count]
+        taken += count
+        table[s, :count] = blocks
+        slots = torch.arange(length)
+        for cache, content in zip(caches, contents, strict=True):
+            rows = torch.randn(length, num_kv_heads, head_dim, generator=random).to(dtype)
+            cache[blocks[slots // block_size], slots % block_size] = rows
+            content.append(rows.to(device))
+    fused = torch.randn(sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim, generator=random)
+    return Case(
+        q=fused.to(device, dtype)[:, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim)),
+        k_cache=caches[0].to(device),
+        v_cache=caches[1].to(device),
+        block_table=table.to(device),
+        query_start=torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        keys=contents[0],
+        values=contents[1],
+        query_lens=query_lens,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_mixed_batch(op, device, dtype, head_dim):
+    case = make_case(MIXED, head_dim=head_dim, dtype=dtype, device=device)
+    out = op("paged_attention")(*case.arguments())
+    assert out.dtype == dtype and out.shape == case.q.shape and out.is_contiguous()
+    close(out, case.expected())
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1), (64, 1)], ids=str)
+@pytest.mark.parametrize("block_size", [1, 8, 12, 32])
+def test_groups_and_block_sizes(op, device, heads, block_size):
+    case = make_case(MIXED, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
+@pytest.mark.parametrize("lengths", [[(1, 1)], [(1, 30), (1, 3), (1, 65)], [(1, 600), (1, 1300)]], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 20, 700])
+def test_decode(op, device, lengths, window):
+    case = make_case(lengths, device=device)
+    close(op("paged_attention")(*case.arguments(window)), case.expected(window))
+
+
+@pytest.mark.parametrize("window", [0, 1, 16, 70])
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("lengths", [MIXED, [(150, 150)], [(90, 213), (3, 140)]], ids=str)
+def test_window_and_soft_cap(op, device, lengths, window, soft_cap):
+    case = make_case(lengths, num_heads=3, num_kv_heads=1, device=device)
+    close(op("paged_attention")(*case.arguments(window, soft_cap)), case.expected(window, soft_cap))
+
+
+def test_few_queries_over_a_long_context(op, device):
+    case = make_case([(3, 1100), (2, 513)], num_heads=2, num_kv_heads=1, head_dim=16, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+    close(op("paged_attention")(*case.arguments(window=600)), case.expected(window=600))
+
+
+def test_chunks_give_what_the_whole_prefill_gives(op, device):
+    whole = make_case([(60, 60)], device=device)
+    expected = op("paged_attention")(*whole.arguments())
+    for start, end in ((0, 7), (7, 48), (48, 60)):
+        lens = torch.tensor([end], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, end - start], dtype=torch.int32, device=device)
+        caches = (whole.k_cache, whole.v_cache, whole.block_table)
+        args = (whole.q[start:end], *caches, starts, lens, end - start, end, whole.scale, 0, 0.0)
+        close(op("paged_attention")(*args), expected[start:end])
+
+
+def test_rows_past_the_last_sequence_are_zero(op, device):
+    case = make_case([(2, 9), (1, 4)], device=device)
+    expected = case.expected()
+    case.q = torch.cat([case.q, torch.full_like(case.q[:2], float("nan"))])
+    out = op("paged_attention")(*case.arguments())
+    close(out[:3], expected)
+    assert not out[3:].any()
+
+
+def test_large_scores_do_not_overflow(op, device):
+    case = make_case([(4, 40), (1, 70)], device=device)
+    case.q = case.q * 300
+    close(op("paged_attention")(*case.arguments()), case.expected(), scale=10)
+
+
+def test_result_does_not_depend_on_the_batch(needs_extension):
+    case = make_case([(1, 700), (9, 30), (1, 20)])
+    together = ops.paged_attention(*case.arguments())
+    tables = (case.k_cache, case.v_cache, case.block_table[:1])
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    alone = ops.paged_attention(case.q[:1], *tables, one, case.seq_lens[:1], 1, 700, case.scale)
+    assert torch.equal(together[:1], alone)
+
+
+def test_opcheck():
+    case = make_case([(3, 5), (1, 7)], head_dim=16)
+    # NaN in unused slots would only show that the comparison of outputs copes with it; here they are plain zeros.
+    case.k_cache.nan_to_num_()
+    case.v_cache.nan_to_num_()
+    torch.library.opcheck(torch.ops.raylm.paged_attention.default, case.arguments())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("seq_lens", torch.tensor([5, 500], dtype=torch.int32), r"seq_lens\[1\] is 500, max_seq_len is 7"),
+        ("seq_lens", torch.tensor([2, 7], dtype=torch.int32), r"sequence 0 has 3 queries but seq_lens\[0\] is 2"),
+        ("seq_lens", torch.tensor([5, 7]), "seq_lens is int64, must be int32"),
+        ("query_start", torch.tensor([0, 3, 5], dtype=torch.int32), r"query_start\[2\] is 5, must be between 3 and"),
+        ("query_start", torch.tensor([0, 3], dtype=torch.int32), "query_start has size 2 in dimension 0, must have 3"),
+        ("block_table", torch.full((2, 2), 99, dtype=torch.int32), r"block_table\[0\]\[0\] is 99, must be at least 0"),
+        ("block_table", torch.empty((2, 0), dtype=torch.int32), "needs 1 blocks, block_table has 0"),
+        ("q", torch.randn(4, 5, 64), "q has 5 heads, must be a multiple of the 2 heads of k_cache"),
+        ("q", torch.randn(4, 6, 32), "k_cache has size 64 in dimension 3, must have 32"),
+        ("v_cache", torch.randn(5, 16, 2, 32), "v_cache has size 32 in dimension 3, must have 64"),
+    ],
+)
+def test_bad_arguments_are_named(needs_extension, name, value, message):
+    case = make_case([(3, 5), (1, 7)])
+    arguments = list(case.arguments())
+    arguments[["q", "k_cache", "v_cache", "block_table", "query_start", "seq_lens"].index(name)] = value
+    with pytest.raises(RuntimeError, match="paged_attention: .*" + message):
+        torch.ops.raylm.paged_attention(*arguments)
+
+
+def test_negative_window_and_soft_cap_are_refused(needs_extension):
+    case = make_case([(1, 5)])
+    with pytest.raises(RuntimeError, match="window is -1, must be 0"):
+        ops.paged_attention(*case.arguments(window=-1))
+    with pytest.raises(RuntimeError, match="soft_cap is -2, must be 0"):
+        ops.paged_attention(*case.arguments(soft_cap=-2.0))
