@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from raylm.bench.cases import Case, Dataset, Request, prompt_token_ids
 from raylm.bench.report import OfflineResult
 from raylm.core.sampling import SamplingParams
+from raylm.errors import RaylmError
 
 if TYPE_CHECKING:
     from raylm.llm import LLM
@@ -120,9 +121,9 @@ def result_of(workload: Workload, mode: Mode, seconds: float, *, model: str) -> 
 
 
 def check_count(name: str, got: int, asked: int) -> None:
-    """A program that stopped early would look fast. Raises RuntimeError."""
+    """A program that stopped early would look fast. Raises RaylmError."""
     if got != asked:
-        raise RuntimeError(f"{name} generated {got} tokens where {asked} were asked for")
+        raise RaylmError(f"{name} generated {got} tokens where {asked} were asked for")
 
 
 def _tokenized(llm: LLM, request: Request) -> TokenRequest:

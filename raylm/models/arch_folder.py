@@ -12,7 +12,7 @@ from pathlib import Path
 
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
-from raylm.models.arch import ArchConfig, DTypeName, LayerKind
+from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerKind
 from raylm.models.fields import Fields
 
 _LAYER_KINDS: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -57,13 +57,12 @@ _GEMMA3 = _Family(
         "eos_token_id": 1,
     },
 )
+_QWEN: dict[str, object] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 _FAMILIES = {
     "LlamaForCausalLM": _Family(qkv_bias=None, mlp_bias=True, defaults={"max_position_embeddings": 2048}),
-    "MistralForCausalLM": _Family(defaults={"max_position_embeddings": 131072}),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, defaults={"max_position_embeddings": 32768}),
-    "Qwen3ForCausalLM": _Family(
-        qkv_bias=None, qk_norm=True, defaults={"max_position_embeddings": 32768, "head_dim": 128}
-    ),
+    "MistralForCausalLM": _Family(defaults={"max_position_embeddings": 131072, "sliding_window": 4096}),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, defaults=_QWEN),
+    "Qwen3ForCausalLM": _Family(qkv_bias=None, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -77,9 +76,7 @@ def read_folder_arch(folder: Path) -> ArchConfig:
     family = _FAMILIES[architecture]
     if isinstance(text := values.get("text_config"), dict):
         values = {**values, **{name: value for name, value in text.items() if value is not None}}
-    # A sliding window of null means none; only a missing one takes the family's default.
-    defaults = {name: value for name, value in family.defaults.items() if name not in values or values[name] is None}
-    fields = Fields(values, str(path), defaults)
+    fields = Fields(values, str(path), family.defaults)
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
@@ -139,7 +136,9 @@ def _architecture(values: dict[str, object], path: Path) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("quantization_config") is not None:
         method = fields.section("quantization_config").get("quant_method")
-        raise fields.error("quantization_config.quant_method", method, "none (weights of 16 or 32 bits), or a .gguf file")
+        raise fields.error(
+            "quantization_config.quant_method", method, "none (weights of 16 or 32 bits), or a .gguf file"
+        )
     if fields.get("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", True, "false")
 
@@ -169,25 +168,26 @@ def _layer_kinds(fields: Fields, architecture: str) -> tuple[tuple[LayerKind, ..
 
 
 def _ropes(fields: Fields, family: _Family, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, RopeSettings]:
-    fallback = fields.integer("max_position_embeddings")
-    theta = fields.number("rope_theta", 1e4)
-    local_theta = fields.number("rope_local_base_freq") if family.is_gemma else theta
-    parameters = fields.section("rope_parameters")
+    max_position = fields.integer("max_position_embeddings")
     ropes: dict[LayerKind, RopeSettings] = {}
     for name, kind in _LAYER_KINDS.items():
-        if kind not in kinds:
-            continue
-        default_theta = local_theta if kind == "sliding" else theta
-        if parameters.get(name) is not None:
-            ropes[kind] = _rope(parameters.section(name), default_theta, fallback)
-        elif fields.get("rope_parameters") is not None and not family.is_gemma:
-            ropes[kind] = _rope(parameters, default_theta, fallback)
-        elif family.is_gemma and kind == "sliding":
-            # Only the global layers of a Gemma were stretched to longer texts.
-            ropes[kind] = RopeSettings(local_theta)
-        else:
-            ropes[kind] = _rope(fields.section("rope_scaling"), default_theta, fallback)
+        if kind in kinds:
+            is_local = family.is_gemma and kind == "sliding"
+            theta = fields.number("rope_local_base_freq") if is_local else fields.number("rope_theta", 1e4)
+            ropes[kind] = _rope(_rope_section(fields, family, name), theta, max_position)
     return ropes
+
+
+def _rope_section(fields: Fields, family: _Family, layer_type: str) -> Fields:
+    """The fields that hold the rotary settings of one kind of layer, in whichever spelling."""
+    parameters = fields.section("rope_parameters")
+    if parameters.get(layer_type) is not None:
+        return parameters.section(layer_type)
+    if fields.get("rope_parameters") is not None:
+        return parameters
+    # Only the global layers of a Gemma were stretched to longer texts.
+    is_local = family.is_gemma and layer_type == "sliding_attention"
+    return parameters if is_local else fields.section("rope_scaling")
 
 
 def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
@@ -212,7 +212,7 @@ def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
     raise section.error(name, kind, "default, linear, llama3")
 
 
-def _activation(fields: Fields, family: _Family) -> str:
+def _activation(fields: Fields, family: _Family) -> Activation:
     name, wanted = ("hidden_activation", "gelu_pytorch_tanh") if family.is_gemma else ("hidden_act", "silu")
     value = fields.get(name) or wanted
     if value != wanted:

@@ -8,7 +8,8 @@ from raylm.errors import ConfigError
 
 
 class Fields:
-    """Reads fields of a mapping; a missing or null one takes the default, or is an error where there is none.
+    """Reads fields of a mapping. A missing one is as in `defaults`; a null one takes the method's default, or is an
+    error where there is none.
 
     Every method raises ConfigError naming the file, the field, its value and what is allowed.
     """
@@ -20,8 +21,7 @@ class Fields:
 
     def get(self, name: str) -> object:
         """The raw value, or None."""
-        value = self._values.get(name)
-        return self._defaults.get(name) if value is None else value
+        return self._values[name] if name in self._values else self._defaults.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer."""

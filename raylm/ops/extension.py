@@ -12,7 +12,7 @@ import torch
 from raylm.ops.library import NAMESPACE, SCHEMAS
 
 PACKAGE = "raylm_cuda"
-BUILD_COMMAND = "pip install --no-build-isolation ./cuda_ext"
+BUILD_COMMAND = "pip install ./cuda_ext"
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 
 

@@ -50,6 +50,17 @@ class EncodedPrompt(NamedTuple):
     echo: str = ""
 
 
+class TokenLimit(NamedTuple):
+    """How many tokens the request allows each completion, by which field, and what holds without it.
+
+    Both None: as many as the model has room for.
+    """
+
+    field: str
+    value: int | None
+    default: int | None
+
+
 class Job(NamedTuple):
     """One HTTP request, ready to run."""
 
@@ -66,7 +77,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         top_k=0 if request.top_k is None or request.top_k == -1 else request.top_k,
         min_p=0.0 if request.min_p is None else request.min_p,
         seed=request.seed,
-        max_tokens=_max_tokens(request),
+        max_tokens=request.max_tokens,
         n=1 if request.n is None else request.n,
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -98,30 +109,29 @@ def check_num_choices(num_prompts: int, n: int, limit: int) -> None:
         )
 
 
-def plan(
-    model: ServedModel, prompts: list[EncodedPrompt], params: SamplingParams, default_max_tokens: int | None
-) -> Job:
+def token_limit(request: GenerationRequest, default: int | None) -> TokenLimit:
+    """The limit on each completion's tokens. Raises RequestRejected where it is below 1."""
+    if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
+        return TokenLimit("max_tokens", request.max_tokens, default)
+    limit = TokenLimit("max_completion_tokens", request.max_completion_tokens, default)
+    if request.max_completion_tokens < 1:
+        raise RequestRejected(f"{limit.field} must be at least 1, got {limit.value}", param=limit.field)
+    return limit
+
+
+def plan(model: ServedModel, prompts: list[EncodedPrompt], params: SamplingParams, limit: TokenLimit) -> Job:
     """The choices of a request: n for each prompt, prompt by prompt, each with its own seed and room for tokens.
 
-    `default_max_tokens`: where the request gives none; None is up to the model's length. Raises RequestRejected.
+    Raises RequestRejected when a prompt does not fit into the model, alone or with the tokens it asks for.
     """
     choices: list[Choice] = []
     for prompt in prompts:
         _check_prompt(model, prompt.token_ids, prompt.field)
-        max_tokens = _room(model, len(prompt.token_ids), params.max_tokens, default_max_tokens)
+        max_tokens = _max_tokens(model, len(prompt.token_ids), limit)
         for number in range(params.n):
             own = replace(params, n=1, seed=_seed(params.seed, number), max_tokens=max_tokens)
             choices.append(Choice(len(choices), prompt.token_ids, own, prompt.echo))
     return Job(choices, sum(len(prompt.token_ids) for prompt in prompts))
-
-
-def _max_tokens(request: GenerationRequest) -> int | None:
-    limit = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-    if limit is None:
-        return request.max_tokens
-    if limit < 1:
-        raise RequestRejected(f"max_completion_tokens must be at least 1, got {limit}", param="max_completion_tokens")
-    return limit
 
 
 def _seed(seed: int | None, number: int) -> int | None:
@@ -150,18 +160,18 @@ def _check_prompt(model: ServedModel, token_ids: list[int], field: str) -> None:
             )
 
 
-def _room(model: ServedModel, num_prompt: int, max_tokens: int | None, default: int | None) -> int:
+def _max_tokens(model: ServedModel, num_prompt: int, limit: TokenLimit) -> int:
     room = model.max_model_len - num_prompt
-    if max_tokens is None:
-        return room if default is None else min(default, room)
-    if max_tokens > room:
+    if limit.value is None:
+        return room if limit.default is None else min(limit.default, room)
+    if limit.value > room:
         raise RequestRejected(
-            f"max_tokens is {max_tokens} and the prompt has {num_prompt} tokens: {num_prompt + max_tokens} together, "
-            f"but {model.name} takes {model.max_model_len} tokens in all",
-            param="max_tokens",
+            f"{limit.field} is {limit.value} and the prompt has {num_prompt} tokens: {num_prompt + limit.value} "
+            f"together, but {model.name} takes {model.max_model_len} tokens in all",
+            param=limit.field,
             code="context_length_exceeded",
         )
-    return max_tokens
+    return limit.value
 
 
 class Reply(NamedTuple):

@@ -82,7 +82,7 @@ def parse(cls: type[Request], body: bytes, *, strict: bool) -> Request:
 
 
 def prompts_of(prompt: object) -> list[str | list[int]]:
-    """The prompts of a completion request: a string, a list of token ids, or a list of those. Raises RequestRejected."""
+    """The prompts of /v1/completions: a string, a list of token ids, or a list of those. Raises RequestRejected."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return [_prompt(one, f"prompt[{index}]") for index, one in enumerate(prompt)]
     return [_prompt(prompt, "prompt")]

@@ -31,6 +31,7 @@ from raylm.serving.openai_adapter import (
     error_event,
     plan,
     sampling_params,
+    token_limit,
     usage_of,
 )
 from raylm.serving.openai_parser import parse, prompts_of
@@ -68,8 +69,10 @@ class OpenAIService:
         check_options(request)
         params = sampling_params(request)
         model = self._model(request.model)
+        check_num_choices(1, params.n, self._config.max_choices)
+        limit = token_limit(request, None)
         prompt = await _chat_prompt(model, request)
-        return await self._run(request, model, plan(model, [prompt], params, None), started)
+        return await self._run(request, model, plan(model, [prompt], params, limit), started)
 
     async def complete(self, body: bytes) -> bytes | Events:
         """POST /v1/completions."""
@@ -81,7 +84,8 @@ class OpenAIService:
         prompts = prompts_of(request.prompt)
         check_num_choices(len(prompts), params.n, self._config.max_choices)
         encoded = await _unblocked(sum(map(len, prompts)), partial(_encode, model, prompts, bool(request.echo)))
-        return await self._run(request, model, plan(model, encoded, params, self._config.default_max_tokens), started)
+        limit = token_limit(request, self._config.default_max_tokens)
+        return await self._run(request, model, plan(model, encoded, params, limit), started)
 
     def _model(self, name: str) -> ServedModel:
         model = self._models.get(name)

@@ -34,6 +34,7 @@ class ModelReplica:
         self._name = config.engine.model.served_name
         self._engine_id = uuid.uuid4().hex
         self._directory_name = directory
+        self._reporter: asyncio.Task[None] | None = None
         group = ray.util.get_current_placement_group()
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         self._engine = (
@@ -64,6 +65,8 @@ class ModelReplica:
     async def __del__(self) -> None:
         """Take no new requests, let the live ones end, then stop the engine and its workers."""
         self._draining = True
+        if self._reporter is None:
+            return  # The engine never became ready; what there is of it ends with this process.
         self._reporter.cancel()
         try:
             await self._report()

@@ -183,8 +183,8 @@ async def test_a_stranger_cannot_connect(served):
     stranger = served.client(KeyPair(*zmq.curve_keypair()))
     friend = served.client()
     assert (await collect(friend, "a", [1], SamplingParams(max_tokens=1)))[1] is not None
-    with pytest.raises(Overloaded, match="does not take requests"):
-        await collect(stranger, "b", [1], SamplingParams(max_tokens=1))
+    with pytest.raises((Overloaded, TimeoutError)):
+        await asyncio.wait_for(collect(stranger, "b", [1], SamplingParams(max_tokens=1)), 1)
     assert not stranger.is_connected
     assert served.server.num_live == 0
     await stranger.close()

@@ -1,0 +1,84 @@
+"""Tensors of a checkpoint, read in pieces: a file's bytes go through a small buffer straight into the parameters.
+
+No file is mapped and no tensor is held whole, so that loading needs little more memory than the weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylm.errors import ConfigError
+
+_CHUNK_VALUES = 1 << 19
+"""Values decoded at a time: a piece stays in the CPU's cache between reading, decoding and copying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How values lie in a file: `decode` turns bytes (uint8 [n]) of whole blocks into a tensor of one dimension."""
+
+    values_per_block: int
+    bytes_per_block: int
+    decode: Callable[[np.ndarray], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor of a file. `shape` is in torch's order, `offset` in bytes from the start of the file.
+
+    `rearrange`, where given, is applied to every piece; pieces begin and end at multiples of `row_unit` rows then.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    encoding: Encoding
+    row_unit: int = 1
+    rearrange: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows start..stop-1 (along the first dimension) in order, as pairs of first row and piece [rows, ...].
+
+        Raises ConfigError when the file ends too early or its blocks do not fit the rows.
+        """
+        width = prod(self.shape[1:])
+        if width % self.encoding.values_per_block:
+            raise ConfigError(
+                f"{self.path}: tensor {self.name} has rows of {width} values, which blocks of "
+                f"{self.encoding.values_per_block} cannot fill"
+            )
+        row_bytes = width // self.encoding.values_per_block * self.encoding.bytes_per_block
+        step = max(1, _CHUNK_VALUES // max(1, width) // self.row_unit) * self.row_unit
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset + start * row_bytes)
+            for row in range(start, stop, step):
+                rows = min(step, stop - row)
+                raw = np.empty(rows * row_bytes, dtype=np.uint8)
+                self._fill(file.readinto, raw)
+                piece = self.encoding.decode(raw).view(rows, *self.shape[1:])
+                yield row, piece if self.rearrange is None else self.rearrange(piece)
+
+    def _fill(self, readinto: Callable[[memoryview], int | None], raw: np.ndarray) -> None:
+        view = memoryview(raw)
+        while view:
+            count = readinto(view)
+            if not count:
+                raise ConfigError(f"{self.path}: the file ends inside tensor {self.name}: it is cut short")
+            view = view[count:]
+
+
+def plain(dtype: torch.dtype) -> Encoding:
+    """Values one after another, little-endian."""
+    return Encoding(1, dtype.itemsize, lambda raw: torch.from_numpy(raw).view(dtype))

@@ -1,0 +1,185 @@
+"""The decoder-only transformer that every family shares. A family's file says only in what it differs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from raylm import ops
+from raylm.layers.activation import GATED_ACTIVATIONS
+from raylm.layers.attention import Attention, AttentionMetadata, KVCache
+from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from raylm.layers.norm import RMSNorm
+from raylm.layers.rope_settings import RopeSettings
+from raylm.layers.rotary import rotary_table
+from raylm.layers.slots import Loadable, Slot, SlotName
+from raylm.models.arch import ArchConfig
+from raylm.models.names import GGUF_WEIGHTS, HF_WEIGHTS, WeightTable
+from raylm.parallel.context import ParallelContext
+
+
+class SelfAttention(nn.Module):
+    """Attention of one layer: project, norm heads where the family does, rotate, attend, project back."""
+
+    def __init__(
+        self, arch: ArchConfig, layer: int, rotary: Tensor, *, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            bias=arch.qkv_bias,
+            context=context,
+            dtype=dtype,
+        )
+        self.o_proj = RowParallelLinear(
+            arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.o_bias, context=context, dtype=dtype
+        )
+        self.q_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
+        self.k_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self._splits = [num_heads, num_kv_heads, num_kv_heads]
+        self._heads = (num_heads + 2 * num_kv_heads, arch.head_dim)
+        self._rotary = rotary
+        self._attention = Attention(
+            scale=arch.attention_scale, window=arch.window(layer), soft_cap=arch.attention_soft_cap
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        num_tokens = x.shape[0]
+        # Views of the fused output, [num_tokens, heads, head_dim] each: the operators take strides.
+        q, k, v = self.qkv_proj(x).view(num_tokens, *self._heads).split(self._splits, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        ops.rotary(q, k, positions, self._rotary)
+        out = self._attention(q, k, v, cache, meta)
+        return self.o_proj(out.view(num_tokens, -1))
+
+    @staticmethod
+    def _head_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
+        return RMSNorm(arch.head_dim, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__()
+        size = arch.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            arch.hidden_size, {"gate": size, "up": size}, bias=arch.mlp_bias, context=context, dtype=dtype
+        )
+        self.down_proj = RowParallelLinear(size, arch.hidden_size, bias=arch.mlp_bias, context=context, dtype=dtype)
+        self._activation = GATED_ACTIVATIONS[arch.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activation(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place."""
+
+    def __init__(
+        self, arch: ArchConfig, layer: int, rotary: Tensor, *, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(arch, layer, rotary, context=context, dtype=dtype)
+        self.mlp = GatedMLP(arch, context=context, dtype=dtype)
+        self.input_layernorm = layer_norm(arch, context, dtype)
+        self.post_attention_layernorm = layer_norm(arch, context, dtype)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        """Adds delta (what the layer below has to add; None at the bottom) and the attention's output to residual in
+        place; returns the MLP's output, which the layer above adds. All are [T, hidden_size]."""
+        x = self.input_layernorm(residual) if delta is None else self.input_layernorm(delta, residual)
+        x = self.self_attn(x, positions, cache, meta)
+        return self.mlp(self.post_attention_layernorm(x, residual))
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers, norm and head of one family, on one rank.
+
+    `WEIGHTS` maps the parts of a checkpoint tensor's name to this model's parameters, `GGUF_WEIGHTS` does so for GGUF
+    files. `PREFIXES` are what a checkpoint may put before its names, `IGNORED` prefixes of tensors that have no place
+    here, `LAYER` the class of a layer.
+    """
+
+    WEIGHTS: ClassVar[WeightTable] = HF_WEIGHTS
+    GGUF_WEIGHTS: ClassVar[WeightTable] = GGUF_WEIGHTS
+    PREFIXES: ClassVar[tuple[str, ...]] = ("model.",)
+    IGNORED: ClassVar[tuple[str, ...]] = ()
+    LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
+
+    def __init__(self, arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.arch = arch
+        self._logits_soft_cap = arch.logits_soft_cap
+        self._embedding_multiplier = _rounded(arch.embedding_multiplier, dtype)
+        tables = _rotary_tables(arch, context.device)
+        self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+        self.layers = nn.ModuleList(
+            self.LAYER(arch, layer, tables[arch.rope(layer)], context=context, dtype=dtype)
+            for layer in range(arch.num_layers)
+        )
+        self.norm = layer_norm(arch, context, dtype)
+        if not arch.tie_embeddings:
+            self.lm_head = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+        self._layer_list = list(self.layers)
+        self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
+        self.eval()
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+    ) -> Tensor:
+        """token_ids and positions, int64 [T] -> hidden states [T, hidden_size], normed.
+
+        `kv_caches` has one pair a layer; the step's keys and values are written into it.
+        """
+        residual = self.embed_tokens(token_ids)
+        if self._embedding_multiplier != 1.0:
+            residual.mul_(self._embedding_multiplier)
+        delta = None
+        for layer, cache in zip(self._layer_list, kv_caches, strict=True):
+            delta = layer(delta, residual, positions, cache, meta)
+        return self.norm(residual) if delta is None else self.norm(delta, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden_size], as forward returns it -> float32 [S, vocab_size], on every rank."""
+        logits = self._head.logits(hidden).float()
+        if self._logits_soft_cap:
+            logits = torch.tanh(logits / self._logits_soft_cap).mul_(self._logits_soft_cap)
+        return logits
+
+    def slots(self) -> dict[SlotName, Slot]:
+        """Every slot that a checkpoint must fill, by the full name of its parameter."""
+        slots: dict[SlotName, Slot] = {}
+        for path, module in self.named_modules():
+            if module is not self and isinstance(module, Loadable):
+                slots |= {(f"{path}.{name}", shard): slot for (name, shard), slot in module.slots().items()}
+        return slots
+
+
+def layer_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
+    """A norm over the hidden size."""
+    return RMSNorm(arch.hidden_size, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
+
+
+def _rotary_tables(arch: ArchConfig, device: torch.device) -> dict[RopeSettings, Tensor]:
+    """One table for all layers of equal settings: at 131,072 positions it has 64 MiB."""
+    settings = {arch.rope(layer) for layer in range(arch.num_layers)}
+    return {
+        rope: rotary_table(rope, head_dim=arch.head_dim, max_position=arch.max_position, device=device)
+        for rope in settings
+    }
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The value as the model's type holds it: Gemma was trained with its multiplier in bfloat16."""
+    return torch.tensor(value, dtype=dtype).item()

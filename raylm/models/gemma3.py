@@ -1,0 +1,49 @@
+"""Gemma 3, text only: norms before and after attention and MLP, local and global layers, scaled embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.models.arch import ArchConfig
+from raylm.models.decoder import DecoderLayer, DecoderModel, layer_norm
+from raylm.models.names import GGUF_WEIGHTS
+from raylm.parallel.context import ParallelContext
+
+
+class Gemma3Layer(DecoderLayer):
+    """A layer that also norms what attention and MLP return, before it joins the residual stream."""
+
+    def __init__(
+        self, arch: ArchConfig, layer: int, rotary: Tensor, *, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        super().__init__(arch, layer, rotary, context=context, dtype=dtype)
+        self.pre_feedforward_layernorm = layer_norm(arch, context, dtype)
+        self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        x = self.input_layernorm(residual) if delta is None else self.input_layernorm(delta, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, positions, cache, meta))
+        return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x, residual)))
+
+
+class Gemma3ForCausalLM(DecoderModel):
+    """The text model."""
+
+    GGUF_WEIGHTS = {
+        **GGUF_WEIGHTS,
+        "post_attention_norm": ("post_attention_layernorm", None),
+        "ffn_norm": ("pre_feedforward_layernorm", None),
+        "post_ffw_norm": ("post_feedforward_layernorm", None),
+    }
+    LAYER = Gemma3Layer
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text model inside a checkpoint that also sees images: its vision weights are not loaded."""
+
+    PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+    IGNORED = ("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.")

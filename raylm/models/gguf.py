@@ -1,0 +1,74 @@
+"""The tensors of a GGUF file, quantised ones decoded by the gguf package."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as GGMLType
+from torch import Tensor
+
+from raylm.config.gguf_metadata import GGUFTensorInfo, read_gguf
+from raylm.errors import ConfigError
+from raylm.models.arch import ArchConfig
+from raylm.models.checkpoint import CheckpointTensor, Encoding, plain
+
+_PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
+_QUANTISED = (
+    GGMLType.Q4_0,
+    GGMLType.Q4_1,
+    GGMLType.Q5_0,
+    GGMLType.Q5_1,
+    GGMLType.Q8_0,
+    GGMLType.Q4_K,
+    GGMLType.Q5_K,
+    GGMLType.Q6_K,
+)
+_GROUPS = 16
+"""The gguf package decodes at least this many rows at a time, one call each."""
+
+
+def gguf_tensors(path: Path, arch: ArchConfig) -> list[CheckpointTensor]:
+    """Every tensor of the file. Raises ConfigError for a type that cannot be decoded."""
+    file = read_gguf(path)
+    # llama.cpp pairs neighbouring dimensions in its rotary embedding of Llamas, and so stores rows in that order.
+    is_permuted = file.metadata.get("general.architecture") == "llama"
+    return [_tensor(path, info, arch.head_dim if is_permuted else 0) for info in file.tensors]
+
+
+def _tensor(path: Path, info: GGUFTensorInfo, permuted_head_dim: int) -> CheckpointTensor:
+    encoding = _encoding(path, info)
+    if permuted_head_dim and set(info.name.split(".")) & {"attn_q", "attn_k"}:
+        restore = partial(_pair_halves, head_dim=permuted_head_dim)
+        return CheckpointTensor(
+            info.name, info.shape, path, info.offset, encoding, row_unit=permuted_head_dim, rearrange=restore
+        )
+    return CheckpointTensor(info.name, info.shape, path, info.offset, encoding)
+
+
+def _encoding(path: Path, info: GGUFTensorInfo) -> Encoding:
+    if info.type in _PLAIN:
+        return plain(_PLAIN[GGMLType(info.type)])
+    if info.type not in _QUANTISED:
+        known = {kind.value: kind.name for kind in GGMLType}
+        allowed = ", ".join(kind.name for kind in (*_PLAIN, *_QUANTISED))
+        raise ConfigError(f"{path}: tensor {info.name} has type {known.get(info.type, info.type)}; allowed: {allowed}")
+    kind = GGMLType(info.type)
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return Encoding(values, num_bytes, partial(_dequantise, kind=kind, block_bytes=num_bytes))
+
+
+def _dequantise(raw: np.ndarray, kind: GGMLType, block_bytes: int) -> Tensor:
+    # Blocks stand alone, so any division into rows decodes alike; few long rows save calls.
+    num_blocks = raw.size // block_bytes
+    rows = _GROUPS if num_blocks % _GROUPS == 0 else 1
+    return torch.from_numpy(gguf.dequantize(raw.reshape(rows, -1), kind).reshape(-1))
+
+
+def _pair_halves(piece: Tensor, head_dim: int) -> Tensor:
+    """Rows (or elements of a bias) of whole heads, from neighbouring pairs to first and second half."""
+    heads = piece.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,49 @@
+"""From names in a checkpoint to this package's parameters, by tables over whole parts of a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raylm.layers.slots import SlotName
+
+WeightTable = Mapping[str, tuple[str, str | None]]
+"""Part of a checkpoint's name -> the part that replaces it, and the shard that the tensor is (or None)."""
+
+HF_WEIGHTS: WeightTable = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", "gate"),
+    "up_proj": ("gate_up_proj", "up"),
+}
+"""Checkpoints of transformers: other parts are named here as there."""
+
+GGUF_WEIGHTS: WeightTable = {
+    "token_embd": ("embed_tokens", None),
+    "output_norm": ("norm", None),
+    "output": ("lm_head", None),
+    "blk": ("layers", None),
+    "attn_norm": ("input_layernorm", None),
+    "attn_q": ("self_attn.qkv_proj", "q"),
+    "attn_k": ("self_attn.qkv_proj", "k"),
+    "attn_v": ("self_attn.qkv_proj", "v"),
+    "attn_q_norm": ("self_attn.q_norm", None),
+    "attn_k_norm": ("self_attn.k_norm", None),
+    "attn_output": ("self_attn.o_proj", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+    "ffn_gate": ("mlp.gate_up_proj", "gate"),
+    "ffn_up": ("mlp.gate_up_proj", "up"),
+    "ffn_down": ("mlp.down_proj", None),
+}
+"""GGUF files, as llama.cpp names tensors."""
+
+
+def slot_name(name: str, table: WeightTable, prefixes: tuple[str, ...] = ()) -> SlotName:
+    """The slot that a checkpoint tensor is for. The first of `prefixes` that fits is cut off."""
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    parts, shard = [], None
+    for part in name[len(prefix) :].split("."):
+        renamed, found = table.get(part, (part, None))
+        parts.append(renamed)
+        shard = found or shard
+    return ".".join(parts), shard

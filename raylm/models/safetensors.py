@@ -1,0 +1,82 @@
+"""The tensors of a folder of safetensors files. Format: https://huggingface.co/docs/safetensors
+
+The header is read here and not by the safetensors package because that package hands out whole tensors of a mapped
+file; see raylm.models.checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from raylm.errors import ConfigError
+from raylm.models.checkpoint import CheckpointTensor, plain
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+def folder_tensors(folder: Path) -> list[CheckpointTensor]:
+    """Every tensor of the checkpoint in a folder: one file, or the files that an index names.
+
+    Raises ConfigError when there is none, a file is missing or damaged, or a tensor's type is not a float.
+    """
+    return [tensor for path in _files(folder) for tensor in file_tensors(path)]
+
+
+def file_tensors(path: Path) -> list[CheckpointTensor]:
+    """Every tensor of one safetensors file. Raises ConfigError."""
+    header, begin = _read_header(path)
+    tensors = []
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, stop) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path}: the header's entry for tensor {name} is damaged") from None
+        if dtype not in _DTYPES:
+            raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(_DTYPES)}")
+        tensor = CheckpointTensor(name, shape, path, begin + start, plain(_DTYPES[dtype]))
+        if tensor.num_values * tensor.encoding.bytes_per_block != stop - start:
+            raise ConfigError(f"{path}: tensor {name} of shape {shape} cannot have {stop - start} bytes")
+        tensors.append(tensor)
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(f"{index}: not an index of safetensors files") from None
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ConfigError(f"{index}: names files that are missing: {', '.join(missing)}")
+        return [folder / name for name in names]
+    files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise ConfigError(
+            f"{folder}: holds {len(files)} safetensors files without an index; "
+            f"allowed: {SINGLE}, or several files and {INDEX}"
+        )
+    return files
+
+
+def _read_header(path: Path) -> tuple[dict[str, dict[str, object]], int]:
+    """The header, and where the tensors' bytes begin."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= _MAX_HEADER_BYTES:
+            raise ConfigError(f"{path}: not a safetensors file: its header would have {size} bytes")
+        try:
+            header = json.loads(file.read(size))
+        except ValueError:
+            raise ConfigError(f"{path}: not a safetensors file: its header is no JSON") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path}: not a safetensors file: its header is no JSON object")
+    return header, 8 + size

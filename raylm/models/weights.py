@@ -1,0 +1,112 @@
+"""WeightLoader: from the tensors of a checkpoint to the parameters of a model, every one exactly once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from tqdm import tqdm
+
+from raylm.errors import ConfigError
+from raylm.layers.slots import Slot, SlotName
+from raylm.models.arch_gguf import ROPE_FACTORS
+from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.decoder import DecoderModel
+from raylm.models.names import WeightTable, slot_name
+
+_MAX_NAMES = 8
+"""Names that one error lists."""
+_DUMMY_STD = 0.02
+
+
+class WeightLoader:
+    """Fills one model. Which tensor goes where is settled, and proved complete, before any data is read."""
+
+    def __init__(self, model: DecoderModel, *, progress: bool) -> None:
+        self._model = model
+        self._progress = progress
+
+    def load(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> None:
+        """Read a checkpoint into the model.
+
+        Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
+        """
+        jobs = self._assign(tensors, table)
+        total = sum(tensor.num_values for tensor, _ in jobs)
+        with tqdm(
+            total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not self._progress
+        ) as bar:
+            for tensor, slot in jobs:
+                _copy(tensor, slot)
+                bar.update(tensor.num_values)
+
+    def _assign(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> list[tuple[CheckpointTensor, Slot]]:
+        slots = self._model.slots()
+        found: defaultdict[SlotName, list[CheckpointTensor]] = defaultdict(list)
+        for tensor in tensors:
+            if not self._is_ignored(tensor.name):
+                found[slot_name(tensor.name, table, self._model.PREFIXES)].append(tensor)
+        if self._model.arch.tie_embeddings:
+            # Some checkpoints carry the tied head as well; it is the embedding once more.
+            found.pop(("lm_head.weight", None), None)
+        problems = {
+            "missing": [_label(name) for name in slots if name not in found],
+            "without a place in this model": [t.name for name, ts in found.items() if name not in slots for t in ts],
+            "there twice": [t.name for ts in found.values() if len(ts) > 1 for t in ts],
+            "of another shape": [
+                f"{tensor.name} {tensor.shape}, not {slots[name].shape}"
+                for name, (tensor, *_) in found.items()
+                if name in slots and tensor.shape != slots[name].shape
+            ],
+        }
+        _raise(self._model.arch.architecture, problems)
+        return [(found[name][0], slot) for name, slot in slots.items()]
+
+    def _is_ignored(self, name: str) -> bool:
+        # Old checkpoints carry the rotary frequencies, which follow from the configuration.
+        is_rotary = name.endswith("rotary_emb.inv_freq") or name == ROPE_FACTORS
+        return is_rotary or name.startswith(self._model.IGNORED)
+
+
+def fill_dummy(model: DecoderModel, *, seed: int) -> None:
+    """Random weights: norms 1, everything else normal with a deviation of 0.02, the same for the same seed."""
+    device = model.norm.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    for (name, _), slot in model.slots().items():
+        if name.endswith("norm.weight"):
+            slot.destination.fill_(1.0)
+        else:
+            slot.destination.normal_(std=_DUMMY_STD, generator=generator)
+
+
+def _copy(tensor: CheckpointTensor, slot: Slot) -> None:
+    """Copy this rank's part, piece by piece; the copy converts type and device."""
+    if slot.dim == 0:
+        for row, piece in tensor.pieces(slot.start, slot.start + slot.length):
+            first = row - slot.start
+            slot.destination[first : first + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
+        return
+    for row, piece in tensor.pieces(0, tensor.shape[0]):
+        part = piece.narrow(slot.dim, slot.start, slot.length)
+        slot.destination[row : row + piece.shape[0]].copy_(_with_offset(part, slot.offset))
+
+
+def _with_offset(piece: torch.Tensor, offset: float) -> torch.Tensor:
+    # In float32: 1 + a small bfloat16 would lose the small one before it is rounded.
+    return piece.float().add_(offset) if offset else piece
+
+
+def _label(name: SlotName) -> str:
+    parameter, shard = name
+    return parameter if shard is None else f"{parameter} (shard {shard})"
+
+
+def _raise(architecture: str, problems: dict[str, list[str]]) -> None:
+    texts = []
+    for what, names in problems.items():
+        if names:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            texts.append(f"{len(names)} {what}: {', '.join(names[:_MAX_NAMES])}{more}")
+    if texts:
+        raise ConfigError(f"the checkpoint's tensors do not fit {architecture}: {'; '.join(texts)}")

@@ -1,0 +1,112 @@
+"""A wrong configuration says where, what and what is allowed, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from raylm.config.application import AppConfig, load_app
+from raylm.config.base import load_yaml, parse
+from raylm.config.engine import EngineConfig
+from raylm.config.source import locate
+from raylm.errors import ConfigError
+
+MODEL = {"path": "smollm2-135m"}
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        ({}, ["key 'model' is required"]),
+        ({"model": {}}, ["key 'model.path' is required"]),
+        ({"model": {**MODEL, "dtypo": "x"}}, ["'model.dtypo'", "did you mean 'dtype'?", "allowed keys:", "max_model_len"]),
+        ({"model": MODEL, "cahce": {}}, ["'cahce'", "did you mean 'cache'?", "runtime"]),
+        ({"model": {**MODEL, "dtype": "int3"}}, ["'model.dtype'", "'int3'", "'float32'", "'bfloat16'"]),
+        ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
+        ({"model": MODEL, "cache": {"gpu_memory_utilization": 1.5}}, ["'cache.gpu_memory_utilization'", "1.5"]),
+        ({"model": MODEL, "cache": {"cpu_memory_gib": float("nan")}}, ["'cache.cpu_memory_gib'", "finite"]),
+        (
+            {"model": MODEL, "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": 8}},
+            ["'scheduler'", "max_num_batched_tokens (8) must be at least max_num_seqs (64)"],
+        ),
+        ([1, 2], ["(top level)", "[1, 2]"]),
+    ],
+)
+def test_each_error_names_file_key_value_and_what_is_allowed(tmp_path: Path, data, parts):
+    import yaml
+
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(EngineConfig, path)
+    assert str(caught.value).startswith(str(path))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere.yaml: cannot read"):
+        load_yaml(EngineConfig, tmp_path / "nowhere.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: [")
+    with pytest.raises(ConfigError, match="broken.yaml: not valid YAML"):
+        load_yaml(EngineConfig, broken)
+
+
+def test_a_configuration_never_changes():
+    config = EngineConfig.model_validate({"model": MODEL})
+    with pytest.raises(ValidationError):
+        config.cache.block_size = 3
+
+
+def test_an_application_reads_its_engine_files(tmp_path: Path):
+    engine = tmp_path / "engine.yaml"
+    engine.write_text("model: {path: smollm2-135m, name: tiny}\n")
+    app = load_app({"models": [{"engine": str(engine)}]}, source="test")
+    assert app.models[0].engine.model.served_name == "tiny"
+    engine.write_text("model: {path: smollm2-135m, nam: tiny}\n")
+    with pytest.raises(ConfigError, match=r"engine\.yaml: key 'model\.nam' is unknown \(did you mean 'name'\?\)"):
+        load_app({"models": [{"engine": str(engine)}]}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "key 'models' is required"),
+        ({"models": []}, "'models'"),
+        ({"models": [{"engine": "nowhere.yaml"}]}, "configuration file 'nowhere.yaml' not found"),
+        ({"models": [{"engine": {"model": MODEL}}, {"engine": {"model": MODEL}}]}, "two models are named 'smollm2-135m'"),
+        (
+            {"models": [{"engine": {"model": MODEL}, "autoscaling": {"min_replicas": 3, "max_replicas": 2}}]},
+            r"max_replicas \(2\) must be at least min_replicas \(3\)",
+        ),
+        (
+            {"models": [{"engine": {"model": MODEL}, "autoscaling": {"min": 3}}]},
+            r"'models.0.autoscaling.min' is unknown.*allowed keys: downscale_delay_s",
+        ),
+        ({"models": [{"engine": {"model": MODEL}}], "channel_host": "moon"}, "'channel_host'.*'moon'.*'loopback'"),
+    ],
+)
+def test_a_wrong_application_says_so(args, message):
+    with pytest.raises(ConfigError, match=message):
+        load_app(args, source="test")
+
+
+def test_the_served_name_is_the_paths_last_part():
+    names = {"a/b/Qwen3-0.6B/": "Qwen3-0.6B", "/x/model.Q4_1.gguf": "model.Q4_1", "smollm2-135m": "smollm2-135m"}
+    for path, name in names.items():
+        assert EngineConfig.model_validate({"model": {"path": path}}).model.served_name == name
+
+
+def test_parsing_survives_a_round_trip():
+    app = load_app({"models": [{"engine": {"model": MODEL}}]}, source="test")
+    assert parse(AppConfig, app.model_dump(), source="again") == app
+
+
+def test_models_that_are_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match="has no config.json; allowed: a folder with config.json, a .gguf file"):
+        locate(str(tmp_path))
+    with pytest.raises(ConfigError, match="does not exist"):
+        locate("no/such/model")

@@ -1,0 +1,197 @@
+"""A model without an engine for tests of the HTTP face: a token is a byte, and the answer is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from raylm.config.serving import HttpConfig
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import TokenDelta
+from raylm.serving.http import build_http_app
+from raylm.serving.served_model import EngineStats, ServedModel
+from raylm.text.chat import ChatTemplate
+
+END = 256
+"""The end-of-sequence token."""
+
+
+class Piece(NamedTuple):
+    text: str
+    finish_reason: str | None
+    num_tokens: int
+
+
+class ByteStream:
+    """Text of bytes; a stop string that arrives in one push ends it."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stop = stop
+
+    def push(self, token_ids: list[int], finish_reason: str | None) -> Piece:
+        spoken = token_ids[:-1] if finish_reason == "stop" else token_ids
+        text = self._decoder.decode(bytes(spoken), final=finish_reason is not None)
+        for stop in self._stop:
+            if stop in text:
+                return Piece(text[: text.index(stop)], "stop", len(token_ids))
+        return Piece(text, finish_reason, len(token_ids))
+
+
+TEMPLATE = ChatTemplate(
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}",
+    {},
+)
+
+
+class ByteText:
+    def encode(self, prompt: str) -> list[int]:
+        return list(prompt.encode())
+
+    def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> list[int]:
+        return self.encode(TEMPLATE.render(messages, add_generation_prompt=add_generation_prompt))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
+
+    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> ByteStream:
+        return ByteStream(params.stop)
+
+
+class ScriptedGenerator:
+    """Plays `script` for every request: bytes are tokens, an exception is raised, None waits for ever.
+
+    Without a script it counts: letters from that of the seed on, until max_tokens.
+    """
+
+    def __init__(self, script: Sequence[bytes | Exception | TokenDelta | None] | None = None) -> None:
+        self.script = script
+        self.requests: list[tuple[str, list[int], SamplingParams]] = []
+        self.live = 0
+        self.num_deltas = 0
+        self.aborted: list[str] = []
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append((request_id, prompt_ids, params))
+        self.live += 1
+        done = False
+        try:
+            for item in self._counted(params) if self.script is None else self.script:
+                await asyncio.sleep(0)
+                delta = item if isinstance(item, TokenDelta) else await self._play(item)
+                done = delta.finish_reason is not None
+                self.num_deltas += 1
+                yield delta._replace(request_id=request_id)
+            done = True
+        except Exception:
+            done = True
+            raise
+        finally:
+            self.live -= 1
+            if not done:
+                self.aborted.append(request_id)
+
+    async def _play(self, item: bytes | Exception | None) -> TokenDelta:
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            await asyncio.Event().wait()
+        return TokenDelta("", list(item or b""))
+
+    def _counted(self, params: SamplingParams) -> list[TokenDelta]:
+        assert params.max_tokens is not None
+        first = params.seed or 0
+        ids = [ord("a") + (first + number) % 26 for number in range(params.max_tokens)]
+        return [TokenDelta("", [token], None) for token in ids[:-1]] + [TokenDelta("", ids[-1:], "length")]
+
+
+def ended(text: bytes = b"") -> TokenDelta:
+    """The last delta of a model that has said enough."""
+    return TokenDelta("", [*text, END], "stop")
+
+
+class Catalog:
+    """One model, "tiny" (64 tokens long); "late" is known but has no engine."""
+
+    def __init__(self, generator: ScriptedGenerator, max_model_len: int = 64) -> None:
+        self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, ByteText(), generator)
+        self.is_ready = True
+        self.engine_stats = [EngineStats("tiny", "engine-0", running=3, waiting=2, kv_usage=0.25)]
+
+    def get(self, name: str) -> ServedModel | None:
+        return self.model if name == "tiny" else None
+
+    def names(self) -> list[str]:
+        return ["tiny", "late"]
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def stats(self) -> list[EngineStats]:
+        return self.engine_stats
+
+
+class Server:
+    """The application over a scripted generator, with ways to talk to it."""
+
+    def __init__(self, *script: bytes | Exception | TokenDelta | None, max_model_len: int = 64, **config: Any) -> None:
+        self.generator = ScriptedGenerator(script or None)
+        self.catalog = Catalog(self.generator, max_model_len)
+        self.app = build_http_app(self.catalog, HttpConfig(**config))
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://raylm")
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", **fields})
+
+
+def sse(response: httpx.Response) -> list[Any]:
+    """The events of a stream, parsed; the last must be [DONE]."""
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.text.endswith("\n\n")
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+class RawClient:
+    """Drives the application by hand, message by message, as a server does."""
+
+    def __init__(self, app: Any, body: bytes, path: str = "/v1/chat/completions", chunks: int = 1) -> None:
+        self.sent: list[Any] = []
+        self.arrived = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.received = 0
+        size = max(1, len(body) // chunks)
+        self._parts = [body[start : start + size] for start in range(0, len(body), size)]
+        scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": [], "query_string": b""}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._parts:
+            self.received += 1
+            part = self._parts.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+        if message["type"] == "http.response.body":
+            self.arrived.set()

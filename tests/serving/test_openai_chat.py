@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions: answers, streams and what reaches the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from openai import APIError, AsyncOpenAI, NotFoundError
+from openai_fakes import Server, ended, sse
+
+from raylm.core.step import TokenDelta
+from raylm.errors import EngineDeadError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def counting() -> AsyncIterator[tuple[Server, AsyncOpenAI]]:
+    server = Server()
+    async with AsyncOpenAI(
+        base_url="http://raylm/v1", api_key="none", http_client=server.http, max_retries=0
+    ) as client:
+        yield server, client
+
+
+async def test_answer() -> None:
+    server = Server(b"hel", b"lo", ended())
+    response = await server.chat()
+    body = response.json()
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"content": "hello", "role": "assistant", "refusal": None},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+    ]
+    prompt = len("user: hi\n>")
+    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    assert server.generator.aborted == []
+
+
+async def test_stream() -> None:
+    events = sse(await Server(b"hel", b"lo", ended()).chat(stream=True))
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas == [{"role": "assistant", "content": "hel"}, {"content": "lo"}, {"content": ""}]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, "stop"]
+    assert len({event["id"] for event in events}) == 1
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert all("usage" not in event for event in events)
+
+
+async def test_stream_usage() -> None:
+    events = sse(await Server(b"hello", ended()).chat(stream=True, stream_options={"include_usage": True}))
+    assert [event["usage"] for event in events[:-1]] == [None, None]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+
+
+async def test_first_token_is_sent_though_it_has_no_text_yet() -> None:
+    snowman = "\u2603".encode()
+    events = sse(await Server(snowman[:1], snowman[1:2], snowman[2:], ended()).chat(stream=True))
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "\u2603"}, {"content": ""}]
+
+
+async def test_line_ends_and_quotes_stay_inside_their_event() -> None:
+    text = 'a"\\\n\r\u2028\u2029\x85\x00\u2603\U0001f600'
+    response = await Server(text.encode(), ended()).chat(stream=True)
+    assert len(response.text.splitlines()) == 2 * 3
+    assert sse(response)[0]["choices"][0]["delta"]["content"] == text
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_finish_reason(reason: str, stream: bool) -> None:
+    response = await Server(b"x", TokenDelta("", [ord("y")], reason)).chat(stream=stream)
+    last = sse(response)[-1] if stream else response.json()
+    assert last["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_ends_the_engines_request(stream: bool) -> None:
+    server = Server(b"one", b" END two", None)
+    response = await server.chat(stream=stream, stop="END")
+    if stream:
+        choices = [event["choices"][0] for event in sse(response)]
+        assert "".join(choice["delta"]["content"] for choice in choices) == "one "
+        assert choices[-1]["finish_reason"] == "stop"
+    else:
+        choice = response.json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("one ", "stop")
+    assert server.generator.live == 0
+    assert len(server.generator.aborted) == 1
+
+
+async def test_choices_have_their_own_seeds_and_stream_side_by_side() -> None:
+    server = Server()
+    plain = (await server.chat(n=3, seed=4, max_tokens=2)).json()
+    texts = [choice["message"]["content"] for choice in plain["choices"]]
+    assert texts == ["ef", "fg", "gh"]
+    assert [choice["index"] for choice in plain["choices"]] == [0, 1, 2]
+    assert plain["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    events = sse(await server.chat(n=3, seed=4, max_tokens=2, stream=True))
+    streamed = ["", "", ""]
+    for event in events:
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["delta"]["content"]
+    assert streamed == texts
+    roles = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
+    assert sorted(roles) == [0, 1, 2]
+    ids = [request_id for request_id, _, _ in server.generator.requests]
+    assert len(set(ids)) == 6
+
+
+async def test_seed_goes_around_the_end_of_its_range() -> None:
+    server = Server()
+    await server.chat(n=2, seed=2**63 - 1, max_tokens=1)
+    assert [params.seed for _, _, params in server.generator.requests] == [2**63 - 1, -(2**63)]
+
+
+async def test_sampling_reaches_the_engine() -> None:
+    server = Server()
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "ignore_eos": True}
+    await server.chat(**fields, stop=["x", "y"], stop_token_ids=[5], max_completion_tokens=9)
+    _, prompt_ids, params = server.generator.requests[0]
+    assert bytes(prompt_ids) == b"user: hi\n>"
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert (params.stop, params.stop_token_ids, params.max_tokens, params.n) == (("x", "y"), (5,), 9, 1)
+
+
+async def test_null_means_the_default() -> None:
+    server = Server()
+    names = ["temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream"]
+    response = await server.chat(**dict.fromkeys([*names, "stream_options", "max_tokens", "max_completion_tokens"]))
+    assert response.status_code == 200
+    _, prompt_ids, params = server.generator.requests[0]
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 1.0, 0, 0.0, None)
+    assert params.max_tokens == 64 - len(prompt_ids)
+
+
+async def test_max_completion_tokens_goes_before_max_tokens() -> None:
+    server = Server()
+    await server.chat(max_tokens=5, max_completion_tokens=3)
+    assert server.generator.requests[0][2].max_tokens == 3
+
+
+async def test_top_k_of_minus_one_keeps_all() -> None:
+    server = Server()
+    await server.chat(top_k=-1)
+    assert server.generator.requests[0][2].top_k == 0
+
+
+async def test_developer_is_the_system_and_the_generation_prompt_can_be_left_out() -> None:
+    server = Server()
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "assistant", "content": "yes"}]
+    await server.chat(messages=messages, add_generation_prompt=False)
+    assert bytes(server.generator.requests[0][1]) == b"system: be brief\nassistant: yes\n"
+
+
+async def test_text_parts_are_joined() -> None:
+    server = Server()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    await server.chat(messages=[{"role": "user", "content": parts}])
+    assert bytes(server.generator.requests[0][1]) == b"user: ab\n>"
+
+
+async def test_a_long_chat_is_tokenised_all_the_same() -> None:
+    server = Server(max_model_len=100_000)
+    response = await server.chat(messages=[{"role": "user", "content": "x" * 50_000}], max_tokens=1)
+    assert response.json()["usage"]["prompt_tokens"] == 50_000 + len("user: \n>")
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("the engine died"), RuntimeError("a bug")])
+async def test_error_in_the_middle_of_a_stream(error: Exception) -> None:
+    response = await Server(b"one", error).chat(stream=True)
+    first, last = sse(response)
+    assert first["choices"][0]["delta"]["content"] == "one"
+    code = "engine_dead" if isinstance(error, EngineDeadError) else "internal_error"
+    assert last["error"]["code"] == code
+    assert ("the engine died" in last["error"]["message"]) == (code == "engine_dead")
+
+
+async def test_openai_client(counting: tuple[Server, AsyncOpenAI]) -> None:
+    _, client = counting
+    answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, seed=0)
+    assert answer.choices[0].message.content == "abc"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+async def test_openai_client_streams(counting: tuple[Server, AsyncOpenAI]) -> None:
+    _, client = counting
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, seed=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert [chunk.choices[0].delta.content for chunk in chunks if chunk.choices] == ["a", "b", "c"]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 3
+
+
+async def test_openai_client_sees_errors(counting: tuple[Server, AsyncOpenAI]) -> None:
+    server, client = counting
+    with pytest.raises(NotFoundError, match="'nobody' does not exist") as raised:
+        await client.chat.completions.create(model="nobody", messages=MESSAGES)
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+    server.generator.script = [b"one", EngineDeadError("the engine died")]
+    stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    with pytest.raises(APIError, match="the engine died"):
+        async for _ in stream:
+            pass
+
+
+async def test_openai_client_lists_models(counting: tuple[Server, AsyncOpenAI]) -> None:
+    _, client = counting
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).created == 1_700_000_000

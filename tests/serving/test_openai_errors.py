@@ -1,0 +1,359 @@
+"""Every wrong request gets a status, a sentence and a code in OpenAI's format, and never a 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai_fakes import Server, ended, sse
+
+from raylm.core.step import TokenDelta
+from raylm.errors import EngineDeadError, Overloaded, RequestRejected
+from raylm.serving.openai_parser import UNSUPPORTED as UNSUPPORTED_FIELDS
+from raylm.serving.openai_protocol import GenerationRequest
+
+
+def check(response: httpx.Response, status: int, *, code: str | None = None, param: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["code"] == code
+    assert error["param"] == param
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    message = error["message"]
+    assert isinstance(message, str)
+    return message
+
+
+WRONG = [
+    ("temperature", -1, "-1"),
+    ("temperature", "hot", '"hot"'),
+    ("temperature", True, "true"),
+    ("temperature", 1e6, "100"),
+    ("top_p", 0, "(0, 1]"),
+    ("top_p", 1.5, "1.5"),
+    ("top_k", -2, "-2"),
+    ("top_k", 1.5, "1.5"),
+    ("min_p", 2, "[0, 1]"),
+    ("seed", 2**63, str(2**63)),
+    ("seed", "x", '"x"'),
+    ("seed", 10**4000, "seed"),
+    ("n", 0, "0"),
+    ("n", 1000, "128"),
+    ("n", True, "true"),
+    ("max_tokens", 0, "0"),
+    ("max_tokens", -5, "-5"),
+    ("max_tokens", "10", '"10"'),
+    ("max_tokens", 3.5, "3.5"),
+    ("stream", "yes", '"yes"'),
+    ("stream", 1, "1"),
+    ("stop", "", "non-empty"),
+    ("stop", ["x"] * 17, "17"),
+    ("stop", {"a": 1}, '{"a": 1}'),
+    ("ignore_eos", "no", '"no"'),
+    ("stream_options", [], "[]"),
+    ("model", None, "model"),
+    ("model", 7, "7"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "quoted"), WRONG, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_wrong_values(kind: str, name: str, value: object, quoted: str) -> None:
+    server = Server()
+    message = check(await getattr(server, kind)(**{name: value}), 400, param=name)
+    assert name in message and quoted in message
+    assert server.generator.requests == []
+
+
+@pytest.mark.parametrize("body", ["stop_token_ids", "stop"])
+async def test_wrong_elements_are_named(body: str) -> None:
+    message = check(await Server().chat(**{body: [None]}), 400, param=f"{body}[0]")
+    assert "null" in message
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ({"role": "user"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"role": None, "content": "hi"}], "messages[0].role"),
+        ([{"role": "user", "content": "hi"}, {"role": "critic", "content": "hi"}], "messages[1].role"),
+        ([{"role": "tool", "content": "hi"}], "messages[0].role"),
+        ([{"role": 5, "content": "hi"}], "messages[0].role"),
+        ([{"role": "user", "content": "hi", "name": 5}], "messages[0].name"),
+    ],
+)
+async def test_wrong_messages(messages: object, param: str) -> None:
+    assert param in check(await Server().chat(messages=messages), 400, param=param)
+
+
+@pytest.mark.parametrize(
+    ("content", "quoted"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "http://x"}}], "image_url"),
+        ([{"type": "text", "text": "hi"}, {"type": "input_audio", "input_audio": {}}], "input_audio"),
+        ([{"type": "text"}], "text"),
+        (["hi"], "content[0]"),
+        (None, "content"),
+        (5, "5"),
+        ({"a": 1}, "content"),
+    ],
+)
+async def test_contents_that_are_not_text(content: object, quoted: str) -> None:
+    message = check(await Server().chat(messages=[{"role": "user", "content": content}]), 400, param="messages")
+    assert "messages[0].content" in message and quoted in message
+
+
+async def test_missing_fields() -> None:
+    server = Server()
+    for path, body, param in [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "model"),
+        ("/v1/chat/completions", {"model": "tiny"}, "messages"),
+        ("/v1/completions", {"prompt": "hi"}, "model"),
+    ]:
+        message = check(await server.http.post(path, json=body), 400, code="missing_field", param=param)
+        assert message == f"{param} is required"
+    check(await server.http.post("/v1/completions", json={"model": "tiny"}), 400, code="missing_field", param="prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "quoted"),
+    [
+        ("", "prompt", "must not be empty"),
+        ([], "prompt", "must not be empty"),
+        (["x", ""], "prompt[1]", "must not be empty"),
+        ([[]], "prompt[0]", "must not be empty"),
+        ([[1], []], "prompt[1]", "must not be empty"),
+        (None, "prompt", "null"),
+        (5, "prompt", "5"),
+        ({"a": 1}, "prompt", '{"a": 1}'),
+        ([1, "x"], "prompt", '[1] is "x"'),
+        ([1, True], "prompt", "[1] is true"),
+        ([1.5], "prompt", "[0] is 1.5"),
+        (["x", 1], "prompt[1]", "got 1"),
+        ([[1], [None]], "prompt[1]", "[0] is null"),
+        ([0, 257], "prompt", "257"),
+        ([-1], "prompt", "-1"),
+        ([10**30], "prompt", "256"),
+    ],
+)
+async def test_wrong_prompts(prompt: object, param: str, quoted: str) -> None:
+    assert quoted in check(await Server().complete(prompt=prompt), 400, param=param)
+
+
+async def test_too_many_choices() -> None:
+    server = Server(max_choices=4)
+    assert "6 completions, at most 4" in check(await server.complete(prompt=["x"] * 3, n=2), 400, param="n")
+    check(await server.complete(prompt=["x"] * 5), 400, param="prompt")
+    assert "6 completions" in check(await server.chat(n=6), 400, param="n")
+
+
+async def test_prompt_longer_than_the_model() -> None:
+    code = "context_length_exceeded"
+    for count in (64, 1000):
+        response = await Server().complete(prompt="x" * count)
+        message = check(response, 400, code=code, param="prompt")
+        assert str(count) in message and "64" in message
+    response = await Server().chat(messages=[{"role": "user", "content": "x" * 90}])
+    check(response, 400, code=code, param="messages")
+    assert (await Server().complete(prompt="x" * 63)).status_code == 200
+
+
+async def test_max_tokens_beyond_the_model() -> None:
+    message = check(
+        await Server().complete(prompt="x" * 60, max_tokens=5), 400, code="context_length_exceeded", param="max_tokens"
+    )
+    assert all(number in message for number in ("5", "60", "65", "64"))
+    assert (await Server().complete(prompt="x" * 60, max_tokens=4)).status_code == 200
+    response = await Server().chat(max_completion_tokens=60)
+    check(response, 400, code="context_length_exceeded", param="max_completion_tokens")
+    check(await Server().chat(max_completion_tokens=0), 400, param="max_completion_tokens")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"{'a': 1}", "invalid_json"),
+        (b'{"temperature": NaN}', "invalid_json"),
+        (b'{"temperature": Infinity}', "invalid_json"),
+        (b'{"temperature": -Infinity}', "invalid_json"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"a":' * 1000 + b"1" + b"}" * 1000, "invalid_json"),
+        (b"[]", "invalid_json"),
+        (b"null", "invalid_json"),
+        (b'"model"', "invalid_json"),
+        (b'{"model": "\\ud800"}', "invalid_json"),
+        (b'{"model": "\xff"}', "invalid_utf8"),
+        (b'{"model": "tiny"} {}', "invalid_json"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+@pytest.mark.parametrize("strict", [False, True])
+async def test_malformed_bodies(body: bytes, code: str, strict: bool) -> None:
+    response = await Server(strict=strict).http.post("/v1/chat/completions", content=body)
+    assert check(response, 400, code=code)
+
+
+async def test_a_number_beyond_floats() -> None:
+    body = b'{"model": "tiny", "prompt": "hi", "temperature": 1e999}'
+    response = await Server().http.post("/v1/completions", content=body)
+    check(response, 400, param="temperature")
+
+
+UNSUPPORTED: list[tuple[str, Any, Any]] = [
+    ("logprobs", True, False),
+    ("logprobs", 0, False),
+    ("top_logprobs", 2, 0),
+    ("tools", [{"type": "function", "function": {"name": "f"}}], []),
+    ("tool_choice", "auto", "none"),
+    ("functions", [{"name": "f"}], []),
+    ("function_call", "auto", "none"),
+    ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ("frequency_penalty", 0.5, 0),
+    ("presence_penalty", -1, 0.0),
+    ("repetition_penalty", 1.1, 1.0),
+    ("logit_bias", {"5": 1}, {}),
+    ("suffix", "end", ""),
+    ("audio", {"voice": "x"}, None),
+    ("modalities", ["text", "audio"], ["text"]),
+    ("min_tokens", 3, 0),
+    ("skip_special_tokens", False, True),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "neutral"), UNSUPPORTED, ids=lambda value: str(value)[:16])
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_what_the_engine_cannot_do_is_refused(kind: str, name: str, value: Any, neutral: Any) -> None:
+    server = Server(strict=True)
+    message = check(await getattr(server, kind)(**{name: value}), 400, code="unsupported_parameter", param=name)
+    assert message.startswith(f"{name} is not supported") and json.dumps(value)[:50] in message
+    for accepted in (neutral, None):
+        assert (await getattr(server, kind)(**{name: accepted}, max_tokens=1)).status_code == 200
+
+
+async def test_best_of_more_than_n() -> None:
+    check(await Server().complete(best_of=3, n=2), 400, code="unsupported_parameter", param="best_of")
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
+async def test_messages_with_more_than_text(name: str) -> None:
+    messages = [{"role": "assistant", "content": "hi", name: {"id": "x"}}]
+    check(await Server().chat(messages=messages), 400, code="unsupported_parameter", param=f"messages[0].{name}")
+
+
+async def test_stream_options_need_a_stream() -> None:
+    check(await Server().chat(stream_options={"include_usage": True}), 400, param="stream_options")
+
+
+async def test_unknown_and_double_fields_are_refused_only_when_strict() -> None:
+    path = "/v1/completions"
+    unknown = b'{"model": "tiny", "prompt": "hi", "best": 1}'
+    double = b'{"model": "nobody", "prompt": "hi", "model": "tiny"}'
+    for body in (unknown, double):
+        assert (await Server().http.post(path, content=body)).status_code == 200
+    strict = Server(strict=True)
+    check(await strict.http.post(path, content=unknown), 400, code="unknown_field", param="best")
+    check(await strict.http.post(path, content=double), 400, code="duplicate_field", param="model")
+    assert (await strict.complete(user="me", metadata={"a": "b"})).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_unknown_model(kind: str) -> None:
+    message = check(await getattr(Server(), kind)(model="nobody"), 404, code="model_not_found", param="model")
+    assert "'nobody'" in message
+    check(await Server().http.get("/v1/models/nobody"), 404, code="model_not_found", param="model")
+
+
+async def test_a_model_that_is_starting() -> None:
+    response = await Server().chat(model="late")
+    assert "'late' is starting" in check(response, 503, code="overloaded")
+    assert response.headers["retry-after"] == "5"
+
+
+async def test_routes_and_methods() -> None:
+    http = Server().http
+    for path in ("/", "/v1", "/v1/chat", "/v1/completions/", "/health/x"):
+        assert path in check(await http.get(path), 404, code="not_found")
+    response = await http.get("/v1/chat/completions")
+    check(response, 405, code="method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    response = await http.post("/v1/models")
+    check(response, 405, code="method_not_allowed")
+    assert response.headers["allow"] == "GET"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after"),
+    [
+        (RequestRejected("no such adapter", param="model", code="adapter"), 400, "adapter", None),
+        (Overloaded("the queue is full", retry_after=2.5), 503, "overloaded", "3"),
+        (Overloaded("the queue is full", retry_after=0.0), 503, "overloaded", "1"),
+        (EngineDeadError("the engine died"), 503, "engine_dead", "2"),
+        (ValueError("secret detail"), 500, "internal_error", None),
+        (TokenDelta("", [], "error", "out of blocks"), 500, "generation_failed", None),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_errors_before_the_first_token(
+    error: Any, status: int, code: str, retry_after: str | None, stream: bool, n: int
+) -> None:
+    server = Server(error)
+    response = await server.chat(stream=stream, n=n)
+    message = check(response, status, code=code, param="model" if status == 400 else None)
+    assert response.headers.get("retry-after") == retry_after
+    assert "secret" not in message
+    assert server.generator.live == 0
+
+
+async def test_an_answer_without_streaming_fails_as_a_whole() -> None:
+    check(await Server(b"one", EngineDeadError("the engine died")).chat(), 503, code="engine_dead")
+    check(await Server(b"one").chat(), 503, code="engine_dead")
+
+
+async def test_one_choice_that_fails_ends_the_others() -> None:
+    server = Server(b"one", EngineDeadError("the engine died"))
+    events = sse(await server.chat(stream=True, n=3))
+    assert events[-1]["error"]["code"] == "engine_dead"
+    assert server.generator.live == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [*GenerationRequest.model_fields, *UNSUPPORTED_FIELDS, "messages", "prompt", "echo", "best_of", "other"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), strict=st.booleans())
+async def test_no_body_makes_a_500(path: str, fields: dict[str, Any], strict: bool) -> None:
+    server = Server(strict=strict)
+    whole = {"model": "tiny", "max_tokens": 2}
+    whole |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    response = await server.http.post(path, json=whole | fields)
+    assert response.status_code in (200, 400, 404), response.text
+    assert response.status_code == 200 or response.json()["error"]["message"]
+
+
+async def test_long_values_are_cut_in_messages() -> None:
+    message = check(await Server(ended()).chat(temperature="x" * 10_000), 400, param="temperature")
+    assert len(message) < 300
+    response = await Server().chat(model="y" * 10_000)
+    assert len(check(response, 404, code="model_not_found", param="model")) < 1100
