@@ -1,4 +1,4 @@
-"""ArchConfig: one description of a model, whatever file it came from. Reading it needs neither torch nor transformers."""
+"""ArchConfig: one description of a model, whatever file it came from, read without torch and transformers."""
 
 from __future__ import annotations
 

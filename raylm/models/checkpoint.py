@@ -48,6 +48,10 @@ class CheckpointTensor:
     def num_values(self) -> int:
         return prod(self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_values // self.encoding.values_per_block * self.encoding.bytes_per_block
+
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Rows start..stop-1 (along the first dimension) in order, as pairs of first row and piece [rows, ...].
 

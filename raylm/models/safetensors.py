@@ -42,7 +42,7 @@ def file_tensors(path: Path) -> list[CheckpointTensor]:
         if dtype not in _DTYPES:
             raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(_DTYPES)}")
         tensor = CheckpointTensor(name, shape, path, begin + start, plain(_DTYPES[dtype]))
-        if tensor.num_values * tensor.encoding.bytes_per_block != stop - start:
+        if tensor.num_bytes != stop - start:
             raise ConfigError(f"{path}: tensor {name} of shape {shape} cannot have {stop - start} bytes")
         tensors.append(tensor)
     return tensors

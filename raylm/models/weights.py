@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
@@ -33,13 +34,15 @@ class WeightLoader:
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
         jobs = self._assign(tensors, table)
-        total = sum(tensor.num_values for tensor, _ in jobs)
-        with tqdm(
-            total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not self._progress
-        ) as bar:
+        total = sum(tensor.num_bytes for tensor, _ in jobs)
+        hidden = not self._progress
+        with (
+            _one_thread(),
+            tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=hidden) as bar,
+        ):
             for tensor, slot in jobs:
                 _copy(tensor, slot)
-                bar.update(tensor.num_values)
+                bar.update(tensor.num_bytes)
 
     def _assign(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> list[tuple[CheckpointTensor, Slot]]:
         slots = self._model.slots()
@@ -78,6 +81,18 @@ def fill_dummy(model: DecoderModel, *, seed: int) -> None:
             slot.destination.fill_(1.0)
         else:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One CPU thread for torch: pieces are too small to share, and threads that wait for each other at every piece
+    made loading five times slower where other processes use the cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _copy(tensor: CheckpointTensor, slot: Slot) -> None:

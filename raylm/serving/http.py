@@ -213,10 +213,9 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
 
 
 def _too_large(limit: int) -> HttpError:
-    # The rest of the body stays unread, so the connection cannot be used again.
-    close = ((b"connection", b"close"),)
-    message = f"The body is longer than {limit} bytes, the most that is allowed"
-    return HttpError(413, message, code="request_too_large", headers=close)
+    # No "connection: close": the server would reset the connection while the client still sends, and the client would
+    # see that instead of this answer. Servers drop the rest of a body that the application does not read.
+    return HttpError(413, f"The body is longer than {limit} bytes, the most that is allowed", code="request_too_large")
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> bytes:

@@ -34,9 +34,9 @@ class Choice:
 
 
 class ChoiceDelta(NamedTuple):
-    """Text that one choice gained; with a finish reason it is the last."""
+    """Text that the choice of this index gained; with a finish reason it is the last."""
 
-    index: int
+    choice: int
     text: str
     finish_reason: str | None
     num_tokens: int
@@ -122,11 +122,10 @@ def token_limit(request: GenerationRequest, default: int | None) -> TokenLimit:
 def plan(model: ServedModel, prompts: list[EncodedPrompt], params: SamplingParams, limit: TokenLimit) -> Job:
     """The choices of a request: n for each prompt, prompt by prompt, each with its own seed and room for tokens.
 
-    Raises RequestRejected when a prompt does not fit into the model, alone or with the tokens it asks for.
+    Raises RequestRejected when a prompt does not fit into the model together with the tokens it asks for.
     """
     choices: list[Choice] = []
     for prompt in prompts:
-        _check_prompt(model, prompt.token_ids, prompt.field)
         max_tokens = _max_tokens(model, len(prompt.token_ids), limit)
         for number in range(params.n):
             own = replace(params, n=1, seed=_seed(params.seed, number), max_tokens=max_tokens)
@@ -142,7 +141,8 @@ def _seed(seed: int | None, number: int) -> int | None:
     return seed if seed <= MAX_SEED else seed - 2 * (MAX_SEED + 1)
 
 
-def _check_prompt(model: ServedModel, token_ids: list[int], field: str) -> None:
+def check_prompt(model: ServedModel, token_ids: list[int], field: str) -> None:
+    """Raises RequestRejected when a prompt is empty, too long for the model or not made of its tokens."""
     if not token_ids:
         raise RequestRejected("The prompt has no tokens", param=field)
     if len(token_ids) >= model.max_model_len:

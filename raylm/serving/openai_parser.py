@@ -160,9 +160,15 @@ def _explain(item: ErrorDetails) -> RequestRejected:
     place = place.removeprefix(".")
     if item["type"] == "missing":
         return RequestRejected(f"{place} is required", param=place, code="missing_field")
-    reason = item["msg"].removeprefix("Value error, ")
-    reason = "must be" + reason.removeprefix("Input should be") if reason.startswith("Input should be") else reason
-    return RequestRejected(f"{place} {reason}, got {_quote(item['input'])}", param=place)
+    return RequestRejected(f"{place} {_reason(item)}, got {_quote(item['input'])}", param=place)
+
+
+def _reason(item: ErrorDetails) -> str:
+    """pydantic's message in the words of JSON, to stand after the field's name."""
+    if item["type"] == "model_type":
+        return "must be an object"
+    message = item["msg"].removeprefix("Value error, ").replace("a valid integer", "an integer")
+    return message.replace("Input should be", "must be").replace("a valid ", "a ")
 
 
 def _quote(value: object) -> str:

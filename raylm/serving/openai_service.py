@@ -28,6 +28,7 @@ from raylm.serving.openai_adapter import (
     answer,
     check_num_choices,
     check_options,
+    check_prompt,
     error_event,
     plan,
     sampling_params,
@@ -126,6 +127,7 @@ async def _chat_prompt(model: ServedModel, request: ChatRequest) -> EncodedPromp
     length = sum(len(str(message.get("content"))) for message in messages)
     generate = request.add_generation_prompt is not False
     ids = await _unblocked(length, partial(model.text.chat, messages, add_generation_prompt=generate))
+    check_prompt(model, ids, "messages")
     return EncodedPrompt(ids, "messages")
 
 
@@ -133,6 +135,7 @@ def _encode(model: ServedModel, prompts: list[str | list[int]], echo: bool) -> l
     encoded = []
     for prompt in prompts:
         ids = prompt if isinstance(prompt, list) else model.text.encode(prompt)
+        check_prompt(model, ids, "prompt")
         text = prompt if isinstance(prompt, str) else model.text.decode(ids) if echo else ""
         encoded.append(EncodedPrompt(ids, "prompt", text if echo else ""))
     return encoded
@@ -183,8 +186,8 @@ async def _collect(reply: Reply, job: Job, deltas: AsyncGenerator[ChoiceDelta, N
     completion_tokens = 0
     async with aclosing(deltas):
         async for delta in deltas:
-            texts[delta.index].append(delta.text)
-            reasons[delta.index] = delta.finish_reason
+            texts[delta.choice].append(delta.text)
+            reasons[delta.choice] = delta.finish_reason
             completion_tokens += delta.num_tokens
     usage = usage_of(job.prompt_tokens, completion_tokens)
     return answer(reply, ["".join(pieces) for pieces in texts], reasons, usage)

@@ -38,7 +38,7 @@ def serve_command(target: str, *, host: str | None = None, port: int | None = No
     from ray import serve
 
     try:
-        _deploy(config)
+        deploy(config)
         options = config["http_options"]
         print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
         while True:
@@ -85,7 +85,7 @@ def _set_ray_defaults() -> None:
         os.environ.setdefault(key, value)
 
 
-def _deploy(config: dict[str, Any]) -> None:
+def deploy(config: dict[str, Any]) -> None:
     """Start Serve, submit the applications, wait until all run."""
     from ray import serve
     from ray.serve._private import api

@@ -24,7 +24,7 @@ def make_caches(
     """One (keys, values) pair a layer, each [num_blocks, block_size, kv heads, head size]."""
     shape = (num_blocks, block_size, arch.num_kv_heads, arch.head_dim)
     return [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
         for _ in range(arch.num_layers)
     ]
 

@@ -150,6 +150,7 @@ async def test_missing_fields() -> None:
 )
 async def test_wrong_prompts(prompt: object, param: str, quoted: str) -> None:
     assert quoted in check(await Server().complete(prompt=prompt), 400, param=param)
+    assert quoted in check(await Server().complete(prompt=prompt, echo=True), 400, param=param)
 
 
 async def test_too_many_choices() -> None:

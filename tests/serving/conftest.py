@@ -1,0 +1,48 @@
+"""The session's one Ray cluster: small, on loopback, with the demo model behind real Ray Serve."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+QUEUE = 8
+ROWS = 4
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def serve_url() -> Iterator[str]:
+    """http://127.0.0.1:PORT of a running application; Serve's Python proxy, as with a bare `serve run`."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    port = free_port()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's and Serve's own, at import and start
+        import ray
+        from ray import serve
+
+        from raylm.serving.run import deploy, serve_config
+
+        ray.init(num_cpus=2, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+        config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=port)
+        model = config["applications"][0]["args"]["models"][0]
+        model["engine"] = {
+            "model": {"path": "smollm2-135m", "max_model_len": 2048},
+            "cache": {"cpu_memory_gib": 0.25},
+            "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 256, "max_queued_requests": QUEUE},
+        }
+        deploy(config)
+    yield f"http://127.0.0.1:{port}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        serve.shutdown()
+        ray.shutdown()

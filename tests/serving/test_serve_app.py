@@ -1,0 +1,189 @@
+"""The whole path with a real model: OpenAI's client, HTTP, Serve, the request channel, the engine, a worker."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlparse
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from raylm import LLM, SamplingParams
+
+pytestmark = pytest.mark.serve
+MODEL = "smollm2-135m"
+PARIS = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def client(serve_url: str):
+    with OpenAI(base_url=f"{serve_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def offline():
+    llm = LLM(MODEL, max_model_len=512, progress=False)
+    yield llm
+    llm.close()
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.1)
+
+
+def test_models_health_and_version(serve_url, client):
+    assert [model.id for model in client.models.list().data] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert httpx.get(f"{serve_url}/health").status_code == 200
+    assert httpx.get(f"{serve_url}/version").json()["version"]
+
+
+def test_a_chat_is_answered(client):
+    answer = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=32)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_streamed_and_whole_answers_are_the_same(client):
+    options = {"model": MODEL, "messages": PARIS, "temperature": 0, "max_completion_tokens": 32}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+
+
+def test_served_tokens_equal_offline_tokens(client, offline):
+    prompts = ["The sea is", "Once upon a time", "def main():", "The three largest cities of Italy are"]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    expected = [completion.outputs[0].text for completion in offline.generate(prompts, params, progress=False)]
+    served = client.completions.create(model=MODEL, prompt=prompts, temperature=0, max_tokens=24)
+    assert [choice.text for choice in served.choices] == expected
+
+
+def test_prompts_as_tokens_echo_and_choices(client, offline):
+    ids = offline.text.encode("One two three four")
+    one = client.completions.create(model=MODEL, prompt=ids, max_tokens=4, temperature=0, echo=True)
+    assert one.choices[0].text.startswith("One two three four")
+    many = client.completions.create(model=MODEL, prompt=[ids, ids], max_tokens=4, n=2, seed=3, temperature=1.5)
+    assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+    again = client.completions.create(model=MODEL, prompt=[ids, ids], max_tokens=4, n=2, seed=3, temperature=1.5)
+    assert [choice.text for choice in many.choices] == [choice.text for choice in again.choices]
+
+
+def test_stop_strings_end_the_text_and_the_request(serve_url, client):
+    options = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6, 7,", "temperature": 0, "max_tokens": 200}
+    answer = client.completions.create(**options, stop=["11"])
+    assert answer.choices[0].finish_reason == "stop"
+    assert "10" in answer.choices[0].text and "11" not in answer.choices[0].text
+    wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0)
+
+
+def test_length_ends_with_length(client):
+    answer = client.completions.create(
+        model=MODEL, prompt="A", max_tokens=5, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 5)
+
+
+def test_a_dropped_connection_frees_its_blocks(serve_url):
+    """A raw socket, closed in the middle of an answer that would otherwise go on for 2,000 tokens."""
+    where = urlparse(serve_url)
+    body = b'{"model": "smollm2-135m", "prompt": "A", "max_tokens": 2000, "stream": true, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(head % len(body) + body)
+        assert b"200 OK" in connection.recv(1000)
+        wait_for(lambda: metric(serve_url, "raylm:kv_cache_usage_perc") > 0)
+    wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0, seconds=5)
+    assert metric(serve_url, "raylm:kv_cache_usage_perc") == 0
+
+
+def test_many_clients_at_once(client):
+    def ask(index: int) -> str:
+        answer = client.completions.create(model=MODEL, prompt=f"{index} plus one is", max_tokens=8, temperature=0)
+        return answer.choices[0].text
+
+    alone = [ask(index) for index in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, [0, 1, 2] * 3))[:3] == alone
+
+
+def test_a_full_queue_answers_503_and_the_engine_goes_on(serve_url, client):
+    def ask(_: int) -> httpx.Response:
+        body = {"model": MODEL, "prompt": "A", "max_tokens": 60, "ignore_eos": True}
+        return httpx.post(f"{serve_url}/v1/completions", json=body, timeout=120)
+
+    with ThreadPoolExecutor(30) as pool:
+        answers = list(pool.map(ask, range(30)))
+    codes = {answer.status_code for answer in answers}
+    assert codes == {200, 503}
+    refused = next(answer for answer in answers if answer.status_code == 503)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "requests are waiting" in refused.json()["error"]["message"]
+    assert client.completions.create(model=MODEL, prompt="A", max_tokens=1).choices
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "parts"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, ["gpt-9"]),
+        ({"prompt": [1] * 3000}, openai.BadRequestError, ["3000", "2048"]),
+        ({"temperature": -1}, openai.BadRequestError, ["temperature", "-1"]),
+        ({"top_p": 0}, openai.BadRequestError, ["top_p"]),
+        ({"prompt": [49152]}, openai.BadRequestError, ["49152"]),
+        ({"max_tokens": "many"}, openai.BadRequestError, ["max_tokens"]),
+    ],
+)
+def test_bad_input_is_refused_and_loses_nobody(client, options, error, parts):
+    good = {"model": MODEL, "prompt": "The sea is", "max_tokens": 12, "temperature": 0}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: client.completions.create(**good))
+        with pytest.raises(error) as caught:
+            client.completions.create(**{**good, **options})
+        for part in parts:
+            assert part in caught.value.message
+        assert other.result().choices[0].text
+
+
+def test_a_dead_engine_is_replaced(serve_url, client):
+    """Kill the worker's process in the middle of a stream: a clear error, then the next request is served."""
+    import os
+    import signal
+
+    import psutil
+
+    body = {"model": MODEL, "prompt": "A", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{serve_url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        victims = [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::WorkerActor" in " ".join(p.cmdline()[:1])]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        rest = list(lines)
+    assert victims
+    assert any('"error"' in line and "died" in line for line in rest), rest[-3:]
+
+    def served() -> bool:
+        try:
+            return bool(client.completions.create(model=MODEL, prompt="A", max_tokens=1).choices)
+        except openai.APIStatusError as error:
+            assert error.status_code in (500, 503)
+            return False
+
+    wait_for(served, seconds=90)

@@ -1,0 +1,130 @@
+"""Tokenizers of model folders: what stands beside tokenizer.json counts as it does for transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_tokenizers
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
+
+from raylm.config.source import ModelSource
+from raylm.core.sampling import SamplingParams
+from raylm.errors import ConfigError, RequestRejected
+from raylm.text.processor import TextProcessor
+
+END = tiny_tokenizers.byte_level().token_to_id("<|end|>")
+THINK = END + 1
+
+
+def write(folder: Path, **files: object) -> ModelSource:
+    """A model folder: tiny tokenizer.json, config.json, and `files` (name without .json -> content)."""
+    folder.mkdir(exist_ok=True)
+    tiny_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    for name, content in {"config": {"model_type": "llama", "eos_token_id": 7}, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return ModelSource(folder, "folder")
+
+
+def test_specials_and_template_come_from_the_folder(tmp_path):
+    config = {
+        "bos_token": {"content": "<|end|>", "lstrip": False},
+        "eos_token": "<|end|>",
+        "pad_token": None,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+    }
+    processor = TextProcessor.load(write(tmp_path, tokenizer_config=config))
+    info = processor.tokenizer.info
+    assert info.special_tokens == {"bos_token": "<|end|>", "eos_token": "<|end|>"}
+    assert info.bos_token_id == END
+    assert info.eos_token_ids == (7, END)
+    assert processor.chat([{"role": "user", "content": "the"}]) == [END, *processor.encode("the")]
+
+
+def test_generation_config_names_the_ends_of_an_answer(tmp_path):
+    source = write(
+        tmp_path, generation_config={"eos_token_id": [9, 8]}, tokenizer_config={"eos_token": {"content": "<|end|>"}}
+    )
+    assert TextProcessor.load(source).tokenizer.eos_token_ids == (9, 8, END)
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, False), (True, True), (False, False), (False, True)])
+def test_add_bos_and_add_eos_frame_a_prompt_as_transformers_does(tmp_path, bos, eos):
+    config = {"bos_token": "<|end|>", "eos_token": "<think 思>", "add_bos_token": bos, "add_eos_token": eos}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    processor = TextProcessor.load(write(tmp_path, tokenizer_config=config))
+    expected = AutoTokenizer.from_pretrained(str(tmp_path))("the cat")["input_ids"]
+    assert processor.encode("the cat") == expected
+    assert (expected[0] == END, expected[-1] == THINK) == (bos, eos)
+
+
+def test_a_named_special_token_becomes_special_though_tokenizer_json_forgot_it(tmp_path):
+    source = write(tmp_path, special_tokens_map={"eos_token": "<think 思>"})
+    processor = TextProcessor.load(source)
+    stream = processor.stream(SamplingParams())
+    assert stream.push([*processor.encode("the"), THINK], "length").text == "the"
+    assert processor.decode([THINK]) == ""
+
+
+def test_a_template_file_goes_before_tokenizer_config(tmp_path):
+    source = write(tmp_path, tokenizer_config={"chat_template": "old"})
+    assert TextProcessor.load(source).tokenizer.info.chat_template == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert TextProcessor.load(source).tokenizer.info.chat_template == "new"
+
+
+def test_the_default_of_several_named_templates_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    source = write(tmp_path, tokenizer_config={"chat_template": named})
+    assert TextProcessor.load(source).tokenizer.info.chat_template == "plain"
+
+
+def test_a_model_without_template_takes_prompts_only(tmp_path):
+    processor = TextProcessor.load(write(tmp_path))
+    with pytest.raises(RequestRejected, match="has no chat template"):
+        processor.chat([{"role": "user", "content": "x"}])
+    assert processor.encode("the")
+
+
+def test_a_prompt_is_never_cut_or_filled_up(tmp_path):
+    source = write(tmp_path)
+    backend = tiny_tokenizers.byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(TextProcessor.load(source).encode("abcdef")) == 6
+
+
+def test_a_folder_without_tokenizer_json_is_converted_once(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    source = write(folder, tokenizer_config={"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"})
+    (folder / "tokenizer.json").unlink()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*alphabet, "th", "the", "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    first = TextProcessor.load(source, cache_dir=tmp_path / "cache")
+    assert first.encode("the<|endoftext|>") == [vocab["the"], vocab["<|endoftext|>"]]
+    assert first.tokenizer.eos_token_ids == (7, vocab["<|endoftext|>"])
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)  # a second conversion would fail
+    second = TextProcessor.load(source, cache_dir=tmp_path / "cache")
+    assert second.tokenizer.info == first.tokenizer.info
+    assert second.encode("the cat") == first.encode("the cat")
+
+
+def test_a_folder_without_any_tokenizer_is_refused(tmp_path):
+    source = write(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json, tokenizer\.model or vocab\.json"):
+        TextProcessor.load(source)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    source = write(tmp_path)
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read"):
+        TextProcessor.load(source)
