@@ -7,6 +7,8 @@ key/value heads, D the head size. The kernels do not record gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,14 +16,14 @@ from raylm.ops import extension, fallback, library  # noqa: F401  (registers sch
 
 extension.load()
 
-_rms_norm = torch.ops.raylm.rms_norm.default
-_add_rms_norm = torch.ops.raylm.add_rms_norm.default
-_rotary = torch.ops.raylm.rotary.default
-_store_kv = torch.ops.raylm.store_kv.default
-_paged_attention = torch.ops.raylm.paged_attention.default
-_silu_mul = torch.ops.raylm.silu_mul.default
-_gelu_tanh_mul = torch.ops.raylm.gelu_tanh_mul.default
-_linear = torch.ops.raylm.linear.default
+_rms_norm: Callable[..., Tensor] = torch.ops.raylm.rms_norm.default
+_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.add_rms_norm.default
+_rotary: Callable[..., None] = torch.ops.raylm.rotary.default
+_store_kv: Callable[..., None] = torch.ops.raylm.store_kv.default
+_paged_attention: Callable[..., Tensor] = torch.ops.raylm.paged_attention.default
+_silu_mul: Callable[..., Tensor] = torch.ops.raylm.silu_mul.default
+_gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
+_linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +48,8 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, Hk, D] into the caches [num_blocks, block_size, Hk, D].
 
-    Token t goes to slot_mapping[t] (int64) = block * block_size + offset.
+    Token t goes to slot_mapping[t] (int64) = block * block_size + offset. A slot outside the cache is an error; the
+    CUDA kernel cannot raise one and skips the token.
     """
     _store_kv(k, v, k_cache, v_cache, slot_mapping)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 
@@ -32,16 +32,3 @@ def add_specials(backend: Backend, texts: list[str]) -> None:
     missing = [text for text in dict.fromkeys(texts) if text not in known and backend.token_to_id(text) is not None]
     if missing:
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
-
-
-def frame_prompt(backend: Backend, *, bos: str | None, eos: str | None) -> None:
-    """Have `encode(..., add_special_tokens=True)` put these tokens around a prompt (None: nothing)."""
-    single = [f"{token}:0" if token else "" for token in (bos, eos)]
-    pair = [f"{token}:1" if token else "" for token in (bos, eos)]
-    first = " ".join(part for part in (single[0], "$A:0", single[1]) if part)
-    second = " ".join(part for part in (pair[0], "$B:1", pair[1]) if part)
-    backend.post_processor = processors.TemplateProcessing(
-        single=first,
-        pair=f"{first} {second}",
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token],
-    )

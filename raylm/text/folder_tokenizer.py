@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from raylm.errors import ConfigError
 from raylm.text.cache import convert_once, identity
-from raylm.text.definition import TokenizerInfo, add_specials, frame_prompt
+from raylm.text.definition import TokenizerInfo, add_specials
 
 _VOCABULARY_FILES = (
     "tokenizer.model",
@@ -62,17 +62,14 @@ def _convert(folder: Path) -> tuple[Backend, TokenizerInfo]:
 
 
 def _describe(backend: Backend, folder: Path, defaults: dict[str, str]) -> TokenizerInfo:
-    """Complete `backend` by tokenizer_config.json, as transformers does, and tell the facts of the tokenizer."""
+    """Complete `backend` by tokenizer_config.json, as transformers does, and tell the facts of the tokenizer.
+
+    (Not by its add_bos_token: what goes around a prompt is tokenizer.json's to say, for transformers, too.)
+    """
     config = _read_json(folder / "tokenizer_config.json")
     named = defaults | _named_specials(_read_json(folder / "special_tokens_map.json")) | _named_specials(config)
     add_specials(backend, list(named.values()))
     bos, eos = named.get("bos_token"), named.get("eos_token")
-    if "add_bos_token" in config or "add_eos_token" in config:
-        frame_prompt(
-            backend,
-            bos=bos if config.get("add_bos_token") else None,
-            eos=eos if config.get("add_eos_token") else None,
-        )
     return TokenizerInfo(
         special_tokens=named,
         bos_token_id=backend.token_to_id(bos) if bos is not None else None,

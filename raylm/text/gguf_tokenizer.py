@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from raylm.config.gguf_metadata import GGUFValue, read_gguf
 from raylm.errors import ConfigError
 from raylm.log import get_logger
-from raylm.text.definition import TokenizerInfo, add_specials, frame_prompt
+from raylm.text.definition import TokenizerInfo, add_specials
 from raylm.text.pre_tokenizers import PRE_TOKENIZERS
 
 logger = get_logger(__name__)
@@ -62,10 +62,18 @@ def convert_gguf(path: Path) -> tuple[Backend, TokenizerInfo]:
     known = backend.get_vocab()
     plain = [AddedToken(text, normalized=False) for text in vocabulary.of_type(_USER_DEFINED) if text in known]
     backend.add_tokens(plain)
-    bos = info.special_tokens.get("bos_token") if _flag(metadata, "add_bos_token", add_bos) else None
-    eos = info.special_tokens.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
-    frame_prompt(backend, bos=bos, eos=eos)
+    before = _flag(metadata, "add_bos_token", add_bos) and "bos_token" in info.special_tokens
+    after = _flag(metadata, "add_eos_token", False) and "eos_token" in info.special_tokens
+    _frame_prompt(backend, (["bos_token"] if before else []), (["eos_token"] if after else []), info.special_tokens)
     return backend, info
+
+
+def _frame_prompt(backend: Backend, before: list[str], after: list[str], texts: Mapping[str, str]) -> None:
+    """Have `encode(..., add_special_tokens=True)` put these special tokens, given by name, around a prompt."""
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(name, backend.token_to_id(texts[name])) for name in before + after],
+    )
 
 
 def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[Backend, bool]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from raylm.config.source import ModelSource
@@ -51,14 +51,17 @@ def test_generation_config_names_the_ends_of_an_answer(tmp_path):
     assert TextProcessor.load(source).tokenizer.eos_token_ids == (9, 8, END)
 
 
-@pytest.mark.parametrize(("bos", "eos"), [(True, False), (True, True), (False, False), (False, True)])
-def test_add_bos_and_add_eos_frame_a_prompt_as_transformers_does(tmp_path, bos, eos):
-    config = {"bos_token": "<|end|>", "eos_token": "<think 思>", "add_bos_token": bos, "add_eos_token": eos}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    processor = TextProcessor.load(write(tmp_path, tokenizer_config=config))
-    expected = AutoTokenizer.from_pretrained(str(tmp_path))("the cat")["input_ids"]
-    assert processor.encode("the cat") == expected
-    assert (expected[0] == END, expected[-1] == THINK) == (bos, eos)
+@pytest.mark.parametrize("opens", [True, False])
+def test_tokenizer_json_says_what_goes_around_a_prompt(tmp_path, opens):
+    source = write(tmp_path, tokenizer_config={"bos_token": "<|end|>", "add_bos_token": not opens})
+    if opens:
+        backend = tiny_tokenizers.byte_level()
+        backend.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", END)])
+        backend.save(str(tmp_path / "tokenizer.json"))
+    processor = TextProcessor.load(source)
+    assert processor.encode("the") == AutoTokenizer.from_pretrained(str(tmp_path))("the")["input_ids"]
+    assert (processor.encode("the")[0] == END) == opens
+    assert processor.tokenizer.encode("the", add_special_tokens=False)[0] != END
 
 
 def test_a_named_special_token_becomes_special_though_tokenizer_json_forgot_it(tmp_path):

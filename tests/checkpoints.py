@@ -1,0 +1,280 @@
+"""Small random checkpoints in the formats of the real ones, for all tests: no download, a few hundred KB each.
+
+Each family has a function that fills a folder (config.json, generation_config.json, safetensors, tokenizer) and
+returns it; `changes` are fields of its configuration. `write_gguf` turns a folder of a Llama, Qwen or Gemma into a GGUF
+file. The tokenizer is a byte-level BPE trained on a few sentences.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from raylm.config.source import locate
+
+VOCAB_SIZE = 320
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>")
+BOS, EOS, END = range(3)
+"""<|eos|> ends a text, <|end|> a turn; both are in generation_config.json."""
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+_SENTENCES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "A small model answers small questions, one token at a time.",
+    "Paged attention keeps the keys and values of a text in blocks.",
+    "Grüße aus Köln, naïve café, 東京 and 😀 are text as well.",
+)
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+
+
+def llama(folder: Path, **changes: object) -> Path:
+    """A Llama with grouped queries and an untied head."""
+    return _save(LlamaForCausalLM, LlamaConfig, folder, changes)
+
+
+def mistral(folder: Path, **changes: object) -> Path:
+    """A Mistral whose layers all have a sliding window of 8 tokens."""
+    return _save(MistralForCausalLM, MistralConfig, folder, {"sliding_window": 8, **changes})
+
+
+def qwen2(folder: Path, **changes: object) -> Path:
+    """A Qwen2: biases on queries, keys and values, a tied head."""
+    return _save(Qwen2ForCausalLM, Qwen2Config, folder, {"tie_word_embeddings": True, **changes})
+
+
+def qwen3(folder: Path, **changes: object) -> Path:
+    """A Qwen3: normed queries and keys, heads larger than hidden_size / num_heads."""
+    return _save(Qwen3ForCausalLM, Qwen3Config, folder, {"head_dim": 32, "tie_word_embeddings": True, **changes})
+
+
+def gemma3(folder: Path, **changes: object) -> Path:
+    """A Gemma 3 (text) with a global layer after every two local ones of window 8."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    fields = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 8, "query_pre_attn_scalar": 24}
+    return _save(Gemma3ForCausalLM, Gemma3TextConfig, folder, {**fields, **changes})
+
+
+FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3": gemma3}
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    """The checkpoint in transformers, float32, with attention spelled out."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@functools.cache
+def smollm2_reference() -> LlamaForCausalLM:
+    """SmolLM2-135M of the demo package in transformers, float32, its tensors decoded by the gguf package alone."""
+    reader = gguf.GGUFReader(locate("smollm2-135m").path)
+
+    def value(name: str) -> int | float:
+        return reader.fields[f"llama.{name}"].contents()
+
+    num_heads, num_kv_heads = value("attention.head_count"), value("attention.head_count_kv")
+    config = LlamaConfig(
+        vocab_size=value("vocab_size"),
+        hidden_size=value("embedding_length"),
+        intermediate_size=value("feed_forward_length"),
+        num_hidden_layers=value("block_count"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=value("context_length"),
+        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": value("rope.freq_base")},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    hf_names = {gguf_name: name for name, gguf_name in _gguf_names(config).items()}
+    state = {}
+    for tensor in reader.tensors:
+        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
+            weight = _unpermuted(weight, num_heads if ".attn_q." in tensor.name else num_kv_heads)
+        state[hf_names[tensor.name]] = weight
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantizationType] | None = None) -> Path:
+    """The folder's checkpoint as a GGUF file, with its tokenizer. `quants` gives types to parts of tensor names, such
+    as {"ffn_up": Q8_0}; other matrices are F16, vectors F32. Scaling of "llama3" becomes rope_freqs.weight."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    model = reference(folder)
+    writer = gguf.GGUFWriter(path, arch)
+    _write_fields(writer, model.config)
+    _write_tokenizer(writer, folder)
+    names = _gguf_names(model.config)
+    if model.config.rope_parameters.get("rope_type") == "llama3":
+        dims = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
+        plain = model.config.rope_parameters["rope_theta"] ** -dims
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = model.config.num_attention_heads if ".q_proj." in name else model.config.num_key_value_heads
+            tensor = _permuted(tensor, heads)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        kind = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else gguf.GGMLQuantizationType.F16
+        kind = next((kind for part, kind in (quants or {}).items() if part in names[name].split(".")), kind)
+        data = gguf.quantize(tensor.contiguous().numpy(), kind)
+        writer.add_tensor(names[name], data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of at most VOCAB_SIZE tokens, with its chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[BOS],
+        "eos_token": SPECIAL_TOKENS[EOS],
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": _SIZES["max_position_embeddings"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _save(model_class: type, config_class: type, folder: Path, changes: dict[str, object]) -> Path:
+    config = config_class(**{**_SIZES, **changes})
+    config.dtype = torch.float32
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(config)
+        for name, parameter in model.named_parameters():
+            # Larger than a fresh model's, and norms that differ from 1: or a mistake would hide in the noise.
+            offset = 1.0 if name.endswith("norm.weight") and "gemma" not in config.model_type else 0.0
+            torch.nn.init.normal_(parameter, mean=offset, std=0.15)
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def _gguf_names(config: object) -> dict[str, str]:
+    """Names of transformers -> names of llama.cpp, for every tensor that a model of this kind may have."""
+    parts = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm" if "gemma" in config.model_type else "ffn_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+    names = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    for layer in range(config.num_hidden_layers):
+        for part, found in parts.items():
+            if part == "pre_feedforward_layernorm" and "gemma" not in config.model_type:
+                continue
+            for kind in ("weight", "bias"):
+                names[f"model.layers.{layer}.{part}.{kind}"] = f"blk.{layer}.{found}.{kind}"
+    return names
+
+
+def _write_fields(writer: gguf.GGUFWriter, config: object) -> None:
+    rope = config.rope_parameters
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    writer.add_file_type(1)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_eot_token_id(END)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The order of rows in which llama.cpp stores the queries and keys of a Llama."""
+    return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _unpermuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return weight.reshape(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,135 @@
+"""Every family computes what transformers computes from the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from paged import PagedRun, generate, load
+from safetensors.torch import load_file, save_file
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+GEMMA_LINEAR = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+CASES = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama without groups": ("llama", {"num_key_value_heads": 4}),
+    "llama with one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "mistral": ("mistral", {}),
+    "mistral without window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 untied, part sliding": (
+        "qwen2",
+        {"tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3", {}),
+    "gemma3 linear rope, capped": ("gemma3", {"rope_parameters": GEMMA_LINEAR, "final_logit_softcapping": 5.0}),
+}
+PROMPTS = {
+    "long": [(7 * i + 3) % checkpoints.VOCAB_SIZE for i in range(37)],
+    "short": [5, 9],
+    "middle": [(11 * i + 1) % checkpoints.VOCAB_SIZE for i in range(13)],
+}
+
+
+def assert_same(texts: dict, logits: dict, model: torch.nn.Module, *, atol: float = 2e-4) -> None:
+    """Equal logits at every position, so equal greedy tokens unless two are as good."""
+    for name, text in texts.items():
+        with torch.inference_mode():
+            expected = model(torch.tensor([text[:-1]])).logits[0]
+        torch.testing.assert_close(logits[name], expected, atol=atol, rtol=1e-4)
+        top = expected.topk(2).values
+        clear = top[:, 0] - top[:, 1] > 2 * atol
+        start = len(PROMPTS.get(name, text)) - 1
+        chosen = torch.tensor(text[1:])
+        assert torch.equal(chosen[start:][clear[start:]], expected.argmax(-1)[start:][clear[start:]])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_transformers(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    folder = checkpoints.FAMILIES[family](tmp_path, **changes)
+    texts, logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=12)
+    assert [len(text) for text in texts.values()] == [len(prompt) + 12 for prompt in PROMPTS.values()]
+    assert_same(texts, logits, checkpoints.reference(folder))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral"])
+def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
+    # No window: a GGUF file of a Mistral says "llama" and has none, one of a Gemma has its pattern fixed.
+    changes = {
+        "gemma3": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "query_pre_attn_scalar": 16},
+        "mistral": {"sliding_window": None},
+    }
+    folder = checkpoints.FAMILIES[family](tmp_path / "hf", **changes.get(family, {}))
+    path = checkpoints.write_gguf(folder, tmp_path / "model.gguf")
+    texts, logits = generate(PagedRun(load(path)), PROMPTS, num_tokens=4)
+    model = checkpoints.reference(folder)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.half().float()
+    assert_same(texts, logits, model)
+
+
+def test_gguf_rope_factors_are_those_of_llama3(tmp_path: Path) -> None:
+    folder = checkpoints.llama(tmp_path / "hf", rope_parameters=LLAMA3)
+    with_factors = checkpoints.write_gguf(folder, tmp_path / "model.gguf")
+    hf, gguf_model = load(folder), load(with_factors)
+    tables = [model.layers[0].self_attn._rotary for model in (hf, gguf_model)]
+    torch.testing.assert_close(*tables, atol=1e-4, rtol=1e-4)
+
+
+def test_gemma3_inside_a_checkpoint_with_vision(tmp_path: Path) -> None:
+    folder = checkpoints.gemma3(tmp_path)
+    text, logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=2)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 2], "text_config": config}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(folder / "model.safetensors")
+    for prefix in ("model.language_model.", "language_model.model."):
+        renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        renamed["vision_tower.weight"] = renamed["multi_modal_projector.weight"] = torch.ones(1)
+        save_file(renamed, folder / "model.safetensors")
+        found, found_logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=2)
+        assert found == text
+        assert all(torch.equal(found_logits[name], logits[name]) for name in logits)
+
+
+def test_one_rotary_table_for_equal_settings(tmp_path: Path) -> None:
+    tables = [layer.self_attn._rotary.data_ptr() for layer in load(checkpoints.gemma3(tmp_path)).layers]
+    assert len(set(tables)) == 2
+    assert tables[0] == tables[1] == tables[3] != tables[2]
+
+
+def test_smollm2_equals_transformers() -> None:
+    prompts = {
+        str(i): [(1009 * i + 31 * j) % 49000 + 17 for j in range(length)]
+        for i, length in enumerate((1, 2, 3, 5, 8, 13, 21, 40))
+    }
+    run = PagedRun(load("smollm2-135m"), block_size=16, num_blocks=64)
+    texts, logits = generate(run, prompts, num_tokens=6)
+    model = checkpoints.smollm2_reference()
+    for name, text in texts.items():
+        with torch.inference_mode():
+            expected = model(torch.tensor([text[:-1]])).logits[0]
+        torch.testing.assert_close(logits[name], expected, atol=2e-2, rtol=1e-3)
+        assert text[len(prompts[name]) :] == expected.argmax(-1)[len(prompts[name]) - 1 :].tolist()
