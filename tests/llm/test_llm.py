@@ -1,0 +1,182 @@
+"""Offline use through the whole engine, against transformers: every family, in batches, with little memory."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+
+from raylm import LLM, EngineConfig, SamplingParams
+from raylm.errors import ConfigError, RequestRejected
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def engine_config(path: Path | str, **sections) -> EngineConfig:
+    return EngineConfig.model_validate({"model": {"path": str(path), "max_model_len": 64}, **sections})
+
+
+def small(path: Path | str) -> EngineConfig:
+    """Blocks of 4, chunks of 16 tokens, and memory for about three of the requests below."""
+    return engine_config(
+        path,
+        cache={"block_size": 4, "num_blocks": 40},
+        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        runtime={"device": "cpu"},
+    )
+
+
+def random_prompts(count: int, vocab: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, vocab) for _ in range(rng.randrange(3, 40))] for _ in range(count)]
+
+
+@torch.inference_mode()
+def assert_greedy(model, prompt: list[int], tokens: list[int]) -> None:
+    """The tokens are transformers' own greedy ones; where rounding makes the first differ, it is among its top 5."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    for position, token in enumerate(tokens):
+        if logits[position].argmax() != token:
+            assert token in logits[position].topk(5).indices, f"token {position} is {token}"
+            return
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_each_family_equals_transformers_under_memory_pressure(family, tmp_path):
+    folder = checkpoints.FAMILIES[family](tmp_path)
+    reference = checkpoints.reference(folder)
+    llm = LLM(small(folder), progress=False)
+    prompts = random_prompts(8, llm.info.vocab_size)
+    completions = llm.generate(prompts, GREEDY, progress=False)
+    assert llm._engine.stats().num_preemptions > 0, "the test is meant to preempt"
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert len(completion.outputs[0].token_ids) == 24
+        assert_greedy(reference, prompt, completion.outputs[0].token_ids)
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoints.llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    llm = LLM(engine_config(folder, runtime={"device": "cpu"}), progress=False)
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_overlap_and_chunks_change_no_token(folder, llm, plans_in_flight):
+    tight = small(folder)
+    tight = tight.model_copy(
+        update={"runtime": tight.runtime.model_copy(update={"plans_in_flight": plans_in_flight})}
+    )
+    other = LLM(tight, progress=False)
+    prompts = random_prompts(8, llm.info.vocab_size)
+    params = [SamplingParams(temperature=0, max_tokens=4 + 2 * index) for index in range(8)]
+    expected = [llm.generate([p], own, progress=False)[0] for p, own in zip(prompts, params, strict=True)]
+    assert other.generate(prompts, params, progress=False) == expected
+    other.close()
+
+
+def test_a_seed_fixes_the_tokens_whatever_else_runs(llm):
+    params = SamplingParams(temperature=1.2, top_p=0.95, seed=7, max_tokens=16, ignore_eos=True)
+    alone = llm.generate([[5, 6, 7]], params, progress=False)[0].outputs[0].token_ids
+    crowd = llm.generate([[5, 6, 7], [9] * 10, [3]], [params, GREEDY, GREEDY], progress=False)
+    assert crowd[0].outputs[0].token_ids == alone
+    assert llm.generate([[5, 6, 7]], params, progress=False)[0].outputs[0].token_ids == alone
+
+
+def test_n_choices_differ_and_repeat(llm):
+    params = SamplingParams(temperature=1.5, n=4, seed=1, max_tokens=12, ignore_eos=True)
+    first, second = (llm.generate([[5, 6, 7]], params, progress=False)[0].outputs for _ in range(2))
+    assert first == second
+    assert len({tuple(output.token_ids) for output in first}) == 4
+    unseeded = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    outputs = [llm.generate([[5, 6, 7]], unseeded, progress=False)[0].outputs[0].token_ids for _ in range(2)]
+    assert outputs[0] != outputs[1]
+
+
+def test_strings_chat_and_streams_give_the_same_text(llm):
+    messages = [{"role": "user", "content": "hello"}]
+    chat = llm.chat(messages, GREEDY, progress=False)
+    assert llm.chat([messages, messages], GREEDY, progress=False) == chat * 2
+    prompt_ids = llm.text.chat(messages)
+    assert chat[0].prompt_token_ids == prompt_ids
+    pieces = list(llm.stream(prompt_ids, GREEDY))
+    assert "".join(piece.text for piece in pieces) == chat[0].outputs[0].text
+    assert pieces[-1].finish_reason == "length"
+    text = llm.generate("hello", GREEDY, progress=False)[0]
+    assert (text.prompt, text.prompt_token_ids) == ("hello", llm.text.encode("hello"))
+
+
+def test_leaving_a_stream_ends_its_request(llm):
+    for _ in llm.stream([5, 6], GREEDY):
+        break
+    assert llm._engine.stats().running == 0
+    assert llm._engine.stats().kv_usage == 0
+
+
+def test_stop_tokens_and_stop_strings(llm):
+    tokens = llm.generate([[5, 6, 7]], GREEDY, progress=False)[0].outputs[0].token_ids
+    stop = next(token for index, token in enumerate(tokens) if index > 2 and token not in tokens[:index])
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
+    output = llm.generate([[5, 6, 7]], params, progress=False)[0].outputs[0]
+    assert (output.finish_reason, output.token_ids) == ("stop", tokens[: tokens.index(stop) + 1])
+    text = llm.generate([[5, 6, 7]], GREEDY, progress=False)[0].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(text[4:6],))
+    output = llm.generate([[5, 6, 7]], params, progress=False)[0].outputs[0]
+    assert output.finish_reason == "stop"
+    assert output.text == text[: text.index(text[4:6])]
+    assert len(output.token_ids) < 24
+    assert llm._engine.stats().kv_usage == 0
+
+
+def test_more_prompts_than_the_queue_holds(folder):
+    config = engine_config(folder, scheduler={"max_queued_requests": 2, "max_num_seqs": 2}, runtime={"device": "cpu"})
+    llm = LLM(config, progress=False)
+    completions = llm.generate([[3, index + 3] for index in range(9)], GREEDY, progress=False)
+    assert all(len(completion.outputs[0].token_ids) == 24 for completion in completions)
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[3] * 64], GREEDY, "the prompt has 64 tokens, but this model takes 64"),
+        ([[3] * 50], GREEDY, "the prompt has 50 tokens and max_tokens is 24"),
+        ([[3], []], GREEDY, "the prompt is empty"),
+        ([[3], [4]], [GREEDY], "params has 1 entries for 2 prompts"),
+        ([[10**6]], GREEDY, "token id 1000000"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompts, params, message):
+    with pytest.raises(RequestRejected, match=message):
+        llm.generate(prompts, params, progress=False)
+    assert not llm._engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"max_model_len": 10**6}}, "max_model_len 1000000 is over the model's own limit"),
+        ({"cache": {"num_blocks": 3, "block_size": 4}}, "max_model_len 64 does not fit in the KV cache of 8 tokens"),
+        ({"cache": {"cpu_memory_gib": 1e-6}}, "cache.cpu_memory_gib 1e-06 leaves 0.00 GiB"),
+    ],
+)
+def test_a_model_that_does_not_fit_says_so(folder, sections, message):
+    data = {"model": {"max_model_len": 64}, "runtime": {"device": "cpu"}, **sections}
+    data["model"]["path"] = str(folder)
+    with pytest.raises(ConfigError, match=message):
+        LLM(EngineConfig.model_validate(data), progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_gpu_is_a_configuration_error(folder):
+    with pytest.raises(ConfigError, match=r"runtime\.device 'cuda' was asked for, but torch sees no CUDA device"):
+        LLM(str(folder), device="cuda", progress=False)
