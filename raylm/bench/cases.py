@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raylm.errors import ConfigError
 
@@ -150,7 +151,7 @@ def _entry(where: str, line: str) -> Request:
         raise ConfigError(f"{where}: not valid JSON") from None
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise ConfigError(f'{where}: must be an object with either "prompt" or "messages"')
-    prompt = data.get("prompt", data.get("messages"))
+    prompt: Any = data.get("prompt", data.get("messages"))
     if not _is_prompt(prompt, chat="messages" in data):
         raise ConfigError(f"{where}: the prompt must be a text, a list of token ids or a list of messages")
     output_len = data.get("output_len", DEFAULT_OUTPUT_LEN)

@@ -144,9 +144,10 @@ class Client:
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         """`url` is the API's base, such as http://127.0.0.1:8000/v1. Raises ConfigError."""
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _port_is_valid(parts):
             raise ConfigError(f"--url {url!r} must be a base address such as http://127.0.0.1:8000/v1")
-        self._parts: SplitResult = parts
+        self._parts = parts
+        self._host = parts.hostname
         self._auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: list[_Connection] = []
 
@@ -199,7 +200,7 @@ class Client:
         context = ssl.create_default_context() if secure else None
         port = self._parts.port or (443 if secure else 80)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._parts.hostname, port, ssl=context)
+        _, connection = await loop.create_connection(_Connection, self._host, port, ssl=context)
         return connection
 
     def _encode(self, path: str, body: bytes) -> bytes:
@@ -209,3 +210,10 @@ class Client:
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
+
+
+def _port_is_valid(parts: SplitResult) -> bool:
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from raylm.bench.cases import Case, Dataset, Request, prompt_token_ids
 from raylm.bench.report import OfflineResult
@@ -129,7 +129,7 @@ def check_count(name: str, got: int, asked: int) -> None:
 def _tokenized(llm: LLM, request: Request) -> TokenRequest:
     prompt = request.prompt
     if isinstance(prompt, str):
-        return TokenRequest(llm.text.encode(prompt), request.output_len)
-    if request.is_chat:
-        return TokenRequest(llm.text.chat([dict(message) for message in prompt]), request.output_len)
-    return TokenRequest(list(prompt), request.output_len)
+        prompt = llm.text.encode(prompt)
+    elif request.is_chat:
+        prompt = llm.text.chat(cast("list[dict[str, Any]]", prompt))
+    return TokenRequest(cast("list[int]", prompt), request.output_len)

@@ -147,7 +147,7 @@ def _table(bench: str, rows: list[dict[str, Cell]]) -> Table:
     rows = [_flat(row) for row in rows]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
-        table.add_column(column.removesuffix("_s").replace("_", " "), justify="right", overflow="fold")
+        table.add_column(column.replace("_per_s", "/s").replace("_", " "), justify="right", overflow="fold")
     for row in rows:
         table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
     return table
@@ -156,7 +156,9 @@ def _table(bench: str, rows: list[dict[str, Cell]]) -> Table:
 def _flat(row: dict[str, Cell]) -> dict[str, Cell]:
     shown = {key: value for key, value in row.items() if key not in _NOT_IN_TABLE}
     phases = row.get("phases")
-    return shown | phases if isinstance(phases, dict) else shown
+    if isinstance(phases, dict):
+        shown.update(phases)
+    return shown
 
 
 def _rounded(value: Cell) -> Cell:

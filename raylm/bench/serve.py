@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal, TypeVar
+from typing import Literal
 
 from raylm.bench.cases import Case, Dataset, Lengths, Request, prompt_token_ids
 from raylm.bench.client import Client
@@ -23,7 +23,6 @@ from raylm.bench.sse import Answer, ClientError
 from raylm.errors import ConfigError, RaylmError
 
 Endpoint = Literal["completions", "chat"]
-T = TypeVar("T")
 WARMUP_REQUESTS = 4
 _SEED_STEP = 1_000_003
 # A dataset's own requests would leave their prompts in the server's prefix cache.
@@ -100,28 +99,53 @@ class Run:
     errors: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is asked, and how."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+    endpoint: Endpoint = "completions"
+    vocab_size: int = 32000
+    """Random prompts are token ids below this."""
+    ignore_eos: bool = True
+    timeout_s: float = 600.0
+
+
+def sweep(
+    target: Target,
+    cases: Sequence[Case | Dataset],
+    loads: Sequence[Load],
+    emit: Callable[[ServeResult], None],
+    *,
+    goodput: Goodput | None = None,
+    seed: int = 0,
+) -> None:
+    """Every case under every load, one after another; `emit` takes each result. Raises RaylmError."""
+
+    async def run() -> None:
+        client = Client(target.url, api_key=target.api_key)
+        generator = LoadGenerator(client, target, seed=seed)
+        try:
+            for case in cases:
+                for load in loads:
+                    emit(await generator.measure(case, load, goodput=goodput))
+        finally:
+            await client.close()
+
+    _run_async(run)
+
+
 class LoadGenerator:
     """Sends the requests of cases to one model of one server."""
 
-    def __init__(
-        self,
-        client: Client,
-        model: str,
-        *,
-        endpoint: Endpoint = "completions",
-        seed: int = 0,
-        vocab_size: int = 32000,
-        ignore_eos: bool = True,
-        timeout_s: float = 600.0,
-    ) -> None:
+    def __init__(self, client: Client, target: Target, *, seed: int = 0) -> None:
         self._client = client
-        self._model = model
-        self._endpoint = endpoint
+        self._target = target
         self._seed = seed
         self._draws = 0
-        self._token_ids = prompt_token_ids(vocab_size)
-        self._ignore_eos = ignore_eos
-        self._timeout_s = timeout_s
+        self._token_ids = prompt_token_ids(target.vocab_size)
 
     async def measure(self, case: Case | Dataset, load: Load, *, goodput: Goodput | None = None) -> ServeResult:
         """Warm up, then run one case. Raises RaylmError when not a single request was answered."""
@@ -130,7 +154,7 @@ class LoadGenerator:
         run = await self._run(self._requests(case), load)
         if not run.timings:
             raise RaylmError(f"case {case.name!r}: all {case.requests} requests failed; the first: {run.errors[0]}")
-        return summarize(run, case, load, model=self._model, goodput=goodput)
+        return summarize(run, case, load, model=self._target.model, goodput=goodput)
 
     async def _run(self, requests: Sequence[Request], load: Load) -> Run:
         run = Run()
@@ -150,7 +174,7 @@ class LoadGenerator:
         chat = request.is_chat
         try:
             answer = await self._client.stream(
-                "/chat/completions" if chat else "/completions", self._body(request), timeout_s=self._timeout_s
+                "/chat/completions" if chat else "/completions", self._body(request), timeout_s=self._target.timeout_s
             )
             run.timings.append(Timing.of(answer))
         except ClientError as error:
@@ -158,22 +182,23 @@ class LoadGenerator:
 
     def _body(self, request: Request) -> dict[str, object]:
         return {
-            "model": self._model,
+            "model": self._target.model,
             "messages" if request.is_chat else "prompt": request.prompt,
             "max_tokens": request.output_len,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"ignore_eos": True} if self._ignore_eos else {}),
+            **({"ignore_eos": True} if self._target.ignore_eos else {}),
         }
 
     def _requests(self, case: Case | Dataset) -> list[Request]:
         # New prompts each time, so that no run finds those of an earlier one in the prefix cache.
         self._draws += 1
         seed = self._seed + _SEED_STEP * self._draws
+        chat = self._target.endpoint == "chat"
         if isinstance(case, Dataset):
-            return [_as_chat(request) for request in case.entries] if self._endpoint == "chat" else list(case.entries)
-        if self._endpoint == "chat":
+            return [_as_chat(request) for request in case.entries] if chat else list(case.entries)
+        if chat:
             return case.chat_requests(seed)
         return case.token_requests(seed, self._token_ids)
 
@@ -223,13 +248,14 @@ def summarize(run: Run, case: Case | Dataset, load: Load, *, model: str, goodput
     )
 
 
-def run_async(main: Callable[[], Coroutine[None, None, T]]) -> T:
+def _run_async(main: Callable[[], Coroutine[None, None, None]]) -> None:
     """Run a coroutine on uvloop where it is installed (ray[serve] brings it): a third of asyncio's CPU a chunk."""
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(main())
-    return uvloop.run(main())
+        asyncio.run(main())
+    else:
+        uvloop.run(main())
 
 
 def _as_chat(request: Request) -> Request:

@@ -13,10 +13,14 @@ class ClientError(RaylmError):
     """A request failed: no connection, an HTTP error, an error event, or a stream that ended too early."""
 
 
+# Raw does not take None: a key that is missing leaves its default, null comes as the text "null".
+_ABSENT = msgspec.Raw(b"null")
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = _ABSENT
 
 
 class _Choice(msgspec.Struct):
@@ -27,7 +31,7 @@ class _Choice(msgspec.Struct):
         delta = self.delta
         if delta is None:
             return bool(self.text)
-        return bool(delta.content or delta.reasoning_content or delta.tool_calls)
+        return bool(delta.content or delta.reasoning_content or _is_given(delta.tool_calls))
 
 
 class _Usage(msgspec.Struct):
@@ -38,7 +42,11 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _ABSENT
+
+
+def _is_given(value: msgspec.Raw) -> bool:
+    return bytes(value) not in (b"null", b"[]")
 
 
 _DECODE_CHUNK = msgspec.json.Decoder(_Chunk).decode
@@ -69,7 +77,7 @@ class Answer:
             chunk = _DECODE_CHUNK(data)
         except msgspec.DecodeError as error:
             raise ClientError(f"the server sent an event that is no completion chunk: {error}") from None
-        if chunk.error is not None:
+        if _is_given(chunk.error):
             raise ClientError(f"the server sent an error: {bytes(chunk.error).decode(errors='replace')[:300]}")
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage.prompt_tokens

@@ -58,7 +58,7 @@ class ColumnParallelLinear(_FusedColumnLinear):
         self, in_size: int, out_size: int, *, bias: bool, context: ParallelContext, dtype: torch.dtype
     ) -> None:
         share = context.split(out_size, "a linear layer's output size")
-        shards = {None: (out_size, share, context.tensor_rank * share)}
+        shards: dict[str | None, tuple[int, int, int]] = {None: (out_size, share, context.tensor_rank * share)}
         super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
 
 

@@ -80,6 +80,9 @@ def read_folder_arch(folder: Path) -> ArchConfig:
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
     biased = fields.flag("attention_bias", False) if family.qkv_bias is None else False
     kinds, window = _layer_kinds(fields, architecture)
     return ArchConfig(
@@ -89,7 +92,7 @@ def read_folder_arch(folder: Path) -> ArchConfig:
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=len(kinds),
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=fields.integer("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),

@@ -48,6 +48,8 @@ def read_gguf_arch(path: Path) -> ArchConfig:
     if name not in _FAMILIES:
         raise fields.error("general.architecture", name, ", ".join(_FAMILIES))
     family, prefix = _FAMILIES[str(name)], f"{name}."
+    if fields.get(prefix + "expert_count"):
+        raise fields.error(prefix + "expert_count", fields.get(prefix + "expert_count"), "0 (no mixture of experts)")
     tensors = {tensor.name: tensor for tensor in file.tensors}
     hidden_size, num_heads = (
         fields.integer(prefix + "embedding_length"),
@@ -91,14 +93,17 @@ def read_gguf_arch(path: Path) -> ArchConfig:
 
 
 def _layer_kinds(fields: Fields, prefix: str, family: _Family, num_layers: int) -> tuple[tuple[LayerKind, ...], int]:
+    full: list[LayerKind] = ["full"]
+    sliding: list[LayerKind] = ["sliding"]
     if fields.get(prefix + "attention.sliding_window") is None:
-        return ("full",) * num_layers, 0
+        return tuple(full * num_layers), 0
     window = fields.integer(prefix + "attention.sliding_window")
     if not family.is_gemma:
-        return ("sliding",) * num_layers, window
+        return tuple(sliding * num_layers), window
     # The file may say how often a global layer comes; the Gemma 3 models have one in six.
     pattern = fields.integer(prefix + "attention.sliding_window_pattern", _GEMMA_PATTERN)
-    return tuple("sliding" if (layer + 1) % pattern else "full" for layer in range(num_layers)), window
+    kinds = [kind for layer in range(num_layers) for kind in (sliding if (layer + 1) % pattern else full)]
+    return tuple(kinds), window
 
 
 def _ropes(

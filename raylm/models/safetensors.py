@@ -35,10 +35,7 @@ def file_tensors(path: Path) -> list[CheckpointTensor]:
     for name, info in header.items():
         if name == "__metadata__":
             continue
-        try:
-            dtype, shape, (start, stop) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{path}: the header's entry for tensor {name} is damaged") from None
+        dtype, shape, start, stop = _entry(info, path, name)
         if dtype not in _DTYPES:
             raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(_DTYPES)}")
         tensor = CheckpointTensor(name, shape, path, begin + start, plain(_DTYPES[dtype]))
@@ -46,6 +43,20 @@ def file_tensors(path: Path) -> list[CheckpointTensor]:
             raise ConfigError(f"{path}: tensor {name} of shape {shape} cannot have {stop - start} bytes")
         tensors.append(tensor)
     return tensors
+
+
+def _entry(info: object, path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
+    """Type, shape, and where the bytes begin and end, counted from the end of the header."""
+    fields = info if isinstance(info, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    is_sound = isinstance(dtype, str) and _is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2
+    if not is_sound:
+        raise ConfigError(f"{path}: the header's entry for tensor {name} is damaged")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -67,7 +78,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(path: Path) -> tuple[dict[str, dict[str, object]], int]:
+def _read_header(path: Path) -> tuple[dict[str, object], int]:
     """The header, and where the tensors' bytes begin."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

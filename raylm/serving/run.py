@@ -33,10 +33,12 @@ def serve_command(target: str, *, host: str | None = None, port: int | None = No
     _set_ray_defaults()
     import ray
 
-    signal.signal(signal.SIGTERM, _interrupt)
     ray.init(include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1", log_to_driver=True)
     from ray import serve
 
+    # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         deploy(config)
         options = config["http_options"]
@@ -46,7 +48,8 @@ def serve_command(target: str, *, host: str | None = None, port: int | None = No
     except KeyboardInterrupt:
         print("stopping", file=sys.stderr, flush=True)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         serve.shutdown()
         ray.shutdown()
 

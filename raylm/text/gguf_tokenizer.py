@@ -43,7 +43,8 @@ class _Vocabulary:
     merges: list[str]
 
     def of_type(self, kind: int) -> list[str]:
-        return [token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ == kind and token]
+        """The tokens marked so; none when the file has no types."""
+        return [self.tokens[index] for index, type_ in enumerate(self.types) if type_ == kind and self.tokens[index]]
 
 
 def convert_gguf(path: Path) -> tuple[Backend, TokenizerInfo]:
@@ -113,7 +114,7 @@ def _sentencepiece(vocabulary: _Vocabulary, prefix_space: bool) -> Backend:
     pieces = {
         token: index for token, index in ids.items() if not vocabulary.types or vocabulary.types[index] in mergeable
     }
-    unknown = vocabulary.of_type(_UNKNOWN) if vocabulary.types else []
+    unknown = vocabulary.of_type(_UNKNOWN)
     merges = _merges_from_scores(pieces, scores)
     backend = Backend(
         models.BPE(ids, merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True)
@@ -162,9 +163,8 @@ def _info(metadata: Mapping[str, GGUFValue], vocabulary: _Vocabulary) -> Tokeniz
     tokens = vocabulary.tokens
     ids = {name: _token_id(metadata, f"{key}_token_id", len(tokens)) for name, key in _SPECIALS.items()}
     ends = [_token_id(metadata, key, len(tokens)) for key in _END_KEYS]
-    if vocabulary.types:
-        marked = set(vocabulary.of_type(_CONTROL)) | set(vocabulary.of_type(_USER_DEFINED))
-        ends += [tokens.index(text) for text in _END_OF_TURN if text in marked]
+    marked = {*vocabulary.of_type(_CONTROL), *vocabulary.of_type(_USER_DEFINED)}
+    ends += [tokens.index(text) for text in _END_OF_TURN if text in marked]
     return TokenizerInfo(
         special_tokens={name: tokens[index] for name, index in ids.items() if index is not None},
         bos_token_id=ids["bos_token"],

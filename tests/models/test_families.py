@@ -107,7 +107,7 @@ def test_gemma3_inside_a_checkpoint_with_vision(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for prefix in ("model.language_model.", "language_model.model."):
         renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
-        renamed["vision_tower.weight"] = renamed["multi_modal_projector.weight"] = torch.ones(1)
+        renamed |= {"vision_tower.weight": torch.ones(1), "multi_modal_projector.weight": torch.ones(1)}
         save_file(renamed, folder / "model.safetensors")
         found, found_logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=2)
         assert found == text

@@ -218,6 +218,15 @@ def test_a_file_that_cannot_be_converted_is_refused(tmp_path, change, problem):
         load(path, tmp_path)
 
 
+def test_a_file_without_token_types_keeps_its_named_specials(tmp_path):
+    values = byte_level_values("gpt-2")
+    del values["token_type"]
+    tokenizer = load(write_gguf(tmp_path / "m.gguf", "gpt2", values), tmp_path)
+    end = tokenizer.eos_token_ids[0]
+    assert tokenizer.encode("the<|end|>") == [*tokenizer.encode("the"), end]
+    assert tokenizer.decode([end]) == ""
+
+
 def test_a_special_token_beyond_the_vocabulary_is_taken_as_absent(tmp_path, caplog):
     path = write_gguf(tmp_path / "m.gguf", "llama", byte_level_values("gpt-2") | {"bos_token_id": 2**32 - 1})
     assert load(path, tmp_path).bos_token_id is None

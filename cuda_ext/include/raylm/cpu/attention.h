@@ -45,11 +45,43 @@ inline AttentionState start_unit(const AttentionArgs& a, const AttentionUnit& u,
   return s;
 }
 
+// Where the keys and values that are walked together lie.
 template <typename T>
-inline void score_keys(const AttentionArgs& a, const AttentionState& s, const T* const* keys, int64_t num_keys) {
-  for (int64_t key = 0; key < num_keys; key += 4) {
+struct KeyChunk {
+  int64_t size = 0;
+  const T* keys[kAttentionKeys];
+  const T* values[kAttentionKeys];
+};
+
+template <typename T>
+RAYLM_INLINE KeyChunk<T> find_keys(const AttentionArgs& a, const AttentionUnit& u, int64_t first) {
+  KeyChunk<T> chunk;
+  const int32_t* blocks = a.block_table + u.sequence * a.block_table_stride;
+  const T* k_cache = static_cast<const T*>(a.k_cache) + u.kv_head * a.k_head_stride;
+  const T* v_cache = static_cast<const T*>(a.v_cache) + u.kv_head * a.v_head_stride;
+  int64_t block = first / a.block_size, slot = first % a.block_size;
+  for (; chunk.size < kAttentionKeys && first + chunk.size < u.key_end; ++chunk.size) {
+    chunk.keys[chunk.size] = k_cache + blocks[block] * a.k_block_stride + slot * a.k_slot_stride;
+    chunk.values[chunk.size] = v_cache + blocks[block] * a.v_block_stride + slot * a.v_slot_stride;
+    if (++slot == a.block_size) ++block, slot = 0;
+  }
+  return chunk;
+}
+
+template <typename T>
+RAYLM_INLINE void prefetch_row(const T* row, int64_t size) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < size; i += kLine) prefetch(row + i);
+}
+
+// Scores of a chunk's keys; meanwhile the keys of the next chunk are brought into the cache.
+template <typename T>
+inline void score_keys(const AttentionArgs& a, const AttentionState& s, const KeyChunk<T>& chunk,
+                       const KeyChunk<T>& next) {
+  for (int64_t key = 0; key < chunk.size; key += 4) {
+    for (int64_t i = key; i < key + 4 && i < next.size; ++i) prefetch_row(next.keys[i], a.head_dim);
     const T* four[4];
-    for (int64_t n = 0; n < 4; ++n) four[n] = keys[key + n < num_keys ? key + n : num_keys - 1];
+    for (int64_t n = 0; n < 4; ++n) four[n] = chunk.keys[key + n < chunk.size ? key + n : chunk.size - 1];
     for_each_tile(s.rows, [&]<int Rows>(int64_t, int64_t row) __attribute__((always_inline)) {
       Vec sums[Rows];
       dot_tile<Rows>(s.q + row * a.head_dim, a.head_dim, four, a.head_dim, Ahead<T>{}, sums);
@@ -102,20 +134,24 @@ inline void update_softmax(const AttentionArgs& a, const AttentionUnit& u, const
   }
 }
 
-// acc[row..row+Rows][column..] += probabilities times values, for Vecs whole vectors of columns.
+// acc[row..row+Rows][column..] += probabilities times values, for Vecs whole vectors of columns. The first tile brings
+// the values of the next chunk into the cache.
 template <int Rows, int Vecs, typename T, typename Load, typename Store>
-RAYLM_INLINE void add_values(const AttentionArgs& a, const AttentionState& s, const T* const* values, int64_t num_keys,
-                             int64_t row, int64_t column, const Load& load_n, const Store& store_n) {
+RAYLM_INLINE void add_values(const AttentionArgs& a, const AttentionState& s, const KeyChunk<T>& chunk,
+                             const KeyChunk<T>& next, int64_t row, int64_t column, const Load& load_n,
+                             const Store& store_n) {
+  const int64_t ahead = row == 0 && column == 0 ? next.size : 0;
   Vec acc[Rows][Vecs];
 #pragma GCC unroll 8
   for (int m = 0; m < Rows; ++m) {
 #pragma GCC unroll 4
     for (int v = 0; v < Vecs; ++v) acc[m][v] = load_n(s.acc + (row + m) * a.head_dim + column + v * kWidth);
   }
-  for (int64_t key = 0; key < num_keys; ++key) {
+  for (int64_t key = 0; key < chunk.size; ++key) {
+    if (key < ahead) prefetch_row(next.values[key], a.head_dim);
     Vec value[Vecs];
 #pragma GCC unroll 4
-    for (int v = 0; v < Vecs; ++v) value[v] = load_n(values[key] + column + v * kWidth);
+    for (int v = 0; v < Vecs; ++v) value[v] = load_n(chunk.values[key] + column + v * kWidth);
 #pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) {
       const Vec p = splat(s.scores[(row + m) * kAttentionKeys + key]);
@@ -131,20 +167,21 @@ RAYLM_INLINE void add_values(const AttentionArgs& a, const AttentionState& s, co
 }
 
 template <typename T>
-inline void sum_values(const AttentionArgs& a, const AttentionState& s, const T* const* values, int64_t num_keys) {
+inline void sum_values(const AttentionArgs& a, const AttentionState& s, const KeyChunk<T>& chunk,
+                       const KeyChunk<T>& next) {
   const auto load_whole = [](const auto* p) { return load(p); };
   const auto store_whole = [](float* p, Vec v) { store(p, v); };
   for_each_tile(s.rows, [&]<int Rows>(int64_t, int64_t row) __attribute__((always_inline)) {
     int64_t column = 0;
     for (; column + 4 * kWidth <= a.head_dim; column += 4 * kWidth) {
-      add_values<Rows, 4>(a, s, values, num_keys, row, column, load_whole, store_whole);
+      add_values<Rows, 4>(a, s, chunk, next, row, column, load_whole, store_whole);
     }
     for (; column + kWidth <= a.head_dim; column += kWidth) {
-      add_values<Rows, 1>(a, s, values, num_keys, row, column, load_whole, store_whole);
+      add_values<Rows, 1>(a, s, chunk, next, row, column, load_whole, store_whole);
     }
     if (const int64_t rest = a.head_dim - column; rest > 0) {
       add_values<Rows, 1>(
-          a, s, values, num_keys, row, column, [rest](const auto* p) { return load_part(p, rest); },
+          a, s, chunk, next, row, column, [rest](const auto* p) { return load_part(p, rest); },
           [rest](float* p, Vec v) { store_part(p, v, rest); });
     }
   });
@@ -162,21 +199,15 @@ inline void write_row(const AttentionArgs& a, const AttentionUnit& u, int64_t ro
 template <typename T>
 inline void attention(const AttentionArgs& a, const AttentionUnit& u, float* scratch) {
   const AttentionState s = start_unit<T>(a, u, scratch);
-  const int32_t* blocks = a.block_table + u.sequence * a.block_table_stride;
-  const T* k_cache = static_cast<const T*>(a.k_cache) + u.kv_head * a.k_head_stride;
-  const T* v_cache = static_cast<const T*>(a.v_cache) + u.kv_head * a.v_head_stride;
-  for (int64_t first = u.key_begin; first < u.key_end; first += kAttentionKeys) {
-    const int64_t num_keys = u.key_end - first < kAttentionKeys ? u.key_end - first : kAttentionKeys;
-    const T* keys[kAttentionKeys];
-    const T* values[kAttentionKeys];
-    for (int64_t i = 0; i < num_keys; ++i) {
-      const int64_t block = blocks[(first + i) / a.block_size], slot = (first + i) % a.block_size;
-      keys[i] = k_cache + block * a.k_block_stride + slot * a.k_slot_stride;
-      values[i] = v_cache + block * a.v_block_stride + slot * a.v_slot_stride;
-    }
-    score_keys(a, s, keys, num_keys);
-    update_softmax(a, u, s, first, num_keys);
-    sum_values(a, s, values, num_keys);
+  int64_t first = u.key_begin;
+  KeyChunk<T> chunk = find_keys<T>(a, u, first);
+  while (chunk.size > 0) {
+    const KeyChunk<T> next = find_keys<T>(a, u, first + chunk.size);
+    score_keys(a, s, chunk, next);
+    update_softmax(a, u, s, first, chunk.size);
+    sum_values(a, s, chunk, next);
+    first += chunk.size;
+    chunk = next;
   }
   for (int64_t row = 0; row < s.rows; ++row) {
     const float* acc = s.acc + row * a.head_dim;

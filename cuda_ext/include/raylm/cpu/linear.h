@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kRowBytes = 256 * 1024;  // of x that stay in the second-level cache while the weights pass by
 constexpr int64_t kChunkRows = 128;        // rows of x at most
+constexpr int64_t kBlocksAhead = 2;        // distance at which weights are asked for, in blocks of four rows
 
 // Four columns times rows first.. of x, into `out` (kLinearColumns floats a row).
 RAYLM_INLINE void linear_block(const LinearArgs& a, int64_t column, int64_t first, int64_t rows, float* out) {
@@ -17,9 +18,9 @@ RAYLM_INLINE void linear_block(const LinearArgs& a, int64_t column, int64_t firs
     const int64_t c = column + n < a.out_size ? column + n : a.out_size - 1;
     w[n] = a.weight + c * a.weight_stride;
   }
-  // While the tiles compute, they ask for the weights of the next block, each for its share, so that memory and
-  // arithmetic overlap.
-  const float* next = w[0] + 4 * a.weight_stride;
+  // While the tiles compute, they ask for the weights of the block after next, each for its share, so that memory and
+  // arithmetic overlap. (Past the last weight this asks for lines that nobody needs, which is allowed.)
+  const float* next = w[0] + kBlocksAhead * 4 * a.weight_stride;
   const int64_t tiles = num_tiles(rows);
   const int64_t per_tile = tiles >= 4 ? 1 : tiles >= 2 ? 2 : 4;
   for_each_tile(rows, [&]<int Rows>(int64_t tile, int64_t row) __attribute__((always_inline)) {

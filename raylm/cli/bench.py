@@ -1,0 +1,194 @@
+"""raylm bench: throughput, latency, serve, startup."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raylm.cli.options import Subparsers, add_engine_options, add_model, engine_config
+from raylm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raylm.bench.cases import Case, Dataset
+    from raylm.bench.report import Result
+    from raylm.llm import LLM
+
+    Emit = Callable[[Result], None]
+
+_CASE_HELP = "name:requests:input_len:output_len, where output_len may be a range such as 8-128; repeatable"
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("bench", help="measure throughput, latency, a server under load, or start-up")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    for mode, text in (("throughput", "a case as one batch, offline"), ("latency", "requests one by one, offline")):
+        _add_offline(kinds.add_parser(mode, help=text), mode)
+    _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
+    _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
+
+
+def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
+    add_model(parser)
+    _add_cases(parser)
+    parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="measure N times, report the median")
+    parser.add_argument(
+        "--compare", choices=("transformers",), help="run the same cases with this too, in turns, on the same weights"
+    )
+    add_engine_options(parser)
+    _add_report(parser)
+    parser.set_defaults(run=run, measure=_offline, mode=mode)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the API's address (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that is listed)")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    _add_cases(parser)
+    parser.add_argument(
+        "--request-rate", type=_rates, default=[math.inf], metavar="R[,R...]", help="requests/s (Poisson), or inf"
+    )
+    parser.add_argument(
+        "--concurrency", type=_counts, default=[None], metavar="N[,N...]", help="requests at a time at most"
+    )
+    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits, as in ttft:200 itl:50")
+    parser.add_argument(
+        "--vocab-size", type=_positive, default=32000, help="random prompts use token ids below this (%(default)s)"
+    )
+    parser.add_argument("--no-ignore-eos", action="store_true", help="for servers that do not know ignore_eos")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (%(default)s)")
+    _add_report(parser)
+    parser.set_defaults(run=run, measure=_serve)
+
+
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=False)
+    parser.add_argument("--serve", metavar="TARGET", help="start `raylm serve TARGET` instead of loading MODEL")
+    parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="one line each")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one start (%(default)s)")
+    add_engine_options(parser)
+    _add_report(parser)
+    parser.set_defaults(run=run, measure=_startup)
+
+
+def _add_cases(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", action="append", default=[], metavar="CASE", help=_CASE_HELP)
+    parser.add_argument("--dataset", default="random", metavar="FILE", help="random, or JSON lines with prompts")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (%(default)s)")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.png, .svg or .pdf)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from raylm.bench.plot import check_plot, draw
+    from raylm.bench.report import Report
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    report = Report(args.output)
+    args.measure(args, report.add)
+    report.print_tables()
+    if args.plot is not None:
+        draw(report.results, args.plot)
+    return 0
+
+
+def _offline(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.offline import DEFAULT_CASES, run_case
+
+    cases = _cases(args, DEFAULT_CASES[args.mode])
+    if args.dataset != "random" and args.repeat > 1:
+        raise ConfigError("--repeat with --dataset would find the prompts in the prefix cache; leave one of them out")
+    from raylm.llm import LLM
+
+    llm = LLM(engine_config(args))
+    try:
+        if args.compare is not None:
+            _compare(llm, cases, args, emit)
+            return
+        for case in cases:
+            emit(run_case(llm, case, args.mode, seed=args.seed, repeat=args.repeat))
+    finally:
+        llm.close()
+
+
+def _compare(llm: LLM, cases: list[Case | Dataset], args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.compare import compare_case, load_reference
+    from raylm.config.source import locate
+
+    source = locate(llm.config.model.path)
+    model = load_reference(source, dtype=llm.info.dtype, device=llm.info.device)
+    for case in cases:
+        for result in compare_case(llm, model, case, args.mode, seed=args.seed, repeat=args.repeat):
+            emit(result)
+
+
+def _serve(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.serve import Goodput, Load, Target, sweep
+    from raylm.cli.server import connect, first_model
+
+    cases = _cases(args, "load:64:128:64")
+    goodput = Goodput.parse(args.goodput)
+    with connect(args.url, api_key=args.api_key) as http:
+        model = args.model or first_model(http)
+    target = Target(
+        args.url,
+        model,
+        api_key=args.api_key,
+        endpoint=args.endpoint,
+        vocab_size=args.vocab_size,
+        ignore_eos=not args.no_ignore_eos,
+        timeout_s=args.timeout,
+    )
+    loads = [
+        Load(concurrency, None if math.isinf(rate) else rate)
+        for rate in args.request_rate
+        for concurrency in args.concurrency
+    ]
+    sweep(target, cases, loads, emit, goodput=goodput, seed=args.seed)
+
+
+def _startup(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.startup import measure_offline, measure_server
+
+    if (args.model is None) == (args.serve is None):
+        raise ConfigError("bench startup needs a MODEL, or --serve with what to serve, and not both")
+    for _ in range(args.repeat):
+        if args.serve is not None:
+            emit(measure_server(args.serve, timeout_s=args.timeout))
+        else:
+            emit(measure_offline(engine_config(args), timeout_s=args.timeout))
+
+
+def _cases(args: argparse.Namespace, default: str) -> list[Case | Dataset]:
+    from raylm.bench.cases import load_dataset, parse_case
+
+    if args.dataset == "random":
+        return [parse_case(text) for text in args.case or [default]]
+    if args.case:
+        raise ConfigError("--dataset brings its own requests: leave out --case")
+    return [load_dataset(args.dataset)]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _counts(text: str) -> list[int | None]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _rates(text: str) -> list[float]:
+    rates = [float(part) for part in text.split(",")]
+    if not all(rate > 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"rates must be over 0 requests/s or inf, got {text}")
+    return rates

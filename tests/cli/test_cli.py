@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import builtins
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from fake_llm import FakeLLM
+from openai_server import FakeServer
+
+import raylm.llm
+from raylm.cli import main, make_parser
+from raylm.cli.chat import Chat, LocalSpeaker
+from raylm.cli.options import engine_config, given_sampling, sampling_params
+from raylm.cli.server import ServerSpeaker
+from raylm.core.sampling import SamplingParams
+from raylm.errors import ConfigError, RaylmError
+
+
+@pytest.fixture
+def fake_llm(monkeypatch):
+    monkeypatch.setattr(raylm.llm, "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    return FakeLLM.made
+
+
+def test_version_and_help(capsys):
+    for words in (["--version"], ["bench", "serve", "--help"], ["--help"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(words)
+        assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"raylm {raylm.__version__}\n")
+    assert all(command in out for command in ("serve", "generate", "chat", "bench", "doctor"))
+
+
+def test_starting_the_command_imports_nothing_heavy():
+    code = (
+        "import sys, raylm.cli; raylm.cli.make_parser(); print({'torch', 'ray', 'httpx', 'pydantic'} & {*sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["generate", "nothing/here", "hi"], "model.path 'nothing/here' does not exist"),
+        (["generate", "m", "hi", "--temperature", "-1"], "temperature must be a number in [0, 100], got -1.0"),
+        (["generate", "m", "hi", "--max-num-seqs", "0"], "key 'scheduler.max_num_seqs' has the value 0"),
+        (["chat"], "chat needs a MODEL, or --url"),
+        (["chat", "--url", "nowhere"], "--url 'nowhere' must be an address"),
+        (["bench", "throughput", "m", "--case", "x"], "--case 'x' must be"),
+        (["bench", "throughput", "m", "--dataset", "x", "--case", "a:1:1:1"], "leave out --case"),
+        (["bench", "startup"], "needs a MODEL, or --serve"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9/v1"], "did not answer"),
+        (["bench", "latency", "m", "--plot", "x.txt"], "must end with .png"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words, problem, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("raylm: ") and captured.err.count("\n") == 1
+    assert problem in captured.err
+
+
+def parsed(*words):
+    return make_parser().parse_args(["generate", *words, "hi"])
+
+
+def test_options_override_the_configuration(tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: some/model, dtype: float16}\nscheduler: {max_num_seqs: 7}\n")
+    config = engine_config(parsed("--dtype", "float32", "--num-threads", "3", str(path)))
+    assert (config.model.path, config.model.dtype) == ("some/model", "float32")
+    assert (config.scheduler.max_num_seqs, config.runtime.num_threads) == (7, 3)
+    assert engine_config(parsed("some/model")).model.path == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("- a\n", "a mapping is expected, not list"), ("model: 3\n", "key 'model'"), ("model: {pat: x}\n", "mean 'path'")],
+)
+def test_a_wrong_configuration_file_is_named(tmp_path, text, problem):
+    path = tmp_path / "engine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="engine.yaml") as error:
+        engine_config(parsed("--dtype", "float32", str(path)))
+    assert problem in str(error.value)
+
+
+def test_sampling_options():
+    args = parsed("--top-k", "5", "--stop", "a", "--stop", "b", "--seed", "0", "m")
+    assert given_sampling(args) == {"top_k": 5, "seed": 0, "stop": ["a", "b"]}
+    assert sampling_params(args, max_tokens=9) == SamplingParams(top_k=5, seed=0, stop=("a", "b"), max_tokens=9)
+
+
+def test_generate_prints_text_or_json(fake_llm, capsys):
+    assert main(["generate", "m", "one", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == "www\n"
+    assert main(["generate", "m", "one", "two", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == "onewww\ntwowww\n"
+    assert main(["generate", "m", "one", "--max-tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "prompt": "one",
+        "index": 0,
+        "text": "www",
+        "finish_reason": "length",
+        "prompt_tokens": 3,
+        "output_tokens": 3,
+    }
+    assert len(fake_llm) == 3 and all(llm.closed for llm in fake_llm)
+
+
+def test_bench_throughput_prints_json_and_a_table(fake_llm, capsys, tmp_path):
+    path = tmp_path / "out.jsonl"
+    assert main(["bench", "throughput", "m", "--case", "a:2:3:4", "--case", "b:2:3:4-6", "--output", str(path)]) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [(row["bench"], row["case"], row["output_len"]) for row in rows] == [
+        ("throughput", "a", 4),
+        ("throughput", "b", "4-6"),
+    ]
+    assert path.read_text() == captured.out
+    assert "throughput fake" in captured.err
+    assert fake_llm[0].closed
+
+
+def test_a_dataset_is_not_repeated(fake_llm, capsys, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "abc", "output_len": 2}')
+    assert main(["bench", "latency", "m", "--dataset", str(path), "--repeat", "2"]) == 2
+    assert "prefix cache" in capsys.readouterr().err
+    assert main(["bench", "latency", "m", "--dataset", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["case"] == "x"
+
+
+def test_bench_serve_asks_the_first_model(capsys):
+    with FakeServer(models=["mine"]).running() as server:
+        words = ["bench", "serve", "--url", server.url, "--case", "a:3:2:4", "--concurrency", "1,2"]
+        assert main([*words, "--goodput", "e2e:1000000", "--request-rate", "1000,inf"]) == 0
+        assert {body["model"] for _, body in server.requests} == {"mine"}
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    loads = [(row["request_rate"], row["concurrency"]) for row in rows]
+    assert loads == [(1000, 1), (1000, 2), ("inf", 1), ("inf", 2)]
+    assert all(row["model"] == "mine" and row["failed"] == 0 and row["goodput"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("words", [["--concurrency", "0"], ["--request-rate", "-1"], ["--concurrency", "x"]])
+def test_wrong_loads_are_usage_errors(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "serve", *words])
+    assert exit_.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+class Speaker:
+    name = "someone"
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.heard = []
+        self.closed = 0
+
+    def answer(self, messages):
+        self.heard.append([dict(message) for message in messages])
+        try:
+            for piece in self.answers.pop(0):
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            self.closed += 1
+
+
+def talk(monkeypatch, lines, speaker, **kwargs):
+    feed = iter(lines)
+
+    def read(prompt):
+        line = next(feed, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read)
+    chat = Chat(speaker, **kwargs)
+    assert chat.run() == 0
+    return chat
+
+
+def test_a_conversation_remembers_and_forgets(monkeypatch, capsys):
+    speaker = Speaker([["Hel", "lo"], ["Fine"], ["Who?"]])
+    lines = ["Hi", "", "How are you?", KeyboardInterrupt(), "/clear", "/what", "Again", "/exit", "unread"]
+    chat = talk(monkeypatch, lines, speaker, system="Be brief")
+    system = {"role": "system", "content": "Be brief"}
+    assert [message["content"] for message in speaker.heard[1]] == ["Be brief", "Hi", "Hello", "How are you?"]
+    assert speaker.heard[2] == [system, {"role": "user", "content": "Again"}]
+    assert chat.messages[-1] == {"role": "assistant", "content": "Who?"}
+    out = capsys.readouterr().out
+    assert "Hello\n" in out and "unknown command /what" in out
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(monkeypatch):
+    speaker = Speaker([["Hel", KeyboardInterrupt(), "never"], ["On"]])
+    chat = talk(monkeypatch, ["Hi", "Go on"], speaker)
+    assert speaker.closed == 2
+    assert [message["content"] for message in chat.messages] == ["Hi", "Hel", "Go on", "On"]
+
+
+def test_a_refused_message_is_forgotten(monkeypatch, capsys):
+    chat = talk(monkeypatch, ["Hi", "Ho"], Speaker([[RaylmError("too long")], ["Yes"]]))
+    assert [message["content"] for message in chat.messages] == ["Ho", "Yes"]
+    assert "[too long]" in capsys.readouterr().out
+
+
+def test_a_local_speaker_stops_between_steps(fake_llm):
+    llm = FakeLLM()
+    speaker = LocalSpeaker(llm, SamplingParams(max_tokens=4))
+    messages = [{"role": "user", "content": "abc"}]
+    assert list(speaker.answer(messages)) == ["Hel", "lo"]
+    before = signal.getsignal(signal.SIGINT)
+    answer = speaker.answer(messages)
+    assert next(answer) == "Hel"
+    signal.raise_signal(signal.SIGINT)
+    assert list(answer) == []
+    assert signal.getsignal(signal.SIGINT) is before
+    assert llm.streamed[0][0] == llm.text.encode("abc")
+
+
+def test_chat_with_a_model(fake_llm, monkeypatch, capsys):
+    lines = iter(["Hi", "/exit"])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    assert main(["chat", "m", "--max-tokens", "7"]) == 0
+    (llm,) = fake_llm
+    assert llm.closed and llm.streamed[0][1].max_tokens == 7
+    assert "Hello\n" in capsys.readouterr().out
+
+
+def test_a_server_speaks():
+    with FakeServer().running() as server:
+        speaker = ServerSpeaker(server.url, None, {"max_tokens": 3, "seed": 1})
+        assert speaker.name == "fake"
+        assert "".join(speaker.answer([{"role": "user", "content": "Hi"}])) == " w w w"
+        server.fail_every = 1
+        with pytest.raises(RaylmError, match="the engine died"):
+            list(speaker.answer([]))
+        server.status = 400
+        with pytest.raises(RaylmError, match="answered 400: no"):
+            list(speaker.answer([]))
+        speaker.close()
+        path, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert body["seed"] == 1 and body["stream"] is True and body["model"] == "fake"
+
+
+def test_a_server_without_models():
+    with FakeServer(models=[]).running() as server, pytest.raises(RaylmError, match="lists no models"):
+        ServerSpeaker(server.url, None, {})
+
+
+def test_serve_hands_over(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "raylm.serving.run.serve_command", lambda target, *, host, port: calls.append((target, host, port))
+    )
+    assert main(["serve", "app.yaml", "--port", "8001"]) == 0
+    assert calls == [("app.yaml", None, 8001)]
+
+
+def test_doctor_reports_as_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        "versions", "optional", "machine", "extension", "haproxy", "choices", "config", "problem"
+    }  # fmt: skip
+    assert found["versions"]["raylm"] == raylm.__version__ and found["versions"]["torch"]
+    assert found["machine"]["cores"] >= 1 and found["machine"]["memory_gib"] > 0
+    assert set(found["extension"]) == {"loaded", "path", "ops", "build_command", "status"}
+    assert isinstance(found["haproxy"]["available"], bool)
+    assert {choice["name"] for choice in found["choices"]} >= {"device", "attention"}
+    assert all(choice["reason"] for choice in found["choices"])
+    assert found["config"] is None and found["problem"] is None
+
+
+def test_doctor_finds_a_wrong_configuration(tmp_path, capsys):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: x, dtyp: float32}\n")
+    assert main(["doctor", str(path)]) == 1
+    assert "did you mean 'dtype'" in capsys.readouterr().out
+    assert main(["doctor", "nothing/here", "--json"]) == 1
+    assert "does not exist" in json.loads(capsys.readouterr().out)["problem"]
+
+
+def test_doctor_checks_a_serve_config(tmp_path, capsys):
+    path = tmp_path / "llm.yaml"
+    engine = {"model": {"path": "nothing/here"}}
+    application = {
+        "name": "llm",
+        "import_path": "raylm.serving.app:build_app",
+        "args": {"models": [{"engine": engine}]},
+    }
+    path.write_text(json.dumps({"applications": [application]}))
+    assert main(["doctor", str(path), "--json"]) == 1
+    assert "nothing/here" in json.loads(capsys.readouterr().out)["problem"]

@@ -1,0 +1,135 @@
+"""Layers under tensor parallelism: what the ranks compute and hold recombines to what one rank does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raylm.errors import ConfigError
+from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    kv_heads_of_rank,
+)
+from raylm.layers.slots import Loadable
+from raylm.parallel import collectives
+from raylm.parallel.context import ParallelContext
+
+CPU = torch.device("cpu")
+F32 = torch.float32
+
+
+def contexts(size: int) -> list[ParallelContext]:
+    return [ParallelContext(rank, rank, size, 0, 1, CPU) for rank in range(size)]
+
+
+def fill(layer: Loadable, seed: int = 0) -> None:
+    """Give every slot this rank's part of a tensor that depends on the slot's name alone."""
+    for (name, shard), slot in layer.slots().items():
+        generator = torch.Generator().manual_seed(seed + sum(map(ord, f"{name}{shard}")))
+        whole = torch.randn(slot.shape, generator=generator)
+        slot.destination.copy_(whole.narrow(slot.dim, slot.start, slot.length))
+
+
+def covered(layer: Loadable) -> bool:
+    """Whether the slots cover the parameters, each element once."""
+    for parameter in layer.parameters():
+        parameter.zero_()
+    for slot in layer.slots().values():
+        slot.destination.add_(1)
+    return all(bool((parameter == 1).all()) for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_column_shards_join_to_the_whole(bias: bool) -> None:
+    layers = [ColumnParallelLinear(6, 8, bias=bias, context=c, dtype=F32) for c in [*contexts(1), *contexts(2)]]
+    x = torch.randn(3, 6)
+    for layer in layers:
+        assert covered(layer)
+        fill(layer)
+    whole, *parts = [layer(x) for layer in layers]
+    torch.testing.assert_close(torch.cat(parts, -1), whole)
+
+
+def test_merged_shards_keep_gate_and_up_apart() -> None:
+    sizes = {"gate": 8, "up": 8}
+    layers = [
+        MergedColumnParallelLinear(6, sizes, bias=True, context=c, dtype=F32) for c in [*contexts(1), *contexts(2)]
+    ]
+    x = torch.randn(3, 6)
+    for layer in layers:
+        assert covered(layer)
+        fill(layer)
+    whole, *parts = [layer(x) for layer in layers]
+    for half in range(2):
+        joined = torch.cat([part.chunk(2, -1)[half] for part in parts], -1)
+        torch.testing.assert_close(joined, whole.chunk(2, -1)[half])
+
+
+@pytest.mark.parametrize(("num_kv_heads", "ranks"), [(4, 2), (2, 2), (2, 4), (1, 2)])
+def test_qkv_splits_by_heads_and_copies_scarce_ones(num_kv_heads: int, ranks: int) -> None:
+    def build(context: ParallelContext) -> QKVParallelLinear:
+        layer = QKVParallelLinear(
+            6, num_heads=4, num_kv_heads=num_kv_heads, head_dim=2, bias=True, context=context, dtype=F32
+        )
+        assert covered(layer)
+        fill(layer)
+        return layer
+
+    x = torch.randn(3, 6)
+    whole = build(contexts(1)[0])(x).view(3, -1, 2)
+    q, k, v = whole.split([4, num_kv_heads, num_kv_heads], dim=1)
+    for rank, context in enumerate(contexts(ranks)):
+        layer = build(context)
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        assert (heads, kv_heads) == (4 // ranks, max(1, num_kv_heads // ranks))
+        found = layer(x).view(3, -1, 2).split([heads, kv_heads, kv_heads], dim=1)
+        torch.testing.assert_close(found[0], q[:, rank * heads : (rank + 1) * heads])
+        first = rank * num_kv_heads // ranks
+        torch.testing.assert_close(found[1], k[:, first : first + kv_heads])
+        torch.testing.assert_close(found[2], v[:, first : first + kv_heads])
+
+
+def test_row_shards_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "all_reduce", lambda x, context: x)
+    layers = [RowParallelLinear(8, 6, bias=True, context=c, dtype=F32) for c in [*contexts(1), *contexts(2)]]
+    x = torch.randn(3, 8)
+    for layer in layers:
+        assert covered(layer)
+        fill(layer)
+    whole, low, high = layers
+    torch.testing.assert_close(low(x[:, :4]) + high(x[:, 4:]), whole(x))
+
+
+@pytest.mark.parametrize("vocab_size", [8, 7, 5])
+def test_vocabulary_shards(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "all_reduce", lambda x, context: x)
+    layers = [VocabParallelEmbedding(vocab_size, 6, context=c, dtype=F32) for c in [*contexts(1), *contexts(4)]]
+    tokens, hidden = torch.arange(vocab_size), torch.randn(3, 6)
+    for layer in layers:
+        fill(layer)
+    whole, *parts = layers
+    assert covered(VocabParallelEmbedding(vocab_size, 6, context=contexts(1)[0], dtype=F32))
+    torch.testing.assert_close(sum(part(tokens) for part in parts), whole(tokens))
+    rows = torch.cat([part.weight for part in parts])
+    torch.testing.assert_close(rows[:vocab_size], whole.weight)
+    monkeypatch.setattr(collectives, "all_gather", lambda x, context: hidden @ rows.T)
+    torch.testing.assert_close(parts[0].logits(hidden), whole.logits(hidden))
+
+
+def test_sizes_that_ranks_cannot_share() -> None:
+    context = contexts(3)[0]
+    with pytest.raises(ConfigError, match="num_attention_heads is 4, which tensor parallelism over 3 ranks"):
+        QKVParallelLinear(6, num_heads=4, num_kv_heads=4, head_dim=2, bias=False, context=context, dtype=F32)
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2, .* over 3 ranks can neither divide nor copy"):
+        kv_heads_of_rank(2, context)
+
+
+def test_one_rank_needs_no_group() -> None:
+    context = ParallelContext.single(CPU)
+    x = torch.ones(2, 3)
+    assert collectives.all_reduce(x, context) is x
+    assert collectives.all_gather(x, context) is x

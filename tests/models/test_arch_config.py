@@ -1,0 +1,201 @@
+"""ArchConfig: both spellings of config.json, GGUF metadata, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import gguf
+import pytest
+
+from raylm.config.source import ModelSource, locate
+from raylm.errors import ConfigError
+from raylm.layers.rope_settings import RopeSettings
+from raylm.models.arch import ArchConfig
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def arch(folder: Path, **changes: object) -> ArchConfig:
+    (folder / "config.json").write_text(json.dumps({**BASE, **changes}))
+    return ArchConfig.from_source(ModelSource(folder, "folder"))
+
+
+def test_fields_left_out_take_the_familys_defaults(tmp_path: Path) -> None:
+    found = arch(tmp_path)
+    assert (found.num_kv_heads, found.head_dim, found.max_position, found.rms_norm_eps) == (4, 16, 2048, 1e-6)
+    assert found.ropes == {"full": RopeSettings(1e4)}
+    assert (found.tie_embeddings, found.qkv_bias, found.sliding_window, found.dtype) == (False, False, 0, "float32")
+    assert (found.bos_token_id, found.eos_token_ids) == (None, ())
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_old_and_new_spelling_of_rope(key: str, tmp_path: Path) -> None:
+    old = arch(tmp_path, rope_theta=5e5, rope_scaling={key: "llama3", **LLAMA3})
+    new = arch(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
+    assert old.ropes == new.ropes
+    assert old.rope(0) == RopeSettings(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert arch(tmp_path, rope_theta=1e6, rope_scaling=None).rope(0) == RopeSettings(1e6)
+
+
+def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 12, "sliding_window": 512}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = arch(tmp_path, **gemma, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=scaling)
+    parameters = {
+        "full_attention": {"rope_theta": 1e6, **scaling},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    new = arch(tmp_path, **gemma, rope_parameters=parameters, layer_types=kinds)
+    assert old == new
+    assert old.rope(5) == RopeSettings(1e6, "linear", factor=8.0)
+    assert old.rope(4) == RopeSettings(1e4)
+    assert [old.window(layer) for layer in range(6)] == [512] * 5 + [0]
+    assert (old.embedding_multiplier, old.norm_offset, old.attention_scale) == (8.0, 1.0, 1 / 16)
+
+
+def test_gemma3_text_section_of_a_larger_model(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 2560,
+        "num_hidden_layers": 6,
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+        "dtype": None,
+    }
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "eos_token_id": [1, 106]}))
+    found = ArchConfig.from_source(locate(str(tmp_path)))
+    assert (found.hidden_size, found.num_heads, found.num_kv_heads, found.head_dim) == (2560, 8, 4, 256)
+    assert (found.dtype, found.eos_token_ids, found.tie_embeddings) == ("bfloat16", (1, 106), True)
+    assert found.window(0) == 1024
+
+
+def test_sliding_windows(tmp_path: Path) -> None:
+    mistral, qwen = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
+    assert arch(tmp_path, **mistral).sliding_window == 4096
+    assert arch(tmp_path, **mistral, sliding_window=None).sliding_window == 0
+    assert arch(tmp_path, **qwen, sliding_window=32).sliding_window == 0
+    part = arch(tmp_path, **qwen, sliding_window=32, use_sliding_window=True, max_window_layers=3)
+    assert [part.window(layer) for layer in range(4)] == [0, 0, 0, 32]
+
+
+def test_end_tokens_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert arch(tmp_path, eos_token_id=9, bos_token_id=1).eos_token_ids == (9, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]; allowed: one of LlamaFor"),
+        ({"architectures": None}, "architectures is None; allowed"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}},
+            "rope_scaling: rope_type is 'yarn'; allowed: default, linear, llama3",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; allowed: 1.0"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'; allowed: none"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "large"}, "hidden_size is 'large'; allowed: a positive integer"),
+        ({"num_attention_heads": True}, "num_attention_heads is True; allowed: a positive integer"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; allowed: a positive number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; allowed: true or false"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; allowed: silu"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; allowed: a token id or a list"),
+        ({"dtype": "float8"}, "dtype is 'float8'; allowed: float32, bfloat16, float16"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; allowed: a multiple of num_key_value_heads, 3"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["chunked_attention"] * 4},
+            "layer_types is .* allowed: 4 names, each one of full_attention, sliding_attention",
+        ),
+    ],
+)
+def test_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arch(tmp_path, **changes)
+
+
+def test_damaged_json(tmp_path: Path) -> None:
+    for text, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object, not list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            ArchConfig.from_source(ModelSource(tmp_path, "folder"))
+
+
+def test_smollm2() -> None:
+    found = ArchConfig.from_source(locate("smollm2-135m"))
+    assert (found.architecture, found.vocab_size, found.num_layers) == ("LlamaForCausalLM", 49152, 30)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim, found.max_position) == (9, 3, 64, 8192)
+    assert (found.tie_embeddings, found.eos_token_ids, found.bos_token_id) == (True, (2,), 1)
+    assert found.rope(29) == RopeSettings(1e5)
+
+
+def write_metadata(path: Path, name: str, **changes: object) -> ModelSource:
+    """A GGUF file with little more than metadata."""
+    fields = {
+        "block_count": 6,
+        "context_length": 128,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+    }
+    writer = gguf.GGUFWriter(path, name)
+    for key, value in {**fields, **changes}.items():
+        add = {str: writer.add_string, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        add(f"{name}.{key}", value)
+    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_tensor("token_embd.weight", checkpoints.torch.zeros(100, 64).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ModelSource(path, "gguf")
+
+
+def test_gguf_metadata(tmp_path: Path) -> None:
+    source = write_metadata(tmp_path / "a.gguf", "gemma3", **{"attention.sliding_window": 8, "rope.freq_base": 1e6})
+    found = ArchConfig.from_source(source)
+    assert (found.architecture, found.vocab_size, found.norm_offset) == ("Gemma3ForCausalLM", 100, 0.0)
+    assert [found.window(layer) for layer in range(6)] == [8, 8, 8, 8, 8, 0]
+    assert (found.rope(0), found.rope(5)) == (RopeSettings(1e4), RopeSettings(1e6))
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    found = ArchConfig.from_source(write_metadata(tmp_path / "b.gguf", "qwen2", **linear))
+    assert found.rope(0) == RopeSettings(1e4, "linear", factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mamba", {}, "general.architecture is 'mamba'; allowed: llama, qwen2, qwen3, gemma3"),
+        ("llama", {"rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; allowed: none, linear"),
+        ("llama", {"rope.dimension_count": 8}, "llama.rope.dimension_count is 8; allowed: the size of a head"),
+        ("llama", {"expert_count": 8}, "llama.expert_count is 8; allowed: 0"),
+    ],
+)
+def test_gguf_refused(name: str, changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ArchConfig.from_source(write_metadata(tmp_path / "a.gguf", name, **changes))
+
+
+def test_reading_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    code = (
+        "import sys; from raylm.config.source import locate; from raylm.models.arch import ArchConfig; "
+        "ArchConfig.from_source(locate(sys.argv[1])); ArchConfig.from_source(locate('smollm2-135m')); "
+        "print(sorted({'torch', 'transformers', 'gguf'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

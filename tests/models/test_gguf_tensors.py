@@ -1,0 +1,102 @@
+"""GGUF tensors of every allowed type decode to what the gguf package says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as GGMLType
+from paged import PagedRun, generate, load
+
+from raylm.config.source import locate
+from raylm.errors import ConfigError
+from raylm.models.arch import ArchConfig
+from raylm.models.gguf import gguf_tensors
+
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+
+def random_bytes(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:
+    """A tensor in the file's own bytes. K-quants cannot be made in Python, but any bytes decode to something."""
+    random = np.random.default_rng(0)
+    if not kind.name.endswith("_K"):
+        return gguf.quantize(random.standard_normal(shape, dtype=np.float32), kind)
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = random.integers(0, 256, (shape[0], shape[1] // values, num_bytes), dtype=np.uint8)
+    scales = random.standard_normal((*raw.shape[:2], 2)).astype("<f2").view(np.uint8)
+    if kind == GGMLType.Q6_K:  # one scale at a block's end; the others have two at its start
+        raw[..., -2:] = scales[..., :2]
+    else:
+        raw[..., :4] = scales
+    return raw.reshape(shape[0], -1)
+
+
+def write(path: Path, tensors: dict[str, tuple[np.ndarray, GGMLType]]) -> None:
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", TYPES)
+# 2100 rows of 512 take several pieces; the last of them is short, and one of 3 rows decodes as a single group.
+@pytest.mark.parametrize("num_rows", [3, 2100])
+def test_types(name: str, num_rows: int, tmp_path: Path, arch: ArchConfig) -> None:
+    kind, shape = GGMLType[name], (num_rows, 512)
+    raw = random_bytes(kind, shape)
+    write(tmp_path / "a.gguf", {"x": (raw, kind)})
+    (tensor,) = gguf_tensors(tmp_path / "a.gguf", arch)
+    assert (tensor.name, tensor.shape, tensor.num_bytes) == ("x", shape, raw.nbytes)
+    expected = torch.tensor(gguf.dequantize(raw, kind))
+    found = torch.cat([piece.float() for _, piece in tensor.pieces(0, num_rows)])
+    assert torch.equal(found, expected)
+    part = torch.cat([piece.float() for _, piece in tensor.pieces(1, num_rows - 1)])
+    assert torch.equal(part, expected[1:-1])
+
+
+@pytest.fixture(scope="module")
+def arch() -> ArchConfig:
+    return ArchConfig.from_source(locate("smollm2-135m"))
+
+
+def test_other_types_are_named(tmp_path: Path, arch: ArchConfig) -> None:
+    write(tmp_path / "a.gguf", {"x": (gguf.quantize(np.ones((2, 256), np.float32), GGMLType.TQ1_0), GGMLType.TQ1_0)})
+    with pytest.raises(ConfigError, match="tensor x has type TQ1_0; allowed: F32, F16, BF16, Q4_0, .* Q6_K"):
+        gguf_tensors(tmp_path / "a.gguf", arch)
+
+
+def test_a_file_cut_short(tmp_path: Path) -> None:
+    folder = checkpoints.llama(tmp_path / "hf")
+    path = checkpoints.write_gguf(folder, tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="the file ends inside tensor .*: it is cut short"):
+        load(path)
+
+
+def test_a_quantised_model_generates_as_its_decoded_weights_do(tmp_path: Path) -> None:
+    quants = {"attn_q": GGMLType.Q8_0, "attn_k": GGMLType.Q4_1, "ffn_up": GGMLType.Q5_1, "token_embd": GGMLType.Q4_0}
+    folder = checkpoints.llama(tmp_path / "hf", tie_word_embeddings=True)
+    path = checkpoints.write_gguf(folder, tmp_path / "model.gguf", quants)
+    model, reference = load(path), checkpoints.reference(folder)
+    reader = gguf.GGUFReader(path)
+    weights = {tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
+    state = {}
+    for name, found in checkpoints._gguf_names(reference.config).items():
+        if found in weights:
+            heads = {"attn_q": 4, "attn_k": 2}.get(found.split(".")[-2])
+            state[name] = checkpoints._unpermuted(weights[found], heads) if heads else weights[found]
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    reference.load_state_dict(state)
+    prompts = {"a": list(range(20)), "b": [3, 1, 4]}
+    texts, logits = generate(PagedRun(model), prompts, num_tokens=4)
+    for name, text in texts.items():
+        with torch.inference_mode():
+            expected = reference(torch.tensor([text[:-1]])).logits[0]
+        torch.testing.assert_close(logits[name], expected, atol=2e-4, rtol=1e-4)
