@@ -39,6 +39,7 @@ def assemble(config: AppConfig) -> Application:
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        logging_config={"enable_access_log": False},
     )
     return ingress.bind(config, directory, models)
 
