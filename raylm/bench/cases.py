@@ -63,10 +63,6 @@ class Case:
     output_len: Lengths
 
     @property
-    def input_label(self) -> int | str:
-        return self.input_len
-
-    @property
     def output_label(self) -> int | str:
         return self.output_len.label
 

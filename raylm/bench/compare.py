@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from raylm.bench.cases import Case, Dataset
@@ -44,14 +45,16 @@ class GenerateRunner:
         self._model = model
         self.name = name
 
-    def run(self, requests: Sequence[TokenRequest]) -> None:
+    def run(self, requests: Sequence[TokenRequest]) -> float:
         import torch
 
+        start = perf_counter()
         longest = max(own.output_len for own in requests)
         ids, mask = _left_padded([own.prompt_ids for own in requests], self._model.device)
         with torch.inference_mode():
             output = self._model.generate(ids, attention_mask=mask, generation_config=_config(longest))
         check_count(self.name, output.shape[1] - ids.shape[1], longest)
+        return perf_counter() - start
 
 
 class GenerateBatchRunner:
@@ -63,13 +66,21 @@ class GenerateBatchRunner:
 
     name = "generate_batch"
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, largest: Sequence[TokenRequest]) -> None:
+        """`largest` is the largest batch to come: the cache is made for it, else it takes most of the memory."""
+        from transformers import ContinuousBatchingConfig
 
-    def run(self, requests: Sequence[TokenRequest]) -> None:
+        self._model = model
+        page = ContinuousBatchingConfig().page_size
+        pages = sum(-(-(len(own.prompt_ids) + own.output_len) // page) + 1 for own in largest)
+        self._batching = ContinuousBatchingConfig(num_blocks=pages)
+
+    def run(self, requests: Sequence[TokenRequest]) -> float:
         config = _config(max(own.output_len for own in requests), eos_token_id=_NO_TOKEN)
-        session = self._model.continuous_batching_context_manager(generation_config=config, persistent_manager=True)
-        with session as manager:
+        with self._model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=self._batching, persistent_manager=True
+        ) as manager:
+            start = perf_counter()
             asked = {
                 manager.add_request(own.prompt_ids, max_new_tokens=own.output_len): own.output_len for own in requests
             }
@@ -83,6 +94,7 @@ class GenerateBatchRunner:
                     raise RaylmError(f"it failed a request: {result.error}")
                 if result.is_finished():
                     check_count(self.name, len(result.generated_tokens), asked.pop(result.request_id))
+            return perf_counter() - start
 
 
 def load_reference(source: ModelSource, *, dtype: str, device: str) -> PreTrainedModel:
@@ -122,7 +134,7 @@ def compare_case(
     if mode == "latency":
         others: list[Runner] = [GenerateRunner(model, "generate")]
     else:
-        others = [GenerateRunner(model, "static"), GenerateBatchRunner(model)]
+        others = [GenerateRunner(model, "static"), GenerateBatchRunner(model, workload.draw(1))]
     try:
         seconds, failures = in_turns([ours, *others], workload, mode, repeat=repeat)
     finally:

@@ -11,6 +11,8 @@ def main(config_json: str) -> None:
     """Print one JSON line when this process runs, and one of phases in seconds once the first token is there."""
     print(json.dumps({"interpreter": True}), flush=True)
     start = perf_counter()
+    # LLM imports this itself when it starts an engine; here it is done first, so that torch counts as import.
+    import raylm.executor.local  # noqa: F401
     from raylm.config.engine import EngineConfig
     from raylm.core.sampling import SamplingParams
     from raylm.llm import LLM

@@ -32,11 +32,14 @@ class TokenRequest:
 
 
 class Runner(Protocol):
-    """A program under test: generates output_len tokens for every request, whatever the tokens are."""
+    """A program under test: generates output_len tokens for every request, whatever the tokens are.
+
+    `run` returns the seconds that it took, from a batch that is ready to its last token.
+    """
 
     name: str
 
-    def run(self, requests: Sequence[TokenRequest]) -> None: ...
+    def run(self, requests: Sequence[TokenRequest]) -> float: ...
 
 
 class RaylmRunner:
@@ -47,11 +50,13 @@ class RaylmRunner:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def run(self, requests: Sequence[TokenRequest]) -> None:
+    def run(self, requests: Sequence[TokenRequest]) -> float:
+        start = perf_counter()
         params = [SamplingParams(temperature=0, max_tokens=own.output_len, ignore_eos=True) for own in requests]
         completions = self._llm.generate([own.prompt_ids for own in requests], params, progress=False)
         for completion, own in zip(completions, requests, strict=True):
             check_count(self.name, len(completion.outputs[0].token_ids), own.output_len)
+        return perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,9 @@ def warm_up(runner: Runner, workload: Workload) -> None:
 
 def measure(runner: Runner, requests: Sequence[TokenRequest], mode: Mode) -> float:
     """Seconds for the requests: all at once, or one after another."""
-    start = perf_counter()
     if mode == "throughput":
-        runner.run(requests)
-    else:
-        for request in requests:
-            runner.run([request])
-    return perf_counter() - start
+        return runner.run(requests)
+    return sum(runner.run([request]) for request in requests)
 
 
 def run_case(llm: LLM, case: Case | Dataset, mode: Mode, *, seed: int = 0, repeat: int = 1) -> OfflineResult:

@@ -12,7 +12,7 @@ from raylm.errors import ConfigError
 def test_a_case_is_read():
     assert parse_case("short:16:128:64") == Case("short", 16, 128, Lengths(64, 64))
     mixed = parse_case("mixed:5:128:8-128")
-    assert (mixed.output_label, mixed.input_label) == ("8-128", 128)
+    assert (mixed.output_label, mixed.input_len) == ("8-128", 128)
     assert parse_case("short:16:128:64").output_label == 64
 
 

@@ -1,0 +1,51 @@
+"""A model of no cost, to measure the stack around it: one layer, random weights, one token a byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+_EOS = "<|end|>"
+_VOCAB = len(_BYTES) + 1
+_HIDDEN = 64
+
+
+def write_dummy(folder: Path, *, num_layers: int = 1, max_position: int = 8192) -> Path:
+    """Write a folder with config.json and a tokenizer; load it with load_format dummy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {token: index for index, token in enumerate(_BYTES)} | {_EOS: _VOCAB - 1}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_EOS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    _write(folder / "tokenizer_config.json", {"eos_token": _EOS, "chat_template": template})
+    _write(folder / "config.json", _config(num_layers, max_position))
+    return folder
+
+
+def _config(num_layers: int, max_position: int) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": _VOCAB,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 2 * _HIDDEN,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": _VOCAB - 1,
+        "torch_dtype": "float32",
+    }
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
