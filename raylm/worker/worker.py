@@ -37,7 +37,7 @@ class Worker:
     def start(self) -> ModelInfo:
         """Load the model and make it ready for its first step. Raises ConfigError."""
         if self._device.type == "cpu":
-            torch.set_num_threads(self._config.runtime.num_threads or os.cpu_count() or 1)
+            torch.set_num_threads(self._config.runtime.num_threads or len(os.sched_getaffinity(0)))
         phases = {}
         began = time.perf_counter()
         source = locate(self._config.model.path)
