@@ -1,6 +1,6 @@
 """The rules of the house: which package may import which, and how long files and functions may be.
 
-    python tests/check_layers.py        prints what breaks a rule; exit code 1 when anything does
+python tests/check_layers.py        prints what breaks a rule; exit code 1 when anything does
 """
 
 from __future__ import annotations

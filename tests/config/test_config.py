@@ -21,7 +21,10 @@ MODEL = {"path": "smollm2-135m"}
     [
         ({}, ["key 'model' is required"]),
         ({"model": {}}, ["key 'model.path' is required"]),
-        ({"model": {**MODEL, "dtypo": "x"}}, ["'model.dtypo'", "did you mean 'dtype'?", "allowed keys:", "max_model_len"]),
+        (
+            {"model": {**MODEL, "dtypo": "x"}},
+            ["'model.dtypo'", "did you mean 'dtype'?", "allowed keys:", "max_model_len"],
+        ),
         ({"model": MODEL, "cahce": {}}, ["'cahce'", "did you mean 'cache'?", "runtime"]),
         ({"model": {**MODEL, "dtype": "int3"}}, ["'model.dtype'", "'int3'", "'float32'", "'bfloat16'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
@@ -77,7 +80,10 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
         ({}, "key 'models' is required"),
         ({"models": []}, "'models'"),
         ({"models": [{"engine": "nowhere.yaml"}]}, "configuration file 'nowhere.yaml' not found"),
-        ({"models": [{"engine": {"model": MODEL}}, {"engine": {"model": MODEL}}]}, "two models are named 'smollm2-135m'"),
+        (
+            {"models": [{"engine": {"model": MODEL}}, {"engine": {"model": MODEL}}]},
+            "two models are named 'smollm2-135m'",
+        ),
         (
             {"models": [{"engine": {"model": MODEL}, "autoscaling": {"min_replicas": 3, "max_replicas": 2}}]},
             r"max_replicas \(2\) must be at least min_replicas \(3\)",

@@ -24,9 +24,7 @@ def make_engine(
     config = EngineConfig(
         model=ModelConfig(path="fake"),
         cache=CacheConfig(block_size=executor.block_size),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue
-        ),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue),
     )
     return Engine(config, executor, plans_in_flight=window)
 

@@ -73,9 +73,7 @@ def llm(folder):
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
 def test_overlap_and_chunks_change_no_token(folder, llm, plans_in_flight):
     tight = small(folder)
-    tight = tight.model_copy(
-        update={"runtime": tight.runtime.model_copy(update={"plans_in_flight": plans_in_flight})}
-    )
+    tight = tight.model_copy(update={"runtime": tight.runtime.model_copy(update={"plans_in_flight": plans_in_flight})})
     other = LLM(tight, progress=False)
     prompts = random_prompts(8, llm.info.vocab_size)
     params = [SamplingParams(temperature=0, max_tokens=4 + 2 * index) for index in range(8)]

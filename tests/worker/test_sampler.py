@@ -47,7 +47,9 @@ def test_greedy_takes_the_likeliest():
     ],
 )
 def test_tokens_come_as_often_as_they_should(options, expected):
-    assert torch.allclose(frequencies([0.5, 0.25, 0.15, 0.1], **options), torch.tensor(expected, dtype=torch.float32), atol=0.015)
+    assert torch.allclose(
+        frequencies([0.5, 0.25, 0.15, 0.1], **options), torch.tensor(expected, dtype=torch.float32), atol=0.015
+    )
 
 
 def test_a_token_cut_off_is_never_drawn():
