@@ -83,7 +83,7 @@ def test_a_row_draws_the_same_whatever_shares_its_batch():
 
 def test_positions_of_one_seed_draw_independent_numbers():
     numbers = uniform_numbers(np.zeros(100_000, dtype=np.int64), np.arange(100_000))
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.01
     assert np.unique(numbers).size == numbers.size
