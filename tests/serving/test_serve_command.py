@@ -1,0 +1,82 @@
+"""`raylm serve` as a user runs it: HAProxy in front, an answer, and nothing left after Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from openai import OpenAI
+from ports import free_port
+
+pytestmark = pytest.mark.serve
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The command and the lines it prints; whatever of it lives at the end is killed."""
+    command = [sys.executable, "-m", "raylm.cli", "serve", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")))
+    reader.start()
+    try:
+        yield process, lines
+    finally:
+        for child in psutil.Process().children(recursive=True):
+            if child.pid == process.pid:
+                process.kill()
+        process.wait(30)
+        reader.join(30)
+        process.stderr.close()
+
+
+def wait_for_line(process: subprocess.Popen[str], lines: list[str], text: str) -> None:
+    for _ in range(900):
+        if any(text in line for line in lines):
+            return
+        assert process.poll() is None, "".join(lines[-20:])
+        threading.Event().wait(0.1)
+    raise AssertionError(f"{text!r} was not printed: " + "".join(lines[-20:]))
+
+
+def test_serve_answers_and_leaves_nothing_behind():
+    port = free_port()
+    with running("deployments/llm.yaml", "--port", str(port)) as (process, lines):
+        wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1")
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=5) as client:
+            model = client.models.list().data[0].id
+            message = {"role": "user", "content": "What is the capital of France?"}
+            answer = client.chat.completions.create(model=model, messages=[message], temperature=0, max_tokens=16)
+        assert "Paris" in answer.choices[0].message.content
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any("haproxy" in child.name() for child in family)
+        assert not [c for c in process_addresses(family, port) if not c.startswith("127.")]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive, [child.cmdline()[:2] for child in alive]
+
+
+def process_addresses(family: list[psutil.Process], port: int) -> list[str]:
+    """Addresses on which the family listens at `port`."""
+    connections = [c for child in family if child.is_running() for c in child.net_connections("tcp")]
+    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+
+
+def test_a_wrong_configuration_ends_in_a_sentence_before_anything_starts(tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: smollm2-135m}\nscheduler: {max_num_seq: 3}\n")
+    command = [sys.executable, "-m", "raylm.cli", "serve", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "key 'scheduler.max_num_seq' is unknown (did you mean 'max_num_seqs'?)" in result.stderr
+    assert str(path) in result.stderr and "Traceback" not in result.stderr
+    assert "Ray" not in result.stderr
