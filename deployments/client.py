@@ -15,7 +15,11 @@ def main() -> None:
     client = OpenAI(base_url=arguments.url, api_key="none")
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": arguments.prompt}], max_tokens=128, stream=True
+        model=model,
+        messages=[{"role": "user", "content": arguments.prompt}],
+        max_tokens=128,
+        temperature=0,
+        stream=True,
     )
     for chunk in stream:
         if chunk.choices:

@@ -17,6 +17,8 @@ from raylm.engine.messages import Abort, Deltas, FromEngine, Load, Refused, Subm
 from raylm.errors import EngineDeadError, Overloaded, RequestRejected
 
 _LAST_WORDS_S = 0.05
+_TRY_AGAIN_S = 0.2
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _Error = RequestRejected | Overloaded | EngineDeadError
 
 
@@ -43,7 +45,8 @@ class EngineClient:
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self.is_connected = False
         self._others = 0
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._address = address
+        monitor = self._socket.get_monitor_socket(_WATCHED)
         self._socket.connect(address)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(monitor))]
 
@@ -120,6 +123,11 @@ class EngineClient:
                 event = parse_monitor_message(await monitor.recv_multipart())
                 if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self.is_connected = True
+                elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    # libzmq gives up for good here, but the engine may only be about to learn this client's key.
+                    await asyncio.sleep(_TRY_AGAIN_S)
+                    self._socket.disconnect(self._address)
+                    self._socket.connect(self._address)
                 elif self.is_connected:
                     self.is_connected = False
                     # What the engine said last may still be in the queue, and it says why.

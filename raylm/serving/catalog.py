@@ -96,6 +96,11 @@ class LiveCatalog:
             for engine_id, engine in router.engines.items()
         ]
 
+    def check(self) -> None:
+        """Raise what ended the watch of the Directory, if anything has: without it the copy only grows old."""
+        if self._watcher.done():
+            self._watcher.result()
+
     async def close(self) -> None:
         """Drop every connection."""
         self._watcher.cancel()
@@ -109,7 +114,8 @@ class LiveCatalog:
             try:
                 snapshot = await find_directory(self._directory).watch.remote(self._version)
                 await self._apply(snapshot)
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, ValueError) as error:
+                # ValueError: the actor was found by its name, and gone when it was asked.
                 logger.warning("the directory is away, going on with the last copy: %s", error)
                 await asyncio.sleep(_RECONNECT_S)
 

@@ -60,14 +60,17 @@ class Directory:
         self._last_call = time.monotonic()
         self._expiry = asyncio.get_running_loop().create_task(self._expire())
 
-    async def report(self, entry: EngineEntry) -> bytes:
-        """Add or renew an engine; returns the public key that its clients will show."""
+    async def client_key(self) -> bytes:
+        """The public key that clients will show: an engine lets it in before it reports itself."""
+        return self._keys.public
+
+    async def report(self, entry: EngineEntry) -> None:
+        """Add or renew an engine."""
         self._last_call = self._seen[entry.engine_id] = time.monotonic()
         known = self._entries.get(entry.engine_id)
         self._entries[entry.engine_id] = entry
         if known is None or known.state != entry.state or known.address != entry.address:
             self._publish()
-        return self._keys.public
 
     async def remove(self, engine_id: str) -> None:
         """Forget an engine; no error when it is not known."""
@@ -98,6 +101,11 @@ class Directory:
 
 
 def find_directory(name: str) -> Any:
-    """A handle to the application's Directory, made when there is none."""
-    options = {"name": f"directory:{name}", "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-    return ray.remote(Directory).options(num_cpus=0, max_concurrency=1000, **options).remote()
+    """A handle to the application's Directory, made when there is none. Raises RayError when there is none to have."""
+    name = f"directory:{name}"
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+    try:
+        return ray.remote(Directory).options(num_cpus=0, max_concurrency=1000, **options).remote()
+    except ValueError:
+        # Another process has made it between Ray's look and its own try.
+        return ray.get_actor(name, namespace=NAMESPACE)

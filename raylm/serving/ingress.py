@@ -11,8 +11,6 @@ from raylm.serving.catalog import LiveCatalog
 from raylm.serving.served_model import Text
 from raylm.text.processor import TextProcessor
 
-_READY_POLL_S = 0.05
-
 
 class OpenAIIngress:
     """Text, routing and HTTP. It talks to engines over its own channel, never through Serve handles."""
@@ -26,7 +24,8 @@ class OpenAIIngress:
         self._catalog = LiveCatalog(texts, directory)
 
     async def check_health(self) -> None:
-        """An ingress is healthy without engines: it answers 503 until they are there."""
+        """An ingress is healthy without engines (it answers 503 until they are there), not without its catalog."""
+        self._catalog.check()
 
     def __serve_build_asgi_app__(self) -> Any:
         from raylm.serving.http import build_http_app

@@ -35,6 +35,7 @@ class ModelReplica:
         self._engine_id = uuid.uuid4().hex
         self._directory_name = directory
         self._reporter: asyncio.Task[None] | None = None
+        self._allowed: set[bytes] = set()
         group = ray.util.get_current_placement_group()
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         self._engine = (
@@ -96,7 +97,7 @@ class ModelReplica:
                 self._dead = str(error)
             except ray.exceptions.RayActorError as error:
                 await self._engine_may_be_dead(error)
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, ValueError) as error:
                 logger.warning("engine %s could not be reported: %s", self._engine_id, error)
         await self._directory().remove.remote(self._engine_id)
 
@@ -120,8 +121,12 @@ class ModelReplica:
             state="draining" if self._draining else "ready",
             load=self._load,
         )
-        client_key = await self._directory().report.remote(entry)
-        await self._engine.allow.remote(client_key)
+        directory = self._directory()
+        client_key = await directory.client_key.remote()
+        if client_key not in self._allowed:
+            await self._engine.allow.remote(client_key)
+            self._allowed.add(client_key)
+        await directory.report.remote(entry)
 
     def _directory(self) -> Any:
         return find_directory(self._directory_name)

