@@ -12,7 +12,8 @@ from raylm.config.application import AutoscalingConfig
 
 WAITING = "waiting"
 RUNNING = "running"
-_INTERVAL_S = 1.0
+_LOOK_BACK_S = 15.0
+"""Serve averages what replicas report over this time; replicas report every 10 s."""
 
 
 class QueuePolicy:
@@ -49,8 +50,7 @@ def serve_autoscaling(config: AutoscalingConfig, *, capacity: int) -> ServeAutos
         initial_replicas=config.min_replicas,
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
-        metrics_interval_s=_INTERVAL_S,
-        look_back_period_s=2 * _INTERVAL_S,
+        look_back_period_s=_LOOK_BACK_S,
         policy=AutoscalingPolicy(
             policy_function="raylm.serving.autoscaling:QueuePolicy",
             policy_kwargs={"target": config.target_queued_requests, "capacity": capacity},
