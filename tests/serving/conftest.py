@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 
@@ -16,8 +15,6 @@ ROWS = 4
 @pytest.fixture(scope="session")
 def serve_url() -> Iterator[str]:
     """http://127.0.0.1:PORT of a running application; Serve's Python proxy, as with a bare `serve run`."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     port = free_port()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's and Serve's own, at import and start
