@@ -75,11 +75,6 @@ def load_app(args: Mapping[str, object], *, source: str) -> AppConfig:
     return parse(AppConfig, data, source=source)
 
 
-def app_of(engine: EngineConfig) -> AppConfig:
-    """The smallest application: one model, one replica."""
-    return AppConfig(models=[ModelDeployment(engine=engine)])
-
-
 def _with_engine(model: object) -> object:
     """Replace the name of an engine file by its checked content, so that errors name that file."""
     if not isinstance(model, dict) or not isinstance(model.get("engine"), str):

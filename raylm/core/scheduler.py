@@ -70,7 +70,6 @@ class Scheduler:
             )
         self._config = config
         self._cache = cache
-        self._max_model_len = max_model_len
         self._waiting = FCFSQueue()
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -79,10 +78,6 @@ class Scheduler:
         self._reserve = int(cache.capacity / cache.block_size * _WATERMARK)
         self._step = 0
         self._num_preemptions = 0
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
 
     @property
     def has_work(self) -> bool:

@@ -71,7 +71,6 @@ class LiveCatalog:
         self._routers = {name: ModelRouter(name) for name in texts}
         self._models: dict[str, ServedModel] = {}
         self._version = -1
-        self._first = asyncio.Event()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     def get(self, name: str) -> ServedModel | None:
@@ -100,14 +99,6 @@ class LiveCatalog:
         """Raise what ended the watch of the Directory, if anything has: without it the copy only grows old."""
         if self._watcher.done():
             self._watcher.result()
-
-    async def close(self) -> None:
-        """Drop every connection."""
-        self._watcher.cancel()
-        await asyncio.gather(self._watcher, return_exceptions=True)
-        for router in self._routers.values():
-            for engine in router.engines.values():
-                await engine.client.close()
 
     async def _watch(self) -> None:
         while True:
