@@ -1,18 +1,20 @@
 """A worker without a model: it keeps rows and a paged cache as the real one does, and checks every step against them.
 
-The cache remembers which token was written to which slot. A step reads back all slots of its rows through their block
-tables, so a block in two hands, a block freed too early or a token out of order fails at once. The next token is a
-hash of all tokens before it: any lost or repeated token changes everything after it.
+The cache remembers which token of which group was written to which slot. A step reads back all slots that its rows'
+queries read, through their block tables, so a block in two hands, a block freed too early, a copy forgotten or a token
+out of order fails at once. The next token is a hash of all tokens before it: any lost or repeated token changes
+everything after it.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.core.step import CacheLayout, Candidates, ModelInfo, NewRow, RowSampling, StepPlan, StepResult
 
 VOCAB = 64
 EOS = 0
@@ -23,11 +25,21 @@ def next_token(tokens: list[int]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCAB
 
 
+def logprob(tokens: list[int], token: int) -> float:
+    """How likely the fake model finds `token` after `tokens`; not normed, but always below 0."""
+    return -0.1 - zlib.crc32(bytes([*tokens, token])) / 2**32 * 4
+
+
+def candidates(tokens: list[int], count: int) -> Candidates:
+    """The likeliest tokens after `tokens`."""
+    ranked = sorted(range(VOCAB), key=lambda token: -logprob(tokens, token))[:count]
+    return Candidates(ranked, [logprob(tokens, token) for token in ranked])
+
+
 def expected_tokens(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
     """The output and finish reason of one request, run alone and naively."""
     tokens = list(prompt)
-    limit = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    limit, stops = limits(prompt, params, max_model_len)
     while True:
         tokens.append(next_token(tokens))
         if tokens[-1] in stops:
@@ -36,24 +48,90 @@ def expected_tokens(prompt: list[int], params: SamplingParams, max_model_len: in
             return tokens[len(prompt) :], "length"
 
 
+def limits(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[int, set[int]]:
+    """Longest length and stop tokens of a request."""
+    limit = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
+    return limit, set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+
+
+def expected_beams(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[tuple[list[int], str]]:
+    """The results of a beam search, best first, run naively on whole sequences."""
+    limit, stops = limits(prompt, params, max_model_len)
+    beams, ended = [(0.0, list(prompt))], []
+
+    def norm(score: float, length: int) -> float:
+        return score / math.pow(length, params.length_penalty)
+
+    while True:
+        ranked = []
+        for score, tokens in beams:
+            found = candidates(tokens, 2 * params.beam_width)
+            ranked += [(score + lp, tokens, token) for token, lp in zip(*found, strict=True)]
+        ranked.sort(key=lambda one: -one[0])
+        beams = []
+        for score, tokens, token in ranked[: 2 * params.beam_width]:
+            output = [*tokens[len(prompt) :], token]
+            if token in stops or len(tokens) + 1 >= limit:
+                ended.append((norm(score, len(output)), output, "stop" if token in stops else "length"))
+            else:
+                beams.append((score, [*tokens, token]))
+            if len(beams) == params.beam_width:
+                break
+        ended = sorted(ended, key=lambda one: -one[0])[: params.beam_width]
+        if beams and len(ended) == params.beam_width:
+            longest = limit if params.length_penalty > 0 else len(beams[0][1])
+            beaten = ended[-1][0] >= norm(beams[0][0], longest - len(prompt))
+            beams = [] if params.early_stopping or beaten else beams
+        if not beams:
+            return [(output, reason) for _, output, reason in ended[: params.n]]
+
+
 @dataclass
 class _Row:
     tokens: list[int]
     computed: int
-    blocks: list[int] = field(default_factory=list)
+    sampling: RowSampling
+    blocks: list[dict[int, int]] = field(default_factory=list)
 
 
 class FakeExecutor:
     """Runs plans on the fake worker; results come in order, when they are asked for."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 64, budget: int = 1 << 30):
-        self.info = ModelInfo(num_blocks, max_model_len, VOCAB, [EOS], "fake", "float32", {})
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        budget: int = 1 << 30,
+        windows: tuple[int, ...] = (0,),
+        num_host_blocks: int = 0,
+    ):
+        layout = CacheLayout(block_size, list(windows))
+        self.info = ModelInfo(
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            layout=layout,
+            block_bytes=1,
+            prefill_tokens_per_s=1.0 if num_host_blocks else 0.0,
+            swap_bytes_per_s=1e9 if num_host_blocks else 0.0,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+            device="fake",
+            dtype="float32",
+            phases={},
+        )
         self.block_size = block_size
+        self.windows = windows
         self.budget = budget
         self.rows: dict[int, _Row] = {}
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.device: dict[int, dict[int, tuple[int, int, int]]] = {}
+        """Of each block, by offset: group, position, token."""
+        self.host: dict[int, dict[int, tuple[int, int, int]]] = {}
         self.plans: deque[StepPlan] = deque()
         self.num_steps = 0
+        self.num_computed = 0
         self.fail_at: int | None = None
 
     def start(self) -> ModelInfo:
@@ -75,32 +153,70 @@ class FakeExecutor:
         assert 0 < plan.total_tokens <= self.budget
         assert len(set(plan.rows)) == len(plan.rows)
         assert all(count > 0 for count in plan.num_tokens)
+        self.num_computed += plan.total_tokens
+        self._copy(plan)
+        for row, token in plan.chosen:
+            assert self.rows[row].sampling.num_candidates
+            self.rows[row].tokens.append(token)
         for new in plan.new_rows:
-            self.rows[new.row] = _Row(list(new.token_ids), new.num_computed)
-        for row, added in zip(plan.rows, plan.new_blocks, strict=True):
-            self.rows[row].blocks += added
+            self._begin(new)
+        for added in plan.new_blocks:
+            for column, block in enumerate(added.block_ids, added.first_column):
+                assert 0 <= block < self.info.num_blocks
+                self.rows[added.row].blocks[added.group][column] = block
         # All of a step's writes come before its reads, as in the kernels.
         for row, count in zip(plan.rows, plan.num_tokens, strict=True):
             self._write(self.rows[row], count)
-        sampled = []
-        for row in plan.rows:
-            if (token := self._sample(self.rows[row])) is not None:
-                sampled.append(token)
-        return StepResult(plan.step, sampled)
+        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
+            self._read(self.rows[row], count)
+        return self._sample(plan)
+
+    def _copy(self, plan: StepPlan) -> None:
+        if plan.copies is None:
+            return
+        moves = (
+            (plan.copies.swap_out, self.device, self.host),
+            (plan.copies.forked, self.device, self.device),
+            (plan.copies.swap_in, self.host, self.device),
+        )
+        for pairs, source, target in moves:
+            assert len({to for _, to in pairs}) == len(pairs), "two copies into one block"
+            contents = [dict(source.get(block, {})) for block, _ in pairs]
+            for (_, to), content in zip(pairs, contents, strict=True):
+                target[to] = content
+
+    def _begin(self, new: NewRow) -> None:
+        tables: list[dict[int, int]] = [{} for _ in self.windows]
+        self.rows[new.row] = _Row(list(new.token_ids), new.num_computed, new.sampling, tables)
 
     def _write(self, row: _Row, count: int) -> None:
         assert row.computed + count <= len(row.tokens), "a step computes tokens that are not known"
-        for position in range(row.computed, row.computed + count):
-            block = row.blocks[position // self.block_size]
-            assert 0 < block < self.info.num_blocks
-            self.slots[block, position % self.block_size] = (position, row.tokens[position])
+        for group, blocks in enumerate(row.blocks):
+            for position in range(row.computed, row.computed + count):
+                block = blocks[position // self.block_size]
+                assert block > 0
+                slot = (group, position, row.tokens[position])
+                self.device.setdefault(block, {})[position % self.block_size] = slot
         row.computed += count
 
-    def _sample(self, row: _Row) -> int | None:
-        for position in range(row.computed):
-            slot = (row.blocks[position // self.block_size], position % self.block_size)
-            assert self.slots[slot] == (position, row.tokens[position]), "the cache holds another request's token"
-        if row.computed < len(row.tokens):
-            return None
-        row.tokens.append(next_token(row.tokens))
-        return row.tokens[-1]
+    def _read(self, row: _Row, count: int) -> None:
+        for group, window in enumerate(self.windows):
+            first = max(row.computed - count - window + 1, 0) if window else 0
+            for position in range(first, row.computed):
+                block = row.blocks[group][position // self.block_size]
+                found = self.device[block].get(position % self.block_size)
+                assert found == (group, position, row.tokens[position]), "the cache holds something else"
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        tokens, logprobs, reports = [], [], []
+        for row in (self.rows[index] for index in plan.rows):
+            if row.computed < len(row.tokens):
+                continue
+            if row.sampling.num_candidates:
+                reports.append(candidates(row.tokens, row.sampling.num_candidates))
+                continue
+            token = next_token(row.tokens)
+            logprobs.append(logprob(row.tokens, token) if row.sampling.logprob else 0.0)
+            row.tokens.append(token)
+            tokens.append(token)
+        return StepResult(plan.step, tokens, logprobs if any(logprobs) else [], reports)

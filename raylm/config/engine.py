@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -11,6 +12,8 @@ from raylm.config.base import FrozenConfig
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+BlockHash = Literal["xxhash", "sha256"]
+Policy = Literal["fcfs", "priority", "fair"]
 
 
 class ModelConfig(FrozenConfig):
@@ -45,6 +48,15 @@ class CacheConfig(FrozenConfig):
     """Share of the GPU's memory that weights, activations and cache may take together."""
     cpu_memory_gib: float = Field(default=1.0, gt=0)
     """Memory of the cache on a CPU, in GiB."""
+    swap_gib: float = Field(default=0.0, ge=0)
+    """Pinned host memory that preempted requests may be copied to, in GiB, where that is cheaper than to compute them
+    again; 0 always computes again."""
+    prefix_caching: bool = True
+    """Keep the blocks of ended requests, and share blocks of equal prefixes."""
+    block_hash: BlockHash = "xxhash"
+    """sha256 costs more time, and nobody can make two prefixes collide on purpose. (Tokens are compared either way.)"""
+    events: bool = False
+    """Let clients of the engine follow which blocks are stored and removed."""
 
 
 class SchedulerConfig(FrozenConfig):
@@ -56,6 +68,20 @@ class SchedulerConfig(FrozenConfig):
     """The token budget of a step, for prefill and decode together."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests that may wait; one more is refused with 503."""
+    max_queued_tokens: int | None = Field(default=None, ge=1)
+    """Prompt tokens of all waiting requests together; what would go past it is refused with 503."""
+    policy: Policy = "fcfs"
+    """Who is admitted next: fcfs, first come first served; priority, the lowest `priority` of a request first; fair,
+    the tenant that was served least."""
+    ageing_s: float = Field(default=30.0, gt=0)
+    """priority: a request that waits this long counts as one priority lower, so that none starves."""
+    tenant_weights: dict[str, float] = {}
+    """fair: a tenant of weight 2 gets twice what one of weight 1 gets; 1 where a tenant is not named."""
+    target_itl_ms: float | None = Field(default=None, gt=0)
+    """Give prefill only so many tokens a step that running requests get a token every so many milliseconds; by default
+    prefill takes what the budget leaves."""
+    max_prompt_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of a step's budget that one prompt may take while other requests run or wait."""
 
     @model_validator(mode="after")
     def _budget_covers_decode(self) -> SchedulerConfig:
@@ -64,6 +90,9 @@ class SchedulerConfig(FrozenConfig):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), so that a step can decode every running request"
             )
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"tenant_weights.{tenant} must be over 0, got {weight:g}")
         return self
 
 

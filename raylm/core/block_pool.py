@@ -1,19 +1,31 @@
-"""The blocks of the paged KV cache."""
+"""The blocks of the paged KV cache: who holds them, and what can be found in them."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+
+from raylm.core.block_hash import BlockKey
+from raylm.core.events import EventLog
 
 PADDING_BLOCK = 0
 """Never handed out: padded rows of a batch write there, so that no kernel needs a mask."""
 
 
 class BlockPool:
-    """Block numbers 1 .. num_blocks-1, each free or in one hand. O(1) a block."""
+    """Blocks 1 .. num_blocks-1 with reference counts. Every call is O(1) a block.
 
-    def __init__(self, num_blocks: int) -> None:
+    A full block whose tokens are known can be stored under their hash: it is found by that, and shared, while it is in
+    use, and afterwards until it is handed out anew. Free blocks are handed out least recently used first, those
+    in which nothing can be found before all others.
+    """
+
+    def __init__(self, num_blocks: int, *, num_groups: int = 1, events: EventLog | None = None) -> None:
         self.num_blocks = num_blocks
-        self._free = deque(range(1, num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._refs = [0] * num_blocks
+        self._stored: list[tuple[int, BlockKey] | None] = [None] * num_blocks
+        self._by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._events = events
 
     @property
     def num_usable(self) -> int:
@@ -25,8 +37,66 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has made sure that they are there."""
-        return [self._free.popleft() for _ in range(count)]
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            if self._stored[block] is not None:
+                self._forget(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
 
-    def give_back(self, block_ids: list[int]) -> None:
-        """Take blocks back, the tail of a sequence first: its head is the likelier to be of use again."""
-        self._free.extend(reversed(block_ids))
+    def share(self, block: int) -> None:
+        """One holder more; a free block that was found comes back into use."""
+        if self._refs[block] == 0:
+            del self._free[block]
+        self._refs[block] += 1
+
+    def give_back(self, blocks: list[int]) -> None:
+        """One holder less for each. The last block goes first: a sequence's head is the likelier to be of use again."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                if self._stored[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def is_private(self, block: int) -> bool:
+        """Whether its one holder may write over what it has written: nobody else reads it or can find it."""
+        return self._refs[block] == 1 and self._stored[block] is None
+
+    def find(self, group: int, key: BlockKey) -> int | None:
+        """The block of `group` that holds exactly these tokens after exactly this prefix."""
+        block = self._by_hash[group].get(key.hash)
+        if block is None:
+            return None
+        stored = self._stored[block]
+        # Equal hashes of different tokens are no hit.
+        return block if stored is not None and stored[1].content == key.content else None
+
+    def store(self, group: int, block: int, key: BlockKey) -> None:
+        """Let a full block be found, unless one of equal hash can be found already."""
+        by_hash = self._by_hash[group]
+        if key.hash in by_hash or self._stored[block] is not None:
+            return
+        by_hash[key.hash] = block
+        self._stored[block] = (group, key)
+        if self._events is not None:
+            self._events.stored(key.hash, key.parent, key.num_tokens, group)
+
+    def forget_all(self) -> None:
+        """Let no block be found any more."""
+        for by_hash in self._by_hash:
+            by_hash.clear()
+        self._stored = [None] * self.num_blocks
+        if self._events is not None:
+            self._events.cleared()
+
+    def _forget(self, block: int) -> None:
+        stored = self._stored[block]
+        assert stored is not None
+        group, key = stored
+        self._stored[block] = None
+        del self._by_hash[group][key.hash]
+        if self._events is not None:
+            self._events.removed(key.hash, group)

@@ -10,6 +10,7 @@ from raylm.errors import RequestRejected
 MAX_SEED = 2**63 - 1
 MAX_N = 128
 MAX_STOP_STRINGS = 16
+MAX_BEAM_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,11 @@ class SamplingParams:
     seed: same seed, prompt and model give the same tokens; None draws one.
     max_tokens: tokens to generate at most; None means up to the model's length.
     n: completions per prompt.
+    logprobs: report the log probability of every sampled token.
+    beam_width: over 0, search for the likeliest sequences with so many beams, up to 16, instead of sampling; n of them
+        come back at their end, the best first. temperature and its like then do nothing.
+    length_penalty: beams are compared by their log probability over length ** length_penalty.
+    early_stopping: end a beam search as soon as beam_width sequences have ended, even if a running one could be better.
     stop: strings that end the text (and are not part of it).
     stop_token_ids: tokens that end the text.
     ignore_eos: do not end at the model's end-of-sequence tokens.
@@ -37,6 +43,10 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     n: int = 1
+    logprobs: bool = False
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -51,6 +61,14 @@ class SamplingParams:
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("n", self.n, 1, MAX_N)
+        _check_int("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
+        _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if 0 < self.beam_width < self.n:
+            raise RequestRejected(f"n is {self.n}, but beam_width {self.beam_width} gives no more sequences", param="n")
+        if self.beam_width and self.logprobs:
+            raise RequestRejected(
+                "logprobs are not reported for a beam search; leave one of the two out", param="logprobs"
+            )
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:

@@ -1,26 +1,34 @@
 """Who runs in the next step.
 
 A pure state machine: schedule() makes a plan, update() takes a result, and any number of plans may be in flight
-between the two. There is no prefill phase and no decode phase: each request has computed tokens that chase its known
-tokens, and one token budget a step is shared out, to running requests first (Orca, OSDI 2022, for scheduling by
-iteration; Sarathi-Serve, OSDI 2024, for chunked prefill beside decodes).
+between the two; time is an argument. There is no prefill phase and no decode phase: each request has computed tokens
+that chase its known tokens, and one token budget a step is shared out, to running requests first (Orca, OSDI 2022, for
+scheduling by iteration; Sarathi-Serve, OSDI 2024, for chunked prefill beside decodes).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
+from operator import attrgetter
 from typing import NamedTuple
 
 from raylm.config.engine import SchedulerConfig
+from raylm.core.admission import Admission
+from raylm.core.beam import Beams
+from raylm.core.draft import Draft
 from raylm.core.kv_cache import KVCacheManager
-from raylm.core.queue import FCFSQueue
+from raylm.core.pacing import PrefillPacer, StepTimer
+from raylm.core.policies import make_policy
 from raylm.core.request import Request, Status
-from raylm.core.step import NewRow, StepPlan, StepResult, TokenDelta
-from raylm.errors import ConfigError, Overloaded
+from raylm.core.step import StepPlan, StepResult, TokenDelta
+from raylm.errors import ConfigError
 
-_RETRY_AFTER_S = 1.0
 _WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted, so that the running ones can grow for a while."""
+_rank = attrgetter("rank")
+_new = tuple.__new__
+_NO_LOGPROBS: list[float] = []
 
 
 class SchedulerStats(NamedTuple):
@@ -30,171 +38,417 @@ class SchedulerStats(NamedTuple):
     waiting: int
     kv_usage: float
     num_preemptions: int
+    num_swaps: int = 0
+    """Preemptions whose blocks went to the host."""
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    """Prompt tokens looked up in the prefix cache, and found there."""
+    waiting_tokens: int = 0
 
 
 class _InFlight(NamedTuple):
     step: int
     sampling: list[Request]
-
-
-class _Draft:
-    """The plan being made: what is left of the budget, and the parallel lists of the plan."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.new_rows: list[NewRow] = []
-        self.rows: list[int] = []
-        self.num_tokens: list[int] = []
-        self.new_blocks: list[list[int]] = []
-        self.sampling: list[Request] = []
-
-    def add(self, request: Request, num_tokens: int, new_blocks: list[int]) -> None:
-        self.rows.append(request.row)
-        self.num_tokens.append(num_tokens)
-        self.new_blocks.append(new_blocks)
-        self.budget -= num_tokens
-        request.num_computed += num_tokens
-        if request.num_computed == request.num_known:
-            request.num_in_flight += 1
-            self.sampling.append(request)
+    reporting: list[Request]
+    num_prefill: int
+    num_decodes: int
 
 
 class Scheduler:
-    """Admits, runs, preempts and finishes requests."""
+    """Admits, runs, preempts and finishes requests.
+
+    `running` is kept in the policy's order; the last one gives way when blocks run out. A plan is made in that order
+    too, so that whoever gives way is not part of it yet.
+    """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, *, max_model_len: int) -> None:
-        if cache.capacity < max_model_len:
+        needed = cache.layout.blocks_for(max_model_len, chunk=config.max_num_batched_tokens)
+        if needed > cache.num_usable:
             raise ConfigError(
-                f"the KV cache holds {cache.capacity} tokens, fewer than model.max_model_len {max_model_len}: "
+                f"the KV cache has {cache.num_usable} blocks of {cache.block_size} tokens, but one request of "
+                f"model.max_model_len {max_model_len} needs {needed}: "
                 "lower max_model_len or give the cache more memory"
             )
         self._config = config
         self._cache = cache
-        self._waiting = FCFSQueue()
+        self._policy = make_policy(config)
+        self._admission = Admission(config)
+        self._pacer = PrefillPacer(config)
+        self._timer = StepTimer()
+        self._beams = Beams(self)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._forked: dict[Request, None] = {}
+        self._to_fork: list[Request] = []
+        self._swapped_out: list[tuple[int, int]] = []
+        """Copies to the host that the next plan makes: there may be none to make them at once."""
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[_InFlight] = deque()
-        self._reserve = int(cache.capacity / cache.block_size * _WATERMARK)
+        self._reserve = int(cache.num_usable * _WATERMARK)
+        self._stuck: tuple[str, int, bool] | None = None
+        self._num_decodes = 0
+        self._num_orders = 0
         self._step = 0
         self._num_preemptions = 0
+        self._num_swaps = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests) or bool(self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(len(self._running), len(self._waiting), self._cache.usage, self._num_preemptions)
+        return SchedulerStats(
+            len(self._running),
+            len(self._requests) - len(self._running),
+            self._cache.usage,
+            self._num_preemptions,
+            self._num_swaps,
+            self._cache.num_queries,
+            self._cache.num_hits,
+            self._policy.num_tokens,
+        )
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises Overloaded when the queue is full."""
-        if len(self._waiting) >= self._config.max_queued_requests:
-            raise Overloaded(
-                f"{len(self._waiting)} requests are waiting, at most {self._config.max_queued_requests} may",
-                retry_after=_RETRY_AFTER_S,
-            )
-        if request.id in self._requests:
-            raise ValueError(f"request id {request.id!r} is already in use")
-        self._requests[request.id] = request
-        self._waiting.add(request)
+    def add(self, requests: list[Request], now: float) -> None:
+        """Queue the sequences of one prompt: samples that share it, or the results of one beam search.
+
+        Raises Overloaded when the queue is full or their time is too short.
+        """
+        for request in requests:
+            if request.id in self._requests or request.id in self._beams:
+                raise ValueError(f"request id {request.id!r} is already in use")
+        first, *others = requests
+        self._admission.check(
+            first,
+            num_running=len(self._running),
+            num_waiting=len(self._policy),
+            waiting_tokens=self._policy.num_tokens,
+            now=now,
+        )
+        if first.params.beam_width:
+            self._beams.begin(first, [request.id for request in requests])
+            others = []
+        self.enlist(first)
+        self._policy.add(first)
+        for request in others:
+            self.enlist(request)
+            request.status = Status.PARKED
+        first.forks = others
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request now; its blocks are free at once and what is still in flight for it is dropped."""
-        request = self._requests.get(request_id)
-        if request is None:
+        """End a request now; its blocks are free at once and what is still in flight for it is dropped.
+
+        Any id of a beam search ends it all.
+        """
+        if request_id in self._beams:
+            self._beams.end(request_id)
+        elif (request := self._requests.get(request_id)) is not None:
+            self.finish(request)
+        else:
             return None
-        self._finish(request)
         return TokenDelta(request_id, [], "abort")
 
     def abort_all(self) -> list[TokenDelta]:
         """End every request."""
-        deltas = [self.abort(request_id) for request_id in list(self._requests)]
-        return [delta for delta in deltas if delta is not None]
+        ids = [*self._beams.ids, *(id for id, request in self._requests.items() if request.search is None)]
+        deltas = [TokenDelta(request_id, [], "abort") for request_id in ids]
+        for request in list(self._requests.values()):
+            if request.status is not Status.FINISHED:
+                self.abort(request.search.ids[0] if request.search else request.id)
+        return deltas
 
-    def schedule(self) -> StepPlan | None:
+    def expire(self, now: float) -> list[TokenDelta]:
+        """End the requests whose time is up."""
+        deltas = []
+        for request in self._admission.due(now):
+            if request.status is Status.FINISHED:
+                continue  # With another beam of its search.
+            message = _too_late(request, now)
+            if request.search is not None:
+                deltas += [TokenDelta(id, [], "deadline", message) for id in self._beams.end(request.search.ids[0])]
+            else:
+                self.finish(request)
+                deltas.append(TokenDelta(request.id, [], "deadline", message))
+        return deltas
+
+    def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None when nothing can run now."""
-        draft = _Draft(self._config.max_num_batched_tokens)
+        self._fork_off()
+        prefill_budget = self._pacer.prefill_budget(self._num_decodes)
+        draft = Draft(self._config.max_num_batched_tokens, prefill_budget, self._swapped_out)
         if self._schedule_running(draft):
+            self._admit(draft)
+        if not draft.rows and not self._in_flight and self._unblock(draft):
             self._admit(draft)
         if not draft.rows:
             return None
+        self._swapped_out = []
         self._step += 1
-        self._in_flight.append(_InFlight(self._step, draft.sampling))
-        return StepPlan(self._step, draft.new_rows, draft.rows, draft.num_tokens, draft.new_blocks)
+        plan = draft.plan(self._step, self._beams.take_chosen())
+        self._num_decodes = len(draft.rows) - draft.num_longer
+        self._in_flight.append(
+            _InFlight(self._step, draft.sampling, draft.reporting, draft.num_prefill, self._num_decodes)
+        )
+        self._timer.submitted(now)
+        return plan
 
-    def update(self, result: StepResult) -> list[TokenDelta]:
+    def update(self, result: StepResult, now: float) -> list[TokenDelta]:
         """Take the oldest step's result; tokens of requests that ended meanwhile are dropped."""
         flight = self._in_flight.popleft()
         if flight.step != result.step or len(flight.sampling) != len(result.token_ids):
             raise RuntimeError(f"result of step {result.step} does not answer step {flight.step}")
-        deltas = []
-        for request, token_id in zip(flight.sampling, result.token_ids, strict=True):
-            if request.status is Status.FINISHED:
-                continue
-            request.num_in_flight -= 1
-            request.token_ids.append(token_id)
-            reason = request.finish_reason(token_id)
-            if reason is not None:
-                self._finish(request)
-            deltas.append(TokenDelta(request.id, [token_id], reason))
+        seconds = self._timer.finished(now)
+        self._pacer.observe(flight.num_prefill, flight.num_decodes, seconds)
+        self._admission.observe(flight.num_prefill, len(flight.sampling), seconds, len(self._policy))
+        deltas = self._take_tokens(flight.sampling, result)
+        if flight.reporting:
+            deltas += self._beams.take(flight.reporting, result.candidates)
         return deltas
 
-    def _schedule_running(self, draft: _Draft) -> bool:
-        """Give running requests their tokens, oldest first. False when one had to be preempted for it."""
+    def _take_tokens(self, sampling: list[Request], result: StepResult) -> list[TokenDelta]:
+        """Append each sampled token and say it; end what it ends."""
+        deltas = []
+        finished = Status.FINISHED
+        if self._policy.counts_tokens:
+            for request in sampling:
+                if request.status is not finished:
+                    self._policy.served(request, 0, 1)
+        for request, token_id in zip(sampling, result.token_ids, strict=True):
+            if request.status is finished:
+                continue
+            tokens = request.token_ids
+            tokens.append(token_id)
+            if token_id in request.stop_ids or len(tokens) >= request.max_len or request.num_cached:
+                deltas.append(self._notable(request, token_id))
+            else:
+                # As TokenDelta(request.id, [token_id]), whose own constructor costs as much as the rest of this loop.
+                deltas.append(_new(TokenDelta, (request.id, [token_id], None, None, 0, _NO_LOGPROBS)))
+        if result.logprobs:
+            deltas = _with_logprobs(deltas, sampling, result.logprobs)
+        return deltas
+
+    def _notable(self, request: Request, token_id: int) -> TokenDelta:
+        """The delta of a token that is the first after a hit in the cache, or the last."""
+        num_cached, request.num_cached = request.num_cached, 0
+        reason = request.finish_reason(token_id)
+        if reason is not None:
+            self._admission.finished(request)
+            self.finish(request)
+        return TokenDelta(request.id, [token_id], reason, num_cached_tokens=num_cached)
+
+    def _schedule_running(self, draft: Draft) -> bool:
+        """Give running requests their tokens. False when one had to be preempted for it."""
+        add_row, add_sampling = draft.rows.append, draft.sampling.append
         preempted = False
-        index = 0
-        while index < len(self._running) and draft.budget > 0:
-            request = self._running[index]
-            num_tokens = min(request.num_to_compute, draft.budget)
-            if num_tokens == 0:
-                index += 1
-                continue
-            added = self._cache.allocate(request, num_tokens)
-            if added is None:
-                # The newest gives way; it stands at or after `index`, so it is not part of this plan yet.
-                self._preempt(self._running[-1])
+        for request in self._running:
+            computed, known = request.num_computed, request.num_known
+            if known - computed == 1 and computed < request.horizon:
+                request.num_computed = known
+                request.num_known = known + 1
+                add_row(request.row)
+                add_sampling(request)
+            elif not self._continue(request, draft):
                 preempted = True
-                continue
-            draft.add(request, num_tokens, added)
-            index += 1
         return not preempted
 
-    def _admit(self, draft: _Draft) -> None:
-        """Start waiting requests while rows, blocks and budget last, in the queue's order."""
-        while self._free_rows and draft.budget > 0:
-            request = self._waiting.first()
+    def _continue(self, request: Request, draft: Draft) -> bool:
+        """Let a running request compute what it can. False when one had to be preempted for it."""
+        num_tokens = request.num_to_compute
+        if num_tokens > 1:
+            # Every running request after this one can still decode.
+            reserved = len(self._running) - len(draft.rows) - 1
+            num_tokens = draft.room(num_tokens, reserved=reserved, limit=self._prompt_limit())
+        if num_tokens <= 0:
+            return True
+        num_columns = len(request.block_ids[0])
+        gave_way = False
+        while (copies := self._cache.allocate(request, num_tokens)) is None:
+            if self._strip_forks():
+                continue
+            gave_way = True
+            victim = self._running[-1]
+            if victim is request and self._park_idle_beams(draft):
+                continue
+            self._preempt(victim, draft)
+            if victim is request:
+                return False
+        draft.add_blocks(self._cache.blocks_from(request, num_columns))
+        draft.copy(copies)
+        self._compute(request, num_tokens, draft)
+        return not gave_way
+
+    def _admit(self, draft: Draft) -> None:
+        """Start waiting requests while rows, blocks and budget last, in the policy's order."""
+        while self._free_rows:
+            request = self._policy.first()
             # A preempted request waits for its tokens in flight: its next row must know them all.
-            if request is None or request.num_in_flight:
+            if request is None or request.num_in_flight or not self._start(request, draft):
                 return
-            num_tokens = min(request.num_to_compute, draft.budget)
-            added = self._cache.allocate(request, num_tokens, reserve=self._reserve if self._running else 0)
-            if added is None:
-                return
-            self._waiting.remove(request)
-            request.status = Status.RUNNING
-            request.row = self._free_rows.pop()
-            self._running.append(request)
-            draft.new_rows.append(NewRow(request.row, list(request.token_ids), 0, request.sampling))
-            draft.add(request, num_tokens, added)
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks and row; it will compute its tokens again."""
-        self._num_preemptions += 1
-        self._release(request)
-        request.num_computed = 0
+    def _start(self, request: Request, draft: Draft) -> bool:
+        """Give a waiting request a row, blocks and its first tokens; False when it must wait on."""
+        state = (request.id, self._cache.num_free, bool(self._running))
+        if state == self._stuck:
+            return False
+        # Before the look for a prefix, which is the dearer: most steps have no room for one prompt more.
+        if draft.room(request.num_to_compute, reserved=0, limit=self._prompt_limit()) <= 0:
+            return False
+        is_fresh = request.num_computed == 0
+        if is_fresh:
+            self._cache.attach_prefix(request)
+        num_tokens = draft.room(request.num_to_compute, reserved=0, limit=self._prompt_limit())
+        if not self._make_room(request, num_tokens, draft):
+            if is_fresh:
+                self._cache.free(request)
+                request.num_computed = 0
+            self._stuck = state
+            return False
+        self._policy.remove(request)
+        self._admission.started(request)
+        self._forked.pop(request, None)
+        request.status = Status.RUNNING
+        request.row = self._free_rows.pop()
+        request.rank = self._policy.rank(request)
+        insort(self._running, request, key=_rank)
+        if is_fresh and len(request.token_ids) == request.num_prompt:
+            self._cache.count_hits(request)
+            request.num_cached = request.num_charged = request.num_computed
+        draft.add_row(request)
+        draft.add_blocks(self._cache.blocks_from(request, 0))
+        self._compute(request, num_tokens, draft)
+        return True
+
+    def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
+        """Blocks for a waiting request's first step, from the host where they went there."""
+        reserve = self._reserve if self._running else 0
+        if request.host_blocks:
+            pairs = self._cache.swap_in(request, num_tokens, reserve=reserve)
+            draft.swap_in(pairs or [])
+            return pairs is not None
+        copies = self._cache.allocate(request, num_tokens, reserve=reserve)
+        draft.copy(copies or [])
+        return copies is not None
+
+    def _compute(self, request: Request, num_tokens: int, draft: Draft) -> None:
+        """Put the request's next tokens into the plan; from here on others can share the blocks that a prompt fills."""
+        draft.add(request, num_tokens)
+        request.set_horizon()
+        if request.num_computed > request.num_prompt and not request.forks:
+            return
+        self._cache.store_full(request)
+        done = min(request.num_computed, request.num_prompt)
+        if done > request.num_charged:
+            self._policy.served(request, done - request.num_charged, 0)
+            request.num_charged = done
+        if request.forks and request.num_computed >= request.num_prompt:
+            self._to_fork.append(request)
+
+    def _fork_off(self) -> None:
+        """Prompts that the last plan completed: their other sequences share them now, and compute the last token again
+        to sample their own first token from it. (A plan copies blocks before it fills any.)"""
+        for request in reversed(self._to_fork):
+            forks, request.forks = request.forks, []
+            for fork in reversed(forks):
+                if fork.status is Status.PARKED:
+                    self.fork(request, fork, request.num_prompt - 1)
+                    self.requeue(fork)
+        self._to_fork.clear()
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Let a waiting child hold the parent's first `num_tokens` tokens, as long as nobody needs the blocks more."""
+        self._cache.fork(parent, child, num_tokens)
+        child.num_charged = child.num_prompt
+        self._forked[child] = None
+
+    def enlist(self, request: Request) -> None:
+        """Take a new request in; it is in no queue yet."""
+        self._num_orders += 1
+        request.order = self._num_orders
+        request.block_ids = [[] for _ in self._cache.layout.windows]
+        self._requests[request.id] = request
+        self._admission.watch(request)
+
+    def requeue(self, request: Request) -> None:
+        """Queue a request that was preempted or parked, before newcomers."""
         request.status = Status.WAITING
-        self._waiting.put_back(request)
+        self._policy.put_back(request)
 
-    def _finish(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
+        """End a request; its blocks are free, and still found by requests of the same prefix."""
         if request.status is Status.RUNNING:
-            self._release(request)
-        else:
-            self._waiting.remove(request)
+            self._cache.store_full(request)
+            del self._running[bisect_left(self._running, request.rank, key=_rank)]
+            self._free_row(request)
+        elif request.status is Status.WAITING:
+            self._policy.remove(request)
+        self._cache.free(request)
+        self._forked.pop(request, None)
         request.status = Status.FINISHED
         del self._requests[request.id]
+        forks, request.forks = request.forks, []
+        for fork in reversed(forks):
+            if fork.status is Status.PARKED:
+                self.requeue(fork)
 
-    def _release(self, request: Request) -> None:
-        self._running.remove(request)
-        self._cache.free(request)
+    def _preempt(self, request: Request, draft: Draft) -> None:
+        """Take a running request's blocks and row, to the host where that is cheaper than to compute them again."""
+        self._num_preemptions += 1
+        del self._running[bisect_left(self._running, request.rank, key=_rank)]
+        self._cache.store_full(request)
+        pairs = self._cache.swap_out(request)
+        if pairs is None:
+            self._cache.free(request)
+            request.num_computed = 0
+        else:
+            draft.swap_out(pairs)
+            self._num_swaps += 1
+        self._free_row(request)
+        if request.is_reporting or self._beams.has_reported(request):
+            request.status = Status.PARKED
+        else:
+            self.requeue(request)
+
+    def _free_row(self, request: Request) -> None:
         self._free_rows.append(request.row)
+        self._beams.forget_chosen(request.row)
         request.row = -1
+
+    def _strip_forks(self) -> bool:
+        """Take the blocks that waiting forks hold, before anything that runs gives way. False when there are none."""
+        for request in self._forked:
+            self._cache.free(request)
+            request.num_computed = 0
+        stripped = bool(self._forked)
+        self._forked.clear()
+        return stripped
+
+    def _unblock(self, draft: Draft) -> bool:
+        """Nothing runs and the first in the queue cannot start: whatever only holds rows and blocks gives them up."""
+        if not len(self._policy):
+            return False
+        self._stuck = None
+        stripped = self._strip_forks()
+        return self._park_idle_beams(draft) or stripped
+
+    def _park_idle_beams(self, draft: Draft) -> bool:
+        """Take rows and blocks of the beams that only wait for others. False when there are none."""
+        idle = [request for request in self._running if self._beams.has_reported(request)]
+        for request in idle:
+            self._preempt(request, draft)
+        return bool(idle)
+
+    def _prompt_limit(self) -> int:
+        return self._pacer.prompt_limit(others=len(self._running) + len(self._policy) > 1)
+
+
+def _too_late(request: Request, now: float) -> str:
+    waited = now - request.arrived
+    if now >= request.deadline:
+        return f"the request was not complete after deadline_s {request.options.deadline_s:g} (it took {waited:.2f} s)"
+    return f"the request waited {waited:.2f} s, longer than queue_timeout_s {request.options.queue_timeout_s:g}"
+
+
+def _with_logprobs(deltas: list[TokenDelta], sampling: list[Request], logprobs: list[float]) -> list[TokenDelta]:
+    wanted = {request.id: value for request, value in zip(sampling, logprobs, strict=True) if request.params.logprobs}
+    return [
+        delta._replace(logprobs=[wanted[delta.request_id]]) if delta.request_id in wanted else delta for delta in deltas
+    ]

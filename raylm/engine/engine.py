@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable, Sequence
 
 from raylm.config.engine import EngineConfig
-from raylm.core.kv_cache import KVCacheManager
+from raylm.core.block_hash import HASHES
+from raylm.core.events import EventBatch, EventLog, EventSnapshot
+from raylm.core.kv_cache import KVCacheManager, SwapCosts
+from raylm.core.options import RequestOptions
 from raylm.core.request import Request
-from raylm.core.sampling import SamplingParams
+from raylm.core.sampling import MAX_SEED, SamplingParams
 from raylm.core.scheduler import Scheduler, SchedulerStats
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.errors import RequestRejected
 from raylm.executor.base import Executor
 
+_DEFAULT_OPTIONS = RequestOptions()
+
 
 class Engine:
     """One model: a scheduler, a KV cache and an executor. Not thread-safe: one caller drives it."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, *, plans_in_flight: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        plans_in_flight: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Start the executor and build the scheduler from what it reports. Raises ConfigError, EngineDeadError."""
         self._executor = executor
         self._window = plans_in_flight
+        self._clock = clock
         self._num_in_flight = 0
         self.info: ModelInfo = executor.start()
-        cache = KVCacheManager(num_blocks=self.info.num_blocks, block_size=config.cache.block_size)
-        self._scheduler = Scheduler(config.scheduler, cache, max_model_len=self.info.max_model_len)
+        self._events = EventLog() if config.cache.events else None
+        self._cache = make_cache(config, self.info, self._events)
+        self._scheduler = Scheduler(config.scheduler, self._cache, max_model_len=self.info.max_model_len)
+        self._max_rows = config.scheduler.max_num_seqs
         self._eos = frozenset(self.info.eos_token_ids)
 
     @property
@@ -34,18 +51,45 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Queue one sequence (params.n is the caller's business). Raises RequestRejected, Overloaded."""
+    def add(
+        self,
+        ids: Sequence[str],
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions = _DEFAULT_OPTIONS,
+    ) -> None:
+        """Queue one sequence an id, all of one prompt, whose blocks they share; the i-th samples with seed + i.
+
+        With params.beam_width the ids get the best sequences of one search, best first. Raises RequestRejected,
+        Overloaded.
+        """
         check_prompt(prompt_ids, params, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
             max_len = min(max_len, len(prompt_ids) + params.max_tokens)
-        seed = params.seed if params.seed is not None else random.getrandbits(63)
+        seed = params.seed if params.seed is not None else random.getrandbits(62)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        self._scheduler.add(Request(request_id, prompt_ids, params, seed=seed, stop_ids=stop_ids, max_len=max_len))
+        now = self._clock()
+        requests = [
+            Request(
+                id,
+                prompt_ids,
+                params,
+                seed=_wrapped(seed + index),
+                stop_ids=stop_ids,
+                max_len=max_len,
+                options=options,
+                arrived=now,
+            )
+            for index, id in enumerate(ids)
+        ]
+        self._scheduler.add(requests, now)
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request; its KV blocks are free when this returns. None when it had ended already."""
+        """End a sequence, or the beam search that it belongs to; its KV blocks are free when this returns.
+
+        None when it had ended already.
+        """
         return self._scheduler.abort(request_id)
 
     def abort_all(self) -> list[TokenDelta]:
@@ -54,21 +98,49 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Fill the window of plans, wait for the oldest result and return what it gave. Raises EngineDeadError."""
+        expired = self._scheduler.expire(self._clock())
         while self._num_in_flight < self._window:
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(self._clock())
             if plan is None:
                 break
             self._executor.submit(plan)
             self._num_in_flight += 1
         if not self._num_in_flight:
-            return []
+            return expired
         result = self._executor.result()
         self._num_in_flight -= 1
-        return self._scheduler.update(result)
+        return expired + self._scheduler.update(result, self._clock())
+
+    def take_events(self) -> EventBatch | None:
+        """What happened to the cached blocks since the last call; None where nothing did or cache.events is off."""
+        return self._events.take() if self._events is not None else None
+
+    def event_snapshot(self) -> EventSnapshot:
+        """Every block that can be found now. Raises RequestRejected where cache.events is off."""
+        if self._events is None:
+            raise RequestRejected("cache.events is off: this engine keeps no events of its KV cache")
+        return self._events.snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Let no cached block be found any more. Running requests go on with theirs."""
+        self._cache.forget_prefixes()
 
     def shutdown(self) -> None:
         """Stop the workers. May be called twice."""
         self._executor.shutdown()
+
+
+def make_cache(config: EngineConfig, info: ModelInfo, events: EventLog | None) -> KVCacheManager:
+    """The cache manager of a model as its workers report it."""
+    return KVCacheManager(
+        info.layout,
+        num_blocks=info.num_blocks,
+        hash_of=HASHES[config.cache.block_hash] if config.cache.prefix_caching else None,
+        model=config.model.path,
+        num_host_blocks=info.num_host_blocks,
+        swap_costs=SwapCosts(info.block_bytes, info.prefill_tokens_per_s, info.swap_bytes_per_s),
+        events=events,
+    )
 
 
 def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:
@@ -89,8 +161,18 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len
             param="max_tokens",
             code="context_length_exceeded",
         )
+    if 2 * params.beam_width > vocab_size:
+        raise RequestRejected(
+            f"beam_width is {params.beam_width}, but half of this model's {vocab_size} tokens is the most it can be",
+            param="beam_width",
+        )
     worst = max(prompt_ids) if min(prompt_ids) >= 0 else min(prompt_ids)
     if not 0 <= worst < vocab_size:
         raise RequestRejected(
             f"the prompt holds the token id {worst}; this model has 0 to {vocab_size - 1}", param="prompt"
         )
+
+
+def _wrapped(seed: int) -> int:
+    """Keep a seed within its limits when it is counted up."""
+    return seed if seed <= MAX_SEED else seed - 2 * (MAX_SEED + 1)

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-from fakes import EOS, VOCAB, FakeExecutor, expected_tokens
+from fakes import EOS, VOCAB, FakeExecutor, expected_beams, expected_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from raylm.core.kv_cache import KVCacheManager
+from raylm.core.options import RequestOptions
+from raylm.core.request import Status
 from raylm.core.sampling import SamplingParams
 from raylm.core.scheduler import Scheduler
-from raylm.core.step import StepResult
+from raylm.core.step import CacheLayout, StepResult
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError, EngineDeadError, Overloaded, RequestRejected
 
 
 def make_engine(
-    executor: FakeExecutor, *, window: int = 1, max_num_seqs: int = 8, budget: int = 64, queue: int = 1024
+    executor: FakeExecutor,
+    *,
+    window: int = 1,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    queue: int = 1024,
+    prefix_caching: bool = True,
+    clock=lambda: 0.0,
+    **scheduler,
 ) -> Engine:
     executor.budget = budget
     config = EngineConfig(
         model=ModelConfig(path="fake"),
-        cache=CacheConfig(block_size=executor.block_size),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue),
+        cache=CacheConfig(block_size=executor.block_size, prefix_caching=prefix_caching, events=True),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue, **scheduler
+        ),
     )
-    return Engine(config, executor, plans_in_flight=window)
+    return Engine(config, executor, plans_in_flight=window, clock=clock)
 
 
 class Collected:
@@ -35,11 +49,13 @@ class Collected:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.cached: Counter[str] = Counter()
 
     def take(self, deltas) -> None:
         for delta in deltas:
             assert delta.request_id not in self.reasons, "a token after the end"
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.cached[delta.request_id] += delta.num_cached_tokens
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
 
@@ -53,11 +69,44 @@ def run_to_end(engine: Engine) -> Collected:
     raise AssertionError("the engine did not come to an end")
 
 
-prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=20)
+def audit(engine: Engine) -> None:
+    """Every block is free or held as often as requests hold it; what can be found is where it should be."""
+    scheduler = engine._scheduler
+    pool = scheduler._cache._pool
+    held: Counter[int] = Counter()
+    for request in scheduler._requests.values():
+        assert len({len(blocks) for blocks in request.block_ids}) == 1
+        for blocks in request.block_ids:
+            held.update(block for block in blocks if block)
+        if request.status is Status.RUNNING:
+            assert request.num_computed <= request.num_slots
+            assert request.num_computed <= request.num_known
+    for block in range(1, pool.num_blocks):
+        assert pool._refs[block] == held[block], f"block {block}"
+        assert (block in pool._free) == (held[block] == 0)
+    for group, by_hash in enumerate(pool._by_hash):
+        for digest, block in by_hash.items():
+            stored = pool._stored[block]
+            assert stored is not None
+            assert (stored[0], stored[1].hash) == (group, digest)
+    assert sum(map(len, pool._by_hash)) == sum(stored is not None for stored in pool._stored)
+    assert [request.rank for request in scheduler._running] == sorted(request.rank for request in scheduler._running)
+    hosts = [block for request in scheduler._requests.values() for held in request.host_blocks for block in held]
+    used = [block for block in hosts if block >= 0]
+    assert len(used) == len(set(used))
+    assert len(used) + len(scheduler._cache._host_free) == engine.info.num_host_blocks
+    rows = [request.row for request in scheduler._running]
+    assert len(set(rows)) == len(rows)
+    assert len(rows) + len(scheduler._free_rows) == scheduler._config.max_num_seqs
+
+
+stems = ([1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 20, 21, 22, 23, 24, 25])
+tails = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=8)
+prompts = st.builds(lambda stem, length, tail: stem[:length] + tail, st.sampled_from(stems), st.integers(0, 15), tails)
 
 
 class Histories(RuleBasedStateMachine):
-    """Random adds, steps and aborts, with little memory, so that preemption is common."""
+    """Random adds of every kind, steps and aborts, with little memory, so that preemption is common."""
 
     @initialize(
         window=st.integers(1, 2),
@@ -65,35 +114,100 @@ class Histories(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 40),
+        windows=st.sampled_from([(0,), (0,), (5,), (0, 5), (3, 0, 7)]),
+        num_host_blocks=st.sampled_from([0, 3, 30]),
+        prefix_caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        max_prompt_share=st.sampled_from([1.0, 0.3]),
+        target_itl_ms=st.sampled_from([None, 1.0]),
     )
-    def build(self, window, num_blocks, block_size, max_num_seqs, budget):
-        capacity = (num_blocks - 1) * block_size
-        self.max_len = min(capacity, 30)
-        self.executor = FakeExecutor(num_blocks=num_blocks, block_size=block_size, max_model_len=self.max_len)
-        self.engine = make_engine(self.executor, window=window, max_num_seqs=max_num_seqs, budget=budget)
+    def build(self, window, num_blocks, block_size, max_num_seqs, budget, windows, num_host_blocks, **settings):
+        layout = CacheLayout(block_size, list(windows))
+        num_blocks = num_blocks * len(windows)
+        self.max_len = layout.longest(num_blocks - 1, chunk=budget, limit=30)
+        if self.max_len < 2:
+            num_blocks, self.max_len = 200, 30
+        self.executor = FakeExecutor(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=self.max_len,
+            windows=windows,
+            num_host_blocks=num_host_blocks,
+        )
+        self.time = 0.0
+        self.engine = make_engine(
+            self.executor, window=window, max_num_seqs=max_num_seqs, budget=budget, clock=self.clock, **settings
+        )
         self.expected: dict[str, tuple[list[int], str]] = {}
+        self.together: dict[str, list[str]] = {}
         self.aborted: set[str] = set()
         self.collected = Collected()
+        self.events = Counter()
+        self.next_event = 0
         self.count = 0
 
-    @rule(prompt=prompts, max_tokens=st.none() | st.integers(1, 20), ignore_eos=st.booleans(), stop=st.booleans())
-    def add(self, prompt, max_tokens, ignore_eos, stop):
+    def clock(self) -> float:
+        self.time += 0.001
+        return self.time
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.none() | st.integers(1, 20),
+        ignore_eos=st.booleans(),
+        stop=st.booleans(),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        salt=st.sampled_from(["", "", "salt"]),
+        priority=st.integers(-2, 2),
+        tenant=st.sampled_from(["", "a", "b"]),
+    )
+    def add(self, prompt, max_tokens, ignore_eos, stop, n, salt, priority, tenant):
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=(7, 9) if stop else ()
         )
+        options = RequestOptions(cache_salt=salt, priority=priority, tenant=tenant)
+        ids = self.submit(prompt, params, options, n)
+        for id in ids:
+            self.expected[id] = expected_tokens(prompt, params, self.max_len)
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.none() | st.integers(1, 12),
+        width=st.integers(1, 4),
+        length_penalty=st.sampled_from([1.0, 0.0, 2.0]),
+        early_stopping=st.booleans(),
+        data=st.data(),
+    )
+    def search(self, prompt, max_tokens, width, length_penalty, early_stopping, data):
+        n = data.draw(st.integers(1, width))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            n=n,
+            beam_width=width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            stop_token_ids=(1, 2, 3, 4, 5, 6),
+        )
+        ids = self.submit(prompt, params, RequestOptions(), n)
+        if ids:
+            self.expected |= dict(zip(ids, expected_beams(prompt, params, self.max_len), strict=True))
+            self.together |= dict.fromkeys(ids, ids)
+
+    def submit(self, prompt, params, options, n):
         self.count += 1
-        request_id = str(self.count)
+        ids = [f"{self.count}.{index}" for index in range(n)]
+        max_tokens = params.max_tokens
         too_long = len(prompt) >= self.max_len or (max_tokens is not None and len(prompt) + max_tokens > self.max_len)
         if too_long:
             with pytest.raises(RequestRejected):
-                self.engine.add(request_id, prompt, params)
-            return
-        self.engine.add(request_id, prompt, params)
-        self.expected[request_id] = expected_tokens(prompt, params, self.max_len)
+                self.engine.add(ids, prompt, params, options)
+            return []
+        self.engine.add(ids, prompt, params, options)
+        return ids
 
-    @rule()
-    def step(self):
-        self.collected.take(self.engine.step())
+    @rule(count=st.integers(1, 4))
+    def step(self, count):
+        for _ in range(count):
+            self.collected.take(self.engine.step())
 
     @precondition(lambda self: getattr(self, "expected", None))
     @rule(data=st.data())
@@ -104,7 +218,7 @@ class Histories(RuleBasedStateMachine):
         assert (delta is None) == ended
         if delta is not None:
             assert delta.finish_reason == "abort"
-            self.aborted.add(request_id)
+            self.aborted.update(self.together.get(request_id, [request_id]))
 
     @invariant()
     def emitted_tokens_are_a_prefix_of_the_reference(self):
@@ -114,6 +228,22 @@ class Histories(RuleBasedStateMachine):
             assert tokens == self.expected[request_id][0][: len(tokens)]
         stats = self.engine.stats()
         assert 0 <= stats.kv_usage <= 1
+        audit(self.engine)
+        self.follow_events()
+
+    def follow_events(self):
+        batch = self.engine.take_events()
+        if batch is not None:
+            assert batch.first == self.next_event
+            self.next_event += len(batch.events)
+            for event in batch.events:
+                self.events[event.block_hash, event.group] += {"stored": 1, "removed": -1}[event.kind]
+        snapshot = self.engine.event_snapshot()
+        assert snapshot.next == self.next_event
+        assert {key for key, count in self.events.items() if count} == {
+            (event.block_hash, event.group) for event in snapshot.stored
+        }
+        assert set(self.events.values()) <= {0, 1}
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -122,6 +252,7 @@ class Histories(RuleBasedStateMachine):
             if not self.engine.has_work:
                 break
             self.collected.take(self.engine.step())
+            audit(self.engine)
         assert not self.engine.has_work
         for request_id, (tokens, reason) in self.expected.items():
             if request_id not in self.aborted:
@@ -131,9 +262,8 @@ class Histories(RuleBasedStateMachine):
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0), "blocks leaked"
 
 
-Histories.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+# 10,000 runs: pytest tests/core/test_scheduler.py --hypothesis-profile=nightly
+Histories.TestCase.settings = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
 TestHistories = Histories.TestCase
 
 
@@ -144,7 +274,7 @@ def test_batched_output_equals_each_request_alone(batch, window, budget):
     engine = make_engine(executor, window=window, budget=budget)
     params = SamplingParams(temperature=0, max_tokens=12)
     for index, prompt in enumerate(batch):
-        engine.add(str(index), prompt, params)
+        engine.add([str(index)], prompt, params)
     collected = run_to_end(engine)
     for index, prompt in enumerate(batch):
         assert (collected.tokens[str(index)], collected.reasons[str(index)]) == expected_tokens(prompt, params, 40)
@@ -155,7 +285,7 @@ def test_memory_pressure_preempts_the_newest_and_loses_nothing():
     engine = make_engine(executor)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for index in range(3):
-        engine.add(str(index), [index + 1] * 4, params)
+        engine.add([str(index)], [index + 1] * 4, params)
     collected = run_to_end(engine)
     assert engine.stats().num_preemptions > 0
     assert list(collected.reasons) == ["0", "1", "2"], "first come, first served"
@@ -167,9 +297,9 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes():
     executor = FakeExecutor(num_blocks=64, block_size=4, max_model_len=64)
     engine = make_engine(executor, budget=8, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    engine.add("short", [1, 2], params)
+    engine.add(["short"], [1, 2], params)
     engine.step()
-    engine.add("long", [3] * 30, params)
+    engine.add(["long"], [3] * 30, params)
     for _ in range(4):
         deltas = engine.step()
         assert [delta.request_id for delta in deltas] == ["short"], "decode goes on while the prompt is computed"
@@ -181,7 +311,7 @@ def test_overlap_never_emits_a_surplus_token():
     engine = make_engine(executor, window=2)
     prompt = next([a, b] for a in range(1, 50) for b in range(1, 50) if EOS in _first_tokens([a, b], 5))
     params = SamplingParams(temperature=0, max_tokens=30)
-    engine.add("a", prompt, params)
+    engine.add(["a"], prompt, params)
     collected = run_to_end(engine)
     assert collected.tokens["a"] == expected_tokens(prompt, params, 64)[0]
     assert collected.tokens["a"][-1] == EOS
@@ -195,10 +325,10 @@ def _first_tokens(prompt, count):
 def test_a_full_queue_refuses_and_says_when_to_come_back():
     engine = make_engine(FakeExecutor(), queue=2)
     params = SamplingParams(max_tokens=4)
-    engine.add("a", [1], params)
-    engine.add("b", [1], params)
+    engine.add(["a"], [1], params)
+    engine.add(["b"], [1], params)
     with pytest.raises(Overloaded, match="2 requests are waiting, at most 2 may") as caught:
-        engine.add("c", [1], params)
+        engine.add(["c"], [1], params)
     assert caught.value.retry_after > 0
     assert set(run_to_end(engine).reasons) == {"a", "b"}
 
@@ -216,28 +346,175 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
 def test_what_can_never_be_served_is_refused_at_once(prompt, max_tokens, message):
     engine = make_engine(FakeExecutor())
     with pytest.raises(RequestRejected, match=message):
-        engine.add("a", prompt, SamplingParams(max_tokens=max_tokens))
+        engine.add(["a"], prompt, SamplingParams(max_tokens=max_tokens))
     assert not engine.has_work
 
 
 def test_a_cache_too_small_for_one_request_is_a_configuration_error():
-    cache = KVCacheManager(num_blocks=3, block_size=4)
-    with pytest.raises(ConfigError, match="holds 8 tokens, fewer than model.max_model_len 9"):
+    cache = KVCacheManager(CacheLayout(4, [0]), num_blocks=3)
+    with pytest.raises(ConfigError, match="has 2 blocks of 4 tokens, but one request of model.max_model_len 9 needs 3"):
         Scheduler(SchedulerConfig(), cache, max_model_len=9)
 
 
 def test_a_result_out_of_order_is_an_error():
     engine = make_engine(FakeExecutor(), window=2)
-    engine.add("a", [1, 2], SamplingParams(max_tokens=8))
+    engine.add(["a"], [1, 2], SamplingParams(max_tokens=8))
     engine.step()
     with pytest.raises(RuntimeError, match="does not answer"):
-        engine._scheduler.update(StepResult(99, [1]))
+        engine._scheduler.update(StepResult(99, [1]), 0.0)
 
 
 def test_a_worker_failure_reaches_the_caller():
     executor = FakeExecutor()
     executor.fail_at = 1
     engine = make_engine(executor)
-    engine.add("a", [1], SamplingParams(max_tokens=2))
+    engine.add(["a"], [1], SamplingParams(max_tokens=2))
     with pytest.raises((RuntimeError, EngineDeadError), match="told to fail"):
         engine.step()
+
+
+def test_samples_of_one_prompt_compute_it_once():
+    executor = FakeExecutor(block_size=4)
+    engine = make_engine(executor)
+    prompt = list(range(1, 31))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add(["a", "b", "c", "d"], prompt, params)
+    collected = run_to_end(engine)
+    assert {id: tokens for id, tokens in collected.tokens.items()} == dict.fromkeys(
+        "abcd", expected_tokens(prompt, params, 64)[0]
+    )
+    # The prompt, once more its last token for each of three forks, and three steps of decode for all.
+    assert executor.num_computed == 30 + 3 + 4 * 3
+    assert sum(collected.cached.values()) == 0, "a fork is no hit of the cache"
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_beam_search_equals_the_naive_one(width, length_penalty, early_stopping):
+    params = SamplingParams(
+        max_tokens=12,
+        n=width,
+        beam_width=width,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        stop_token_ids=tuple(range(12)),
+    )
+    engine = make_engine(FakeExecutor(num_blocks=400), max_num_seqs=16, window=2)
+    ids = [str(index) for index in range(width)]
+    engine.add(ids, [20, 21, 22], params)
+    collected = run_to_end(engine)
+    results = [(collected.tokens[id], collected.reasons[id]) for id in ids]
+    assert results == expected_beams([20, 21, 22], params, 64)
+
+
+def test_beams_share_the_prompt():
+    executor = FakeExecutor(num_blocks=400)
+    engine = make_engine(executor, max_num_seqs=4)
+    params = SamplingParams(max_tokens=5, beam_width=4, n=1, ignore_eos=True)
+    engine.add(["a"], list(range(1, 41)), params)
+    run_to_end(engine)
+    assert executor.num_computed == 40 + 4 * 4
+
+
+def test_a_second_request_of_the_same_prompt_says_what_it_found():
+    executor = FakeExecutor(block_size=4)
+    engine = make_engine(executor)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for id in "ab":
+        engine.add([id], list(range(1, 31)), params)
+        collected = run_to_end(engine)
+    assert collected.cached["b"] == 28
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (60, 28)
+    assert executor.num_computed == (30 + 2) + (2 + 2)
+
+
+def test_blocks_are_shared_within_the_step_that_computes_them():
+    executor = FakeExecutor(block_size=4)
+    engine = make_engine(executor)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.add(["a"], list(range(1, 31)), params)
+    engine.add(["b"], list(range(1, 31)), params)
+    collected = Collected()
+    collected.take(engine.step())
+    assert collected.cached == {"a": 0, "b": 28}
+    assert executor.num_computed == 30 + 2
+
+
+def test_swapped_requests_compute_nothing_twice():
+    computed = []
+    for num_host_blocks in (0, 100):
+        executor = FakeExecutor(num_blocks=9, block_size=2, max_model_len=16, num_host_blocks=num_host_blocks)
+        engine = make_engine(executor, prefix_caching=False)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        for index in range(3):
+            engine.add([str(index)], [index + 1] * 4, params)
+        collected = run_to_end(engine)
+        for index in range(3):
+            assert collected.tokens[str(index)] == expected_tokens([index + 1] * 4, params, 16)[0]
+        assert engine.stats().num_preemptions > 0
+        assert engine.stats().num_swaps == (engine.stats().num_preemptions if num_host_blocks else 0)
+        computed.append(executor.num_computed)
+    assert computed[1] == 3 * 15 < computed[0]
+
+
+def test_a_deadline_ends_a_running_request_and_says_so():
+    times = iter(range(1000))
+    engine = make_engine(FakeExecutor(), clock=lambda: float(next(times)))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine.add(["a"], [1, 2], params, RequestOptions(deadline_s=10.0))
+    engine.add(["b"], [1, 2], params)
+    deltas = []
+    while engine.has_work:
+        deltas += [delta for delta in engine.step() if delta.finish_reason is not None]
+    assert [(delta.request_id, delta.finish_reason) for delta in deltas] == [("a", "deadline"), ("b", "length")]
+    assert "deadline_s 10" in deltas[0].message
+
+
+def test_a_request_that_waits_too_long_ends_without_a_token():
+    times = iter(range(1000))
+    engine = make_engine(FakeExecutor(), max_num_seqs=1, clock=lambda: float(next(times)))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine.add(["a"], [1, 2], params)
+    engine.step()
+    engine.add(["b"], [1, 2], params, RequestOptions(queue_timeout_s=5.0))
+    collected = run_to_end(engine)
+    assert collected.reasons == {"a": "length", "b": "deadline"}
+    assert collected.tokens["b"] == []
+
+
+def test_priority_goes_first_and_the_lowest_gives_way():
+    executor = FakeExecutor(num_blocks=9, block_size=2, max_model_len=16)
+    engine = make_engine(executor, policy="priority", max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    for id, priority in (("low", 5), ("high", -5), ("mid", 0)):
+        engine.add([id], [len(id)] * 4, params, RequestOptions(priority=priority))
+    assert list(run_to_end(engine).reasons) == ["high", "mid", "low"]
+
+
+def test_a_long_prompt_takes_only_its_share_of_a_step():
+    executor = FakeExecutor(num_blocks=200, max_model_len=200)
+    engine = make_engine(executor, budget=40, max_num_seqs=4, max_prompt_share=0.5)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add(["long"], [3] * 150, params)
+    engine.add(["short"], [1, 2], params)
+    assert [delta.request_id for delta in engine.step()] == ["short"]
+    assert executor.num_computed == 20 + 2
+
+
+def test_too_wide_a_beam_is_refused():
+    engine = make_engine(FakeExecutor())
+    engine.info = engine.info._replace(vocab_size=20)
+    with pytest.raises(RequestRejected, match="beam_width is 16, but half of this model's 20 tokens"):
+        engine.add(["a"], [1], SamplingParams(beam_width=16, max_tokens=2))
+
+
+def test_a_deadline_ends_a_whole_beam_search():
+    times = iter(range(1000))
+    engine = make_engine(FakeExecutor(), clock=lambda: float(next(times)))
+    params = SamplingParams(max_tokens=40, beam_width=3, n=2)
+    engine.add(["a", "b"], [1, 2], params, RequestOptions(deadline_s=20.0))
+    collected = run_to_end(engine)
+    assert collected.reasons == {"a": "deadline", "b": "deadline"}
+    audit(engine)

@@ -1,0 +1,54 @@
+"""Names for prefixes: each full block is hashed together with the hash of the block before it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from raylm.config.engine import BlockHash
+
+Hash = Callable[[bytes], bytes]
+_TOKEN_BYTES = 4
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+HASHES: dict[BlockHash, Hash] = {"xxhash": xxh3_128_digest, "sha256": _sha256}
+
+
+class BlockKey(NamedTuple):
+    """A full block's name. `content` is what was hashed: the parent's hash, then the block's tokens."""
+
+    hash: bytes
+    content: bytes
+    parent: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self.content) - len(self.parent)) // _TOKEN_BYTES
+
+
+def root_hash(hash_of: Hash, *, model: str, adapter: str, salt: str) -> bytes:
+    """The parent of a sequence's first block: what must be equal besides the tokens."""
+    return hash_of(repr((model, adapter, salt)).encode())
+
+
+def extend_keys(keys: list[BlockKey], token_ids: list[int], *, block_size: int, root: bytes, hash_of: Hash) -> None:
+    """Add the keys of the full blocks of `token_ids` that `keys` lacks."""
+    first, last = len(keys), len(token_ids) // block_size
+    if first >= last:
+        return
+    data = array("I", token_ids[first * block_size : last * block_size]).tobytes()
+    size = block_size * _TOKEN_BYTES
+    parent = keys[-1].hash if keys else root
+    for start in range(0, len(data), size):
+        content = parent + data[start : start + size]
+        digest = hash_of(content)
+        keys.append(BlockKey(digest, content, parent))
+        parent = digest

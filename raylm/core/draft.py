@@ -1,0 +1,82 @@
+"""The plan being made."""
+
+from __future__ import annotations
+
+from raylm.core.request import Request
+from raylm.core.step import Copies, NewBlocks, NewRow, StepPlan
+
+
+class Draft:
+    """What a step will hold so far, and what is left of its budget.
+
+    Decode steps that need no thought are added to `rows` and `sampling` directly; everything else goes through add().
+    """
+
+    def __init__(self, budget: int, prefill_budget: int, swapped_out: list[tuple[int, int]]) -> None:
+        self.rows: list[int] = []
+        self.sampling: list[Request] = []
+        self.reporting: list[Request] = []
+        self.num_prefill = 0
+        self._budget = budget
+        self._prefill_budget = prefill_budget
+        self._longer: list[tuple[int, int]] = []
+        self._new_rows: list[NewRow] = []
+        self._new_blocks: list[NewBlocks] = []
+        self._copies = Copies(swapped_out, [], [])
+
+    @property
+    def num_longer(self) -> int:
+        """Rows that compute more than one token."""
+        return len(self._longer)
+
+    @property
+    def left(self) -> int:
+        """Tokens that the step may still compute."""
+        return self._budget - len(self.rows) - sum(count - 1 for _, count in self._longer)
+
+    def room(self, num_tokens: int, *, reserved: int, limit: int) -> int:
+        """How many of `num_tokens` a request may compute while `reserved` tokens stay for others.
+
+        One token always counts as decode; more are a prefill, whose own budget and `limit` hold too.
+        """
+        left = min(num_tokens, self.left - reserved)
+        return left if num_tokens == 1 else min(left, self._prefill_budget - self.num_prefill, limit)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """The request computes its next tokens, and samples when none is left."""
+        if num_tokens > 1:
+            self._longer.append((len(self.rows), num_tokens))
+            self.num_prefill += num_tokens
+        self.rows.append(request.row)
+        request.num_computed += num_tokens
+        if request.num_computed < request.num_known:
+            return
+        if request.search is not None:
+            request.is_reporting = True
+            self.reporting.append(request)
+        else:
+            request.num_known += 1
+            self.sampling.append(request)
+
+    def add_row(self, request: Request) -> None:
+        """The request takes its row."""
+        self._new_rows.append(NewRow(request.row, list(request.token_ids), request.num_computed, request.sampling))
+
+    def add_blocks(self, blocks: list[NewBlocks]) -> None:
+        self._new_blocks += [one for one in blocks if one.block_ids]
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        self._copies.swap_out.extend(pairs)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        self._copies.swap_in.extend(pairs)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        self._copies.forked.extend(pairs)
+
+    def plan(self, step: int, chosen: list[tuple[int, int]]) -> StepPlan:
+        num_tokens = [1] * len(self.rows)
+        for index, count in self._longer:
+            num_tokens[index] = count
+        copies = self._copies if any(self._copies) else None
+        return StepPlan(step, self._new_rows, self._new_blocks, self.rows, num_tokens, copies, chosen)

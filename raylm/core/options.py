@@ -1,0 +1,59 @@
+"""What a user may ask of the scheduling of one request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from raylm.errors import RequestRejected
+
+MAX_PRIORITY = 1_000_000
+MAX_SECONDS = 7 * 24 * 3600.0
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Scheduling of one request; every field is checked when the object is made.
+
+    tenant: whose request it is, for fair scheduling.
+    priority: lower goes first, for scheduling by priority.
+    deadline_s: seconds from arrival to the last token; a request that cannot make it is refused, one that did not is
+        ended.
+    queue_timeout_s: seconds that it may wait before it runs.
+    cache_salt: requests share cached blocks only with those of equal salt.
+
+    Raises RequestRejected, naming the field, the value and the limit.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tenant", "cache_salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
+                raise RequestRejected(
+                    f"{name} must be a string of at most {MAX_NAME_CHARS} characters, got {value!r:.300}", param=name
+                )
+        priority = self.priority
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise RequestRejected(
+                f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}",
+                param="priority",
+            )
+        for name in ("deadline_s", "queue_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not _is_duration(value):
+                raise RequestRejected(
+                    f"{name} must be a number of seconds over 0 and at most {MAX_SECONDS:g}, got {value!r}", param=name
+                )
+
+
+def _is_duration(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and 0 < value <= MAX_SECONDS

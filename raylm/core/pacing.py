@@ -1,0 +1,127 @@
+"""How much of a step prefill may take beside running requests, and how long steps take."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from raylm.config.engine import SchedulerConfig
+
+_AIM = 0.9
+"""Share of the target that steps are planned for; the rest is for noise."""
+_MIN_TOKENS = 16
+"""A prompt gets so many tokens a step however slow steps are."""
+_MEMORY = 0.9
+"""Weight of a step when the next one comes: the pacer remembers some ten steps."""
+_MAX_GROWTH = 2
+"""A step is never planned for more than so many times the tokens of a recent one."""
+_RECENT_MEMORY = 0.997
+"""What the most tokens of a step are worth a step later: half after 230, so that a prompt now and then starts where the
+last one was."""
+_OUTLIER = 4
+"""A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
+_MIN_SPREAD = 0.05
+_MIN_SPREAD_TOKENS = 4.0
+"""Standard deviation of the tokens of recent steps, over their mean and in tokens, that a slope is read from."""
+_MIN_SLOPE = 1e-9
+
+
+class StepCost:
+    """Seconds of a step as a line over its tokens: least squares over recent steps, exponentially weighted.
+
+    A token of a prompt and one of a decode cost a model's linear layers the same; what else decodes cost changes as
+    slowly as their number, and the line's height follows it. Once all steps are alike, which says nothing of a slope,
+    the last slope stays and only the height is fitted.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._weight = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
+        self.slope: float | None = None
+        """Seconds a token more; None before steps of different sizes were seen."""
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take in a step."""
+        if self.slope is not None:
+            expected = self._seconds + (tokens - self._tokens) * self.slope
+            seconds = min(seconds, _OUTLIER * max(expected, self._seconds))
+        # Weighted means and central moments, updated in place: no difference of large sums.
+        self._weight = self._memory * self._weight + 1
+        away = tokens - self._tokens
+        self._tokens += away / self._weight
+        self._seconds += (seconds - self._seconds) / self._weight
+        self._variance = self._memory * self._variance + away * (tokens - self._tokens)
+        self._covariance = self._memory * self._covariance + away * (seconds - self._seconds)
+        spread = max(_MIN_SPREAD_TOKENS, _MIN_SPREAD * self._tokens)
+        if self._variance >= self._weight * spread**2:
+            self.slope = max(self._covariance / self._variance, _MIN_SLOPE)
+
+    def tokens_in(self, seconds: float) -> float:
+        """Tokens of a step that takes so long; 0 before the first step was seen, less than that where none can."""
+        if not self._weight:
+            return 0.0
+        slope = self.slope
+        if slope is None:
+            # Too steep, as if a step without tokens took no time: careful until a slope is known.
+            slope = max(self._seconds / self._tokens, _MIN_SLOPE)
+        return self._tokens + (seconds - self._seconds) / slope
+
+
+class PrefillPacer:
+    """Gives prefill so many tokens a step that a step beside running requests takes `target_itl_ms`.
+
+    It plans for nine tenths of the target by the cost of recent steps (StepCost). That finds the budget in a few
+    steps, where raising and cutting it by rule would take dozens and pass the target again and again. Growth to at most
+    twice a recent step bounds what a wrong line can do; a floor of 16 tokens keeps prompts going when decodes alone
+    take longer than the target.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._full = config.max_num_batched_tokens
+        self._least = min(_MIN_TOKENS, self._full)
+        self._share = config.max_prompt_share
+        self._aim = None if config.target_itl_ms is None else _AIM * config.target_itl_ms / 1000
+        self._cost = StepCost(_MEMORY)
+        self._recent = 0.0
+        """The most tokens of a step, less with every step since."""
+
+    def prefill_budget(self, num_decodes: int) -> int:
+        """Prompt tokens that the next step may compute beside so many decodes; all of them where none runs."""
+        if self._aim is None or not num_decodes:
+            return self._full
+        tokens = min(self._cost.tokens_in(self._aim), _MAX_GROWTH * self._recent)
+        return max(self._least, min(self._full, int(tokens) - num_decodes))
+
+    def prompt_limit(self, others: bool) -> int:
+        """Tokens that one prompt may take of a step: `max_prompt_share` of the budget while others run or wait."""
+        return max(self._least, int(self._share * self._full)) if others else self._full
+
+    def observe(self, num_prefill: int, num_decode: int, seconds: float) -> None:
+        """Say how long a step of so many prompt tokens and decodes took."""
+        tokens = num_prefill + num_decode
+        if self._aim is None or not tokens:
+            return
+        self._cost.observe(tokens, seconds)
+        self._recent = max(float(tokens), _RECENT_MEMORY * self._recent)
+
+
+class StepTimer:
+    """How long each step takes when several are under way: the worker computes one after the other, so a step begins
+    when it is submitted or when the one before it is done, whichever is later."""
+
+    def __init__(self) -> None:
+        self._submitted: deque[float] = deque()
+        self._last_end = float("-inf")
+
+    def submitted(self, now: float) -> None:
+        """A step went to the workers."""
+        self._submitted.append(now)
+
+    def finished(self, now: float) -> float:
+        """The result of the oldest step came; the seconds that the step took."""
+        begin = max(self._submitted.popleft(), self._last_end)
+        self._last_end = now
+        return now - begin
