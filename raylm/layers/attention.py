@@ -14,7 +14,10 @@ KVCache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which tokens of a step belong to which sequence, and where the cache holds them. T tokens, S sequences."""
+    """Which tokens of a step belong to which sequence, and where the cache holds them. T tokens, S sequences.
+
+    Layers of one cache group share it. Blocks that lie before a layer's window may be anybody's: they are not read.
+    """
 
     query_start: Tensor
     """int32 [S + 1]: sequence s has the tokens query_start[s] to query_start[s + 1] of the step."""

@@ -136,17 +136,17 @@ class DecoderModel(nn.Module):
         self.eval()
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metas: list[AttentionMetadata]
     ) -> Tensor:
         """token_ids and positions, int64 [T] -> hidden states [T, hidden_size], normed.
 
-        `kv_caches` has one pair a layer; the step's keys and values are written into it.
+        `kv_caches` and `metas` have one element a layer; the step's keys and values are written into the caches.
         """
         residual = self.embed_tokens(token_ids)
         if self._embedding_multiplier != 1.0:
             residual.mul_(self._embedding_multiplier)
         delta = None
-        for layer, cache in zip(self._layer_list, kv_caches, strict=True):
+        for layer, cache, meta in zip(self._layer_list, kv_caches, metas, strict=True):
             delta = layer(delta, residual, positions, cache, meta)
         return self.norm(residual) if delta is None else self.norm(delta, residual)
 

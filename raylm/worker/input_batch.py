@@ -16,13 +16,13 @@ from raylm.worker.request_table import RequestTable
 class InputBatch:
     """What one forward pass reads.
 
-    token_ids, positions: [num_tokens] int64. sample_index: [num_sampled] positions in the batch whose logits are
-    sampled. sample_rows: [num_sampled] their rows, on the host.
+    token_ids, positions: [num_tokens] int64. attention: one for each cache group. sample_index: [num_sampled] positions
+    in the batch whose logits are wanted. sample_rows: [num_sampled] their rows, on the host.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionMetadata
+    attention: list[AttentionMetadata]
     sample_index: torch.Tensor
     sample_rows: np.ndarray
 
@@ -43,21 +43,27 @@ class InputBatch:
         to_device = _Mover(table.device)
         row_index = to_device(token_rows)
         position_index = to_device(positions)
-        # [num_seqs, max blocks of this step]
         num_columns = -(-int(seq_lens.max()) // table.block_size)
-        block_table = table.block_table[to_device(rows), :num_columns]
-        block_ids = table.block_table[row_index, position_index // table.block_size]
+        # [groups, num_seqs, num_columns] and [groups, num_tokens]
+        block_tables = table.block_table[:, to_device(rows), :num_columns]
+        block_ids = table.block_table[:, row_index, position_index // table.block_size]
+        slot_mappings = block_ids.to(torch.int64) * table.block_size + position_index % table.block_size
+        starts, lens = to_device(query_start.astype(np.int32)), to_device(seq_lens.astype(np.int32))
+        max_query_len, max_seq_len = int(query_lens.max()), int(seq_lens.max())
         return cls(
             token_ids=table.token_ids[row_index, position_index],
             positions=position_index,
-            attention=AttentionMetadata(
-                query_start=to_device(query_start.astype(np.int32)),
-                seq_lens=to_device(seq_lens.astype(np.int32)),
-                block_table=block_table,
-                slot_mapping=block_ids.to(torch.int64) * table.block_size + position_index % table.block_size,
-                max_query_len=int(query_lens.max()),
-                max_seq_len=int(seq_lens.max()),
-            ),
+            attention=[
+                AttentionMetadata(
+                    query_start=starts,
+                    seq_lens=lens,
+                    block_table=block_table,
+                    slot_mapping=slot_mapping,
+                    max_query_len=max_query_len,
+                    max_seq_len=max_seq_len,
+                )
+                for block_table, slot_mapping in zip(block_tables, slot_mappings, strict=True)
+            ],
             sample_index=to_device(query_start[1:][samples] - 1),
             sample_rows=rows[samples],
         )

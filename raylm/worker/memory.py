@@ -1,4 +1,4 @@
-"""How many KV blocks fit."""
+"""How many KV blocks fit, and how long a request they hold."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from collections.abc import Callable
 import torch
 
 from raylm.config.engine import CacheConfig
+from raylm.core.step import CacheLayout
 from raylm.errors import ConfigError
+from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
+
+logger = get_logger(__name__)
 
 _GIB = 1 << 30
 
 
-def block_bytes(arch: ArchConfig, *, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
-    return 2 * arch.num_layers * block_size * arch.num_kv_heads * arch.head_dim * dtype.itemsize
+def block_bytes(arch: ArchConfig, *, group_size: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens in `group_size` layers."""
+    return 2 * group_size * block_size * arch.num_kv_heads * arch.head_dim * dtype.itemsize
 
 
-def make_caches(
-    arch: ArchConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One (keys, values) pair a layer, each [num_blocks, block_size, kv heads, head size]."""
-    shape = (num_blocks, block_size, arch.num_kv_heads, arch.head_dim)
-    return [
-        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        for _ in range(arch.num_layers)
-    ]
+def num_host_blocks(config: CacheConfig, *, bytes_per_block: int) -> int:
+    """Blocks of the swap pool; 0 where it is off. Raises ConfigError when it would hold none."""
+    count = int(config.swap_gib * _GIB) // bytes_per_block
+    if config.swap_gib and not count:
+        raise ConfigError(
+            f"cache.swap_gib {config.swap_gib:g} holds no block of the KV cache: one needs "
+            f"{bytes_per_block / _GIB:.6f} GiB; 0 turns swapping off"
+        )
+    return count
 
 
 def num_blocks(config: CacheConfig, *, bytes_per_block: int, device: torch.device, profile: Callable[[], None]) -> int:
@@ -49,6 +53,38 @@ def num_blocks(config: CacheConfig, *, bytes_per_block: int, device: torch.devic
             f"need {2 * bytes_per_block / _GIB:.2f} GiB"
         )
     return count
+
+
+def max_model_len(layout: CacheLayout, num_blocks: int, *, chunk: int, wanted: int | None, limit: int) -> int:
+    """Tokens of the longest request: `wanted`, or as many up to the model's `limit` as the cache holds.
+
+    `chunk` is the most that one step computes. Raises ConfigError when `wanted` is more than the cache or the model
+    takes, or the cache holds no request at all.
+    """
+    capacity = layout.longest(num_blocks - 1, chunk=chunk, limit=limit)
+    if wanted is not None and wanted > capacity:
+        raise ConfigError(
+            f"model.max_model_len {wanted} does not fit in the KV cache of {capacity} tokens: "
+            "lower it or give the cache more memory (cache.cpu_memory_gib, cache.gpu_memory_utilization)"
+        )
+    if capacity < 2:
+        raise ConfigError(
+            f"the KV cache has {num_blocks} blocks, and a request of 2 tokens needs "
+            f"{layout.blocks_for(2, chunk=chunk)} beside the one for padding: give the cache more memory "
+            "(cache.num_blocks, cache.cpu_memory_gib, cache.gpu_memory_utilization)"
+        )
+    if wanted is None and capacity < limit:
+        logger.warning("max_model_len is %d, not the model's %d: the KV cache holds no more", capacity, limit)
+    return wanted or capacity
+
+
+def describe(layout: CacheLayout, num_blocks: int, *, chunk: int, max_len: int) -> str:
+    """What the cache holds, in requests of `max_len` tokens."""
+    at_once = (num_blocks - 1) / layout.blocks_for(max_len, chunk=chunk)
+    return (
+        f"KV cache: {int(at_once * max_len):,} tokens in {num_blocks - 1:,} blocks; "
+        f"{at_once:.1f} requests of {max_len:,} tokens at once"
+    )
 
 
 def _cuda_bytes_left(utilization: float, device: torch.device, profile: Callable[[], None]) -> int:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import os
 import time
+from typing import NamedTuple
 
 import torch
 
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
-from raylm.core.step import ModelInfo, NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
-from raylm.worker import memory
+from raylm.worker import memory, trial
+from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.request_table import RequestTable
 
 logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _CacheSize(NamedTuple):
+    groups: CacheGroups
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
 
 
 class Worker:
@@ -54,15 +64,21 @@ class Worker:
         )
         phases["weights"] = time.perf_counter() - began
         began = time.perf_counter()
-        num_blocks, max_model_len = self._size_cache(model, arch, dtype)
-        self._runner = self._make_runner(model, arch, dtype, num_blocks=num_blocks, max_model_len=max_model_len)
+        cache = self._size_cache(model, arch, dtype)
+        store, self._runner = self._make_runner(model, arch, dtype, cache)
         phases["memory"] = time.perf_counter() - began
         began = time.perf_counter()
-        self._runner.execute(_largest_plan(1, 1, self._config.cache.block_size))
+        self._runner.execute(trial.trial_plan(1, 1, cache.groups.layout))
+        prefill_speed, swap_speed = self._measure(self._runner, store, cache)
         phases["warm_up"] = time.perf_counter() - began
         return ModelInfo(
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
+            num_blocks=cache.num_blocks,
+            num_host_blocks=cache.num_host_blocks,
+            layout=cache.groups.layout,
+            block_bytes=store.block_bytes,
+            prefill_tokens_per_s=prefill_speed,
+            swap_bytes_per_s=swap_speed,
+            max_model_len=cache.max_model_len,
             vocab_size=arch.vocab_size,
             eos_token_ids=list(arch.eos_token_ids),
             device=str(self._device),
@@ -76,52 +92,66 @@ class Worker:
             raise RuntimeError("step() before start()")
         return self._runner.execute(plan)
 
-    def _size_cache(self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype) -> tuple[int, int]:
-        """Blocks of the cache and the longest request that they hold."""
-        block_size = self._config.cache.block_size
+    def _size_cache(self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype) -> _CacheSize:
+        """How the cache is cut, how many blocks it has and how long a request they hold."""
+        config, chunk = self._config.cache, self._config.scheduler.max_num_batched_tokens
         wanted = self._config.model.max_model_len
         if wanted is not None and wanted > arch.max_position:
             raise ConfigError(f"model.max_model_len {wanted} is over the model's own limit of {arch.max_position}")
-        count = memory.num_blocks(
-            self._config.cache,
-            bytes_per_block=memory.block_bytes(arch, block_size=block_size, dtype=dtype),
+        limit = wanted or arch.max_position
+        groups = CacheGroups.choose(arch, block_size=config.block_size, max_len=limit)
+        block_bytes = memory.block_bytes(arch, group_size=groups.size, block_size=config.block_size, dtype=dtype)
+        num_host_blocks = memory.num_host_blocks(config, bytes_per_block=block_bytes)
+        num_blocks = memory.num_blocks(
+            config,
+            bytes_per_block=block_bytes,
             device=self._device,
-            profile=lambda: self._profile(model, arch, dtype, wanted or arch.max_position),
+            profile=lambda: self._profile(model, arch, dtype, groups, limit),
         )
-        capacity = (count - 1) * block_size
-        if wanted is not None and wanted > capacity:
-            raise ConfigError(
-                f"model.max_model_len {wanted} does not fit in the KV cache of {capacity} tokens: "
-                "lower it or give the cache more memory (cache.cpu_memory_gib, cache.gpu_memory_utilization)"
-            )
-        max_model_len = wanted or min(arch.max_position, capacity)
-        if max_model_len < arch.max_position and wanted is None:
-            logger.warning(
-                "max_model_len is %d, not the model's %d: the KV cache holds no more", max_model_len, arch.max_position
-            )
-        return count, max_model_len
+        max_len = memory.max_model_len(groups.layout, num_blocks, chunk=chunk, wanted=wanted, limit=arch.max_position)
+        logger.info("%s", memory.describe(groups.layout, num_blocks, chunk=chunk, max_len=max_len))
+        return _CacheSize(groups, num_blocks, num_host_blocks, max_len)
 
-    def _profile(self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype, max_model_len: int) -> None:
+    def _profile(
+        self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype, groups: CacheGroups, max_len: int
+    ) -> None:
         """Run the largest step there can be, with a cache just large enough for it."""
         budget, rows = self._config.scheduler.max_num_batched_tokens, self._config.scheduler.max_num_seqs
-        plan = _largest_plan(min(budget, rows * max_model_len), rows, self._config.cache.block_size)
-        blocks = 1 + sum(len(added) for added in plan.new_blocks)
-        self._make_runner(model, arch, dtype, num_blocks=blocks, max_model_len=max_model_len).execute(plan)
+        plan = trial.trial_plan(min(budget, rows * max_len), rows, groups.layout)
+        size = _CacheSize(groups, 1 + trial.last_block(plan), 0, max_len)
+        self._make_runner(model, arch, dtype, size)[1].execute(plan)
+
+    def _measure(self, runner: ModelRunner, store: KVStore, cache: _CacheSize) -> tuple[float, float]:
+        """Tokens a second of prefill and bytes a second of swapping; (0, 0) where nothing is swapped."""
+        if not cache.num_host_blocks:
+            return 0.0, 0.0
+        num_tokens = min(self._config.scheduler.max_num_batched_tokens, cache.max_model_len)
+        prefill = trial.prefill_tokens_per_s(runner, trial.trial_plan(num_tokens, 1, cache.groups.layout))
+        num_blocks = min(cache.num_blocks - 1, cache.num_host_blocks)
+        swap = trial.swap_bytes_per_s(store, num_blocks=num_blocks, device=self._device)
+        logger.info("prefill: %s tokens/s; swap: %.1f GB/s", f"{prefill:,.0f}", swap / 1e9)
+        return prefill, swap
 
     def _make_runner(
-        self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype, *, num_blocks: int, max_model_len: int
-    ) -> ModelRunner:
+        self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype, cache: _CacheSize
+    ) -> tuple[KVStore, ModelRunner]:
         block_size = self._config.cache.block_size
         table = RequestTable(
             max_rows=self._config.scheduler.max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=cache.max_model_len,
             block_size=block_size,
+            num_groups=len(cache.groups.layers),
             device=self._device,
         )
-        caches = memory.make_caches(
-            arch, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=self._device
+        store = KVStore(
+            group_size=cache.groups.size,
+            num_blocks=cache.num_blocks,
+            num_host_blocks=cache.num_host_blocks,
+            block_shape=(block_size, arch.num_kv_heads, arch.head_dim),
+            dtype=dtype,
+            device=self._device,
         )
-        return ModelRunner(model, table, caches)
+        return store, ModelRunner(model, table, store, cache.groups)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -140,18 +170,3 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
     if device.type == "cpu":
         return torch.float32
     return torch.float16 if checkpoint == "float16" else torch.bfloat16
-
-
-def _largest_plan(num_tokens: int, num_rows: int, block_size: int) -> StepPlan:
-    """A fabricated step that spreads `num_tokens` over at most `num_rows` new requests, all of which sample."""
-    num_rows = min(num_rows, num_tokens)
-    lens = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
-    sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=0, min_p=0.0, seed=0)
-    rows = list(range(num_rows))
-    new_blocks, next_block = [], 1
-    for length in lens:
-        count = -(-length // block_size)
-        new_blocks.append(list(range(next_block, next_block + count)))
-        next_block += count
-    new_rows = [NewRow(row, [0] * length, 0, sampling) for row, length in zip(rows, lens, strict=True)]
-    return StepPlan(0, new_rows, rows, lens, new_blocks)

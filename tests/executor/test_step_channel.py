@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from raylm.config.engine import EngineConfig
-from raylm.core.step import NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.step import Candidates, Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import engine_bundles, worker_resources
 from raylm.executor.step_channel import PlanReceiver, PlanSender
@@ -32,22 +32,29 @@ def worker(address: str, step) -> threading.Thread:
     return thread
 
 
+def result_of(plan: StepPlan) -> StepResult:
+    """A token for each row, and candidates for each chosen one."""
+    candidates = [Candidates([token, 3], [-0.25, -1.5]) for _, token in plan.chosen]
+    return StepResult(plan.step, [plan.step] * len(plan.rows), [-0.5] * len(plan.rows), candidates)
+
+
 def test_plans_and_results_survive_the_trip():
     sender = PlanSender()
     seen = []
 
     def step(plan: StepPlan) -> StepResult:
         seen.append(plan)
-        return StepResult(plan.step, [plan.step] * len(plan.rows))
+        return result_of(plan)
 
     thread = worker(sender.address, step)
     plans = [
-        StepPlan(1, [NewRow(0, [1, 2, 3], 0, SAMPLING)], [0], [3], [[1, 2]]),
-        StepPlan(2, [], [0, 5], [1, 1], [[], [9]]),
+        StepPlan(1, [NewRow(0, [1, 2, 3], 0, SAMPLING)], [NewBlocks(0, 0, 0, [1, 2])], [0], [3]),
+        StepPlan(2, [], [NewBlocks(5, 1, 7, [9])], [0, 5], [1, 1], Copies([(1, 0)], [(4, 5), (6, 7)], []), [(5, 17)]),
     ]
     for plan in plans:
         sender.send(plan)
-    assert [sender.receive(5000) for _ in plans] == [StepResult(1, [1]), StepResult(2, [2, 2])]
+    results = [result_of(plan) for plan in plans]
+    assert [sender.receive(5000) for _ in plans] == results and results[1].candidates
     assert sender.receive(0) is None
     sender.close()
     thread.join(5)
@@ -62,7 +69,7 @@ def test_a_failure_arrives_as_the_engines_death():
         raise ValueError("no memory for 7 blocks")
 
     thread = worker(sender.address, step)
-    sender.send(StepPlan(1, [], [0], [1], [[]]))
+    sender.send(StepPlan(1, [], [], [0], [1]))
     with pytest.raises(EngineDeadError, match="ValueError: no memory for 7 blocks"):
         sender.receive(5000)
     thread.join(5)
@@ -72,7 +79,7 @@ def test_a_failure_arrives_as_the_engines_death():
 
 def test_a_decode_step_of_512_requests_is_small():
     rows = list(range(512))
-    plan = StepPlan(10**6, [], rows, [1] * 512, [[] if row % 16 else [row] for row in rows])
+    plan = StepPlan(10**6, [], [NewBlocks(row, 0, 99, [row]) for row in rows[::16]], rows, [1] * 512)
     assert len(msgspec.msgpack.encode(plan)) < 8 * 1024
     new = [NewRow(row, [50_000] * 16, 0, SAMPLING) for row in rows]
     assert len(msgspec.msgpack.encode(plan._replace(new_rows=new))) < 64 * 1024

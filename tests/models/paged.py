@@ -69,7 +69,7 @@ class PagedRun:
             max_seq_len=max(seq_lens),
         )
         tokens = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        hidden = self._model(tokens, torch.tensor(positions), self._caches, meta)
+        hidden = self._model(tokens, torch.tensor(positions), self._caches, [meta] * len(self._caches))
         return self._model.logits(hidden)
 
 

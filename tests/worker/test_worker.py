@@ -1,0 +1,83 @@
+"""What a worker says of itself when it has started."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import checkpoints
+import pytest
+
+from raylm.config.engine import EngineConfig
+from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
+from raylm.errors import ConfigError
+from raylm.worker.worker import Worker
+
+SAMPLING = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.gemma3(tmp_path_factory.mktemp("gemma"))
+
+
+def make_worker(folder: Path, *, max_model_len: int | None = None, **cache: object) -> Worker:
+    config = EngineConfig.model_validate(
+        {
+            "model": {"path": str(folder), "max_model_len": max_model_len},
+            "cache": {"block_size": 4, **cache},
+            "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 16},
+            "runtime": {"device": "cpu", "num_threads": 1},
+        }
+    )
+    return Worker(config, progress=False)
+
+
+def start(folder: Path, **options: object) -> ModelInfo:
+    return make_worker(folder, **options).start()
+
+
+def test_groups_and_the_line_of_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        info = start(folder, num_blocks=101, max_model_len=128)
+    assert info.layout == CacheLayout(4, [0, 8, 8])
+    # Keys and values of 2 layers, 4 tokens, 2 heads of 16 floats.
+    assert info.block_bytes == 2 * 2 * 4 * 2 * 16 * 4
+    assert (info.num_host_blocks, info.prefill_tokens_per_s, info.swap_bytes_per_s) == (0, 0.0, 0.0)
+    # Of 128 tokens: 32 blocks in the full group, 8 in each of the others.
+    assert "KV cache: 266 tokens in 100 blocks; 2.1 requests of 128 tokens at once" in caplog.messages
+
+
+def test_windows_as_long_as_the_requests_make_one_group(folder: Path) -> None:
+    info = start(folder, num_blocks=9, max_model_len=8)
+    assert info.layout == CacheLayout(4, [0])
+    assert info.block_bytes == 2 * 6 * 4 * 2 * 16 * 4
+
+
+def test_the_longest_request_is_what_the_groups_hold(folder: Path) -> None:
+    assert start(folder, num_blocks=33).max_model_len == 64
+    with pytest.raises(ConfigError, match="model.max_model_len 65 does not fit in the KV cache of 64 tokens"):
+        start(folder, num_blocks=33, max_model_len=65)
+
+
+def test_speeds_are_measured_where_blocks_can_be_swapped(folder: Path) -> None:
+    worker = make_worker(folder, num_blocks=33, swap_gib=1e-4)
+    info = worker.start()
+    assert info.num_host_blocks == int(1e-4 * 2**30) // info.block_bytes
+    assert info.prefill_tokens_per_s > 0 and info.swap_bytes_per_s > 0
+    # The pool takes its last block, and gives it back to another.
+    prompt = [5, 6, 7]
+    new_blocks = [NewBlocks(0, group, 0, [group + 1]) for group in range(3)]
+    expected = worker.step(StepPlan(1, [NewRow(0, prompt, 0, SAMPLING)], new_blocks, [0], [3])).token_ids
+    last = info.num_host_blocks - 1
+    out = Copies([(1, last), (2, 0), (3, 4)], [], [])
+    back = Copies([], [], [(last, 30), (0, 31), (4, 32)])
+    worker.step(StepPlan(2, [], [], [], [], out))
+    new_blocks = [NewBlocks(3, group, 0, [group + 30]) for group in range(3)]
+    again = StepPlan(3, [NewRow(3, prompt, 2, SAMPLING)], new_blocks, [3], [1], back)
+    assert worker.step(again).token_ids == expected
+
+
+def test_a_cache_too_small_for_any_request_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="the KV cache has 3 blocks, and a request of 2 tokens needs 3 beside"):
+        start(folder, num_blocks=3)
