@@ -25,11 +25,15 @@ class RequestRejected(RaylmError):
 
 
 class Overloaded(RaylmError):
-    """The queue is full; the caller may come back after `retry_after` seconds."""
+    """No room, or not in the time that the request has; the caller may come back after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DeadlineExceeded(RaylmError):
+    """The time that a request set itself was up before it was done; what it has generated is incomplete."""
 
 
 class EngineDeadError(RaylmError):

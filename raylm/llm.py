@@ -10,15 +10,16 @@ for completion in llm.generate(["The capital of France is"], SamplingParams(temp
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
-from raylm.core.sampling import MAX_SEED, SamplingParams
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.engine import check_prompt
 from raylm.engine.factory import local_engine
@@ -31,20 +32,30 @@ Message = dict[str, Any]
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """One generated sequence. `token_ids` ends with the stop token where one ended it; `text` has no stop string."""
+    """One generated sequence. `token_ids` ends with the stop token where one ended it; `text` has no stop string.
+
+    logprobs: the log probability of each of token_ids, and their sum; None unless params.logprobs asked for them.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[float] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Completion:
-    """What one prompt gave: params.n outputs. `prompt` is None where token ids or messages were given."""
+    """What one prompt gave: params.n outputs. `prompt` is None where token ids or messages were given.
+
+    num_cached_tokens: tokens of the prompt that were in the prefix cache. It depends on what ran before, the outputs do
+    not, so completions are compared without it.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Output]
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 class LLM:
@@ -61,6 +72,7 @@ class LLM:
         seed: int = 0,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        prefix_caching: bool = True,
         num_threads: int | None = None,
         progress: bool = True,
     ) -> None:
@@ -77,13 +89,16 @@ class LLM:
                     "max_model_len": max_model_len,
                     "seed": seed,
                 },
+                "cache": {"prefix_caching": prefix_caching},
                 "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
                 "runtime": {"device": device, "num_threads": num_threads},
             }
             model = parse(EngineConfig, settings, source="LLM(...)")
         self.config = model
         self.text = TextProcessor.load(locate(model.model.path))
-        self._engine = local_engine(model, progress=progress)
+        # Nobody follows an engine in this process: it would collect events for ever.
+        quiet = model.model_copy(update={"cache": model.cache.model_copy(update={"events": False})})
+        self._engine = local_engine(quiet, progress=progress)
 
     @property
     def name(self) -> str:
@@ -124,7 +139,7 @@ class LLM:
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
         text = self.text.stream(params)
-        self._engine.add("stream", prompt_ids, params)
+        self._engine.add(["stream"], prompt_ids, params)
         try:
             while True:
                 for delta in self._engine.step():
@@ -159,20 +174,39 @@ class LLM:
 class _Sequence:
     """One output on its way."""
 
-    def __init__(self, completion: Completion, stream: TextStream) -> None:
+    def __init__(self, completion: Completion, stream: TextStream, *, logprobs: bool) -> None:
         self.output = Output("", [], "")
+        if logprobs:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._completion = completion
+        self._is_first = not completion.outputs
         self._stream = stream
         completion.outputs.append(self.output)
 
     def push(self, delta: TokenDelta) -> bool:
         """Take a step's tokens; True when the sequence is complete."""
         piece = self._stream.push(delta.token_ids, delta.finish_reason)
-        self.output.token_ids += delta.token_ids[: piece.num_tokens]
-        self.output.text += piece.text
+        output = self.output
+        output.token_ids += delta.token_ids[: piece.num_tokens]
+        output.text += piece.text
+        if output.logprobs is not None:
+            output.logprobs += delta.logprobs[: piece.num_tokens]
+        if self._is_first:
+            self._completion.num_cached_tokens += delta.num_cached_tokens
         if piece.finish_reason is None:
             return False
-        self.output.finish_reason = piece.finish_reason
+        output.finish_reason = piece.finish_reason
+        if output.logprobs is not None:
+            output.cumulative_logprob = sum(output.logprobs)
         return True
+
+
+class _Group(NamedTuple):
+    """The sequences of one prompt, which go to the engine together."""
+
+    ids: list[str]
+    prompt_ids: list[int]
+    params: SamplingParams
 
 
 class _Job:
@@ -180,15 +214,14 @@ class _Job:
 
     def __init__(self, llm: LLM, completions: list[Completion], params: list[SamplingParams]) -> None:
         self._engine = llm._engine
-        self._room = llm.config.scheduler.max_queued_requests
+        self._limits = llm.config.scheduler
         self._live: dict[str, _Sequence] = {}
-        self._todo: list[tuple[str, list[int], SamplingParams]] = []
+        self._todo: deque[_Group] = deque()
         for index, (completion, own) in enumerate(zip(completions, params, strict=True)):
-            for choice in range(own.n):
-                request_id = f"{index}.{choice}"
-                self._live[request_id] = _Sequence(completion, llm.text.stream(own))
-                self._todo.append((request_id, completion.prompt_token_ids, params_of_choice(own, choice)))
-        self._todo.reverse()
+            ids = [f"{index}.{choice}" for choice in range(own.n)]
+            for request_id in ids:
+                self._live[request_id] = _Sequence(completion, llm.text.stream(own), logprobs=own.logprobs)
+            self._todo.append(_Group(ids, completion.prompt_token_ids, own))
 
     def run(self, *, progress: bool) -> None:
         try:
@@ -201,8 +234,16 @@ class _Job:
             self._engine.abort_all()
 
     def _feed(self) -> None:
-        while self._todo and self._engine.stats().waiting < self._room:
-            self._engine.add(*self._todo.pop())
+        while self._todo and self._has_room(self._todo[0]):
+            self._engine.add(*self._todo.popleft())
+
+    def _has_room(self, group: _Group) -> bool:
+        stats = self._engine.stats()
+        if not stats.waiting:
+            return True  # What does not fit now never will, and the engine says so.
+        tokens = stats.waiting_tokens + len(group.ids) * len(group.prompt_ids)
+        most = self._limits.max_queued_tokens
+        return stats.waiting + len(group.ids) <= self._limits.max_queued_requests and (most is None or tokens <= most)
 
     def _take(self, delta: TokenDelta) -> bool:
         sequence = self._live.get(delta.request_id)
@@ -213,14 +254,6 @@ class _Job:
             self._engine.abort(delta.request_id)
         del self._live[delta.request_id]
         return True
-
-
-def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of one of n choices: a given seed is moved on by the choice's number, so that they differ."""
-    if params.n == 1:
-        return params
-    seed = None if params.seed is None else (params.seed + choice) & MAX_SEED
-    return dataclasses.replace(params, n=1, seed=seed)
 
 
 def _params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
+from uuid import uuid4
 
 import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from raylm.core.events import EventBatch, EventSnapshot
+from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import TokenDelta
-from raylm.engine.messages import Abort, Deltas, FromEngine, Load, Refused, Submit, ToEngine
+from raylm.engine.messages import (
+    Abort,
+    BlockSnapshot,
+    Deltas,
+    Follow,
+    FromEngine,
+    Load,
+    Refused,
+    Submit,
+    ToEngine,
+)
+from raylm.engine.streams import EventFeed, Sequences
 from raylm.errors import EngineDeadError, Overloaded, RequestRejected
 
 _LAST_WORDS_S = 0.05
 _TRY_AGAIN_S = 0.2
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_Error = RequestRejected | Overloaded | EngineDeadError
 
 
 class KeyPair(NamedTuple):
@@ -40,7 +53,8 @@ class EngineClient:
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._streams: dict[str, _Stream] = {}
+        self._sequences: dict[str, Sequences] = {}
+        self._feeds: dict[str, EventFeed] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self.is_connected = False
@@ -52,42 +66,44 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        """Requests of this client that run or wait in the engine."""
-        return len(self._streams)
+        """Sequences of this client that run or wait in the engine."""
+        return len(self._sequences)
 
     @property
     def pressure(self) -> int:
-        """Requests in the engine: those of others as it last said, and this client's own as they are now."""
-        return self._others + len(self._streams)
+        """Sequences in the engine: those of others as it last said, and this client's own as they are now."""
+        return self._others + len(self._sequences)
 
     def note_load(self, load: Load) -> None:
         """Take in how busy the engine says it is."""
         self.load = load
-        self._others = max(0, load.running + load.waiting - len(self._streams))
+        self._others = max(0, load.running + load.waiting - len(self._sequences))
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of one sequence, several merged into one where the reader is behind.
+    def generate(
+        self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> Sequences:
+        """One sequence for each id from the same prompt; the caller closes what this returns.
 
-        Closing the generator early aborts the request. Raises RequestRejected, Overloaded, EngineDeadError.
+        Raises Overloaded where the engine does not read; the rest is raised by what this returns.
         """
-        self._send(Submit(request_id, prompt_ids, params))
-        stream = self._streams[request_id] = _Stream(request_id)
-        ended = False
+        self._send(Submit(list(request_ids), prompt_ids, params, options))
+        sequences = Sequences(request_ids, self._release)
+        self._sequences.update(dict.fromkeys(request_ids, sequences))
+        return sequences
+
+    async def follow(self) -> AsyncGenerator[EventSnapshot | EventBatch, None]:
+        """The engine's cached blocks: a snapshot, then what happens to them, without a gap; at times a new snapshot.
+
+        Raises RequestRejected where cache.events is off, Overloaded, EngineDeadError.
+        """
+        follow_id = uuid4().hex
+        feed = self._feeds[follow_id] = EventFeed(lambda: self._send(Follow(follow_id)))
         try:
-            while not ended:
-                try:
-                    delta = await stream.next()
-                except (RequestRejected, Overloaded, EngineDeadError):
-                    ended = True
-                    raise
-                ended = delta.finish_reason is not None
-                yield delta
+            while True:
+                yield await feed.next()
         finally:
-            self._streams.pop(request_id, None)
-            if not ended and self.is_connected:
-                self._send(Abort(request_id))
+            del self._feeds[follow_id]
+            self._abort(follow_id)
 
     async def close(self) -> None:
         """Drop the connection; live requests fail."""
@@ -105,16 +121,35 @@ class EngineClient:
         if sent.done() and sent.exception() is not None:
             raise Overloaded("the engine does not take requests at the moment", retry_after=1.0)
 
+    def _release(self, request_id: str, abort: bool) -> None:
+        del self._sequences[request_id]
+        if abort:
+            self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if not self._socket.closed:
+            # An engine that reads nothing is overloaded or dying: neither is the business of one who leaves.
+            with contextlib.suppress(Overloaded):
+                self._send(Abort(request_id))
+
     async def _read(self) -> None:
         while True:
             message = self._decoder.decode(await self._socket.recv())
             if isinstance(message, Deltas):
                 self.note_load(message.load)
                 for delta in message.deltas:
-                    if (stream := self._streams.get(delta.request_id)) is not None:
-                        stream.push(delta)
-            elif (stream := self._streams.get(message.request_id)) is not None:
-                stream.fail(_refusal(message))
+                    if (sequences := self._sequences.get(delta.request_id)) is not None:
+                        sequences.push(delta)
+            elif isinstance(message, Refused):
+                refused: Sequences | EventFeed | None
+                refused = self._sequences.get(message.request_id) or self._feeds.get(message.request_id)
+                if refused is not None:
+                    refused.fail(_refusal(message))
+            elif (feed := self._feeds.get(message.request_id)) is not None:
+                if isinstance(message, BlockSnapshot):
+                    feed.begin(message.snapshot)
+                else:
+                    feed.push(message.batch)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """A lost connection means that the engine's process has ended: it never closes one on its own."""
@@ -138,49 +173,10 @@ class EngineClient:
 
     def _lost(self, reason: str) -> None:
         self.is_connected = False
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(reason))
-
-
-class _Stream:
-    """Deltas of one request between the socket's reader and the request's own."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._pending: list[TokenDelta] = []
-        self._error: _Error | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, delta: TokenDelta) -> None:
-        if delta.finish_reason == "error":
-            self.fail(EngineDeadError(delta.message or "the engine has died"))
-            return
-        self._pending.append(delta)
-        self._wake()
-
-    def fail(self, error: _Error) -> None:
-        self._error = error
-        self._wake()
-
-    async def next(self) -> TokenDelta:
-        """Everything that has come since the last call, as one delta; waits when there is nothing."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pending, self._pending = self._pending, []
-        if len(pending) == 1:
-            return pending[0]
-        token_ids = [token for delta in pending for token in delta.token_ids]
-        return TokenDelta(self._request_id, token_ids, pending[-1].finish_reason)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        error = EngineDeadError(reason)
+        waiting: list[Sequences | EventFeed] = [*self._sequences.values(), *self._feeds.values()]
+        for one in waiting:
+            one.fail(error)
 
 
 def _refusal(message: Refused) -> RequestRejected | Overloaded:

@@ -1,50 +1,82 @@
-"""What travels between an ingress and an engine: requests and cancels in, token deltas and refusals out.
+"""What travels between an ingress and an engine: requests and cancels in, token deltas, refusals and block events out.
 
 msgpack arrays over ZeroMQ. One `Deltas` message per step and ingress, however many requests it carries.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from raylm.core.events import EventBatch, EventSnapshot
+from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 
 
 class Load(NamedTuple):
-    """How busy an engine is; it rides on every Deltas message."""
+    """How busy an engine is; it rides on every Deltas message. Counts are since the engine's start.
+
+    num_preemptions counts every preemption, num_swaps those that copied the blocks to host memory; prefix_queries and
+    prefix_hits are prompt tokens looked up and found in the prefix cache.
+    """
 
     running: int
     waiting: int
     kv_usage: float
     num_preemptions: int = 0
+    num_swaps: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    waiting_tokens: int = 0
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """Generate one sequence. `request_id` is unique among all clients of the engine."""
+    """Generate one sequence for each id from the same prompt. Ids are unique among all clients of the engine."""
 
-    request_id: str
+    request_ids: Annotated[list[str], msgspec.Meta(min_length=1)]
     prompt_ids: list[int]
     params: SamplingParams
+    options: RequestOptions
+
+
+class Follow(msgspec.Struct, tag="follow", array_like=True, frozen=True):
+    """Answer with a BlockSnapshot, then send BlockEvents, until an Abort of this id. Again: send a new snapshot."""
+
+    request_id: str
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """The client has gone: free the request's blocks now. Nothing is answered."""
+    """The client has gone: free this sequence's blocks now, or end this Follow. Nothing is answered."""
 
     request_id: str
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
-    """What a step gave the requests of one client."""
+    """What a step gave the sequences of one client."""
 
     deltas: list[TokenDelta]
     load: Load
 
 
+class BlockSnapshot(msgspec.Struct, tag="snapshot", array_like=True, frozen=True):
+    """The blocks that can be found now, for one Follow; it replaces what was sent before."""
+
+    request_id: str
+    snapshot: EventSnapshot
+
+
+class BlockEvents(msgspec.Struct, tag="events", array_like=True, frozen=True):
+    """What a step did to the cached blocks, for one Follow."""
+
+    request_id: str
+    batch: EventBatch
+
+
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A Submit was not taken. `retry_after` is in seconds and set for "overloaded" only."""
+    """A Submit (named by its first id) or a Follow was not taken. `retry_after` is in seconds and set for "overloaded"
+    only."""
 
     request_id: str
     kind: Literal["rejected", "overloaded"]
@@ -54,5 +86,5 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     retry_after: float = 0.0
 
 
-ToEngine = Submit | Abort
-FromEngine = Deltas | Refused
+ToEngine = Submit | Follow | Abort
+FromEngine = Deltas | BlockSnapshot | BlockEvents | Refused

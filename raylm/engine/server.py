@@ -10,7 +10,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from raylm.core.step import TokenDelta
 from raylm.engine.engine import Engine
-from raylm.engine.messages import Abort, Deltas, Load, Refused, Submit, ToEngine
+from raylm.engine.followers import Followers
+from raylm.engine.messages import Abort, Deltas, Follow, FromEngine, Load, Refused, Submit, ToEngine
 from raylm.errors import Overloaded, RequestRejected
 from raylm.log import get_logger
 
@@ -47,18 +48,28 @@ class EngineServer:
         self._socket, self.address, self.public_key = _bind(self._context, host)
         self._owner: dict[str, bytes] = {}
         self._unsent: dict[bytes, list[TokenDelta]] = {}
+        self._followers = Followers(engine.event_snapshot, self._send)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._stopping = False
 
     @property
     def num_live(self) -> int:
-        """Requests taken and not ended."""
+        """Sequences taken and not ended."""
         return len(self._owner)
 
     def load(self) -> Load:
         stats = self._engine.stats()
-        return Load(stats.running, stats.waiting, stats.kv_usage, stats.num_preemptions)
+        return Load(
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_usage=stats.kv_usage,
+            num_preemptions=stats.num_preemptions,
+            num_swaps=stats.num_swaps,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            waiting_tokens=stats.waiting_tokens,
+        )
 
     def run(self) -> None:
         """Serve until stop(). When the engine dies every live request fails with its reason, and this raises it."""
@@ -66,6 +77,7 @@ class EngineServer:
             while not self._stopping:
                 self._receive(0 if self._engine.has_work or self._unsent else _IDLE_POLL_MS)
                 self._deliver(self._engine.step())
+                self._followers.publish(self._engine.take_events())
         except Exception as error:
             logger.error("the engine stopped: %s", error)
             self._deliver([TokenDelta(request_id, [], "error", str(error)) for request_id in self._owner])
@@ -98,25 +110,35 @@ class EngineServer:
             logger.warning("a message of %d bytes was dropped: %s", len(data), error)
             return
         if isinstance(message, Abort):
-            self._engine.abort(message.request_id)
-            self._owner.pop(message.request_id, None)
-        else:
-            self._submit(client, message)
+            self._abort(message.request_id)
+            return
+        try:
+            if isinstance(message, Follow):
+                self._follow(client, message)
+            else:
+                self._submit(client, message)
+        except (RequestRejected, Overloaded) as error:
+            self._send(client, _refusal(message, error))
+
+    def _abort(self, request_id: str) -> None:
+        self._followers.remove(request_id)
+        if self._owner.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
 
     def _submit(self, client: bytes, message: Submit) -> None:
-        refusal: Refused
-        try:
-            if message.request_id in self._owner:
-                raise RequestRejected(f"the request id {message.request_id!r} is already in use", param="request_id")
-            self._engine.add(message.request_id, message.prompt_ids, message.params)
-        except RequestRejected as error:
-            refusal = Refused(message.request_id, "rejected", str(error), error.param, error.code)
-        except Overloaded as error:
-            refusal = Refused(message.request_id, "overloaded", str(error), retry_after=error.retry_after)
-        else:
-            self._owner[message.request_id] = client
-            return
-        self._send(client, self._encode(refusal))
+        ids = message.request_ids
+        if len(set(ids)) < len(ids) or any(self._is_taken(request_id) for request_id in ids):
+            raise _in_use(ids)
+        self._engine.add(ids, message.prompt_ids, message.params, message.options)
+        self._owner.update(dict.fromkeys(ids, client))
+
+    def _follow(self, client: bytes, message: Follow) -> None:
+        if message.request_id in self._owner:
+            raise _in_use([message.request_id])
+        self._followers.add(message.request_id, client)
+
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._owner or request_id in self._followers
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         """One message for each client that got tokens, together with what it could not take before."""
@@ -133,7 +155,7 @@ class EngineServer:
             return
         load = self.load()
         for client, batch in batches.items():
-            if not self._send(client, self._encode(Deltas(batch, load))):
+            if not self._send(client, Deltas(batch, load)):
                 self._keep(client, batch)
 
     def _keep(self, client: bytes, batch: list[TokenDelta]) -> None:
@@ -142,10 +164,10 @@ class EngineServer:
         else:
             self._unsent[client] = batch
 
-    def _send(self, client: bytes, data: bytes) -> bool:
+    def _send(self, client: bytes, message: FromEngine) -> bool:
         """False when the client's pipe is full. A client that has gone loses its requests."""
         try:
-            self._socket.send_multipart((client, data), zmq.NOBLOCK)
+            self._socket.send_multipart((client, self._encode(message)), zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -159,7 +181,20 @@ class EngineServer:
         for request_id in mine:
             self._engine.abort(request_id)
             del self._owner[request_id]
+        self._followers.drop(client)
         logger.warning("client %s was dropped with %d requests: %s", client.hex(), len(mine), reason)
+
+
+def _in_use(ids: list[str]) -> RequestRejected:
+    return RequestRejected(f"the request ids {ids!r:.200} are already in use or given twice", param="request_ids")
+
+
+def _refusal(message: Submit | Follow, error: RequestRejected | Overloaded) -> Refused:
+    """The answer to a message that was not taken; a Submit is named by its first id."""
+    name = message.request_id if isinstance(message, Follow) else message.request_ids[0]
+    if isinstance(error, Overloaded):
+        return Refused(name, "overloaded", str(error), retry_after=error.retry_after)
+    return Refused(name, "rejected", str(error), error.param, error.code)
 
 
 def _bind(context: zmq.Context[Any], host: str) -> tuple[zmq.Socket[bytes], str, bytes]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 
 import ray
 
+from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import TokenDelta
 from raylm.engine.client import EngineClient
+from raylm.engine.streams import Sequences
 from raylm.errors import Overloaded
 from raylm.log import get_logger
 from raylm.serving.directory import EngineEntry, Snapshot, find_directory
@@ -45,19 +46,15 @@ class ModelRouter:
     def usable(self) -> list[_Engine]:
         return [engine for engine in self.engines.values() if engine.is_usable]
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[TokenDelta, None]:
+    def generate(
+        self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> Sequences:
         """Generate on the least busy engine. Raises Overloaded when no engine is up, else as EngineClient does."""
         engines = self.usable
         if not engines:
             raise Overloaded(f"no engine serves {self.name!r} at the moment", retry_after=_RETRY_AFTER_S)
-        deltas = min(engines, key=lambda engine: engine.client.pressure).client.generate(request_id, prompt_ids, params)
-        try:
-            async for delta in deltas:
-                yield delta
-        finally:
-            await deltas.aclose()
+        chosen = min(engines, key=lambda engine: engine.client.pressure)
+        return chosen.client.generate(request_ids, prompt_ids, params, options)
 
 
 class LiveCatalog:
@@ -84,13 +81,7 @@ class LiveCatalog:
 
     def stats(self) -> list[EngineStats]:
         return [
-            EngineStats(
-                model=router.name,
-                engine_id=engine_id,
-                running=engine.client.load.running,
-                waiting=engine.client.load.waiting,
-                kv_usage=engine.client.load.kv_usage,
-            )
+            EngineStats(router.name, engine_id, engine.client.load)
             for router in self._routers.values()
             for engine_id, engine in router.engines.items()
         ]

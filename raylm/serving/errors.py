@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from raylm.errors import EngineDeadError, Overloaded, RaylmError, RequestRejected
+from raylm.errors import DeadlineExceeded, EngineDeadError, Overloaded, RaylmError, RequestRejected
 from raylm.log import get_logger
 
 log = get_logger(__name__)
@@ -64,6 +64,10 @@ def http_error(error: Exception) -> HttpError:
         return HttpError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, Overloaded):
         return _unavailable(error, "overloaded", math.ceil(error.retry_after))
+    if isinstance(error, DeadlineExceeded):
+        # OpenAI's clients try a 5xx again by themselves: what that gives comes after the deadline.
+        headers = ((b"x-should-retry", b"false"),)
+        return HttpError(504, str(error), kind="timeout_error", code="deadline_exceeded", headers=headers)
     if isinstance(error, EngineDeadError):
         return _unavailable(error, "engine_dead", ENGINE_RETRY_S)
     log.error("unexpected error in a request", exc_info=error)

@@ -53,8 +53,10 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.finished: Counter[str] = Counter()
-        """Completions by finish reason; "abort" when the client left, "error" when the engine failed."""
+        """Completions by finish reason; "abort" when the client left, "deadline" when its time was up, "error" when it
+        was refused or the engine failed."""
         self.prompt_tokens = 0
+        """Of prompts from which something was generated: a prompt that is refused does not count."""
         self.generation_tokens = 0
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token_latency = Histogram(ITL_BOUNDS)
@@ -112,7 +114,7 @@ class HttpMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._counters()
         yield from self._histograms()
-        yield from _gauges(self._models.stats())
+        yield from _of_engines(self._models.stats())
 
     def _counters(self) -> Iterator[Metric]:
         success = CounterMetricFamily(
@@ -142,14 +144,28 @@ def _histogram(name: str, documentation: str) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, documentation, labels=["model_name"])
 
 
-def _gauges(stats: list[EngineStats]) -> Iterator[Metric]:
+_GAUGES = (
+    ("running", "raylm:num_requests_running", "Completions that an engine runs now."),
+    ("waiting", "raylm:num_requests_waiting", "Completions that wait in an engine."),
+    ("waiting_tokens", "raylm:num_prompt_tokens_waiting", "Prompt tokens of the completions that wait in an engine."),
+    ("kv_usage", "raylm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is full."),
+)
+_COUNTERS = (
+    ("num_preemptions", "raylm:num_preemptions", "Completions that gave up their place for others."),
+    ("num_swaps", "raylm:num_swaps", "Preemptions that copied the KV cache to host memory."),
+    ("prefix_queries", "raylm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
+    ("prefix_hits", "raylm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
+)
+
+
+def _of_engines(stats: list[EngineStats]) -> Iterator[Metric]:
+    """What each engine last said of itself."""
     labels = ["model_name", "engine"]
-    running = GaugeMetricFamily("raylm:num_requests_running", "Completions that an engine runs now.", labels=labels)
-    waiting = GaugeMetricFamily("raylm:num_requests_waiting", "Completions that wait in an engine.", labels=labels)
-    usage = GaugeMetricFamily("raylm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is full.", labels=labels)
-    for engine in stats:
-        names = [engine.model, engine.engine_id]
-        running.add_metric(names, engine.running)
-        waiting.add_metric(names, engine.waiting)
-        usage.add_metric(names, engine.kv_usage)
-    yield from (running, waiting, usage)
+    families: list[tuple[str, GaugeMetricFamily | CounterMetricFamily]] = [
+        *((field, GaugeMetricFamily(name, text, labels=labels)) for field, name, text in _GAUGES),
+        *((field, CounterMetricFamily(name, text, labels=labels)) for field, name, text in _COUNTERS),
+    ]
+    for field, family in families:
+        for engine in stats:
+            family.add_metric([engine.model, engine.engine_id], getattr(engine.load, field))
+        yield family

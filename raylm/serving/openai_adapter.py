@@ -7,39 +7,42 @@ from typing import NamedTuple
 
 import msgspec
 
-from raylm.core.sampling import MAX_SEED, SamplingParams
+from raylm.core.options import RequestOptions
+from raylm.core.sampling import SamplingParams
 from raylm.errors import RequestRejected
 from raylm.serving.errors import HttpError
-from raylm.serving.openai_protocol import (
-    ChatAnswer,
-    ChatChoice,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    GenerationRequest,
-    TextChoice,
-    Usage,
-)
+from raylm.serving.openai_params import TokenLimit, Wanted
+from raylm.serving.openai_protocol import ChatAnswer, ChatChoice, Completion, PromptDetails, TextChoice, Usage
 from raylm.serving.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One completion to generate. `prefix` is the echoed prompt, put before its text."""
+class PromptJob:
+    """params.n sequences to generate from one prompt; they are numbered from `first` on in the whole request.
 
-    index: int
+    `prefix` is the echoed prompt, put before their texts.
+    """
+
+    first: int
     prompt_ids: list[int]
     params: SamplingParams
+    options: RequestOptions
     prefix: str = ""
 
 
 class ChoiceDelta(NamedTuple):
-    """Text that the choice of this index gained; with a finish reason it is the last."""
+    """Text that the sequence of this number gained; with a finish reason it is the last.
+
+    `logprob` is the log probability of its tokens, where it was asked for. `num_cached` are tokens of its prompt that
+    the engine had in its cache, with the first delta of a prompt's first sequence.
+    """
 
     choice: int
     text: str
     finish_reason: str | None
     num_tokens: int
+    logprob: float = 0.0
+    num_cached: int = 0
 
 
 class EncodedPrompt(NamedTuple):
@@ -50,95 +53,29 @@ class EncodedPrompt(NamedTuple):
     echo: str = ""
 
 
-class TokenLimit(NamedTuple):
-    """How many tokens the request allows each completion, by which field, and what holds without it.
-
-    Both None: as many as the model has room for.
-    """
-
-    field: str
-    value: int | None
-    default: int | None
-
-
 class Job(NamedTuple):
-    """One HTTP request, ready to run."""
+    """One HTTP request, ready to run: `n` completions of each prompt."""
 
-    choices: list[Choice]
+    prompts: list[PromptJob]
+    n: int
     prompt_tokens: int
 
-
-def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """The request's sampling as the engine knows it. Raises RequestRejected where a value is out of its range."""
-    return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        # vLLM's clients write -1 for "keep all".
-        top_k=0 if request.top_k is None or request.top_k == -1 else request.top_k,
-        min_p=0.0 if request.min_p is None else request.min_p,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        n=1 if request.n is None else request.n,
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=bool(request.ignore_eos),
-    )
+    @property
+    def num_sequences(self) -> int:
+        return sum(prompt.params.n for prompt in self.prompts)
 
 
-def check_options(request: GenerationRequest) -> None:
-    """What must fit together in one request. Raises RequestRejected."""
-    if request.stream_options is not None and not request.stream:
-        raise RequestRejected("stream_options is only allowed together with stream=true", param="stream_options")
-    best_of = request.best_of if isinstance(request, CompletionRequest) else None
-    num = 1 if request.n is None else request.n
-    if best_of is not None and best_of != num:
-        raise RequestRejected(
-            f"best_of must be left out or equal n ({num}): choosing among more completions is not supported, "
-            f"got {best_of}",
-            param="best_of",
-            code="unsupported_parameter",
-        )
-
-
-def check_num_choices(num_prompts: int, n: int, limit: int) -> None:
-    """Raises RequestRejected when one HTTP request asks for too many completions."""
-    if num_prompts * n > limit:
-        raise RequestRejected(
-            f"{num_prompts} prompts with n={n} make {num_prompts * n} completions, at most {limit} are allowed",
-            param="n" if n > 1 else "prompt",
-        )
-
-
-def token_limit(request: GenerationRequest, default: int | None) -> TokenLimit:
-    """The limit on each completion's tokens. Raises RequestRejected where it is below 1."""
-    if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
-        return TokenLimit("max_tokens", request.max_tokens, default)
-    limit = TokenLimit("max_completion_tokens", request.max_completion_tokens, default)
-    if request.max_completion_tokens < 1:
-        raise RequestRejected(f"{limit.field} must be at least 1, got {limit.value}", param=limit.field)
-    return limit
-
-
-def plan(model: ServedModel, prompts: list[EncodedPrompt], params: SamplingParams, limit: TokenLimit) -> Job:
-    """The choices of a request: n for each prompt, prompt by prompt, each with its own seed and room for tokens.
+def plan(model: ServedModel, prompts: list[EncodedPrompt], asked: Wanted) -> Job:
+    """Each prompt with its own room for tokens.
 
     Raises RequestRejected when a prompt does not fit into the model together with the tokens it asks for.
     """
-    choices: list[Choice] = []
-    for prompt in prompts:
-        max_tokens = _max_tokens(model, len(prompt.token_ids), limit)
-        for number in range(params.n):
-            own = replace(params, n=1, seed=_seed(params.seed, number), max_tokens=max_tokens)
-            choices.append(Choice(len(choices), prompt.token_ids, own, prompt.echo))
-    return Job(choices, sum(len(prompt.token_ids) for prompt in prompts))
-
-
-def _seed(seed: int | None, number: int) -> int | None:
-    """Choice `number` draws from seed + number, around the end of the range."""
-    if seed is None:
-        return None
-    seed += number
-    return seed if seed <= MAX_SEED else seed - 2 * (MAX_SEED + 1)
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        max_tokens = _max_tokens(model, len(prompt.token_ids), asked.limit)
+        params = replace(asked.params, max_tokens=max_tokens)
+        jobs.append(PromptJob(number * params.n, prompt.token_ids, params, asked.options, prompt.echo))
+    return Job(jobs, asked.n, sum(len(prompt.token_ids) for prompt in prompts))
 
 
 def check_prompt(model: ServedModel, token_ids: list[int], field: str) -> None:
@@ -183,9 +120,8 @@ class Reply(NamedTuple):
     chat: bool
 
 
-def answer(reply: Reply, texts: list[str], reasons: list[str | None], usage: Usage) -> bytes:
-    """The JSON of an answer that is not streamed."""
-    ends = list(zip(texts, reasons, strict=True))
+def answer(reply: Reply, ends: list[tuple[str, str | None]], usage: Usage) -> bytes:
+    """The JSON of an answer that is not streamed; `ends` are its texts and finish reasons."""
     choices: list[ChatChoice] | list[TextChoice]
     if reply.chat:
         choices = [ChatChoice(index, ChatAnswer(text), reason) for index, (text, reason) in enumerate(ends)]
@@ -195,8 +131,9 @@ def answer(reply: Reply, texts: list[str], reasons: list[str | None], usage: Usa
     return msgspec.json.encode(Completion(reply.id, kind, reply.created, reply.model, choices, usage))
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> Usage:
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    total = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens, completion_tokens, total, PromptDetails(cached_tokens))
 
 
 class ChunkEncoder:
@@ -221,7 +158,7 @@ class ChunkEncoder:
 
     def chunk(self, delta: ChoiceDelta) -> bytes:
         """The event of a delta; empty when it would say nothing new."""
-        index, text, reason, _ = delta
+        index, text, reason = delta[:3]
         head = self._heads[index]
         if reason is None:
             later = self._later[index]

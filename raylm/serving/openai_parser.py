@@ -47,21 +47,19 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
     "min_tokens": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 """Fields that clients know and the engine cannot do, with the values, besides null, that ask for nothing."""
 
 HARMLESS = frozenset(
     {
         *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "user"),
+        *("safety_identifier", "service_tier"),
     }
 )
 """Fields that are known and never change an answer's text."""

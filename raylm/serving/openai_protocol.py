@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
 
+from raylm.core.options import MAX_NAME_CHARS
+
 
 def _listed(value: object) -> object:
     """`stop` may be one string; null is none."""
@@ -21,6 +23,13 @@ def _not_empty(value: list[object]) -> list[object]:
     return value
 
 
+def _short(value: str) -> str:
+    if len(value) > MAX_NAME_CHARS:
+        raise ValueError(f"must have at most {MAX_NAME_CHARS} characters")
+    return value
+
+
+_Name = Annotated[str, AfterValidator(_short)]
 # A body holds millions of elements at most, and each error costs memory: the first one is enough.
 _Strings = Annotated[list[str], FailFast(), BeforeValidator(_listed)]
 _Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed)]
@@ -58,6 +67,16 @@ class GenerationRequest(_Body):
     stop: _Strings = []
     stop_token_ids: _Integers = []
     ignore_eos: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    user: _Name | None = None
+    """The tenant, where the scheduler's policy is fair."""
+    priority: int | None = None
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
+    cache_salt: _Name | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -77,10 +96,15 @@ class CompletionRequest(GenerationRequest):
 
     prompt: object
     echo: bool | None = None
-    best_of: int | None = None
 
 
 FinishReason = str | None
+
+
+class PromptDetails(msgspec.Struct):
+    """Tokens of the prompts that the engine had in its prefix cache."""
+
+    cached_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -89,6 +113,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class ChatAnswer(msgspec.Struct):

@@ -14,27 +14,23 @@ from uuid import uuid4
 import msgspec
 
 from raylm.config.serving import HttpConfig
-from raylm.errors import EngineDeadError, Overloaded
+from raylm.errors import Overloaded
 from raylm.serving.errors import HttpError, http_error
-from raylm.serving.metrics import ChoiceMeter, HttpMetrics
+from raylm.serving.generation import Origin, Tally, gather, text_deltas
+from raylm.serving.metrics import HttpMetrics
 from raylm.serving.openai_adapter import (
     DONE,
-    Choice,
     ChoiceDelta,
     ChunkEncoder,
     EncodedPrompt,
     Job,
     Reply,
     answer,
-    check_num_choices,
-    check_options,
     check_prompt,
     error_event,
     plan,
-    sampling_params,
-    token_limit,
-    usage_of,
 )
+from raylm.serving.openai_params import check_num_sequences, wanted
 from raylm.serving.openai_parser import parse, prompts_of
 from raylm.serving.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
 from raylm.serving.served_model import ModelCatalog, ServedModel
@@ -67,26 +63,22 @@ class OpenAIService:
         """POST /v1/chat/completions."""
         started = perf_counter()
         request = parse(ChatRequest, body, strict=self._config.strict)
-        check_options(request)
-        params = sampling_params(request)
+        asked = wanted(request, default_max_tokens=None)
         model = self._model(request.model)
-        check_num_choices(1, params.n, self._config.max_choices)
-        limit = token_limit(request, None)
+        check_num_sequences(1, asked, self._config.max_choices)
         prompt = await _chat_prompt(model, request)
-        return await self._run(request, model, plan(model, [prompt], params, limit), started)
+        return await self._run(request, model, plan(model, [prompt], asked), started)
 
     async def complete(self, body: bytes) -> bytes | Events:
         """POST /v1/completions."""
         started = perf_counter()
         request = parse(CompletionRequest, body, strict=self._config.strict)
-        check_options(request)
-        params = sampling_params(request)
+        asked = wanted(request, default_max_tokens=self._config.default_max_tokens)
         model = self._model(request.model)
         prompts = prompts_of(request.prompt)
-        check_num_choices(len(prompts), params.n, self._config.max_choices)
+        check_num_sequences(len(prompts), asked, self._config.max_choices)
         encoded = await _unblocked(sum(map(len, prompts)), partial(_encode, model, prompts, bool(request.echo)))
-        limit = token_limit(request, self._config.default_max_tokens)
-        return await self._run(request, model, plan(model, encoded, params, limit), started)
+        return await self._run(request, model, plan(model, encoded, asked), started)
 
     def _model(self, name: str) -> ServedModel:
         model = self._models.get(name)
@@ -101,17 +93,14 @@ class OpenAIService:
         reply_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         reply = Reply(reply_id, int(time.time()), model.name, chat)
         metrics = self._metrics.model(model.name)
-        metrics.prompt_tokens += job.prompt_tokens
-        deltas = merged(
-            [
-                _choice_deltas(model, f"{reply_id}-{choice.index}", choice, ChoiceMeter(metrics, started), chat=chat)
-                for choice in job.choices
-            ]
-        )
+        origin = Origin(reply_id, chat, started)
+        deltas = merged([text_deltas(model, prompt, metrics, origin) for prompt in job.prompts])
+        tally = Tally(job.prompt_tokens)
         if not request.stream:
-            return await _collect(reply, job, deltas)
-        encoder = ChunkEncoder(reply, len(job.choices), include_usage=request.includes_usage)
-        return _events(encoder, job, deltas, include_usage=request.includes_usage)
+            chosen = await gather(job, deltas, tally)
+            return answer(reply, [(one.text, one.finish_reason) for one in chosen], tally.usage())
+        encoder = ChunkEncoder(reply, job.num_sequences, include_usage=request.includes_usage)
+        return _events(encoder, deltas, tally, include_usage=request.includes_usage)
 
 
 def _card(model: ServedModel) -> ModelCard:
@@ -146,63 +135,15 @@ async def _unblocked(length: int, tokenise: Callable[[], Result]) -> Result:
     return tokenise() if length <= LONG_TEXT_CHARS else await asyncio.to_thread(tokenise)
 
 
-async def _choice_deltas(
-    model: ServedModel, request_id: str, choice: Choice, meter: ChoiceMeter, *, chat: bool
-) -> AsyncGenerator[ChoiceDelta, None]:
-    """The text of one choice until it ends. Left earlier, the engine's request is aborted."""
-    text = model.text.stream(choice.params, continues_prompt=not chat)
-    prefix = choice.prefix
-    outcome = "abort"
-    try:
-        async with aclosing(model.generator.generate(request_id, choice.prompt_ids, choice.params)) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason == "error":
-                    raise _generation_failed(delta.message)
-                piece = text.push(delta.token_ids, delta.finish_reason)
-                meter.tokens(piece.num_tokens)
-                if piece.finish_reason is not None:
-                    outcome = piece.finish_reason
-                    break
-                yield ChoiceDelta(choice.index, prefix + piece.text, None, piece.num_tokens)
-                prefix = ""
-            else:
-                raise EngineDeadError("The engine ended a completion without a reason")
-        # After the generator is closed: a stop string must free the engine before a slow client has read.
-        yield ChoiceDelta(choice.index, prefix + piece.text, outcome, piece.num_tokens)
-    except Exception:
-        outcome = "error"
-        raise
-    finally:
-        meter.finished(outcome)
-
-
-def _generation_failed(message: str | None) -> HttpError:
-    return HttpError(500, message or "The engine failed on this request", kind="server_error", code="generation_failed")
-
-
-async def _collect(reply: Reply, job: Job, deltas: AsyncGenerator[ChoiceDelta, None]) -> bytes:
-    texts: list[list[str]] = [[] for _ in job.choices]
-    reasons: list[str | None] = [None] * len(job.choices)
-    completion_tokens = 0
-    async with aclosing(deltas):
-        async for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            reasons[delta.choice] = delta.finish_reason
-            completion_tokens += delta.num_tokens
-    usage = usage_of(job.prompt_tokens, completion_tokens)
-    return answer(reply, ["".join(pieces) for pieces in texts], reasons, usage)
-
-
 async def _events(
-    encoder: ChunkEncoder, job: Job, deltas: AsyncGenerator[ChoiceDelta, None], *, include_usage: bool
+    encoder: ChunkEncoder, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally, *, include_usage: bool
 ) -> Events:
     """SSE events. An error before the first one is raised, a later one becomes an event."""
     begun = False
-    completion_tokens = 0
     try:
         async with aclosing(deltas):
             async for delta in deltas:
-                completion_tokens += delta.num_tokens
+                tally.add(delta)
                 chunk = encoder.chunk(delta)
                 if chunk:
                     begun = True
@@ -212,5 +153,4 @@ async def _events(
             raise
         yield error_event(http_error(error))
         return
-    end = encoder.usage(usage_of(job.prompt_tokens, completion_tokens)) if include_usage else b""
-    yield end + DONE
+    yield (encoder.usage(tally.usage()) if include_usage else b"") + DONE

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
+from raylm.engine.messages import Load
 
 
 class TextPiece(Protocol):
@@ -36,17 +38,31 @@ class Text(Protocol):
     def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> TextPieces: ...
 
 
+class Deltas(Protocol):
+    """Deltas of the sequences of one prompt, until all have ended. Must be closed by who leaves earlier.
+
+    Deltas of a sequence may be merged in one when the reader is behind. Raises RequestRejected, Overloaded or
+    EngineDeadError, which may also come after tokens.
+    """
+
+    def __aiter__(self) -> Deltas: ...
+    async def __anext__(self) -> TokenDelta: ...
+    def end(self, request_id: str) -> None:
+        """The reader needs no more of this sequence: it is aborted in the engine."""
+        ...
+
+    async def aclose(self) -> None:
+        """Abort the sequences that have not ended."""
+        ...
+
+
 class Generator(Protocol):
-    """Tokens of one completion, wherever the engine is."""
+    """Tokens from a prompt, wherever the engine is."""
 
     def generate(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield deltas until one has a finish reason; closing it earlier aborts the request in the engine.
-
-        Several tokens may be merged in one delta when the reader is behind. Raises RequestRejected, Overloaded,
-        or EngineDeadError, which may also come after tokens.
-        """
+        self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> Deltas:
+        """One sequence for each id. Raises Overloaded when no engine can take it."""
         ...
 
 
@@ -64,13 +80,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The load of one engine, as it last reported it. `kv_usage` is in [0, 1]."""
+    """The load of one engine, as it last reported it."""
 
     model: str
     engine_id: str
-    running: int
-    waiting: int
-    kv_usage: float
+    load: Load
 
 
 class ModelCatalog(Protocol):

@@ -3,63 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 
 import pytest
 import zmq
-from fakes import FakeExecutor, expected_tokens
+from channel_fakes import OPTIONS, PacedExecutor, Served, collect, collect_all, until
+from fakes import FakeExecutor, expected_beams, expected_tokens
 
-from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.engine.client import EngineClient, KeyPair
-from raylm.engine.engine import Engine
-from raylm.engine.server import EngineServer
+from raylm.engine.client import KeyPair
 from raylm.errors import EngineDeadError, Overloaded, RequestRejected
-
-
-class Served:
-    """An engine server in a thread."""
-
-    def __init__(self, executor: FakeExecutor, *, queue: int = 1024) -> None:
-        config = EngineConfig(model=ModelConfig(path="fake"), scheduler=SchedulerConfig(max_queued_requests=queue))
-        config = config.model_copy(
-            update={"cache": config.cache.model_copy(update={"block_size": executor.block_size})}
-        )
-        self.executor = executor
-        self.engine = Engine(config, executor, plans_in_flight=2)
-        self.server = EngineServer(self.engine, host="127.0.0.1")
-        self.keys = KeyPair(*zmq.curve_keypair())
-        self.server.clients.allow(self.keys.public)
-        self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.server.run()
-        except Exception as error:
-            self.error = error
-
-    def client(self, keys: KeyPair | None = None) -> EngineClient:
-        return EngineClient(self.server.address, server_key=self.server.public_key, keys=keys or self.keys)
-
-    def stop(self) -> None:
-        self.server.stop()
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-
-
-class PacedExecutor(FakeExecutor):
-    """Waits for a permit before each step, so that a test decides how far the engine goes."""
-
-    def __init__(self, **options) -> None:
-        super().__init__(**options)
-        self.permits = threading.Semaphore(0)
-
-    def result(self):
-        self.permits.acquire()
-        return super().result()
 
 
 @pytest.fixture
@@ -67,23 +21,6 @@ def served() -> Iterator[Served]:
     served = Served(FakeExecutor(max_model_len=200, num_blocks=400))
     yield served
     served.stop()
-
-
-async def collect(client: EngineClient, request_id: str, prompt: list[int], params: SamplingParams):
-    tokens: list[int] = []
-    reason = None
-    async for delta in client.generate(request_id, prompt, params):
-        tokens += delta.token_ids
-        reason = delta.finish_reason
-    return tokens, reason
-
-
-async def until(condition) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition did not come true")
 
 
 async def test_many_clients_get_their_own_tokens(served):
@@ -104,7 +41,7 @@ async def test_closing_a_stream_frees_its_blocks_within_a_step():
     executor = PacedExecutor(max_model_len=200, num_blocks=400)
     served = Served(executor)
     client = served.client()
-    stream = client.generate("a", [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True))
+    stream = client.generate(["a"], [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True), OPTIONS)
     executor.permits.release(2)
     await anext(stream)
     assert served.engine.stats().running == 1
@@ -124,7 +61,7 @@ async def test_a_client_that_vanishes_loses_its_requests():
     executor = PacedExecutor(max_model_len=10_000, num_blocks=4000)
     served = Served(executor)
     client = served.client()
-    stream = client.generate("a", [1], SamplingParams(temperature=0, ignore_eos=True))
+    stream = client.generate(["a"], [1], SamplingParams(temperature=0, ignore_eos=True), OPTIONS)
     executor.permits.release(3)
     await anext(stream)
     await client.close()
@@ -141,7 +78,7 @@ async def test_a_reader_that_is_behind_gets_merged_deltas():
     served = Served(executor)
     client = served.client()
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    stream = client.generate("a", [5], params)
+    stream = client.generate(["a"], [5], params, OPTIONS)
     executor.permits.release(1)
     first = await anext(stream)
     assert len(first.token_ids) == 1, "the first token is never held back"
@@ -151,6 +88,123 @@ async def test_a_reader_that_is_behind_gets_merged_deltas():
     rest = await anext(stream)
     assert first.token_ids + rest.token_ids == expected_tokens([5], params, 200)[0]
     assert rest.finish_reason == "length"
+    await client.close()
+    served.stop()
+
+
+async def test_the_sequences_of_a_group_share_one_submit(served):
+    client = served.client()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=True)
+    prompt = list(range(1, 12))
+    whole = await collect_all(client, ["a", "b", "c"], prompt, params)
+    assert list(sorted(whole)) == ["a", "b", "c"]
+    tokens, reason = expected_tokens(prompt, params, 200)
+    for delta in whole.values():
+        assert (delta.token_ids, delta.finish_reason) == (tokens, reason)
+        assert len(delta.logprobs) == 20 and max(delta.logprobs) < 0
+    again = await collect_all(client, ["d"], prompt, params)
+    assert again["d"].num_cached_tokens == 8, "the prompt's full blocks are in the cache"
+    assert client.load.prefix_hits == 8 and client.load.prefix_queries >= 11 + 11
+    assert served.server.num_live == client.num_live == 0
+    await client.close()
+
+
+async def test_a_beam_search_delivers_its_best(served):
+    client = served.client()
+    params = SamplingParams(beam_width=3, n=2, max_tokens=5)
+    whole = await collect_all(client, ["best", "second"], [1, 2, 3], params)
+    found = [(whole[request_id].token_ids, whole[request_id].finish_reason) for request_id in ("best", "second")]
+    assert found == expected_beams([1, 2, 3], params, 200)
+    assert served.server.num_live == 0
+    await client.close()
+
+
+@pytest.mark.parametrize("beam_width", [0, 3])
+async def test_closing_a_group_early_ends_what_is_left_of_it(beam_width):
+    executor = PacedExecutor(max_model_len=200, num_blocks=400)
+    served = Served(executor)
+    client = served.client()
+    params = SamplingParams(n=3, beam_width=beam_width, ignore_eos=True)
+    group = client.generate(["a", "b", "c"], [1, 2, 3], params, OPTIONS)
+    assert client.pressure == 3
+    executor.permits.release(3)
+    await until(lambda: served.server.num_live == 3 and executor.num_steps == 3)
+    if not beam_width:
+        group.end("b")
+        group.end("b")
+        assert client.pressure == 2
+    await group.aclose()
+    assert client.pressure == 0
+    executor.permits.release(100)
+    await until(lambda: served.server.num_live == 0 and not served.engine.has_work)
+    assert served.engine.stats().kv_usage == 0
+    await client.close()
+    served.stop()
+
+
+async def test_ending_one_sequence_lets_the_others_go_on():
+    executor = PacedExecutor(max_model_len=200, num_blocks=400)
+    served = Served(executor)
+    client = served.client()
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    group = client.generate(["a", "b"], [1, 2, 3], params, OPTIONS)
+    executor.permits.release(1)
+    assert (await anext(group)).request_id == "a"
+    group.end("a")
+    executor.permits.release(100)
+    rest = [delta async for delta in group]
+    assert {delta.request_id for delta in rest} == {"b"}
+    assert sum((delta.token_ids for delta in rest), []) == expected_tokens([1, 2, 3], params, 200)[0]
+    await until(lambda: served.server.num_live == 0)
+    await client.close()
+    served.stop()
+
+
+@pytest.mark.parametrize("ids", [["a", "a"], ["new", "live"]])
+async def test_ids_in_use_are_refused_together(ids):
+    executor = PacedExecutor(max_model_len=10_000, num_blocks=4000)
+    served = Served(executor)
+    client = served.client()
+    live = client.generate(["live"], [1], SamplingParams(ignore_eos=True), OPTIONS)
+    await until(lambda: served.server.num_live == 1)
+    other = served.client()
+    refused = asyncio.create_task(collect_all(other, ids, [1], SamplingParams()))
+    while not refused.done():
+        executor.permits.release(1)
+        await asyncio.sleep(0.01)
+    with pytest.raises(RequestRejected, match="already in use or given twice"):
+        await refused
+    assert other.num_live == 0
+    assert served.server.num_live == 1
+    await live.aclose()
+    executor.permits.release(100)
+    await other.close()
+    await client.close()
+    served.stop()
+
+
+async def test_a_group_left_before_the_connection_is_up_does_not_run(served):
+    client = served.client()
+    assert not client.is_connected
+    await client.generate(["a", "b"], [1], SamplingParams(ignore_eos=True), OPTIONS).aclose()
+    assert (await collect(client, "c", [1], SamplingParams(max_tokens=1)))[1] is not None
+    await until(lambda: served.server.num_live == 0 and not served.engine.has_work)
+    await client.close()
+
+
+async def test_time_limits_reach_the_engine():
+    executor = PacedExecutor(max_model_len=200, num_blocks=400)
+    served = Served(executor)
+    client = served.client()
+    options = RequestOptions(deadline_s=0.05)
+    task = asyncio.create_task(collect_all(client, ["a", "b"], [1], SamplingParams(ignore_eos=True), options))
+    await until(lambda: served.server.num_live == 2)
+    await asyncio.sleep(0.1)
+    executor.permits.release(100)
+    for delta in (await task).values():
+        assert delta.finish_reason == "deadline"
+        assert "deadline_s 0.05" in delta.message
+    assert served.server.num_live == 0
     await client.close()
     served.stop()
 

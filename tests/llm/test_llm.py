@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import checkpoints
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from raylm import LLM, EngineConfig, SamplingParams
-from raylm.errors import ConfigError, RequestRejected
+from raylm.errors import ConfigError, Overloaded, RequestRejected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -19,11 +21,11 @@ def engine_config(path: Path | str, **sections) -> EngineConfig:
     return EngineConfig.model_validate({"model": {"path": str(path), "max_model_len": 64}, **sections})
 
 
-def small(path: Path | str) -> EngineConfig:
+def small(path: Path | str, *, num_blocks: int = 40) -> EngineConfig:
     """Blocks of 4, chunks of 16 tokens, and memory for about three of the requests below."""
     return engine_config(
         path,
-        cache={"block_size": 4, "num_blocks": 40},
+        cache={"block_size": 4, "num_blocks": num_blocks},
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 16},
         runtime={"device": "cpu"},
     )
@@ -48,7 +50,8 @@ def assert_greedy(model, prompt: list[int], tokens: list[int]) -> None:
 def test_each_family_equals_transformers_under_memory_pressure(family, tmp_path):
     folder = checkpoints.FAMILIES[family](tmp_path)
     reference = checkpoints.reference(folder)
-    llm = LLM(small(folder), progress=False)
+    # Blocks that have left the sliding window of all its layers are given back, so Mistral needs fewer.
+    llm = LLM(small(folder, num_blocks=12 if family == "mistral" else 40), progress=False)
     prompts = random_prompts(8, llm.info.vocab_size)
     completions = llm.generate(prompts, GREEDY, progress=False)
     assert llm._engine.stats().num_preemptions > 0, "the test is meant to preempt"
@@ -100,6 +103,51 @@ def test_n_choices_differ_and_repeat(llm):
     assert outputs[0] != outputs[1]
 
 
+def test_log_probabilities_are_the_models_own(folder, llm):
+    params = SamplingParams(temperature=1.3, n=2, seed=3, max_tokens=6, ignore_eos=True, logprobs=True)
+    prompt = [5, 6, 7]
+    outputs = llm.generate([prompt], params, progress=False)[0].outputs
+    model = checkpoints.reference(folder)
+    for output in outputs:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=1e-3, atol=1e-3)
+        assert output.cumulative_logprob == pytest.approx(sum(output.logprobs))
+    plain = llm.generate([prompt], GREEDY, progress=False)[0].outputs[0]
+    assert plain.logprobs is None and plain.cumulative_logprob is None
+
+
+def test_beams_come_best_first_and_no_worse_than_greedy(folder, llm):
+    prompt = [5, 6, 7]
+    model = checkpoints.reference(folder)
+
+    @torch.inference_mode()
+    def likelihood(tokens: list[int]) -> float:
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum().item()
+
+    params = SamplingParams(beam_width=4, n=3, max_tokens=5, ignore_eos=True)
+    beams = [output.token_ids for output in llm.generate([prompt], params, progress=False)[0].outputs]
+    greedy = llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=5), progress=False)[0].outputs[0]
+    scores = [likelihood(tokens) for tokens in beams]
+    assert all(better > worse - 1e-3 for better, worse in pairwise(scores)), scores
+    assert scores[0] > likelihood(greedy.token_ids) - 1e-3
+    assert len({tuple(tokens) for tokens in beams}) == 3
+    assert llm._engine.stats().kv_usage == 0
+
+
+def test_a_prompt_that_came_before_is_cached(folder, llm):
+    prompt = [9] * 40
+    assert llm.generate([prompt], GREEDY, progress=False)[0].num_cached_tokens == 0
+    again = dataclasses.replace(GREEDY, n=2)
+    assert llm.generate([prompt], again, progress=False)[0].num_cached_tokens == 32, "two whole blocks of 16"
+    other = LLM(str(folder), max_model_len=64, device="cpu", prefix_caching=False, progress=False)
+    for _ in range(2):
+        assert other.generate([prompt], GREEDY, progress=False)[0].num_cached_tokens == 0
+    other.close()
+
+
 def test_strings_chat_and_streams_give_the_same_text(llm):
     messages = [{"role": "user", "content": "hello"}]
     chat = llm.chat(messages, GREEDY, progress=False)
@@ -140,6 +188,25 @@ def test_more_prompts_than_the_queue_holds(folder):
     llm = LLM(config, progress=False)
     completions = llm.generate([[3, index + 3] for index in range(9)], GREEDY, progress=False)
     assert all(len(completion.outputs[0].token_ids) == 24 for completion in completions)
+    llm.close()
+
+
+def test_more_tokens_than_the_queue_holds(folder):
+    scheduler = {"max_queued_tokens": 12, "max_num_seqs": 2}
+    llm = LLM(engine_config(folder, scheduler=scheduler, runtime={"device": "cpu"}), progress=False)
+    params = dataclasses.replace(GREEDY, n=3, max_tokens=4)
+    completions = llm.generate([[3] * (index + 1) for index in range(9)], params, progress=False)
+    assert all(len(output.token_ids) == 4 for completion in completions for output in completion.outputs)
+    with pytest.raises(Overloaded, match="12"):
+        llm.generate([[3] * 13], params, progress=False)
+    assert not llm._engine.has_work
+    llm.close()
+
+
+def test_an_engine_without_followers_collects_no_events(folder):
+    llm = LLM(engine_config(folder, cache={"events": True}, runtime={"device": "cpu"}), progress=False)
+    llm.generate([[3] * 40], GREEDY, progress=False)
+    assert llm._engine.take_events() is None
     llm.close()
 
 

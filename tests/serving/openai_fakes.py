@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 
 from raylm.config.serving import HttpConfig
+from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
+from raylm.engine.messages import Load
 from raylm.serving.http import build_http_app
 from raylm.serving.served_model import EngineStats, ServedModel
 from raylm.text.chat import ChatTemplate
@@ -64,53 +66,109 @@ class ByteText:
         return ByteStream(params.stop)
 
 
-class ScriptedGenerator:
-    """Plays `script` for every request: bytes are tokens, an exception is raised, None waits for ever.
+class Asked(NamedTuple):
+    """What one call of generate was given."""
 
-    Without a script it counts: letters from that of the seed on, until max_tokens.
+    request_ids: list[str]
+    prompt_ids: list[int]
+    params: SamplingParams
+    options: RequestOptions
+
+
+Script = Sequence[bytes | Exception | TokenDelta | None]
+
+
+class ScriptedGenerator:
+    """Plays `script` for every sequence: bytes are tokens, an exception is raised, None waits for ever.
+
+    A script's delta that has a request_id of its own is the number of the sequence that it is for. Without a script it
+    counts: letters from that of the seed, plus the sequence's number, on until max_tokens.
     """
 
-    def __init__(self, script: Sequence[bytes | Exception | TokenDelta | None] | None = None) -> None:
+    def __init__(self, script: Script | None = None) -> None:
         self.script = script
-        self.requests: list[tuple[str, list[int], SamplingParams]] = []
+        self.requests: list[Asked] = []
         self.live = 0
         self.num_deltas = 0
         self.aborted: list[str] = []
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[TokenDelta, None]:
-        self.requests.append((request_id, prompt_ids, params))
-        self.live += 1
-        done = False
-        try:
-            for item in self._counted(params) if self.script is None else self.script:
-                await asyncio.sleep(0)
-                delta = item if isinstance(item, TokenDelta) else await self._play(item)
-                done = delta.finish_reason is not None
-                self.num_deltas += 1
-                yield delta._replace(request_id=request_id)
-            done = True
-        except Exception:
-            done = True
-            raise
-        finally:
-            self.live -= 1
-            if not done:
-                self.aborted.append(request_id)
+    def generate(
+        self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> ScriptedDeltas:
+        asked = Asked(list(request_ids), prompt_ids, params, options)
+        self.requests.append(asked)
+        return ScriptedDeltas(self, asked)
 
-    async def _play(self, item: bytes | Exception | None) -> TokenDelta:
+
+class ScriptedDeltas:
+    """The deltas of one prompt's sequences, in turn."""
+
+    def __init__(self, generator: ScriptedGenerator, asked: Asked) -> None:
+        self._generator = generator
+        self._live = dict.fromkeys(asked.request_ids)
+        generator.live += len(self._live)
+        self._steps = self._play(asked)
+
+    def __aiter__(self) -> ScriptedDeltas:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        await asyncio.sleep(0)
+        for request_id, item in self._steps:
+            if request_id in self._live:
+                return await self._step(request_id, item)
+        raise StopAsyncIteration
+
+    async def _step(self, request_id: str, item: bytes | Exception | TokenDelta | None) -> TokenDelta:
         if isinstance(item, Exception):
+            for failed in list(self._live):
+                self._forget(failed)
             raise item
         if item is None:
             await asyncio.Event().wait()
-        return TokenDelta("", list(item or b""))
+        delta = item if isinstance(item, TokenDelta) else TokenDelta("", list(item or b""))
+        if delta.finish_reason is not None:
+            self._forget(request_id)
+        self._generator.num_deltas += 1
+        return delta._replace(request_id=request_id)
 
-    def _counted(self, params: SamplingParams) -> list[TokenDelta]:
-        assert params.max_tokens is not None
-        first = params.seed or 0
-        ids = [ord("a") + (first + number) % 26 for number in range(params.max_tokens)]
-        return [TokenDelta("", [token], None) for token in ids[:-1]] + [TokenDelta("", ids[-1:], "length")]
+    def end(self, request_id: str) -> None:
+        if request_id in self._live:
+            self._forget(request_id)
+            self._generator.aborted.append(request_id)
+
+    async def aclose(self) -> None:
+        for request_id in list(self._live):
+            self.end(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._live[request_id]
+        self._generator.live -= 1
+
+    def _play(self, asked: Asked) -> Iterator[tuple[str, bytes | Exception | TokenDelta | None]]:
+        script = self._generator.script
+        ids = asked.request_ids
+        if script is not None:
+            for item in script:
+                own = item.request_id if isinstance(item, TokenDelta) else ""
+                yield from ((request_id, item) for number, request_id in enumerate(ids) if own in ("", str(number)))
+            return
+        last = asked.params.max_tokens
+        assert last is not None
+        for step in range(1, last + 1):
+            for number, request_id in enumerate(ids):
+                token = ord("a") + ((asked.params.seed or 0) + number + step - 1) % 26
+                yield request_id, TokenDelta("", [token], "length" if step == last else None)
+
+
+def usage(prompt: int, completion: int, *, cached: int = 0) -> dict[str, Any]:
+    """An answer's usage as clients see it."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def ended(text: bytes = b"") -> TokenDelta:
@@ -124,7 +182,13 @@ class Catalog:
     def __init__(self, generator: ScriptedGenerator, max_model_len: int = 64) -> None:
         self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, ByteText(), generator)
         self.is_ready = True
-        self.engine_stats = [EngineStats("tiny", "engine-0", running=3, waiting=2, kv_usage=0.25)]
+        self.engine_stats = [
+            EngineStats(
+                "tiny",
+                "engine-0",
+                Load(3, 2, 0.25, 9, num_swaps=4, prefix_queries=100, prefix_hits=75, waiting_tokens=60),
+            )
+        ]
 
     def get(self, name: str) -> ServedModel | None:
         return self.model if name == "tiny" else None

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from openai import APIError, AsyncOpenAI, NotFoundError
-from openai_fakes import Server, ended, sse
+from openai_fakes import Server, ended, sse, usage
 
+from raylm.core.options import RequestOptions
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError
 
@@ -41,7 +42,7 @@ async def test_answer() -> None:
         }
     ]
     prompt = len("user: hi\n>")
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    assert body["usage"] == usage(prompt, 6)
     assert server.generator.aborted == []
 
 
@@ -59,7 +60,7 @@ async def test_stream_usage() -> None:
     events = sse(await Server(b"hello", ended()).chat(stream=True, stream_options={"include_usage": True}))
     assert [event["usage"] for event in events[:-1]] == [None, None]
     assert events[-1]["choices"] == []
-    assert events[-1]["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    assert events[-1]["usage"] == usage(10, 6)
 
 
 async def test_first_token_is_sent_though_it_has_no_text_yet() -> None:
@@ -105,7 +106,7 @@ async def test_choices_have_their_own_seeds_and_stream_side_by_side() -> None:
     texts = [choice["message"]["content"] for choice in plain["choices"]]
     assert texts == ["ef", "fg", "gh"]
     assert [choice["index"] for choice in plain["choices"]] == [0, 1, 2]
-    assert plain["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    assert plain["usage"] == usage(10, 6)
     events = sse(await server.chat(n=3, seed=4, max_tokens=2, stream=True))
     streamed = ["", "", ""]
     for event in events:
@@ -113,21 +114,22 @@ async def test_choices_have_their_own_seeds_and_stream_side_by_side() -> None:
     assert streamed == texts
     roles = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
     assert sorted(roles) == [0, 1, 2]
-    ids = [request_id for request_id, _, _ in server.generator.requests]
-    assert len(set(ids)) == 6
+    assert [len(asked.request_ids) for asked in server.generator.requests] == [3, 3], "one request a prompt"
+    assert len({request_id for asked in server.generator.requests for request_id in asked.request_ids}) == 6
 
 
-async def test_seed_goes_around_the_end_of_its_range() -> None:
+async def test_the_engine_gets_the_seed_and_counts_on_from_it() -> None:
     server = Server()
     await server.chat(n=2, seed=2**63 - 1, max_tokens=1)
-    assert [params.seed for _, _, params in server.generator.requests] == [2**63 - 1, -(2**63)]
+    asked = server.generator.requests[0]
+    assert (asked.params.seed, asked.params.n, len(asked.request_ids)) == (2**63 - 1, 2, 2)
 
 
 async def test_sampling_reaches_the_engine() -> None:
     server = Server()
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "ignore_eos": True}
     await server.chat(**fields, stop=["x", "y"], stop_token_ids=[5], max_completion_tokens=9)
-    _, prompt_ids, params = server.generator.requests[0]
+    _, prompt_ids, params, _ = server.generator.requests[0]
     assert bytes(prompt_ids) == b"user: hi\n>"
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.stop, params.stop_token_ids, params.max_tokens, params.n) == (("x", "y"), (5,), 9, 1)
@@ -136,37 +138,40 @@ async def test_sampling_reaches_the_engine() -> None:
 async def test_null_means_the_default() -> None:
     server = Server()
     names = ["temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream"]
+    names += ["best_of", "use_beam_search", "length_penalty", "early_stopping"]
+    names += ["user", "priority", "deadline_s", "queue_timeout_s", "cache_salt"]
     response = await server.chat(**dict.fromkeys([*names, "stream_options", "max_tokens", "max_completion_tokens"]))
     assert response.status_code == 200
-    _, prompt_ids, params = server.generator.requests[0]
+    _, prompt_ids, params, options = server.generator.requests[0]
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 1.0, 0, 0.0, None)
     assert params.max_tokens == 64 - len(prompt_ids)
+    assert options == RequestOptions()
 
 
 async def test_max_completion_tokens_goes_before_max_tokens() -> None:
     server = Server()
     await server.chat(max_tokens=5, max_completion_tokens=3)
-    assert server.generator.requests[0][2].max_tokens == 3
+    assert server.generator.requests[0].params.max_tokens == 3
 
 
 async def test_top_k_of_minus_one_keeps_all() -> None:
     server = Server()
     await server.chat(top_k=-1)
-    assert server.generator.requests[0][2].top_k == 0
+    assert server.generator.requests[0].params.top_k == 0
 
 
 async def test_developer_is_the_system_and_the_generation_prompt_can_be_left_out() -> None:
     server = Server()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "assistant", "content": "yes"}]
     await server.chat(messages=messages, add_generation_prompt=False)
-    assert bytes(server.generator.requests[0][1]) == b"system: be brief\nassistant: yes\n"
+    assert bytes(server.generator.requests[0].prompt_ids) == b"system: be brief\nassistant: yes\n"
 
 
 async def test_text_parts_are_joined() -> None:
     server = Server()
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     await server.chat(messages=[{"role": "user", "content": parts}])
-    assert bytes(server.generator.requests[0][1]) == b"user: ab\n>"
+    assert bytes(server.generator.requests[0].prompt_ids) == b"user: ab\n>"
 
 
 async def test_a_long_chat_is_tokenised_all_the_same() -> None:

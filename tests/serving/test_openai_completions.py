@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from openai_fakes import Server, ended, sse
+from openai_fakes import Server, ended, sse, usage
 
 
 async def test_answer() -> None:
@@ -14,7 +14,7 @@ async def test_answer() -> None:
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "hello", "finish_reason": "stop", "logprobs": None}]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert body["usage"] == usage(2, 6)
 
 
 async def test_stream() -> None:
@@ -38,7 +38,7 @@ async def test_stream() -> None:
 async def test_forms_of_a_prompt(prompt: Any, expected: list[bytes]) -> None:
     server = Server()
     body = (await server.complete(prompt=prompt, max_tokens=1)).json()
-    assert sorted(bytes(ids) for _, ids, _ in server.generator.requests) == sorted(expected)
+    assert sorted(bytes(asked.prompt_ids) for asked in server.generator.requests) == sorted(expected)
     assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
     assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
 
@@ -46,8 +46,9 @@ async def test_forms_of_a_prompt(prompt: Any, expected: list[bytes]) -> None:
 async def test_choices_go_prompt_by_prompt_with_the_same_seeds_each() -> None:
     server = Server()
     body = (await server.complete(prompt=["x", "y"], n=2, seed=1, max_tokens=1, echo=True)).json()
+    assert [len(asked.request_ids) for asked in server.generator.requests] == [2, 2], "one request a prompt"
     assert [choice["text"] for choice in body["choices"]] == ["xb", "xc", "yb", "yc"]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+    assert body["usage"] == usage(2, 4)
 
 
 @pytest.mark.parametrize("prompt", ["hi", [104, 105]])
@@ -67,12 +68,14 @@ async def test_default_max_tokens_is_16_or_what_is_left() -> None:
     server = Server()
     await server.complete(prompt="x" * 10)
     await server.complete(prompt="x" * 60)
-    assert [params.max_tokens for _, _, params in server.generator.requests] == [16, 4]
+    assert [asked.params.max_tokens for asked in server.generator.requests] == [16, 4]
 
 
 async def test_best_of_n_is_n() -> None:
-    assert (await Server().complete(n=2, best_of=2)).status_code == 200
-    assert (await Server().complete(best_of=1)).status_code == 200
+    for fields in ({"n": 2, "best_of": 2}, {"best_of": 1}, {"n": 2, "best_of": 2, "stream": True}):
+        server = Server()
+        assert (await server.complete(**fields)).status_code == 200
+        assert not server.generator.requests[0].params.logprobs
 
 
 async def test_long_texts_are_tokenised_all_the_same() -> None:

@@ -59,6 +59,18 @@ WRONG = [
     ("stop", {"a": 1}, '{"a": 1}'),
     ("ignore_eos", "no", '"no"'),
     ("stream_options", [], "[]"),
+    ("user", "x" * 257, "at most 256"),
+    ("user", 5, "5"),
+    ("cache_salt", "x" * 257, "at most 256"),
+    ("priority", 10**7, "1000000"),
+    ("priority", 1.5, "1.5"),
+    ("deadline_s", 0, "over 0"),
+    ("deadline_s", -2.5, "-2.5"),
+    ("deadline_s", "soon", '"soon"'),
+    ("queue_timeout_s", 1e9, "604800"),
+    ("queue_timeout_s", True, "true"),
+    ("use_beam_search", 1, "1"),
+    ("early_stopping", "never", '"never"'),
     ("model", None, "model"),
     ("model", 7, "7"),
 ]
@@ -157,6 +169,7 @@ async def test_too_many_choices() -> None:
     server = Server(max_choices=4)
     assert "6 completions, at most 4" in check(await server.complete(prompt=["x"] * 3, n=2), 400, param="n")
     check(await server.complete(prompt=["x"] * 5), 400, param="prompt")
+    assert "best_of=3 make 6" in check(await server.complete(prompt=["x"] * 2, best_of=3), 400, param="best_of")
     assert "6 completions" in check(await server.chat(n=6), 400, param="n")
 
 
@@ -246,8 +259,28 @@ async def test_what_the_engine_cannot_do_is_refused(kind: str, name: str, value:
         assert (await getattr(server, kind)(**{name: accepted}, max_tokens=1)).status_code == 200
 
 
-async def test_best_of_more_than_n() -> None:
-    check(await Server().complete(best_of=3, n=2), 400, code="unsupported_parameter", param="best_of")
+@pytest.mark.parametrize(
+    ("fields", "param", "parts"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of", ["n (2)", "20", "got 1"]),
+        ({"best_of": 0}, "best_of", ["n (1)", "got 0"]),
+        ({"best_of": 21}, "best_of", ["20", "got 21"]),
+        ({"best_of": 3, "stream": True}, "best_of", ["n (1)", "stream=true", "got 3"]),
+        ({"best_of": 17, "use_beam_search": True}, "best_of", ["16", "got 17"]),
+        ({"best_of": 0, "use_beam_search": True}, "best_of", ["n (1)", "got 0"]),
+        ({"n": 17, "use_beam_search": True}, "n", ["16", "got 17"]),
+        ({"n": 0, "use_beam_search": True}, "n", ["1", "got 0"]),
+        ({"length_penalty": 11, "use_beam_search": True}, "length_penalty", ["10", "11"]),
+        ({"length_penalty": 2}, "length_penalty", ["use_beam_search=true"]),
+        ({"early_stopping": True}, "early_stopping", ["use_beam_search=true"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_wrong_numbers_of_candidates(kind: str, fields: dict[str, Any], param: str, parts: list[str]) -> None:
+    server = Server()
+    message = check(await getattr(server, kind)(**fields), 400, param=param)
+    assert param in message and all(part in message for part in parts), message
+    assert server.generator.requests == []
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
@@ -307,6 +340,7 @@ async def test_routes_and_methods() -> None:
         (EngineDeadError("the engine died"), 503, "engine_dead", "2"),
         (ValueError("secret detail"), 500, "internal_error", None),
         (TokenDelta("", [], "error", "out of blocks"), 500, "generation_failed", None),
+        (TokenDelta("", [], "deadline", "deadline_s is 2: the time was up"), 504, "deadline_exceeded", None),
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
@@ -338,7 +372,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = [*GenerationRequest.model_fields, *UNSUPPORTED_FIELDS, "messages", "prompt", "echo", "best_of", "other"]
+FIELDS = [*GenerationRequest.model_fields, *UNSUPPORTED_FIELDS, "messages", "prompt", "echo", "other"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

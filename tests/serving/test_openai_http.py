@@ -11,6 +11,7 @@ from openai_fakes import RawClient, Server, ended
 from prometheus_client.parser import text_string_to_metric_families
 
 import raylm
+from raylm.core.step import TokenDelta
 from raylm.errors import Overloaded
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -136,7 +137,7 @@ async def test_request_id_is_echoed(stream: bool) -> None:
     body = encode(stream=stream, max_tokens=1)
     response = await server.http.post("/v1/chat/completions", content=body, headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
-    assert all("mine-1" not in request_id for request_id, _, _ in server.generator.requests)
+    assert "mine-1" not in server.generator.requests[0].request_ids[0]
     response = await server.http.post("/v1/chat/completions", content=body)
     assert len(response.headers["x-request-id"]) == 32
     response = await server.http.get("/health", headers={"x-request-id": "y" * 1000})
@@ -219,6 +220,11 @@ async def test_metrics() -> None:
     assert found["num_requests_running", ("engine-0", "tiny")] == 3
     assert found["num_requests_waiting", ("engine-0", "tiny")] == 2
     assert found["kv_cache_usage_perc", ("engine-0", "tiny")] == 0.25
+    assert found["num_prompt_tokens_waiting", ("engine-0", "tiny")] == 60
+    assert found["num_preemptions_total", ("engine-0", "tiny")] == 9
+    assert found["num_swaps_total", ("engine-0", "tiny")] == 4
+    assert found["prefix_cache_queries_total", ("engine-0", "tiny")] == 100
+    assert found["prefix_cache_hits_total", ("engine-0", "tiny")] == 75
 
 
 async def test_metrics_of_requests_that_do_not_end_well() -> None:
@@ -229,7 +235,11 @@ async def test_metrics_of_requests_that_do_not_end_well() -> None:
     await finished(client.task)
     server.generator.script = [Overloaded("the queue is full", retry_after=1.0)]
     await server.chat()
+    server.generator.script = [TokenDelta("", [], "deadline", "too late")]
+    await server.chat(n=2)
     found = await scrape(server)
+    assert found["prompt_tokens_total", ("tiny",)] == 10, "a refused prompt does not count"
+    assert found["request_success_total", ("deadline", "tiny")] == 2
     assert found["request_success_total", ("abort", "tiny")] == 1
     assert found["request_success_total", ("error", "tiny")] == 1
     assert found["generation_tokens_total", ("tiny",)] == 3

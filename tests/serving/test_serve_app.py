@@ -86,6 +86,42 @@ def test_prompts_as_tokens_echo_and_choices(client, offline):
     assert [choice.text for choice in many.choices] == [choice.text for choice in again.choices]
 
 
+def test_a_prompt_that_came_before_is_cached(serve_url, client):
+    options = {"model": MODEL, "prompt": [7, 8, 9, 10] * 20, "max_tokens": 2, "temperature": 0}
+    first = client.completions.create(**options, extra_body={"cache_salt": "mine"})
+    again = client.completions.create(**options, n=2, extra_body={"cache_salt": "mine"})
+    other = client.completions.create(**options, extra_body={"cache_salt": "theirs"})
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, again, other)]
+    assert cached == [0, 64, 0], "whole blocks of 16, but never all of the prompt"
+    assert {choice.text for choice in again.choices} == {first.choices[0].text}
+    assert metric(serve_url, "raylm:prefix_cache_hits_total") >= 64
+
+
+def test_beams_and_the_best_of_several(client, offline):
+    prompt = "The sea is"
+    body = {"use_beam_search": True}
+    beams = client.completions.create(model=MODEL, prompt=prompt, n=2, best_of=3, max_tokens=6, extra_body=body)
+    params = SamplingParams(beam_width=3, n=2, max_tokens=6)
+    expected = offline.generate([prompt], params, progress=False)[0].outputs
+    assert [choice.text for choice in beams.choices] == [output.text for output in expected]
+    options = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 1.5, "seed": 3}
+    best = client.completions.create(**options, best_of=4)
+    every = client.completions.create(**options, n=4)
+    assert best.choices[0].text in [choice.text for choice in every.choices]
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+
+
+def test_a_deadline_ends_a_request(serve_url):
+    body = {"model": MODEL, "prompt": "A", "max_tokens": 2000, "ignore_eos": True, "deadline_s": 1.0, "stream": True}
+    with httpx.stream("POST", f"{serve_url}/v1/completions", json=body, timeout=60) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    if answer.status_code == 503:  # The engine has seen by now how long 2,000 tokens take.
+        assert "deadline_s is 1" in lines[0]
+    else:
+        assert any("deadline_exceeded" in line for line in lines), lines[-3:]
+    wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0)
+
+
 def test_stop_strings_end_the_text_and_the_request(serve_url, client):
     options = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6, 7,", "temperature": 0, "max_tokens": 200}
     answer = client.completions.create(**options, stop=["11"])

@@ -1,0 +1,150 @@
+"""From an engine's tokens to the texts of a request: a prompt's sequences as they grow, and the best at their end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import NamedTuple
+
+from raylm.core.step import TokenDelta
+from raylm.errors import DeadlineExceeded, EngineDeadError
+from raylm.serving.errors import HttpError
+from raylm.serving.metrics import ChoiceMeter, ModelMetrics
+from raylm.serving.openai_adapter import ChoiceDelta, Job, PromptJob, usage_of
+from raylm.serving.openai_protocol import Usage
+from raylm.serving.served_model import ServedModel, TextPieces
+
+
+class Origin(NamedTuple):
+    """Whose tokens they are: the reply's id, whether it is a chat's, when its HTTP request arrived (perf_counter)."""
+
+    reply_id: str
+    chat: bool
+    started: float
+
+
+async def text_deltas(
+    model: ServedModel, job: PromptJob, metrics: ModelMetrics, origin: Origin
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """The texts of one prompt's sequences until all have ended. Left earlier, the engine's requests are aborted."""
+    live = {
+        f"{origin.reply_id}-{index}": _Sequence(
+            index,
+            is_first=index == job.first,
+            text=model.text.stream(job.params, continues_prompt=not origin.chat),
+            prefix=job.prefix,
+            meter=ChoiceMeter(metrics, origin.started),
+        )
+        for index in range(job.first, job.first + job.params.n)
+    }
+    outcome = "abort"
+    is_new = True
+    try:
+        async with aclosing(model.generator.generate(list(live), job.prompt_ids, job.params, job.options)) as deltas:
+            async for delta in deltas:
+                gained = live[delta.request_id].push(delta)
+                if is_new:
+                    metrics.prompt_tokens += len(job.prompt_ids)
+                    is_new = False
+                if gained.finish_reason is not None:
+                    # Before the yield: a stop string must free the engine before a slow client has read.
+                    deltas.end(delta.request_id)
+                    live.pop(delta.request_id).meter.finished(gained.finish_reason)
+                yield gained
+        if live:
+            raise EngineDeadError("The engine ended a completion without a reason")
+    except Exception as error:
+        outcome = "deadline" if isinstance(error, DeadlineExceeded) else "error"
+        raise
+    finally:
+        for sequence in live.values():
+            sequence.meter.finished(outcome)
+
+
+class _Sequence:
+    """One sequence on its way from tokens to text."""
+
+    def __init__(self, index: int, *, is_first: bool, text: TextPieces, prefix: str, meter: ChoiceMeter) -> None:
+        self._index = index
+        self._is_first = is_first
+        self._text = text
+        self._prefix = prefix
+        self.meter = meter
+
+    def push(self, delta: TokenDelta) -> ChoiceDelta:
+        """Raises DeadlineExceeded and HttpError where the engine gave it up."""
+        if delta.finish_reason == "deadline":
+            raise DeadlineExceeded(delta.message or "The request's time was up before it was done")
+        if delta.finish_reason == "error":
+            message = delta.message or "The engine failed on this request"
+            raise HttpError(500, message, kind="server_error", code="generation_failed")
+        piece = self._text.push(delta.token_ids, delta.finish_reason)
+        self.meter.tokens(piece.num_tokens)
+        text = self._prefix + piece.text
+        self._prefix = ""
+        return ChoiceDelta(
+            self._index,
+            text,
+            piece.finish_reason,
+            piece.num_tokens,
+            logprob=sum(delta.logprobs[: piece.num_tokens]),
+            # A prompt counts once: with its first sequence.
+            num_cached=delta.num_cached_tokens if self._is_first else 0,
+        )
+
+
+class Tally:
+    """Counts the tokens of one HTTP request. Those of sequences that were not chosen count too, as with OpenAI."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self._completion_tokens += delta.num_tokens
+        self._cached_tokens += delta.num_cached
+
+    def usage(self) -> Usage:
+        return usage_of(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
+
+
+class Whole:
+    """One sequence, complete."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._num_tokens = 0
+        self._logprob = 0.0
+        self.finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The log probability a token, by which best_of compares."""
+        return self._logprob / max(1, self._num_tokens)
+
+    def push(self, delta: ChoiceDelta) -> None:
+        self._pieces.append(delta.text)
+        self._num_tokens += delta.num_tokens
+        self._logprob += delta.logprob
+        self.finish_reason = delta.finish_reason
+
+
+async def gather(job: Job, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally) -> list[Whole]:
+    """Wait for all sequences; returns job.n of each prompt, the best first where there are more to choose from."""
+    sequences = [Whole() for _ in range(job.num_sequences)]
+    async with aclosing(deltas):
+        async for delta in deltas:
+            tally.add(delta)
+            sequences[delta.choice].push(delta)
+    chosen: list[Whole] = []
+    for prompt in job.prompts:
+        own = sequences[prompt.first : prompt.first + prompt.params.n]
+        if len(own) > job.n:
+            own.sort(key=lambda whole: whole.mean_logprob, reverse=True)
+        chosen += own[: job.n]
+    return chosen

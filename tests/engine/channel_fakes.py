@@ -1,0 +1,98 @@
+"""An engine server in a thread, on a fake worker, and what tests ask of its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import zmq
+from fakes import FakeExecutor
+
+from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from raylm.core.options import RequestOptions
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import TokenDelta
+from raylm.engine.client import EngineClient, KeyPair
+from raylm.engine.engine import Engine
+from raylm.engine.server import EngineServer
+
+OPTIONS = RequestOptions()
+
+
+class Served:
+    """An engine server in a thread."""
+
+    def __init__(self, executor: FakeExecutor, *, queue: int = 1024, events: bool = False) -> None:
+        config = EngineConfig(
+            model=ModelConfig(path="fake"),
+            cache=CacheConfig(block_size=executor.block_size, events=events),
+            scheduler=SchedulerConfig(max_queued_requests=queue),
+        )
+        self.executor = executor
+        self.engine = Engine(config, executor, plans_in_flight=2)
+        self.server = EngineServer(self.engine, host="127.0.0.1")
+        self.keys = KeyPair(*zmq.curve_keypair())
+        self.server.clients.allow(self.keys.public)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except Exception as error:
+            self.error = error
+
+    def client(self, keys: KeyPair | None = None) -> EngineClient:
+        return EngineClient(self.server.address, server_key=self.server.public_key, keys=keys or self.keys)
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+class PacedExecutor(FakeExecutor):
+    """Waits for a permit before each step, so that a test decides how far the engine goes."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.permits = threading.Semaphore(0)
+
+    def result(self):
+        self.permits.acquire()
+        return super().result()
+
+
+async def collect(client: EngineClient, request_id: str, prompt: list[int], params: SamplingParams):
+    """Tokens and finish reason of one sequence."""
+    (delta,) = (await collect_all(client, [request_id], prompt, params)).values()
+    return delta.token_ids, delta.finish_reason
+
+
+async def collect_all(
+    client: EngineClient,
+    ids: list[str],
+    prompt: list[int],
+    params: SamplingParams,
+    options: RequestOptions = OPTIONS,
+) -> dict[str, TokenDelta]:
+    """Each sequence as one delta."""
+    whole: dict[str, TokenDelta] = {}
+    async for delta in client.generate(ids, prompt, params, options):
+        before = whole.get(delta.request_id, TokenDelta(delta.request_id, []))
+        whole[delta.request_id] = delta._replace(
+            token_ids=before.token_ids + delta.token_ids,
+            logprobs=before.logprobs + delta.logprobs,
+            num_cached_tokens=before.num_cached_tokens + delta.num_cached_tokens,
+        )
+    return whole
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition did not come true")
