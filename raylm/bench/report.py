@@ -13,11 +13,22 @@ from rich.console import Console
 from rich.table import Table
 
 from raylm.errors import ConfigError
+from raylm.sim.report import SimResult
 
 Cell = str | int | float | dict[str, float] | None
 
 # Columns of the JSON lines that a table for people leaves out.
-_NOT_IN_TABLE = ("bench", "model", "ttft_ms_p90", "itl_ms_p90", "tpot_ms_p90", "e2e_ms_p90", "phases")
+_NOT_IN_TABLE = (
+    "bench",
+    "model",
+    "ttft_ms_p90",
+    "itl_ms_p90",
+    "tpot_ms_p90",
+    "e2e_ms_p90",
+    "phases",
+    "trace",
+    "prefix_hit_rate",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,31 @@ class CompareResult:
     unavailable: str | None = None
 
 
-Result = OfflineResult | ServeResult | StartupResult | CompareResult
+@dataclass(frozen=True, slots=True)
+class SchedulerResult:
+    """The scheduler's own time for a step in which every running request decodes: medians, and what they may be."""
+
+    bench: str
+    running: int
+    waiting: int
+    us_per_step: float
+    us_encode: float
+    asked_us_per_step: float | None
+    asked_us_encode: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixResult:
+    """A prompt looked up in a prefix cache that holds it: the first time, which hashes it, and again."""
+
+    bench: str
+    prompt_len: int
+    ms_cold: float
+    ms_warm: float
+    asked_ms: float | None
+
+
+Result = OfflineResult | ServeResult | StartupResult | CompareResult | SchedulerResult | PrefixResult | SimResult
 
 
 def as_json(result: Result) -> dict[str, Cell]:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import raylm
-from raylm.cli import bench, chat, doctor, generate, serve
+from raylm.cli import bench, chat, doctor, generate, serve, simulate
 from raylm.errors import RaylmError
 from raylm.log import configure
 
-_COMMANDS = (serve, generate, chat, bench, doctor)
+_COMMANDS = (serve, generate, chat, bench, simulate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""raylm bench: throughput, latency, serve, startup."""
+"""raylm bench: throughput, latency, serve, startup, scheduler."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def add_parser(commands: Subparsers) -> None:
         _add_offline(kinds.add_parser(mode, help=text), mode)
     _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
+    _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
 
 
 def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
@@ -72,6 +73,15 @@ def _add_startup(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
     _add_report(parser)
     parser.set_defaults(run=run, measure=_startup)
+
+
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--running", type=_sizes, default=[64, 256, 1024], metavar="N[,N...]", help="decoding requests")
+    parser.add_argument("--waiting", type=_sizes, default=[0, 10000], metavar="N[,N...]", help="requests in the queue")
+    parser.add_argument("--prompt-len", type=_positive, default=32768, metavar="N", help="of the prefix looked up")
+    parser.add_argument("--steps", type=_positive, default=300, metavar="N", help="steps to measure (%(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
+    parser.set_defaults(run=run, measure=_scheduler, plot=None)
 
 
 def _add_cases(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +176,15 @@ def _startup(args: argparse.Namespace, emit: Emit) -> None:
             emit(measure_offline(engine_config(args), timeout_s=args.timeout))
 
 
+def _scheduler(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.scheduler import measure_prefix, measure_steps
+
+    for running in args.running:
+        for waiting in args.waiting:
+            emit(measure_steps(running, waiting, steps=args.steps))
+    emit(measure_prefix(args.prompt_len))
+
+
 def _cases(args: argparse.Namespace, default: str) -> list[Case | Dataset]:
     from raylm.bench.cases import load_dataset, parse_case
 
@@ -185,6 +204,13 @@ def _positive(text: str) -> int:
 
 def _counts(text: str) -> list[int | None]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(part) for part in text.split(",")]
+    if min(sizes) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return sizes
 
 
 def _rates(text: str) -> list[float]:

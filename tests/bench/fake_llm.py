@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raylm.core.step import ModelInfo
+from raylm.core.step import CacheLayout, ModelInfo
 
 
 class FakeText:
@@ -42,7 +42,8 @@ class FakeLLM:
     def __init__(self, config=None, *, progress=True):
         self.config = config
         self.name = "fake"
-        self.info = ModelInfo(10, 1000, 100, [50], "cpu", "float32", {"weights": 0.5})
+        layout = CacheLayout(16, [0])
+        self.info = ModelInfo(10, 0, layout, 1, 0.0, 0.0, 1000, 100, [50], "cpu", "float32", {"weights": 0.5})
         self.text = FakeText()
         self.calls = []
         self.streamed = []
