@@ -150,6 +150,10 @@ class LLM:
         finally:
             self._engine.abort("stream")
 
+    def reset_prefix_cache(self) -> None:
+        """Let nothing be found in the prefix cache that was computed until now."""
+        self._engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Give back the model's memory."""
         self._engine.shutdown()

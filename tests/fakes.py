@@ -155,11 +155,11 @@ class FakeExecutor:
         assert all(count > 0 for count in plan.num_tokens)
         self.num_computed += plan.total_tokens
         self._copy(plan)
+        for new in plan.new_rows:
+            self._begin(new)
         for row, token in plan.chosen:
             assert self.rows[row].sampling.num_candidates
             self.rows[row].tokens.append(token)
-        for new in plan.new_rows:
-            self._begin(new)
         for added in plan.new_blocks:
             for column, block in enumerate(added.block_ids, added.first_column):
                 assert 0 <= block < self.info.num_blocks

@@ -24,7 +24,7 @@ class Admission:
     """Refuses requests that find no room or cannot be done in time, and finds those whose time is up.
 
     What it predicts rests on recent measurements alone: where nothing was measured, nothing is refused for it. It
-    predicts the least that is likely, so that only what is out of reach is refused. An empty queue never counts as a
+    predicts with recent means, and counts nothing that it does not know. An empty queue never counts as a
     wait, and an idle engine refuses nobody: somebody always gets in, so that what is measured stays true. With another
     policy than fcfs a newcomer may go before those who wait, so its wait counts as none.
     """
@@ -42,23 +42,31 @@ class Admission:
         self._rates.observe(prompt_tokens, output_tokens, seconds, num_waiting)
 
     def started(self, request: Request) -> None:
-        """A request leaves the queue; call it before its tokens are charged."""
-        if _never_ran(request):
-            self._rates.started(request.num_prompt)
+        """A newcomer leaves the queue."""
+        self._rates.started(request.num_prompt)
 
     def finished(self, request: Request) -> None:
         """A request came to its own end, by a stop token or by length."""
         self._rates.finished(len(request.token_ids) - request.num_prompt)
 
-    def check(self, request: Request, *, num_running: int, num_waiting: int, waiting_tokens: int, now: float) -> None:
-        """Raise Overloaded when a newcomer has no room or not enough time beside those who run and behind those who
-        wait, with so many prompt tokens."""
+    def check(
+        self,
+        request: Request,
+        *,
+        num_cached: int,
+        num_running: int,
+        num_waiting: int,
+        waiting_tokens: int,
+        now: float,
+    ) -> None:
+        """Raise Overloaded when a newcomer has no room or not enough time beside those who run and behind the newcomers
+        who wait, with so many prompt tokens. `num_cached` tokens of its own prompt need not be computed."""
         self._check_room(request, num_waiting, waiting_tokens)
         if request.queue_deadline == math.inf and request.deadline == math.inf:
             return
         if num_running or num_waiting:
             wait = self._wait(num_running, num_waiting, waiting_tokens) if self._in_order else 0.0
-            self._check_time(request, wait, num_waiting, now)
+            self._check_time(request, request.num_prompt - num_cached, wait, num_waiting, now)
 
     def watch(self, request: Request) -> None:
         """Let due() name the request when its deadline or its time in the queue is up."""
@@ -76,7 +84,8 @@ class Admission:
                 f"{num_waiting} requests are waiting, at most {self._max_requests} may",
                 retry_after=max(_time(num_waiting + 1 - self._max_requests, rate), _MIN_RETRY_S),
             )
-        if self._max_tokens is not None and waiting_tokens + request.num_prompt > self._max_tokens:
+        # A longer prompt gets in when nobody waits: it would never get in otherwise.
+        if self._max_tokens and waiting_tokens and waiting_tokens + request.num_prompt > self._max_tokens:
             excess = waiting_tokens + request.num_prompt - self._max_tokens
             raise Overloaded(
                 f"{waiting_tokens} prompt tokens are waiting; with this request's {request.num_prompt} they pass "
@@ -84,7 +93,7 @@ class Admission:
                 retry_after=max(_time(excess, self._rates.tokens_per_s), _MIN_RETRY_S),
             )
 
-    def _check_time(self, request: Request, wait: float, num_waiting: int, now: float) -> None:
+    def _check_time(self, request: Request, num_prefill: int, wait: float, num_waiting: int, now: float) -> None:
         over = now + wait - request.queue_deadline
         if over > 0:
             raise Overloaded(
@@ -92,13 +101,13 @@ class Admission:
                 f"behind {num_waiting} requests",
                 retry_after=max(over, _MIN_RETRY_S),
             )
-        prefill, num_output, decode = self._rates.service(request)
+        prefill, num_output, decode = self._rates.service(request, num_prefill)
         total = wait + prefill + decode
         over = now + total - request.deadline
         if over > 0:
             raise Overloaded(
                 f"deadline_s is {request.options.deadline_s:g}, but {total:.2f} s are predicted: {wait:.2f} s in the "
-                f"queue behind {num_waiting} requests, {prefill:.2f} s for {request.num_prompt} prompt tokens, "
+                f"queue behind {num_waiting} requests, {prefill:.2f} s for {num_prefill} prompt tokens, "
                 f"{decode:.2f} s for {num_output:.0f} output tokens",
                 retry_after=max(min(over, wait), _MIN_RETRY_S),
             )
@@ -180,12 +189,12 @@ class _Rates:
     def finished(self, num_output: int) -> None:
         self._outputs.add(num_output, 1)
 
-    def service(self, request: Request) -> tuple[float, float, float]:
+    def service(self, request: Request, num_prefill: int) -> tuple[float, float, float]:
         """Seconds for the prompt, output tokens, seconds for them; 0 for what is not known."""
         limit = request.max_len - request.num_prompt
         mean = self._outputs.value or 0.0
         num_output = float(limit) if request.params.ignore_eos else min(mean, limit)
-        prefill = request.num_prompt * (self._cost.slope or 0.0)
+        prefill = num_prefill * (self._cost.slope or 0.0)
         return prefill, num_output, num_output * (self._itl.value or 0.0)
 
 
@@ -218,14 +227,10 @@ class _TimeLimits:
                 continue
             if not in_queue:
                 found[request] = None
-            elif request.status is Status.WAITING and _never_ran(request):
+            elif request.is_new:
                 found[request] = None
                 found.update(dict.fromkeys(fork for fork in request.forks if fork.status is not Status.FINISHED))
         return list(found)
-
-
-def _never_ran(request: Request) -> bool:
-    return request.num_charged == 0
 
 
 def _time(amount: float, rate: float | None) -> float:

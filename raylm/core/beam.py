@@ -231,7 +231,7 @@ class Beams:
             options=parent.options,
             arrived=parent.arrived,
         )
-        child.num_prompt = parent.num_prompt
+        child.num_prompt = child.num_charged = parent.num_prompt
         child.search = search
         self._lifecycle.enlist(child)
         if parent.status is Status.RUNNING:

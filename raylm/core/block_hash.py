@@ -34,9 +34,10 @@ class BlockKey(NamedTuple):
         return (len(self.content) - len(self.parent)) // _TOKEN_BYTES
 
 
-def root_hash(hash_of: Hash, *, model: str, adapter: str, salt: str) -> bytes:
-    """The parent of a sequence's first block: what must be equal besides the tokens."""
-    return hash_of(repr((model, adapter, salt)).encode())
+def root_hash(hash_of: Hash, *, model: str, adapter: str, salt: str, epoch: int = 0) -> bytes:
+    """The parent of a sequence's first block: what must be equal besides the tokens. `epoch` counts the times that the
+    cache was reset."""
+    return hash_of(repr((model, adapter, salt, epoch)).encode())
 
 
 def extend_keys(keys: list[BlockKey], token_ids: list[int], *, block_size: int, root: bytes, hash_of: Hash) -> None:

@@ -52,6 +52,7 @@ class KVCacheManager:
         self.num_queries = 0
         self.num_hits = 0
         self._hash_of = hash_of
+        self._epoch = 0
         self._model = model
         self._costs = swap_costs or SwapCosts()
         self._groups = range(len(layout.windows))
@@ -91,6 +92,13 @@ class KVCacheManager:
             request.block_ids[group] = blocks
         request.num_computed = request.num_stored = num_columns * self.block_size
         request.num_slots = request.num_computed
+
+    def num_cached(self, request: Request) -> int:
+        """Tokens of the prefix that attach_prefix() would give the request now."""
+        if self._hash_of is None:
+            return 0
+        self._extend_keys(request)
+        return self._longest_prefix(request, (len(request.token_ids) - 1) // self.block_size) * self.block_size
 
     def count_hits(self, request: Request) -> None:
         """Count an admitted request's lookup."""
@@ -211,14 +219,16 @@ class KVCacheManager:
         return pairs
 
     def forget_prefixes(self) -> None:
-        """Let no cached block be found any more, as after a change of weights."""
+        """Let nothing be found any more that was computed until now, as after a change of weights. What running
+        requests go on to store is found by nobody: newcomers look for it under another root."""
+        self._epoch += 1
         self._pool.forget_all()
 
     def _extend_keys(self, request: Request) -> None:
         assert self._hash_of is not None
         if not request.root_hash:
             salt = request.options.cache_salt
-            request.root_hash = root_hash(self._hash_of, model=self._model, adapter="", salt=salt)
+            request.root_hash = root_hash(self._hash_of, model=self._model, adapter="", salt=salt, epoch=self._epoch)
         extend_keys(
             request.keys,
             request.token_ids,

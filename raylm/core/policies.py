@@ -27,10 +27,6 @@ class Policy(Protocol):
 
     def __len__(self) -> int: ...
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens of all waiting requests together."""
-
     def add(self, request: Request) -> None:
         """Queue a newcomer."""
 
@@ -68,30 +64,22 @@ class FCFSPolicy:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Request, None] = OrderedDict()
-        self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
     def add(self, request: Request) -> None:
         self._waiting[request] = None
-        self._num_tokens += request.num_prompt
 
     def put_back(self, request: Request) -> None:
         self._waiting[request] = None
         self._waiting.move_to_end(request, last=False)
-        self._num_tokens += request.num_prompt
 
     def first(self) -> Request | None:
         return next(iter(self._waiting), None)
 
     def remove(self, request: Request) -> None:
         del self._waiting[request]
-        self._num_tokens -= request.num_prompt
 
     def served(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         pass
@@ -116,21 +104,15 @@ class PriorityPolicy:
         self._waiting: dict[Request, None] = {}
         self._heap: list[tuple[float, int, int, Request]] = []
         self._num_pushed = 0
-        self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     def add(self, request: Request) -> None:
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
         self._waiting[request] = None
-        self._num_tokens += request.num_prompt
         heappush(self._heap, self._entry(request))
         if len(self._heap) > 2 * len(self._waiting) + _PURGE_AT_LEAST:
             self._heap = [self._entry(waiting) for waiting in self._waiting]
@@ -143,7 +125,6 @@ class PriorityPolicy:
 
     def remove(self, request: Request) -> None:
         del self._waiting[request]
-        self._num_tokens -= request.num_prompt
 
     def served(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         pass
@@ -193,16 +174,11 @@ class FairPolicy:
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._last_to_leave: _Tenant | None = None
         self._num_waiting = 0
-        self._num_tokens = 0
         self._num_entries = 0
         self._num_admitted = 0
 
     def __len__(self) -> int:
         return self._num_waiting
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     @property
     def num_tenants(self) -> int:
@@ -223,7 +199,6 @@ class FairPolicy:
         tenant = self._tenants[request.options.tenant]
         del tenant.queue[request]
         self._num_waiting -= 1
-        self._num_tokens -= request.num_prompt
         if not tenant.queue:
             self._last_to_leave = tenant
 
@@ -243,7 +218,6 @@ class FairPolicy:
             tenant.counter = max(tenant.counter, floor)
         tenant.queue[request] = None
         self._num_waiting += 1
-        self._num_tokens += request.num_prompt
         return tenant
 
     def _tenant(self, name: str) -> _Tenant:

@@ -42,6 +42,7 @@ class Request:
         "host_blocks",
         "id",
         "is_fork",
+        "is_new",
         "is_reporting",
         "keys",
         "max_len",
@@ -99,6 +100,8 @@ class Request:
         self.num_computed = 0
         self.num_cached = 0
         """Tokens of the prompt found in the cache; 0 again once the client has been told."""
+        self.is_new = False
+        """It waits for its first step. Forks and beams never are: their prompt has had its turn."""
         self.num_charged = 0
         """Tokens of the prompt that the policy has counted."""
 

@@ -86,6 +86,8 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._reserve = int(cache.num_usable * _WATERMARK)
         self._stuck: tuple[str, int, bool] | None = None
+        self._num_new = 0
+        self._new_tokens = 0
         self._num_decodes = 0
         self._num_orders = 0
         self._step = 0
@@ -105,7 +107,7 @@ class Scheduler:
             self._num_swaps,
             self._cache.num_queries,
             self._cache.num_hits,
-            self._policy.num_tokens,
+            self._new_tokens,
         )
 
     def add(self, requests: list[Request], now: float) -> None:
@@ -119,9 +121,10 @@ class Scheduler:
         first, *others = requests
         self._admission.check(
             first,
+            num_cached=self._cache.num_cached(first) if first.options.deadline_s else 0,
             num_running=len(self._running),
-            num_waiting=len(self._policy),
-            waiting_tokens=self._policy.num_tokens,
+            num_waiting=self._num_new,
+            waiting_tokens=self._new_tokens,
             now=now,
         )
         if first.params.beam_width:
@@ -129,8 +132,12 @@ class Scheduler:
             others = []
         self.enlist(first)
         self._policy.add(first)
+        first.is_new = True
+        self._num_new += 1
+        self._new_tokens += first.num_prompt
         for request in others:
             self.enlist(request)
+            request.num_charged = request.num_prompt
             request.status = Status.PARKED
         first.forks = others
 
@@ -198,9 +205,10 @@ class Scheduler:
             raise RuntimeError(f"result of step {result.step} does not answer step {flight.step}")
         seconds = self._timer.finished(now)
         self._pacer.observe(flight.num_prefill, flight.num_decodes, seconds)
-        self._admission.observe(flight.num_prefill, len(flight.sampling), seconds, len(self._policy))
+        self._admission.observe(flight.num_prefill, len(flight.sampling), seconds, self._num_new)
         deltas = self._take_tokens(flight.sampling, result)
         if flight.reporting:
+            self._charge(flight.reporting)
             deltas += self._beams.take(flight.reporting, result.candidates)
         return deltas
 
@@ -208,10 +216,7 @@ class Scheduler:
         """Append each sampled token and say it; end what it ends."""
         deltas = []
         finished = Status.FINISHED
-        if self._policy.counts_tokens:
-            for request in sampling:
-                if request.status is not finished:
-                    self._policy.served(request, 0, 1)
+        self._charge(sampling)
         for request, token_id in zip(sampling, result.token_ids, strict=True):
             if request.status is finished:
                 continue
@@ -225,6 +230,13 @@ class Scheduler:
         if result.logprobs:
             deltas = _with_logprobs(deltas, sampling, result.logprobs)
         return deltas
+
+    def _charge(self, requests: list[Request]) -> None:
+        """Tell the policy of a token for each of these."""
+        if self._policy.counts_tokens:
+            for request in requests:
+                if request.status is not Status.FINISHED:
+                    self._policy.served(request, 0, 1)
 
     def _notable(self, request: Request, token_id: int) -> TokenDelta:
         """The delta of a token that is the first after a hit in the cache, or the last."""
@@ -278,6 +290,8 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting requests while rows, blocks and budget last, in the policy's order."""
+        if not self._free_rows and len(self._policy):
+            self._park_idle_beams(draft)
         while self._free_rows:
             request = self._policy.first()
             # A preempted request waits for its tokens in flight: its next row must know them all.
@@ -303,13 +317,14 @@ class Scheduler:
             self._stuck = state
             return False
         self._policy.remove(request)
-        self._admission.started(request)
         self._forked.pop(request, None)
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
         request.rank = self._policy.rank(request)
         insort(self._running, request, key=_rank)
-        if is_fresh and len(request.token_ids) == request.num_prompt:
+        if request.is_new:
+            self._no_longer_new(request)
+            self._admission.started(request)
             self._cache.count_hits(request)
             request.num_cached = request.num_charged = request.num_computed
         draft.add_row(request)
@@ -356,7 +371,6 @@ class Scheduler:
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Let a waiting child hold the parent's first `num_tokens` tokens, as long as nobody needs the blocks more."""
         self._cache.fork(parent, child, num_tokens)
-        child.num_charged = child.num_prompt
         self._forked[child] = None
 
     def enlist(self, request: Request) -> None:
@@ -380,6 +394,8 @@ class Scheduler:
             self._free_row(request)
         elif request.status is Status.WAITING:
             self._policy.remove(request)
+            if request.is_new:
+                self._no_longer_new(request)
         self._cache.free(request)
         self._forked.pop(request, None)
         request.status = Status.FINISHED
@@ -388,6 +404,11 @@ class Scheduler:
         for fork in reversed(forks):
             if fork.status is Status.PARKED:
                 self.requeue(fork)
+
+    def _no_longer_new(self, request: Request) -> None:
+        request.is_new = False
+        self._num_new -= 1
+        self._new_tokens -= request.num_prompt
 
     def _preempt(self, request: Request, draft: Draft) -> None:
         """Take a running request's blocks and row, to the host where that is cheaper than to compute them again."""

@@ -46,7 +46,7 @@ def make_admission(**settings) -> Admission:
 def check(
     admission: Admission, request: Request, *, running: int = ROWS, waiting: int = 0, tokens: int = 0, now: float = 0.0
 ) -> None:
-    admission.check(request, num_running=running, num_waiting=waiting, waiting_tokens=tokens, now=now)
+    admission.check(request, num_cached=0, num_running=running, num_waiting=waiting, waiting_tokens=tokens, now=now)
 
 
 def refusal(admission: Admission, request: Request, **load) -> Overloaded:
@@ -168,17 +168,6 @@ def test_requests_that_never_waited_do_not_make_a_queue_look_fast():
     refusal(admission, make_request(queue_timeout_s=5), waiting=20)
 
 
-def test_a_request_that_runs_again_does_not_count_as_one_more():
-    admission = make_admission()
-    again = make_request()
-    again.num_charged = again.num_prompt
-    for _ in range(100):
-        admission.started(again)
-        admission.observe(0, 4, 0.1, 3)
-    queue_up(admission)
-    refusal(admission, make_request(queue_timeout_s=5), waiting=20)
-
-
 def test_with_another_policy_a_newcomer_may_not_have_to_wait():
     for policy in ("priority", "fair"):
         admission = make_admission(policy=policy)
@@ -273,7 +262,6 @@ def test_a_deadline_is_due_whatever_the_request_does():
     admission = make_admission()
     requests = [make_request(deadline_s=5) for _ in range(3)]
     requests[1].status = Status.RUNNING
-    requests[1].num_charged = 3
     requests[2].status = Status.FINISHED
     for request in requests:
         admission.watch(request)
@@ -286,7 +274,7 @@ def test_time_in_the_queue_is_due_only_before_a_request_ran():
     admission = make_admission()
     waits, runs, preempted, ended = requests = [make_request(queue_timeout_s=5) for _ in range(4)]
     runs.status = Status.RUNNING
-    preempted.num_charged = 3
+    waits.is_new = True
     ended.status = Status.FINISHED
     for request in requests:
         admission.watch(request)
@@ -312,6 +300,7 @@ def test_forks_go_with_the_request_that_they_wait_for():
     admission = make_admission()
     leader, fork, ended = (make_request(queue_timeout_s=5) for _ in range(3))
     leader.forks = [fork, ended]
+    leader.is_new = True
     fork.status = Status.PARKED
     ended.status = Status.FINISHED
     for request in (leader, fork, ended):
@@ -331,6 +320,7 @@ def test_due_names_each_request_exactly_when_its_time_is_up(plans):
     live: list[Request] = []
     for now, (arrived, deadline_s, queue_timeout_s, ends_early) in enumerate(plans):
         request = make_request(arrived=now + arrived, deadline_s=deadline_s, queue_timeout_s=queue_timeout_s)
+        request.is_new = True
         admission.watch(request)
         if ends_early:
             request.status = Status.FINISHED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fakes import EOS, VOCAB, FakeExecutor, expected_beams, expected_tokens
@@ -118,6 +119,7 @@ class Histories(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 30]),
         prefix_caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        max_queued_tokens=st.sampled_from([None, 40]),
         max_prompt_share=st.sampled_from([1.0, 0.3]),
         target_itl_ms=st.sampled_from([None, 1.0]),
     )
@@ -156,16 +158,17 @@ class Histories(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         stop=st.booleans(),
         n=st.sampled_from([1, 1, 1, 2, 4]),
-        salt=st.sampled_from(["", "", "salt"]),
+        cache_salt=st.sampled_from(["", "", "salt"]),
         priority=st.integers(-2, 2),
         tenant=st.sampled_from(["", "a", "b"]),
+        deadline_s=st.sampled_from([None, None, 0.02, 0.1]),
+        queue_timeout_s=st.sampled_from([None, None, 0.02]),
     )
-    def add(self, prompt, max_tokens, ignore_eos, stop, n, salt, priority, tenant):
+    def add(self, prompt, max_tokens, ignore_eos, stop, n, **options):
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=(7, 9) if stop else ()
         )
-        options = RequestOptions(cache_salt=salt, priority=priority, tenant=tenant)
-        ids = self.submit(prompt, params, options, n)
+        ids = self.submit(prompt, params, RequestOptions(**options), n)
         for id in ids:
             self.expected[id] = expected_tokens(prompt, params, self.max_len)
 
@@ -201,8 +204,15 @@ class Histories(RuleBasedStateMachine):
             with pytest.raises(RequestRejected):
                 self.engine.add(ids, prompt, params, options)
             return []
-        self.engine.add(ids, prompt, params, options)
+        try:
+            self.engine.add(ids, prompt, params, options)
+        except Overloaded:
+            return []
         return ids
+
+    @rule()
+    def reset(self):
+        self.engine.reset_prefix_cache()
 
     @rule(count=st.integers(1, 4))
     def step(self, count):
@@ -237,7 +247,10 @@ class Histories(RuleBasedStateMachine):
             assert batch.first == self.next_event
             self.next_event += len(batch.events)
             for event in batch.events:
-                self.events[event.block_hash, event.group] += {"stored": 1, "removed": -1}[event.kind]
+                if event.kind == "cleared":
+                    self.events.clear()
+                else:
+                    self.events[event.block_hash, event.group] += 1 if event.kind == "stored" else -1
         snapshot = self.engine.event_snapshot()
         assert snapshot.next == self.next_event
         assert {key for key, count in self.events.items() if count} == {
@@ -255,11 +268,14 @@ class Histories(RuleBasedStateMachine):
             audit(self.engine)
         assert not self.engine.has_work
         for request_id, (tokens, reason) in self.expected.items():
-            if request_id not in self.aborted:
+            if request_id in self.aborted:
+                continue
+            if self.collected.reasons[request_id] != "deadline":
                 assert self.collected.tokens[request_id] == tokens
                 assert self.collected.reasons[request_id] == reason
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0), "blocks leaked"
+        assert stats.waiting_tokens == 0
 
 
 # 10,000 runs: pytest tests/core/test_scheduler.py --hypothesis-profile=nightly
@@ -518,3 +534,91 @@ def test_a_deadline_ends_a_whole_beam_search():
     collected = run_to_end(engine)
     assert collected.reasons == {"a": "deadline", "b": "deadline"}
     audit(engine)
+
+
+def test_a_search_that_has_begun_is_not_ended_by_its_time_in_the_queue():
+    times = iter(range(1000))
+    engine = make_engine(FakeExecutor(num_blocks=100), max_num_seqs=2, clock=lambda: float(next(times)))
+    params = SamplingParams(max_tokens=10, beam_width=4, ignore_eos=True)
+    engine.add(["a"], [20, 21], params, RequestOptions(queue_timeout_s=5.0))
+    assert run_to_end(engine).reasons == {"a": "length"}
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(beam_width=3)], ids=["plain", "beams"]
+)
+def test_fair_charges_a_prompt_once_and_every_output_token(params, prefix_caching):
+    """Also what preemptions compute again, and what beams report."""
+    params = replace(params, max_tokens=10, ignore_eos=True)
+    executor = FakeExecutor(num_blocks=17, block_size=2, max_model_len=24)
+    engine = make_engine(executor, policy="fair", budget=8, max_num_seqs=3, prefix_caching=prefix_caching)
+    served = Counter()
+    policy = engine._scheduler._policy
+    count = policy.served
+
+    def counting(request, prompt_tokens, output_tokens):
+        served[request.options.tenant, "in"] += prompt_tokens
+        served[request.options.tenant, "out"] += output_tokens
+        count(request, prompt_tokens, output_tokens)
+
+    policy.served = counting
+    for index, tenant in enumerate("abc"):
+        engine.add([tenant], [30 + index] * 10, params, RequestOptions(tenant=tenant))
+    collected = run_to_end(engine)
+    assert engine.stats().num_preemptions > 0, "the test is meant to preempt"
+    assert sum(collected.cached.values()) == 0, "what a request finds of its own is no hit"
+    for tenant in "abc":
+        assert served[tenant, "in"] == 10
+        assert served[tenant, "out"] >= 10
+        if not params.beam_width:
+            assert served[tenant, "out"] == 10
+
+
+def test_forks_of_a_running_prompt_do_not_fill_the_queue():
+    engine = make_engine(FakeExecutor(num_blocks=200), max_num_seqs=2, queue=2, max_queued_tokens=20)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    engine.add([f"a{index}" for index in range(10)], [5] * 30, params)
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().waiting >= 7
+    assert engine.stats().waiting_tokens == 0
+    engine.add(["b"], [1, 2], params)
+    assert len(run_to_end(engine).reasons) == 11
+
+
+def test_idle_beams_give_their_rows_to_those_who_wait():
+    engine = make_engine(FakeExecutor(num_blocks=400), max_num_seqs=3, max_prompt_share=0.3)
+    plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add(["long"], [1, 2], plain)
+    engine.add(["search"], [3, 4], SamplingParams(max_tokens=20, beam_width=8, ignore_eos=True))
+    for index in range(4):
+        engine.add([f"short{index}"], [5, 6 + index], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    collected = run_to_end(engine)
+    assert list(collected.reasons)[-1] in ("long", "search")
+
+
+def test_a_deadline_is_predicted_without_what_is_cached():
+    executor = FakeExecutor(num_blocks=100)
+    engine = make_engine(executor, clock=lambda: executor.num_computed * 0.05, budget=30)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for index in range(4):
+        engine.add([f"warm{index}"], [index + 1] * 50, params)
+    run_to_end(engine)
+    engine.add(["busy"], [60] * 4, replace(params, max_tokens=50))
+    engine.step()
+    in_time = RequestOptions(deadline_s=3.0)
+    with pytest.raises(Overloaded, match=r"deadline_s is 3, .* for 50 prompt tokens"):
+        engine.add(["new"], [50] * 50, params, in_time)
+    engine.add(["known"], [1] * 50, params, in_time)
+
+
+def test_after_a_reset_nothing_computed_before_is_found():
+    engine = make_engine(FakeExecutor(num_blocks=100), budget=8)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add(["a"], list(range(1, 41)), params)
+    engine.step()
+    engine.reset_prefix_cache()
+    run_to_end(engine)
+    engine.add(["b"], list(range(1, 41)), params)
+    assert run_to_end(engine).cached["b"] == 0
