@@ -69,3 +69,9 @@ def op(implementation: tuple[str, str]) -> Callable[[str], Kernel]:
 def needs_extension() -> None:
     if not extension.load().loaded:
         pytest.skip(str(extension.load()))
+
+
+@pytest.fixture
+def needs_cuda_kernel() -> None:
+    if not torch.cuda.is_available() or not extension.load().ops.get("cuda"):
+        pytest.skip(f"no kernels for CUDA here: {extension.load()}")

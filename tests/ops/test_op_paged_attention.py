@@ -10,6 +10,8 @@ from op_reference import DTYPES, attention, close
 
 from raylm import ops
 
+HALVES = (torch.bfloat16, torch.float16)
+
 MIXED = [(1, 1), (5, 5), (1, 40), (7, 29), (1, 70), (0, 12)]
 """(queries, sequence length): a first token, a prefill, decode, a chunk of a prefill, decode, a sequence that waits."""
 
@@ -125,6 +127,80 @@ def test_few_queries_over_a_long_context(op, device):
     case = make_case([(3, 1100), (2, 513)], num_heads=2, num_kv_heads=1, head_dim=16, device=device)
     close(op("paged_attention")(*case.arguments()), case.expected())
     close(op("paged_attention")(*case.arguments(window=600)), case.expected(window=600))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "lengths", [[(1, 37), (1, 1), (1, 210)], [(1, 900), (16, 300), (0, 5), (5, 64), (3, 3)]], ids=str
+)
+def test_few_queries_of_every_head_size(op, device, lengths, head_dim, dtype):
+    case = make_case(lengths, head_dim=head_dim, dtype=dtype, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 1), (8, 1), (40, 2), (71, 1)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 48, 20])
+def test_one_to_sixteen_queries(op, device, heads, block_size):
+    lengths = [(n, 15 * n + 40) for n in range(1, 17)]
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size}
+    case = make_case(lengths, **shape, dtype=torch.bfloat16, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(1, 5000)], [(2, 70), (16, 1100), (1, 3000), (7, 640)], [(33, 700), (4, 800)]], ids=str
+)
+@pytest.mark.parametrize("window", [0, 1, 16, 50, 1000])
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+def test_window_and_soft_cap_of_few_queries(op, device, lengths, window, soft_cap):
+    case = make_case(lengths, num_heads=4, num_kv_heads=2, dtype=torch.float16, device=device)
+    close(op("paged_attention")(*case.arguments(window, soft_cap)), case.expected(window, soft_cap))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_prefill_beside_decode(op, device, dtype):
+    lengths = [(1, 500), (17, 17), (16, 16), (100, 300), (1, 1), (0, 9), (4, 1200), (64, 64), (2, 90)]
+    case = make_case(lengths, dtype=dtype, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
+@pytest.mark.parametrize("num_seqs", [130, 400])
+@pytest.mark.parametrize("longest", [120, 700])
+def test_many_sequences(op, device, num_seqs, longest):
+    lengths = [(s % 3, 3 + s * 37 % longest) for s in range(num_seqs)]
+    case = make_case(lengths, num_heads=4, num_kv_heads=2, dtype=torch.float16, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
+def test_blocks_below_the_window_are_not_read(op, device):
+    case = make_case([(1, 700), (3, 333)], dtype=torch.float16, device=device)
+    expected = case.expected(window=40)
+    for s, (queries, length) in enumerate([(1, 700), (3, 333)]):
+        below = (length - queries - 40 + 1) // 16
+        for cache in (case.k_cache, case.v_cache):
+            cache[case.block_table[s, :below].long()] = float("nan")
+    close(op("paged_attention")(*case.arguments(window=40)), expected)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_kernel):
+    case = make_case([(1, 70), (2, 9), (0, 5), (1, 600)], dtype=torch.float16, device="cuda")
+    arguments = list(case.arguments())
+    arguments[6:8] = 16, 100_000
+    starts, lens = case.query_start.clone(), case.seq_lens.clone()
+    case.query_start.copy_(torch.tensor([0, 1, 2, 3, 4]))
+    case.seq_lens.copy_(torch.tensor([70, 9, 5, 30]))
+    torch.ops.raylm.paged_attention(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.raylm.paged_attention(*arguments)
+    case.query_start.copy_(starts)
+    case.seq_lens.copy_(lens)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        graph.replay()
+        close(out, case.expected())
 
 
 def test_chunks_give_what_the_whole_prefill_gives(op, device):

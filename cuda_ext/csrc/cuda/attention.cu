@@ -1,3 +1,4 @@
+#include "decode_attention.h"
 #include "launch.h"
 #include "raylm/cuda/attention.cuh"
 #include "shapes.h"
@@ -20,8 +21,16 @@ void launch(const AttentionParams<T>& params, int64_t num_tokens, cudaStream_t s
   }
 }
 
+// Whether the decode kernel has taken the sequences with few queries.
+template <typename T>
+bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
+  if constexpr (sizeof(T) == 2) return decode_attention(params, q, max_query_len, max_seq_len);
+  return false;
+}
+
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
-                       Tensor seq_lens, int64_t, int64_t, double scale, int64_t window, double soft_cap) {
+                       Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
+                       double soft_cap) {
   const char* op = "paged_attention";
   check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap);
   Arg(op, "k_cache", k_cache).on_device_of(q);
@@ -35,14 +44,15 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   const Guard guard(q.get_device_index());
   by_dtype(q, [&](auto type) {
     using T = decltype(type);
-    const AttentionParams<T> params{
+    AttentionParams<T> params{
         data<T>(q), q.stride(0), q.stride(1), data<T>(k_cache), data<T>(v_cache),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
         data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
-        static_cast<float>(scale), window, static_cast<float>(soft_cap)};
-    launch(params, q.size(0), current_stream(q));
+        static_cast<float>(scale), window, static_cast<float>(soft_cap), 0};
+    if (decode(params, q, max_query_len, max_seq_len)) params.min_query_len = kMaxDecodeQueries + 1;
+    if (max_query_len >= params.min_query_len) launch(params, q.size(0), current_stream(q));
   });
   check_launch(op);
   return out;

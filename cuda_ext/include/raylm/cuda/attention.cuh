@@ -24,6 +24,7 @@ struct AttentionParams {
   float scale;
   int64_t window;
   float soft_cap;
+  int64_t min_query_len;  // sequences with fewer queries are left to another kernel
 };
 
 // The sequence that a token belongs to, or num_seqs for rows past the last one.
@@ -53,6 +54,7 @@ __global__ void attention_kernel(const AttentionParams<T> p) {
     for (int64_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) out[d] = from_float<T>(0.0f);
     return;
   }
+  if (p.query_start[s + 1] - p.query_start[s] < p.min_query_len) return;
   const int64_t position = p.seq_lens[s] - p.query_start[s + 1] + token;
   const int64_t first = p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
   const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);

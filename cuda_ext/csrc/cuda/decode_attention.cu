@@ -1,0 +1,125 @@
+#include "decode_attention.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "raylm/cuda/decode_attention.cuh"
+
+namespace raylm::cuda {
+namespace {
+
+static_assert(kMaxDecodeQueries == kDecodeQueries);
+
+constexpr int kMinTiles = 4;  // of a share: below, starting and joining blocks takes longer than their work
+constexpr int kMaxDevices = 64;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool aligned(const void* pointer, size_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
+
+// Keys and values are copied 16 bytes at a time, a warp's 16 keys from one block; queries are read 4 bytes at a time.
+template <typename T>
+bool can_take(const AttentionParams<T>& p) {
+  const int64_t strides[] = {p.k_block_stride, p.k_slot_stride, p.k_head_stride,
+                             p.v_block_stride, p.v_slot_stride, p.v_head_stride};
+  return p.head_dim % 8 == 0 && p.block_size % 16 == 0 && aligned(p.k_cache, 16) && aligned(p.v_cache, 16) &&
+         std::all_of(std::begin(strides), std::end(strides), [](int64_t stride) { return stride % 8 == 0; }) &&
+         aligned(p.q, 4) && p.q_token_stride % 2 == 0 && p.q_head_stride % 2 == 0;
+}
+
+// How many blocks the device runs at a time; 0 where it has too little shared memory for one.
+template <typename T, int D>
+int resident_blocks(int device) {
+  static std::array<std::atomic<int>, kMaxDevices> known{};
+  if (device < kMaxDevices && known[device] > 0) return known[device] - 1;
+  constexpr int bytes = DecodeLayout<D>::kBytes;
+  const auto kernel = decode_attention_kernel<T, D>;
+  int blocks = 0, multiprocessors = 0;
+  const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+  if (fits) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaGetLastError();
+  if (device < kMaxDevices) known[device] = blocks * multiprocessors + 1;
+  return blocks * multiprocessors;
+}
+
+template <typename T>
+DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t max_seq_len, int64_t columns, int blocks) {
+  DecodeParams<T> p{attention, {}, {}, 0};
+  const int64_t window = std::min<int64_t>(attention.window, INT32_MAX / 2);
+  int64_t tiles = divide_up(max_seq_len, kDecodeTile);
+  if (window > 0) tiles = std::min(tiles, divide_up(window + kDecodeQueries, kDecodeTile) + 1);
+  const int64_t shares = divide_up(attention.num_seqs * tiles, kMinTiles), most = std::max<int64_t>(1, blocks / columns);
+  p.batch = {attention.query_start, attention.seq_lens, static_cast<int>(attention.num_seqs),
+             static_cast<int>(attention.num_heads / attention.num_kv_heads), static_cast<int>(window),
+             static_cast<int>(std::clamp<int64_t>(shares, 1, most)), kMinTiles, tiles <= kMinTiles};
+  return p;
+}
+
+// Points the parts into `memory`, or only counts its bytes.
+template <typename T>
+int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
+  const int64_t parts = int64_t{2} * p.batch.slots * columns * p.parts.rows;
+  const int64_t sums = parts * p.attention.head_dim * sizeof(float), logs = parts * sizeof(float);
+  p.parts.sums = reinterpret_cast<float*>(memory);
+  p.parts.logs = reinterpret_cast<float*>(memory + sums);
+  p.parts.joins = reinterpret_cast<int2*>(memory + sums + logs);
+  return sums + logs + p.batch.slots * (columns / p.attention.num_kv_heads) * static_cast<int64_t>(sizeof(int2));
+}
+
+// The second kernel may start while the first still runs, and waits in itself: that hides its launch.
+template <typename T>
+void launch_join(const DecodeParams<T>& p, int64_t columns, int device, cudaStream_t stream) {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(columns, p.batch.slots, std::min(p.parts.rows, 16));
+  config.blockDim = dim3(kDecodeThreads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, decode_join_kernel<T>, p);
+}
+
+template <typename T, int D>
+bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
+  const int device = q.get_device_index(), blocks = resident_blocks<T, D>(device);
+  if (blocks == 0) return false;
+  const int64_t rows = std::min(max_query_len, kMaxDecodeQueries) * (attention.num_heads / attention.num_kv_heads);
+  const int64_t columns = attention.num_kv_heads * divide_up(rows, kDecodeRows);
+  DecodeParams<T> p = make_params(attention, max_seq_len, columns, blocks);
+  p.num_tokens = q.size(0);
+  Tensor memory;  // torch's allocator keeps it for this stream, and for a CUDA graph
+  if (!p.batch.whole) {
+    p.parts.rows = static_cast<int>(std::min<int64_t>(rows, kDecodeRows));
+    memory = torch::stable::new_empty(q, {lay_out(p, columns, nullptr)}, ScalarType::Byte);
+    lay_out(p, columns, data<char>(memory));
+  }
+  const cudaStream_t stream = current_stream(q);
+  const dim3 grid(columns, p.batch.slots);
+  decode_attention_kernel<T, D><<<grid, kDecodeThreads, DecodeLayout<D>::kBytes, stream>>>(p);
+  check_launch("paged_attention");
+  if (!p.batch.whole) launch_join(p, columns, device, stream);
+  return true;
+}
+
+}  // namespace
+
+template <typename T>
+bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
+  if (!can_take(params)) return false;
+  if (params.head_dim <= 64) return launch<T, 64>(params, q, max_query_len, max_seq_len);
+  if (params.head_dim <= 96) return launch<T, 96>(params, q, max_query_len, max_seq_len);
+  if (params.head_dim <= 128) return launch<T, 128>(params, q, max_query_len, max_seq_len);
+  if (params.head_dim <= 192) return launch<T, 192>(params, q, max_query_len, max_seq_len);
+  return launch<T, 256>(params, q, max_query_len, max_seq_len);
+}
+
+template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t);
+template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t);
+
+}  // namespace raylm::cuda

@@ -1,0 +1,18 @@
+#pragma once
+
+#include "launch.h"
+#include "raylm/cuda/attention.cuh"
+
+namespace raylm::cuda {
+
+constexpr int64_t kMaxDecodeQueries = 16;
+
+// Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence. Where this
+// kernel cannot take the arguments it does nothing and returns false.
+template <typename T>
+bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len);
+
+extern template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t);
+extern template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t);
+
+}  // namespace raylm::cuda
