@@ -11,10 +11,13 @@ namespace {
 
 static_assert(kMaxDecodeQueries == kDecodeQueries);
 
-constexpr int kMinTiles = 4;  // of a share: below, starting and joining blocks takes longer than their work
+constexpr int kMinShare = 2;    // tiles: below, starting and joining blocks takes longer than their work
+constexpr int kWholeTiles = 4;  // sequences of at most as many are not cut
 constexpr int kMaxDevices = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t align_up(int64_t bytes) { return divide_up(bytes, 16) * 16; }
 
 bool aligned(const void* pointer, size_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
 
@@ -29,12 +32,12 @@ bool can_take(const AttentionParams<T>& p) {
 }
 
 // How many blocks the device runs at a time; 0 where it has too little shared memory for one.
-template <typename T, int D>
+template <typename T, int D, int N>
 int resident_blocks(int device) {
   static std::array<std::atomic<int>, kMaxDevices> known{};
   if (device < kMaxDevices && known[device] > 0) return known[device] - 1;
-  constexpr int bytes = DecodeLayout<D>::kBytes;
-  const auto kernel = decode_attention_kernel<T, D>;
+  constexpr int bytes = DecodeLayout<D, N>::kBytes;
+  const auto kernel = decode_attention_kernel<T, D, N>;
   int blocks = 0, multiprocessors = 0;
   const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
   if (fits) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
@@ -46,14 +49,16 @@ int resident_blocks(int device) {
 
 template <typename T>
 DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t max_seq_len, int64_t columns, int blocks) {
-  DecodeParams<T> p{attention, {}, {}, 0};
-  const int64_t window = std::min<int64_t>(attention.window, INT32_MAX / 2);
+  const int64_t window = std::min<int64_t>(attention.window, INT32_MAX / 2), group = attention.num_heads / attention.num_kv_heads;
   int64_t tiles = divide_up(max_seq_len, kDecodeTile);
   if (window > 0) tiles = std::min(tiles, divide_up(window + kDecodeQueries, kDecodeTile) + 1);
-  const int64_t shares = divide_up(attention.num_seqs * tiles, kMinTiles), most = std::max<int64_t>(1, blocks / columns);
-  p.batch = {attention.query_start, attention.seq_lens, static_cast<int>(attention.num_seqs),
-             static_cast<int>(attention.num_heads / attention.num_kv_heads), static_cast<int>(window),
-             static_cast<int>(std::clamp<int64_t>(shares, 1, most)), kMinTiles, tiles <= kMinTiles};
+  const bool whole = tiles <= kWholeTiles;
+  const int64_t share = whole ? tiles + kDecodeTurn : kMinShare;
+  const int64_t slots = divide_up(attention.num_seqs * (tiles + kDecodeTurn), share);
+  DecodeParams<T> p{attention, {}, {}, 0};
+  p.batch = {attention.query_start, attention.seq_lens, static_cast<int>(attention.num_seqs), static_cast<int>(group),
+             static_cast<int>(window), static_cast<int>(std::clamp<int64_t>(slots, 1, std::max<int64_t>(1, blocks / columns))),
+             static_cast<int>(share), whole};
   return p;
 }
 
@@ -64,47 +69,59 @@ int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
   const int64_t sums = parts * p.attention.head_dim * sizeof(float), logs = parts * sizeof(float);
   p.parts.sums = reinterpret_cast<float*>(memory);
   p.parts.logs = reinterpret_cast<float*>(memory + sums);
-  p.parts.joins = reinterpret_cast<int2*>(memory + sums + logs);
-  return sums + logs + p.batch.slots * (columns / p.attention.num_kv_heads) * static_cast<int64_t>(sizeof(int2));
+  p.parts.joins = reinterpret_cast<int4*>(memory + sums + align_up(logs));
+  return sums + align_up(logs) + p.batch.slots * (columns / p.attention.num_kv_heads) * static_cast<int64_t>(sizeof(int4));
 }
 
-// The second kernel may start while the first still runs, and waits in itself: that hides its launch.
-template <typename T>
-void launch_join(const DecodeParams<T>& p, int64_t columns, int device, cudaStream_t stream) {
+// A kernel may start while the one before it still runs, for which it then waits: that hides its launch.
+template <typename... Params>
+void launch_early(void (*kernel)(Params...), dim3 grid, int bytes, const Tensor& q, const Params&... params) {
   int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q.get_device_index());
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(columns, p.batch.slots, std::min(p.parts.rows, 16));
+  config.gridDim = grid;
   config.blockDim = dim3(kDecodeThreads);
-  config.stream = stream;
+  config.dynamicSmemBytes = bytes;
+  config.stream = current_stream(q);
   config.attrs = &early;
   config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, decode_join_kernel<T>, p);
+  cudaLaunchKernelEx(&config, kernel, params...);
+  check_launch("paged_attention");
 }
 
-template <typename T, int D>
-bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
-  const int device = q.get_device_index(), blocks = resident_blocks<T, D>(device);
+template <typename T, int D, int N>
+bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, int64_t max_seq_len) {
+  using Layout = DecodeLayout<D, N>;
+  const int blocks = resident_blocks<T, D, N>(q.get_device_index());
   if (blocks == 0) return false;
-  const int64_t rows = std::min(max_query_len, kMaxDecodeQueries) * (attention.num_heads / attention.num_kv_heads);
-  const int64_t columns = attention.num_kv_heads * divide_up(rows, kDecodeRows);
+  const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows);
   DecodeParams<T> p = make_params(attention, max_seq_len, columns, blocks);
   p.num_tokens = q.size(0);
+  p.parts.chunk = Layout::kRows;
+  p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
   Tensor memory;  // torch's allocator keeps it for this stream, and for a CUDA graph
   if (!p.batch.whole) {
-    p.parts.rows = static_cast<int>(std::min<int64_t>(rows, kDecodeRows));
     memory = torch::stable::new_empty(q, {lay_out(p, columns, nullptr)}, ScalarType::Byte);
     lay_out(p, columns, data<char>(memory));
   }
-  const cudaStream_t stream = current_stream(q);
   const dim3 grid(columns, p.batch.slots);
-  decode_attention_kernel<T, D><<<grid, kDecodeThreads, DecodeLayout<D>::kBytes, stream>>>(p);
-  check_launch("paged_attention");
-  if (!p.batch.whole) launch_join(p, columns, device, stream);
+  launch_early(decode_attention_kernel<T, D, N>, grid, Layout::kBytes, q, p);
+  if (!p.batch.whole) launch_early(decode_join_kernel<T>, dim3(grid.x, grid.y, std::min(p.parts.rows, 16)), 0, q, p);
   return true;
+}
+
+// As many rows in a warp as a sequence may have, and registers can hold.
+template <typename T, int D>
+bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
+  const int64_t rows = std::min(max_query_len, kMaxDecodeQueries) * (attention.num_heads / attention.num_kv_heads);
+  if (rows <= 8) return launch<T, D, 1>(attention, q, rows, max_seq_len);
+  if constexpr (D <= 128) {
+    if (rows > 16) return launch<T, D, 4>(attention, q, rows, max_seq_len);
+  }
+  return launch<T, D, 2>(attention, q, rows, max_seq_len);
 }
 
 }  // namespace

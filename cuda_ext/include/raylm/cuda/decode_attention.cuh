@@ -1,8 +1,9 @@
 // Paged attention for sequences with few queries: decode, and the checking of speculated tokens. K and V are read once for
-// all query heads of a group and all query tokens, which are the rows of 16-row matrix products. The keys are split over
-// the blocks of the grid and a second kernel joins the parts, as in Flash-Decoding (arXiv:2311.01282); how they are split
-// is in decode_schedule.cuh. In a block, each warp copies 16 keys of a tile of 64 into shared memory, some tiles ahead of
-// their use, across sequences; the softmax is kept up to date as keys pass by (arXiv:1805.02867).
+// all query heads of a group and all query tokens. The keys are split over the blocks of the grid and a second kernel joins
+// the parts, as in Flash-Decoding (arXiv:2311.01282); decode_schedule.cuh says how. In a block, each warp copies 16 keys of
+// a tile of 64 into shared memory, ahead of their use and across sequences; the softmax is kept up to date as keys pass by
+// (arXiv:1805.02867). The products on tensor cores are transposed, keys x queries and head x queries: so 8 rows of queries
+// are the least that is multiplied, where the other way round it would be 16.
 #pragma once
 
 #include "raylm/cuda/attention.cuh"
@@ -17,17 +18,19 @@ constexpr float kLog2E = 1.4426950408889634f;
 // What is left to join where sequences were cut. A slot has at most two parts of sequences: of one that an earlier slot
 // began (part 2 * slot) and of one that it begins itself (part 2 * slot + 1).
 struct DecodeParts {
-  float* sums;   // [slots, 2, columns, rows, D], each divided by its softmax's denominator
-  float* logs;   // [slots, 2, columns, rows]: the logarithm to base 2 of that denominator
-  int2* joins;   // [slots, chunks]: a sequence that the slot begins, or -1, and the number of its parts
-  int rows;      // room for as many rows
+  float* sums;  // [slots, 2, columns, rows, head_dim], each divided by its softmax's denominator
+  float* logs;  // [slots, 2, columns, rows]: the logarithm to base 2 of that denominator
+  int4* joins;  // [slots, chunks]: of a sequence that the slot begins, the number of its parts (or 0), first query, rows
+  int rows;     // room for as many rows
+  int chunk;    // rows in a chunk
 
   __device__ int64_t index(int slot, bool begins, int columns, int column) const {
     return (static_cast<int64_t>(slot * 2 + begins) * columns + column) * rows;
   }
 };
 
-// The grid is (columns, slots); a column is a KV head and a chunk of kDecodeRows rows.
+// The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its (query token, head of
+// the group) pairs.
 template <typename T>
 struct DecodeParams {
   AttentionParams<T> attention;
@@ -36,39 +39,43 @@ struct DecodeParams {
   int64_t num_tokens;
 };
 
-template <int D>
+// For head sizes up to D and 8 * N rows in a warp.
+template <int D, int N>
 struct DecodeLayout {
-  static constexpr int kChunks = D / 8;    // of 16 bytes, in a row
-  static constexpr int kPitch = D + 8;     // so that the same chunk of 8 rows is in 8 different banks
-  static constexpr int kKeys = 16;         // that a warp copies
+  static constexpr int kChunks = D / 8;  // of 16 bytes, in a row
+  static constexpr int kPitch = D + 8;   // so that the same chunk of 8 rows is in 8 different banks
+  static constexpr int kKeys = 16;       // that a warp copies
   static constexpr int kTensor = kKeys * kPitch;
   static constexpr int kPart = 2 * kTensor;  // a warp's K, then its V
   static constexpr int kStage = kDecodeWarps * kPart;
-  static constexpr int kStages = D == 192 ? 4 : D == 96 ? 4 : 3;
-  static constexpr int kBlocks = D <= 64 ? 4 : D <= 128 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kRows = kDecodeWarps * N * 8;  // that a block can take
+  // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first.
+  static constexpr int kBlocks = D <= 64 ? (N <= 2 ? 4 : 3) : D <= 128 ? (N <= 2 ? 3 : 2) : D <= 192 ? 2 : 1;
+  static constexpr int kStages = D <= 64 ? 3 : D <= 128 ? (N <= 2 ? 2 : 3) : D <= 192 ? 2 : 3;
   static constexpr int kBytes = kStages * kStage * 2;
 };
 
-// The rows of a warp: 16 of the (query token, head of the group) pairs of a sequence. A lane has two of them.
-template <int D>
+// The rows of a warp. Of the softmax and the sums, a lane has rows n * 8 + lane % 4 * 2 and the next.
+template <int D, int N>
 struct DecodeRows {
-  uint32_t q[D / 16][4];
-  float sum[D / 8][4];
-  float top[2], total[2];
-  int position[2];
+  uint32_t q[D / 16][N][2];
+  float sum[D / 16][N][4];
+  float top[N][2], total[N][2];
 };
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
-// `key_warps`-th warp from `key_warp` on: with up to 16 rows the warps share the keys, with more they share the rows.
-template <typename T, int D>
+// `key_warps`-th warp from `key_warp` on: with few rows the warps share the keys, with more they share the rows.
+template <typename T, int D, int N>
 struct DecodeBlock {
-  using Layout = DecodeLayout<D>;
+  using Layout = DecodeLayout<D, N>;
+  using Rows = DecodeRows<D, N>;
+  static constexpr int kRowTile = N * 8;
   const DecodeParams<T>& p;
   T* stages;
   int lane, warp, column, columns, kv_head, first_row;
   const T* k_head;
   const T* v_head;
-  int rows, row_tiles, row_warps, row_tile, key_warps, key_warp;
+  int rows, row_warps, row_tile, key_warps, key_warp;
 
   __device__ DecodeBlock(const DecodeParams<T>& params, T* shared) : p(params), stages(shared) {
     lane = threadIdx.x % kWarp;
@@ -76,155 +83,208 @@ struct DecodeBlock {
     column = blockIdx.x;
     columns = gridDim.x;
     kv_head = column % static_cast<int>(p.attention.num_kv_heads);
-    first_row = column / static_cast<int>(p.attention.num_kv_heads) * kDecodeRows;
+    first_row = column / static_cast<int>(p.attention.num_kv_heads) * Layout::kRows;
     k_head = p.attention.k_cache + kv_head * p.attention.k_head_stride;
     v_head = p.attention.v_cache + kv_head * p.attention.v_head_stride;
   }
 
   __device__ T* part(int stage, int of_warp) const { return stages + stage * Layout::kStage + of_warp * Layout::kPart; }
 
+  __device__ int rows_of(const DecodeSequence& now) const {
+    return min(now.num_queries * p.batch.group - first_row, Layout::kRows);
+  }
+
+  __device__ const T* query(const DecodeSequence& now, int row) const {
+    const int pair = first_row + row, token = pair / p.batch.group;
+    const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
+    return p.attention.q + (now.query + token) * p.attention.q_token_stride + head * p.attention.q_head_stride;
+  }
+
   // The block of the cache that holds this warp's keys of the cursor's tile.
   __device__ int cache_block(const DecodeCursor& cursor) const {
     const int key = cursor.tile * kDecodeTile + warp * Layout::kKeys;
     if (cursor.done() || key >= cursor.now.high || key + Layout::kKeys <= cursor.now.low) return 0;
-    const unsigned column = static_cast<unsigned>(key) / static_cast<unsigned>(p.attention.block_size);
-    return p.attention.block_table[cursor.seq * p.attention.block_table_stride + column];
+    const unsigned at = static_cast<unsigned>(key) / static_cast<unsigned>(p.attention.block_size);
+    return p.attention.block_table[cursor.seq * p.attention.block_table_stride + at];
   }
 
   // Keys outside the sequence become zeros: their slots may hold NaN, which no weight of 0 would remove from the sum.
   __device__ void copy(const DecodeCursor& cursor, int block, int stage) const {
     const int key = cursor.tile * kDecodeTile + warp * Layout::kKeys;
+    const int from = cursor.now.low - key, to = cursor.now.high - key;
     const int slot = static_cast<unsigned>(key) % static_cast<unsigned>(p.attention.block_size);
     const T* k = k_head + block * p.attention.k_block_stride + slot * p.attention.k_slot_stride;
     const T* v = v_head + block * p.attention.v_block_stride + slot * p.attention.v_slot_stride;
-    const uint32_t to = shared_address(part(stage, warp));
+    const uint32_t shared = shared_address(part(stage, warp));
 #pragma unroll
     for (int i = 0; i < Layout::kKeys * Layout::kChunks / kWarp; ++i) {
       const int row = (i * kWarp + lane) / Layout::kChunks, d = (i * kWarp + lane) % Layout::kChunks * 8;
-      const bool read = key + row < cursor.now.high && key + row >= cursor.now.low && d < p.attention.head_dim;
-      const uint32_t at = to + (row * Layout::kPitch + d) * 2;
+      const bool read = row >= from && row < to && d < p.attention.head_dim;
+      const uint32_t at = shared + (row * Layout::kPitch + d) * 2;
       copy_async(at, k + row * p.attention.k_slot_stride + d, read);
       copy_async(at + Layout::kTensor * 2, v + row * p.attention.v_slot_stride + d, read);
     }
   }
 
-  __device__ void begin(const DecodeSequence& now, DecodeRows<D>& mine) {
-    rows = min(now.num_queries * p.batch.group - first_row, kDecodeRows);
-    row_tiles = (rows + 15) / 16;
-    row_warps = row_tiles == 3 ? 4 : row_tiles;
+  // The queries of a sequence that the copies have just reached, towards this multiprocessor.
+  __device__ void prefetch_queries(const DecodeSequence& now) const {
+    const int lines = (static_cast<int>(p.attention.head_dim) * 2 + 127) / 128, count = rows_of(now) * lines;
+    for (int i = threadIdx.x; i < count; i += kDecodeThreads) prefetch(query(now, i / lines) + i % lines * 64);
+  }
+
+  __device__ void begin(const DecodeSequence& now, Rows& mine) {
+    rows = rows_of(now);
+    row_warps = rows <= kRowTile ? 1 : rows <= 2 * kRowTile ? 2 : 4;
     key_warps = kDecodeWarps / row_warps;
     row_tile = warp % row_warps;
     key_warp = warp / row_warps;
-    for (int r = 0; r < 2; ++r) {
-      const int row = row_tile * 16 + r * 8 + lane / 4, pair = first_row + row, token = pair / p.batch.group;
-      const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
-      const T* q = p.attention.q + (now.query + token) * p.attention.q_token_stride + head * p.attention.q_head_stride;
-      mine.position[r] = now.high - now.num_queries + token;
-      mine.top[r] = -INFINITY;
-      mine.total[r] = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int row = row_tile * kRowTile + n * 8 + lane / 4;
+      const T* q = query(now, row) + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < D / 8; ++i) {
-        const int d = i * 8 + lane % 4 * 2;
-        const bool read = row < rows && d < p.attention.head_dim;
-        mine.q[i / 2][i % 2 * 2 + r] = read ? *reinterpret_cast<const uint32_t*>(q + d) : 0;
-        mine.sum[i][2 * r] = mine.sum[i][2 * r + 1] = 0;
+        const bool read = row < rows && i * 8 < p.attention.head_dim;
+        mine.q[i / 2][n][i % 2] = read ? *reinterpret_cast<const uint32_t*>(q + i * 8) : 0;
       }
+#pragma unroll
+      for (int i = 0; i < D / 16 * 4; ++i) mine.sum[i / 4][n][i % 4] = 0;
+      for (int r = 0; r < 2; ++r) mine.top[n][r] = -INFINITY, mine.total[n][r] = 0;
     }
   }
 
-  // The scores of 16 keys, to base 2: scaled, capped, and -inf where a row does not see the key.
-  __device__ void score(const T* k, int key, const DecodeSequence& now, const DecodeRows<D>& mine, float (&s)[2][4]) const {
-    const uint32_t from = shared_address(k + (lane / 16 * 8 + lane % 8) * Layout::kPitch + lane / 8 % 2 * 8);
+  // The scores of 16 keys, to base 2: scaled, capped, and -inf where a row does not see the key. A lane gets keys lane / 4
+  // and + 8 of its rows.
+  __device__ void score(const T* k, int key, const DecodeSequence& now, const Rows& mine, int active,
+                        float (&s)[N][4]) const {
+    const uint32_t from = shared_address(k + lane % 16 * Layout::kPitch + lane / 16 * 8);
+    float odd[N][4] = {};  // two chains of products are twice as fast as one
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
-      uint32_t b[4];
-      load_matrices(b, from + i * 32);
-      multiply_add<T>(s[0], mine.q[i], b[0], b[1]);
-      multiply_add<T>(s[1], mine.q[i], b[2], b[3]);
+      uint32_t a[4];
+      load_matrices(a, from + i * 32);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (n < active) multiply_add<T>(N == 1 && i % 2 ? odd[n] : s[n], a, mine.q[i][n][0], mine.q[i][n][1]);
+      }
     }
     const float cap = p.attention.soft_cap, scale = p.attention.scale * kLog2E * (cap > 0 ? 2 / cap : 1);
     const int window = p.batch.window > 0 ? p.batch.window : now.high;
     const bool all = key + 16 <= now.high - now.num_queries + 1 && key > now.high - 1 - window;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < N * 4; ++i) {
       float& x = s[i / 4][i % 4];
-      x *= scale;
+      x = (x + odd[i / 4][i % 4]) * scale;
       if (cap > 0) x = cap * kLog2E * (1 - __fdividef(2.0f, exp2_approx(x) + 1));  // tanh
-      const int at = key + i / 4 * 8 + lane % 4 * 2 + i % 2, position = mine.position[i % 4 / 2];
-      if (!all && (at > position || at <= position - window)) x = -INFINITY;
+    }
+    if (all) return;
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) {
+      const int row = row_tile * kRowTile + i / 4 * 8 + lane % 4 * 2 + i % 2, at = key + i % 4 / 2 * 8 + lane / 4;
+      const int position = now.high - now.num_queries + (first_row + row) / p.batch.group;
+      if (at > position || at <= position - window) s[i / 4][i % 4] = -INFINITY;
     }
   }
 
-  __device__ void attend(const T* k, int key, const DecodeSequence& now, DecodeRows<D>& mine) const {
-    float s[2][4] = {};
-    score(k, key, now, mine, s);
-    uint32_t weights[4];
-    float shrink[2];
+  // The softmax's step: scores become weights, as the right-hand side of the next product.
+  __device__ void weigh(const float (&s)[N][4], Rows& mine, uint32_t (&weights)[N][2]) const {
+    float shrink[N][2];
+    bool grown = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      top = fmaxf(top, mine.top[r]);
-      const float base = top == -INFINITY ? 0 : top;
-      shrink[r] = exp2_approx(mine.top[r] - base);
-      mine.top[r] = top;
-      mine.total[r] *= shrink[r];
-      for (int n = 0; n < 2; ++n) {
-        const float first = exp2_approx(s[n][2 * r] - base), second = exp2_approx(s[n][2 * r + 1] - base);
-        mine.total[r] += first + second;
-        weights[n * 2 + r] = pack<T>(first, second);
-      }
-    }
-    if (__any_sync(0xffffffffu, shrink[0] != 1 || shrink[1] != 1)) {
+    for (int n = 0; n < N; ++n) {
+      float w[4];
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-        for (int c = 0; c < 4; ++c) mine.sum[i][c] *= shrink[c / 2];
+      for (int r = 0; r < 2; ++r) {
+        float top = fmaxf(s[n][r], s[n][2 + r]);
+        for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+        top = fmaxf(top, mine.top[n][r]);
+        const float base = top == -INFINITY ? 0 : top;
+        shrink[n][r] = exp2_approx(mine.top[n][r] - base);
+        grown = grown || top > mine.top[n][r];
+        mine.top[n][r] = top;
+        w[r] = exp2_approx(s[n][r] - base);
+        w[2 + r] = exp2_approx(s[n][2 + r] - base);
+        mine.total[n][r] = mine.total[n][r] * shrink[n][r] + w[r] + w[2 + r];
       }
+      weights[n][0] = transpose(pack<T>(w[0], w[1]));
+      weights[n][1] = transpose(pack<T>(w[2], w[3]));
     }
-    const uint32_t from = shared_address(k + Layout::kTensor + lane % 16 * Layout::kPitch + lane / 16 * 8);
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int i = 0; i < D / 16 * N * 4; ++i) mine.sum[i / 4 / N][i / 4 % N][i % 4] *= shrink[i / 4 % N][i % 2];
+  }
+
+  __device__ void attend(const T* k, int key, const DecodeSequence& now, Rows& mine) const {
+    const int active = (rows - row_tile * kRowTile + 7) / 8;  // of the N groups of 8 rows
+    float s[N][4] = {};
+    uint32_t weights[N][2];
+    score(k, key, now, mine, active, s);
+    weigh(s, mine, weights);
+    const uint32_t from =
+        shared_address(k + Layout::kTensor + (lane / 16 * 8 + lane % 8) * Layout::kPitch + lane / 8 % 2 * 8);
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
-      uint32_t b[4];
-      load_matrices_transposed(b, from + i * 32);
-      multiply_add<T>(mine.sum[2 * i], weights, b[0], b[1]);
-      multiply_add<T>(mine.sum[2 * i + 1], weights, b[2], b[3]);
+      uint32_t a[4];
+      load_matrices_transposed(a, from + i * 32);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (n < active) multiply_add<T>(mine.sum[i][n], a, weights[n][0], weights[n][1]);
+      }
+    }
+  }
+
+  __device__ void multiply(const DecodeCursor& at, int stage, Rows& mine) const {
+    if (row_tile * kRowTile >= rows) return;
+    for (int w = key_warp; w < kDecodeWarps; w += key_warps) {
+      const int key = at.tile * kDecodeTile + w * Layout::kKeys;
+      if (key < at.now.high && key + Layout::kKeys > at.now.low) attend(part(stage, w), key, at.now, mine);
     }
   }
 
   // Joins what the warps have of each row, and writes it: to `out`, or to the parts. The stage just used is free until
-  // the next copy, and a warp's part of it holds exactly its sums.
-  __device__ void finish(const DecodeCursor& at, const DecodeShare& share, bool begins, int stage, DecodeRows<D>& mine) {
-    __shared__ float tops[kDecodeWarps][16], totals[kDecodeWarps][16];
-    __syncthreads();
-    float* sums = reinterpret_cast<float*>(part(stage, warp));
+  // the next copy; a warp's part of it has room for the sums of 16 rows at a time.
+  __device__ void finish(const DecodeCursor& at, bool begins, int stage, Rows& mine) {
+    __shared__ float tops[kDecodeWarps][kRowTile], totals[kDecodeWarps][kRowTile];
+    constexpr int kPass = N == 1 ? 1 : 2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = r * 8 + lane / 4;
-      float total = mine.total[r];
-      total += __shfl_xor_sync(0xffffffffu, total, 1);
-      total += __shfl_xor_sync(0xffffffffu, total, 2);
-      if (lane % 4 == 0) tops[warp][row] = mine.top[r], totals[warp][row] = total;
+    for (int i = 0; i < N * 2; ++i) {
+      float total = mine.total[i / 2][i % 2];
+      for (int step = 4; step < kWarp; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (lane < 4) tops[warp][row] = mine.top[i / 2][i % 2], totals[warp][row] = total;
+    }
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-        const float2 pair = make_float2(mine.sum[i][2 * r], mine.sum[i][2 * r + 1]);
-        *reinterpret_cast<float2*>(sums + row * Layout::kPitch + i * 8 + lane % 4 * 2) = pair;
+    for (int pass = 0; pass < N; pass += kPass) {
+      __syncthreads();
+      float* sums = reinterpret_cast<float*>(part(stage, warp)) + lane % 4 * 2 * Layout::kPitch + lane / 4;
+#pragma unroll
+      for (int i = 0; i < D / 16 * kPass * 4; ++i) {
+        const int n = i / 4 % kPass, d = i / 4 / kPass * 16 + i % 4 / 2 * 8;
+        sums[(n * 8 + i % 2) * Layout::kPitch + d] = mine.sum[i / 4 / kPass][pass + n][i % 4];
       }
+      __syncthreads();
+      join_warps(at, begins, stage, pass * 8, kPass * 8, tops, totals);
     }
     __syncthreads();
+  }
+
+  // Rows from `first` on, `count` of them, of every row tile.
+  __device__ void join_warps(const DecodeCursor& at, bool begins, int stage, int first, int count,
+                             const float (*tops)[kRowTile], const float (*totals)[kRowTile]) const {
     const bool complete = begins && at.stop == at.now.last();
     const int64_t to = complete ? 0 : p.parts.index(blockIdx.y, begins, columns, column);
-    for (int i = threadIdx.x; i < rows * (D / 4); i += kDecodeThreads) {
-      const int row = i / (D / 4), d = i % (D / 4) * 4, tile = row / 16;
-      if (d >= p.attention.head_dim) continue;
+    for (int i = threadIdx.x; i < row_warps * count * (D / 4); i += kDecodeThreads) {
+      const int tile = i / (D / 4) / count, r = i / (D / 4) % count, d = i % (D / 4) * 4;
+      const int row = tile * kRowTile + first + r;
+      if (d >= p.attention.head_dim || row >= rows) continue;
       float top = -INFINITY, total = 0;
       float4 sum = make_float4(0, 0, 0, 0);
-      for (int w = tile; w < kDecodeWarps; w += row_warps) top = fmaxf(top, tops[w][row % 16]);
+      for (int w = tile; w < kDecodeWarps; w += row_warps) top = fmaxf(top, tops[w][first + r]);
       for (int w = tile; w < kDecodeWarps && top > -INFINITY; w += row_warps) {
-        const float weight = exp2_approx(tops[w][row % 16] - top);
-        const float* from = reinterpret_cast<const float*>(part(stage, w)) + row % 16 * Layout::kPitch + d;
+        const float weight = exp2_approx(tops[w][first + r] - top);
+        const float* from = reinterpret_cast<const float*>(part(stage, w)) + r * Layout::kPitch + d;
         const float4 x = *reinterpret_cast<const float4*>(from);
-        total += weight * totals[w][row % 16];
+        total += weight * totals[w][first + r];
         sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
       }
       const float over = total > 0 ? 1 / total : 0;
@@ -236,7 +296,6 @@ struct DecodeBlock {
         if (d == 0) p.parts.logs[to + row] = total > 0 ? top + log2f(total) : -INFINITY;
       }
     }
-    __syncthreads();
   }
 
   __device__ void write(const DecodeSequence& now, int row, int d, const float4& sum) const {
@@ -246,19 +305,9 @@ struct DecodeBlock {
     *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
   }
 
-  // Whether a sequence was cut at the end of the share, for the kernel that joins its parts.
-  __device__ void leave_join(const DecodeCursor& at, const DecodeShare& share, bool begins) const {
-    if (threadIdx.x != 0 || kv_head != 0 || !begins || at.stop == at.now.last()) return;
-    const int pieces = (at.start - share.begin + at.now.tiles() + share.size - 1) / share.size;
-    p.parts.joins[blockIdx.y * (columns / p.attention.num_kv_heads) + first_row / kDecodeRows] = make_int2(at.seq, pieces);
-  }
-
-  __device__ void multiply(const DecodeCursor& at, int stage, DecodeRows<D>& mine) const {
-    if (row_tile >= row_tiles) return;
-    for (int w = key_warp; w < kDecodeWarps; w += key_warps) {
-      const int key = at.tile * kDecodeTile + w * Layout::kKeys;
-      if (key < at.now.high && key + Layout::kKeys > at.now.low) attend(part(stage, w), key, at.now, mine);
-    }
+  __device__ void leave_join(const int4& join) const {
+    if (!p.parts.joins || threadIdx.x != 0 || kv_head != 0) return;
+    p.parts.joins[blockIdx.y * (columns / p.attention.num_kv_heads) + first_row / Layout::kRows] = join;
   }
 
   __device__ void run(const DecodeShare& share) {
@@ -267,13 +316,16 @@ struct DecodeBlock {
     const auto copy_next = [&](int stage) {
       if (!ahead.done()) {
         copy(ahead, block, stage);
+        const int seq = ahead.seq;
         ahead.advance(p.batch, first_row);
         block = cache_block(ahead);
+        if (ahead.seq > seq) prefetch_queries(ahead.now);
       }
       copy_commit();
     };
     for (int i = 0; i < Layout::kStages - 1; ++i) copy_next(i);
-    DecodeRows<D> mine;
+    Rows mine;
+    int4 join = make_int4(0, 0, 0, 0);
     bool fresh = true, begins = false;
     for (int stage = 0; !at.done(); stage = stage + 1 == Layout::kStages ? 0 : stage + 1) {
       if (fresh) begin(at.now, mine), begins = at.tile == at.now.first();
@@ -283,74 +335,83 @@ struct DecodeBlock {
       copy_next(stage == 0 ? Layout::kStages - 1 : stage - 1);
       multiply(at, stage, mine);
       fresh = at.tile + 1 == at.stop;
-      if (fresh) finish(at, share, begins, stage, mine), leave_join(at, share, begins);
+      if (fresh) finish(at, begins, stage, mine);
+      if (fresh && begins && at.stop < at.now.last()) {
+        join.x = (at.start - share.begin + at.now.tiles() + share.size - 1) / share.size;
+        join.y = at.now.query, join.z = at.now.num_queries * p.batch.group;
+      }
       at.advance(p.batch, first_row);
     }
+    leave_join(join);
   }
 };
 
-template <typename T, int D>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D>::kBlocks)
+template <typename T, int D, int N>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
   extern __shared__ uint4 shared[];
 #if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  DecodeBlock<T, D> block(p, reinterpret_cast<T*>(shared));
-  const int slot = blockIdx.y, chunks = gridDim.x / p.attention.num_kv_heads;
-  if (p.parts.joins && threadIdx.x == 0 && block.kv_head == 0) {
-    p.parts.joins[slot * chunks + block.first_row / kDecodeRows] = make_int2(-1, 0);
-  }
-  block.run(decode_share(p.batch, slot, block.first_row));
+  DecodeBlock<T, D, N> block(p, reinterpret_cast<T*>(shared));
+  block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   // Rows past the last sequence are zeros.
   const int64_t width = p.attention.num_heads * p.attention.head_dim;
-  const int64_t blocks = gridDim.x * gridDim.y, first = slot * gridDim.x + blockIdx.x;
+  const int64_t blocks = gridDim.x * gridDim.y, first = blockIdx.y * gridDim.x + blockIdx.x;
   for (int64_t row = p.batch.query_start[p.batch.num_seqs] + first; row < p.num_tokens; row += blocks) {
     for (int64_t i = threadIdx.x; i < width; i += kDecodeThreads) p.attention.out[row * width + i] = from_float<T>(0.0f);
   }
 }
 
 // Joins the parts of the sequences that were cut; the grid is (columns, slots, rows or fewer). The warps take the parts in
-// turn.
+// turn, each with a softmax of its own over what it has seen.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
-  __shared__ float4 sums[kDecodeWarps][64];
+  constexpr int kQuads = 2;  // of the head, in a lane
+  __shared__ float4 sums[kDecodeWarps][kQuads * kWarp];
+  __shared__ float tops[kDecodeWarps], totals[kDecodeWarps];
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const int columns = gridDim.x, column = blockIdx.x, slot = blockIdx.y;
   const int num_kv_heads = static_cast<int>(p.attention.num_kv_heads), head_dim = static_cast<int>(p.attention.head_dim);
-  const int kv_head = column % num_kv_heads, chunk = column / num_kv_heads;
+  const int kv_head = column % num_kv_heads, first_row = column / num_kv_heads * p.parts.chunk;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int2 join = p.parts.joins[slot * (columns / num_kv_heads) + chunk];
-  if (join.x < 0) return;
-  const int query = p.batch.query_start[join.x];
-  const int pairs = (p.batch.query_start[join.x + 1] - query) * p.batch.group;
-  const auto part = [&](int i) { return p.parts.index(slot + i, i == 0, columns, column); };
-  for (int row = blockIdx.z; row < min(pairs - chunk * kDecodeRows, kDecodeRows); row += gridDim.z) {
+  const int4 join = p.parts.joins[slot * (columns / num_kv_heads) + column / num_kv_heads];
+  if (join.x == 0) return;
+  for (int row = blockIdx.z; row < min(join.z - first_row, p.parts.chunk); row += gridDim.z) {
     float top = -INFINITY, total = 0;
-    for (int i = lane; i < join.y; i += kWarp) top = fmaxf(top, p.parts.logs[part(i) + row]);
-    for (int step = kWarp / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-    for (int i = lane; i < join.y; i += kWarp) total += exp2_approx(p.parts.logs[part(i) + row] - top);
-    total = warp_sum(total);
-    for (int d = lane * 4; d < head_dim; d += kWarp * 4) {
-      float4 sum = make_float4(0, 0, 0, 0);
+    float4 sum[kQuads] = {};
 #pragma unroll 4
-      for (int i = warp; i < join.y; i += kDecodeWarps) {
-        const float weight = exp2_approx(p.parts.logs[part(i) + row] - top);
-        const float4 x = *reinterpret_cast<const float4*>(p.parts.sums + (part(i) + row) * head_dim + d);
-        sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+    for (int i = warp; i < join.x; i += kDecodeWarps) {
+      const int64_t from = p.parts.index(slot + i, i == 0, columns, column) + row;
+      const float log = p.parts.logs[from], new_top = fmaxf(top, log), base = new_top == -INFINITY ? 0 : new_top;
+      const float shrink = exp2_approx(top - base), weight = exp2_approx(log - base);
+      top = new_top;
+      total = total * shrink + weight;
+#pragma unroll
+      for (int j = 0; j < kQuads; ++j) {
+        const int d = (j * kWarp + lane) * 4;
+        if (d >= head_dim) continue;
+        const float4 x = *reinterpret_cast<const float4*>(p.parts.sums + from * head_dim + d);
+        sum[j].x = sum[j].x * shrink + weight * x.x, sum[j].y = sum[j].y * shrink + weight * x.y;
+        sum[j].z = sum[j].z * shrink + weight * x.z, sum[j].w = sum[j].w * shrink + weight * x.w;
       }
-      sums[warp][d / 4] = sum;
     }
+    for (int j = 0; j < kQuads; ++j) sums[warp][j * kWarp + lane] = sum[j];
+    if (lane == 0) tops[warp] = top, totals[warp] = total;
     __syncthreads();
-    const int pair = chunk * kDecodeRows + row;
-    const int64_t token = query + pair / p.batch.group, head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
+    float block_top = -INFINITY, block_total = 0;
+    for (int w = 0; w < kDecodeWarps; ++w) block_top = fmaxf(block_top, tops[w]);
+    for (int w = 0; w < kDecodeWarps; ++w) block_total += totals[w] * exp2_approx(tops[w] - block_top);
+    const int pair = first_row + row, token = join.y + pair / p.batch.group;
+    const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
     T* out = p.attention.out + (token * p.attention.num_heads + head) * head_dim;
     for (int d = threadIdx.x; d < head_dim; d += kDecodeThreads) {
-      float sum = 0;
-      for (int w = 0; w < kDecodeWarps; ++w) sum += reinterpret_cast<const float*>(sums[w])[d];
-      out[d] = from_float<T>(sum / total);
+      float x = 0;
+      for (int w = 0; w < kDecodeWarps; ++w) x += reinterpret_cast<const float*>(sums[w])[d] * exp2_approx(tops[w] - block_top);
+      out[d] = from_float<T>(x / block_total);
     }
     __syncthreads();
   }

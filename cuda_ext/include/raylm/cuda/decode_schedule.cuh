@@ -1,6 +1,7 @@
 // Who attends to what in a step of short queries, worked out on the device by every block for itself: the grid knows no
-// sequence length, so that one CUDA graph serves all. The sequences' keys, in tiles of kDecodeTile, form one long line;
-// it is cut into equal shares, one for each "slot" of the grid (the split of Stream-K, arXiv:2301.03598). All KV heads
+// sequence length, so that one CUDA graph serves all. The sequences' keys, in tiles of kDecodeTile, form one long line,
+// with a gap of kDecodeTurn before each sequence; it is cut into equal shares, one for each "slot" of the grid (the split
+// of Stream-K, arXiv:2301.03598). All KV heads
 // of a slot walk the same keys at the same time, because a token's heads lie side by side in memory.
 #pragma once
 
@@ -11,7 +12,7 @@ namespace raylm::cuda {
 constexpr int kDecodeTile = 64;
 constexpr int kDecodeThreads = 128;
 constexpr int kDecodeQueries = 16;  // sequences with more are not decode
-constexpr int kDecodeRows = 64;     // query tokens x heads of a group that a block takes
+constexpr int kDecodeTurn = 1;      // tiles that pass while a block turns to another sequence
 
 struct DecodeBatch {
   const int32_t* query_start;
@@ -28,6 +29,7 @@ struct DecodeSequence {
   __device__ int first() const { return low / kDecodeTile; }
   __device__ int last() const { return (high + kDecodeTile - 1) / kDecodeTile; }
   __device__ int tiles() const { return num_queries > 0 && high > low ? last() - first() : 0; }
+  __device__ int length() const { return tiles() > 0 ? tiles() + kDecodeTurn : 0; }  // in the line
 };
 
 // Sequences that have too many queries, or no rows from first_row on, show no queries and so no tiles.
@@ -47,8 +49,9 @@ struct DecodeCursor {
 
   __device__ bool done() const { return seq < 0; }
 
-  // Takes the first sequence from `from` on that has tiles and starts before the share's end.
-  __device__ void take(const DecodeBatch& batch, int from, int first_row) {
+  // Takes the first sequence from `from` on that has tiles, the gap before which is at `at`, if it starts in the share.
+  __device__ void take(const DecodeBatch& batch, int from, int at, int first_row) {
+    start = at + kDecodeTurn;
     for (seq = from; seq < batch.num_seqs && start < end; ++seq) {
       now = decode_sequence(batch, seq, first_row);
       const int tiles = now.tiles();
@@ -62,8 +65,7 @@ struct DecodeCursor {
 
   __device__ void advance(const DecodeBatch& batch, int first_row) {
     if (++tile < stop) return;
-    start += now.tiles();
-    take(batch, seq + 1, first_row);
+    take(batch, seq + 1, start + now.tiles(), first_row);
   }
 };
 
@@ -80,7 +82,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int to = min(from + run, batch.num_seqs);
   int tiles = 0;
-  for (int s = from; s < to; ++s) tiles += decode_sequence(batch, s, first_row).tiles();
+  for (int s = from; s < to; ++s) tiles += decode_sequence(batch, s, first_row).length();
   int before = tiles;
   for (int step = 1; step < kWarp; step *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, before, step);
@@ -99,20 +101,20 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   share.begin = slot * share.size;
   if (before <= share.begin && share.begin < before + tiles) {
     int s = from, start = before;
-    for (int n; start + (n = decode_sequence(batch, s, first_row).tiles()) <= share.begin; ++s) start += n;
+    for (int n; start + (n = decode_sequence(batch, s, first_row).length()) <= share.begin; ++s) start += n;
     found[0] = s, found[1] = start;
   }
   __syncthreads();
   share.cursor.seq = -1;
   if (share.begin >= total) return share;
-  share.cursor.start = found[1];
   share.cursor.end = min(share.begin + share.size, total);
-  share.cursor.take(batch, found[0], first_row);
+  share.cursor.take(batch, found[0], found[1], first_row);
   const int passed = share.begin - share.cursor.start;
-  if (passed > 0 && batch.whole) {
+  if (share.cursor.done() || passed <= 0) return share;
+  if (batch.whole) {
     share.cursor.tile = share.cursor.stop - 1;
     share.cursor.advance(batch, first_row);
-  } else if (passed > 0) {
+  } else {
     share.cursor.tile += passed;
   }
   return share;
