@@ -11,8 +11,10 @@ namespace {
 
 static_assert(kMaxDecodeQueries == kDecodeQueries);
 
-constexpr int kMinShare = 2;    // tiles: below, starting and joining blocks takes longer than their work
-constexpr int kWholeTiles = 4;  // sequences of at most as many are not cut
+// In units of 16 keys: below the first, starting and joining blocks takes longer than their work; sequences of at most the
+// second are not cut.
+constexpr int kMinShare = 8;
+constexpr int kWholeUnits = 16;
 constexpr int kMaxDevices = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -50,11 +52,11 @@ int resident_blocks(int device) {
 template <typename T>
 DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t max_seq_len, int64_t columns, int blocks) {
   const int64_t window = std::min<int64_t>(attention.window, INT32_MAX / 2), group = attention.num_heads / attention.num_kv_heads;
-  int64_t tiles = divide_up(max_seq_len, kDecodeTile);
-  if (window > 0) tiles = std::min(tiles, divide_up(window + kDecodeQueries, kDecodeTile) + 1);
-  const bool whole = tiles <= kWholeTiles;
-  const int64_t share = whole ? tiles + kDecodeTurn : kMinShare;
-  const int64_t slots = divide_up(attention.num_seqs * (tiles + kDecodeTurn), share);
+  int64_t units = divide_up(max_seq_len, kDecodeKeys);
+  if (window > 0) units = std::min(units, divide_up(window + kDecodeQueries, kDecodeKeys) + 1);
+  const bool whole = units <= kWholeUnits;
+  const int64_t share = (whole ? units : kMinShare) + kDecodeTurn;
+  const int64_t slots = divide_up(attention.num_seqs * (units + kDecodeTurn), share);
   DecodeParams<T> p{attention, {}, {}, 0};
   p.batch = {attention.query_start, attention.seq_lens, static_cast<int>(attention.num_seqs), static_cast<int>(group),
              static_cast<int>(window), static_cast<int>(std::clamp<int64_t>(slots, 1, std::max<int64_t>(1, blocks / columns))),
@@ -73,23 +75,21 @@ int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
   return sums + align_up(logs) + p.batch.slots * (columns / p.attention.num_kv_heads) * static_cast<int64_t>(sizeof(int4));
 }
 
-// A kernel may start while the one before it still runs, for which it then waits: that hides its launch.
-template <typename... Params>
-void launch_early(void (*kernel)(Params...), dim3 grid, int bytes, const Tensor& q, const Params&... params) {
+// The second kernel may start while the first still runs, for which it then waits: that hides its launch.
+template <typename T>
+void launch_join(const DecodeParams<T>& p, dim3 grid, const Tensor& q, cudaStream_t stream) {
   int major = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q.get_device_index());
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kDecodeThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = current_stream(q);
+  config.gridDim = dim3(grid.x, grid.y, std::min(p.parts.rows, 16));
+  config.blockDim = dim3(kJoinThreads);
+  config.stream = stream;
   config.attrs = &early;
   config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, params...);
-  check_launch("paged_attention");
+  cudaLaunchKernelEx(&config, decode_join_kernel<T>, p);
 }
 
 template <typename T, int D, int N>
@@ -108,8 +108,10 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
     lay_out(p, columns, data<char>(memory));
   }
   const dim3 grid(columns, p.batch.slots);
-  launch_early(decode_attention_kernel<T, D, N>, grid, Layout::kBytes, q, p);
-  if (!p.batch.whole) launch_early(decode_join_kernel<T>, dim3(grid.x, grid.y, std::min(p.parts.rows, 16)), 0, q, p);
+  const cudaStream_t stream = current_stream(q);
+  decode_attention_kernel<T, D, N><<<grid, kDecodeThreads, Layout::kBytes, stream>>>(p);
+  check_launch("paged_attention");
+  if (!p.batch.whole) launch_join(p, grid, q, stream);
   return true;
 }
 
@@ -118,9 +120,6 @@ template <typename T, int D>
 bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
   const int64_t rows = std::min(max_query_len, kMaxDecodeQueries) * (attention.num_heads / attention.num_kv_heads);
   if (rows <= 8) return launch<T, D, 1>(attention, q, rows, max_seq_len);
-  if constexpr (D <= 128) {
-    if (rows > 16) return launch<T, D, 4>(attention, q, rows, max_seq_len);
-  }
   return launch<T, D, 2>(attention, q, rows, max_seq_len);
 }
 

@@ -13,6 +13,7 @@
 namespace raylm::cuda {
 
 constexpr int kDecodeWarps = kDecodeThreads / kWarp;
+constexpr int kJoinThreads = 256;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // What is left to join where sequences were cut. A slot has at most two parts of sequences: of one that an earlier slot
@@ -44,14 +45,13 @@ template <int D, int N>
 struct DecodeLayout {
   static constexpr int kChunks = D / 8;  // of 16 bytes, in a row
   static constexpr int kPitch = D + 8;   // so that the same chunk of 8 rows is in 8 different banks
-  static constexpr int kKeys = 16;       // that a warp copies
-  static constexpr int kTensor = kKeys * kPitch;
+  static constexpr int kTensor = kDecodeKeys * kPitch;
   static constexpr int kPart = 2 * kTensor;  // a warp's K, then its V
   static constexpr int kStage = kDecodeWarps * kPart;
   static constexpr int kRows = kDecodeWarps * N * 8;  // that a block can take
   // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first.
-  static constexpr int kBlocks = D <= 64 ? (N <= 2 ? 4 : 3) : D <= 128 ? (N <= 2 ? 3 : 2) : D <= 192 ? 2 : 1;
-  static constexpr int kStages = D <= 64 ? 3 : D <= 128 ? (N <= 2 ? 2 : 3) : D <= 192 ? 2 : 3;
+  static constexpr int kBlocks = D <= 64 ? 4 : D <= 128 ? 3 : D <= 192 ? 2 : 1;
+  static constexpr int kStages = D <= 64 || D > 192 ? 3 : 2;
   static constexpr int kBytes = kStages * kStage * 2;
 };
 
@@ -102,22 +102,23 @@ struct DecodeBlock {
 
   // The block of the cache that holds this warp's keys of the cursor's tile.
   __device__ int cache_block(const DecodeCursor& cursor) const {
-    const int key = cursor.tile * kDecodeTile + warp * Layout::kKeys;
-    if (cursor.done() || key >= cursor.now.high || key + Layout::kKeys <= cursor.now.low) return 0;
-    const unsigned at = static_cast<unsigned>(key) / static_cast<unsigned>(p.attention.block_size);
+    const int unit = cursor.unit + warp;
+    if (cursor.done() || unit >= cursor.stop) return 0;
+    const unsigned at = static_cast<unsigned>(unit * kDecodeKeys) / static_cast<unsigned>(p.attention.block_size);
     return p.attention.block_table[cursor.seq * p.attention.block_table_stride + at];
   }
 
   // Keys outside the sequence become zeros: their slots may hold NaN, which no weight of 0 would remove from the sum.
   __device__ void copy(const DecodeCursor& cursor, int block, int stage) const {
-    const int key = cursor.tile * kDecodeTile + warp * Layout::kKeys;
+    const int unit = cursor.unit + warp, key = unit * kDecodeKeys;
+    if (unit >= cursor.stop) return;
     const int from = cursor.now.low - key, to = cursor.now.high - key;
     const int slot = static_cast<unsigned>(key) % static_cast<unsigned>(p.attention.block_size);
     const T* k = k_head + block * p.attention.k_block_stride + slot * p.attention.k_slot_stride;
     const T* v = v_head + block * p.attention.v_block_stride + slot * p.attention.v_slot_stride;
     const uint32_t shared = shared_address(part(stage, warp));
 #pragma unroll
-    for (int i = 0; i < Layout::kKeys * Layout::kChunks / kWarp; ++i) {
+    for (int i = 0; i < kDecodeKeys * Layout::kChunks / kWarp; ++i) {
       const int row = (i * kWarp + lane) / Layout::kChunks, d = (i * kWarp + lane) % Layout::kChunks * 8;
       const bool read = row >= from && row < to && d < p.attention.head_dim;
       const uint32_t at = shared + (row * Layout::kPitch + d) * 2;
@@ -186,32 +187,43 @@ struct DecodeBlock {
     }
   }
 
-  // The softmax's step: scores become weights, as the right-hand side of the next product.
+  // The softmax's step: scores become weights, as the right-hand side of the next product. The maximum that they are
+  // relative to is raised only where a score is far above it: weights up to 2 ^ kSlack do as well as weights up to 1.
   __device__ void weigh(const float (&s)[N][4], Rows& mine, uint32_t (&weights)[N][2]) const {
-    float shrink[N][2];
-    bool grown = false;
+    constexpr float kSlack = 8;
+    bool above = false;
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) above = above || s[i / 4][i % 4] > mine.top[i / 4][i % 2] + kSlack;
+    if (__any_sync(0xffffffffu, above)) raise_tops(s, mine);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       float w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        w[i] = exp2_approx(s[n][i] - (mine.top[n][i % 2] == -INFINITY ? 0 : mine.top[n][i % 2]));
+        mine.total[n][i % 2] += w[i];
+      }
+      weights[n][0] = transpose(pack<T>(w[0], w[1]));
+      weights[n][1] = transpose(pack<T>(w[2], w[3]));
+    }
+  }
+
+  __device__ void raise_tops(const float (&s)[N][4], Rows& mine) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float shrink[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float top = fmaxf(s[n][r], s[n][2 + r]);
         for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
         top = fmaxf(top, mine.top[n][r]);
-        const float base = top == -INFINITY ? 0 : top;
-        shrink[n][r] = exp2_approx(mine.top[n][r] - base);
-        grown = grown || top > mine.top[n][r];
+        shrink[r] = top == -INFINITY ? 0 : exp2_approx(mine.top[n][r] - top);
         mine.top[n][r] = top;
-        w[r] = exp2_approx(s[n][r] - base);
-        w[2 + r] = exp2_approx(s[n][2 + r] - base);
-        mine.total[n][r] = mine.total[n][r] * shrink[n][r] + w[r] + w[2 + r];
+        mine.total[n][r] *= shrink[r];
       }
-      weights[n][0] = transpose(pack<T>(w[0], w[1]));
-      weights[n][1] = transpose(pack<T>(w[2], w[3]));
-    }
-    if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
-    for (int i = 0; i < D / 16 * N * 4; ++i) mine.sum[i / 4 / N][i / 4 % N][i % 4] *= shrink[i / 4 % N][i % 2];
+      for (int i = 0; i < D / 16 * 4; ++i) mine.sum[i / 4][n][i % 4] *= shrink[i % 2];
+    }
   }
 
   __device__ void attend(const T* k, int key, const DecodeSequence& now, Rows& mine) const {
@@ -236,8 +248,7 @@ struct DecodeBlock {
   __device__ void multiply(const DecodeCursor& at, int stage, Rows& mine) const {
     if (row_tile * kRowTile >= rows) return;
     for (int w = key_warp; w < kDecodeWarps; w += key_warps) {
-      const int key = at.tile * kDecodeTile + w * Layout::kKeys;
-      if (key < at.now.high && key + Layout::kKeys > at.now.low) attend(part(stage, w), key, at.now, mine);
+      if (at.unit + w < at.stop) attend(part(stage, w), (at.unit + w) * kDecodeKeys, at.now, mine);
     }
   }
 
@@ -328,16 +339,16 @@ struct DecodeBlock {
     int4 join = make_int4(0, 0, 0, 0);
     bool fresh = true, begins = false;
     for (int stage = 0; !at.done(); stage = stage + 1 == Layout::kStages ? 0 : stage + 1) {
-      if (fresh) begin(at.now, mine), begins = at.tile == at.now.first();
+      if (fresh) begin(at.now, mine), begins = at.unit == at.now.first();
       copy_wait<Layout::kStages - 2>();
       // Warps that share the keys read only what they copied themselves.
       if (row_warps == 1) __syncwarp(); else __syncthreads();
       copy_next(stage == 0 ? Layout::kStages - 1 : stage - 1);
       multiply(at, stage, mine);
-      fresh = at.tile + 1 == at.stop;
+      fresh = at.last_tile();
       if (fresh) finish(at, begins, stage, mine);
       if (fresh && begins && at.stop < at.now.last()) {
-        join.x = (at.start - share.begin + at.now.tiles() + share.size - 1) / share.size;
+        join.x = (at.start - share.begin + at.now.units() + share.size - 1) / share.size;
         join.y = at.now.query, join.z = at.now.num_queries * p.batch.group;
       }
       at.advance(p.batch, first_row);
@@ -351,7 +362,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
   extern __shared__ uint4 shared[];
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   DecodeBlock<T, D, N> block(p, reinterpret_cast<T*>(shared));
@@ -364,54 +374,67 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
   }
 }
 
-// Joins the parts of the sequences that were cut; the grid is (columns, slots, rows or fewer). The warps take the parts in
-// turn, each with a softmax of its own over what it has seen.
+// A softmax over parts of a row, some elements of which a thread has.
+struct DecodeJoin {
+  static constexpr int kQuads = 2;
+  float top = -INFINITY, total = 0;
+  float4 sum[kQuads] = {};
+
+  __device__ void add(float log, const float4 (&x)[kQuads]) {
+    const float new_top = fmaxf(top, log), base = new_top == -INFINITY ? 0 : new_top;
+    const float shrink = exp2_approx(top - base), weight = exp2_approx(log - base);
+    top = new_top;
+    total = total * shrink + weight;
+    for (int j = 0; j < kQuads; ++j) {
+      sum[j].x = sum[j].x * shrink + weight * x[j].x, sum[j].y = sum[j].y * shrink + weight * x[j].y;
+      sum[j].z = sum[j].z * shrink + weight * x[j].z, sum[j].w = sum[j].w * shrink + weight * x[j].w;
+    }
+  }
+};
+
+// Joins the parts of the sequences that were cut; the grid is (columns, slots, rows or fewer). Teams of `lanes` threads
+// take the parts in turn.
 template <typename T>
-__global__ void __launch_bounds__(kDecodeThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
-  constexpr int kQuads = 2;  // of the head, in a lane
-  __shared__ float4 sums[kDecodeWarps][kQuads * kWarp];
-  __shared__ float tops[kDecodeWarps], totals[kDecodeWarps];
+__global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
+  __shared__ float sums[kJoinThreads * DecodeJoin::kQuads * 4], tops[kJoinThreads / 16], totals[kJoinThreads / 16];
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const int columns = gridDim.x, column = blockIdx.x, slot = blockIdx.y;
   const int num_kv_heads = static_cast<int>(p.attention.num_kv_heads), head_dim = static_cast<int>(p.attention.head_dim);
   const int kv_head = column % num_kv_heads, first_row = column / num_kv_heads * p.parts.chunk;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int4 join = p.parts.joins[slot * (columns / num_kv_heads) + column / num_kv_heads];
+  const int lanes = head_dim <= 64 ? 16 : 32, lane = threadIdx.x % lanes;
+  const int team = threadIdx.x / lanes, teams = kJoinThreads / lanes;
   if (join.x == 0) return;
   for (int row = blockIdx.z; row < min(join.z - first_row, p.parts.chunk); row += gridDim.z) {
-    float top = -INFINITY, total = 0;
-    float4 sum[kQuads] = {};
+    DecodeJoin mine;
 #pragma unroll 4
-    for (int i = warp; i < join.x; i += kDecodeWarps) {
+    for (int i = team; i < join.x; i += teams) {
       const int64_t from = p.parts.index(slot + i, i == 0, columns, column) + row;
-      const float log = p.parts.logs[from], new_top = fmaxf(top, log), base = new_top == -INFINITY ? 0 : new_top;
-      const float shrink = exp2_approx(top - base), weight = exp2_approx(log - base);
-      top = new_top;
-      total = total * shrink + weight;
-#pragma unroll
-      for (int j = 0; j < kQuads; ++j) {
-        const int d = (j * kWarp + lane) * 4;
-        if (d >= head_dim) continue;
-        const float4 x = *reinterpret_cast<const float4*>(p.parts.sums + from * head_dim + d);
-        sum[j].x = sum[j].x * shrink + weight * x.x, sum[j].y = sum[j].y * shrink + weight * x.y;
-        sum[j].z = sum[j].z * shrink + weight * x.z, sum[j].w = sum[j].w * shrink + weight * x.w;
+      float4 x[DecodeJoin::kQuads] = {};
+      for (int j = 0; j < DecodeJoin::kQuads; ++j) {
+        const int d = (j * lanes + lane) * 4;
+        if (d < head_dim) x[j] = *reinterpret_cast<const float4*>(p.parts.sums + from * head_dim + d);
       }
+      mine.add(p.parts.logs[from], x);
     }
-    for (int j = 0; j < kQuads; ++j) sums[warp][j * kWarp + lane] = sum[j];
-    if (lane == 0) tops[warp] = top, totals[warp] = total;
+    for (int j = 0; j < DecodeJoin::kQuads; ++j) {
+      const int d = (j * lanes + lane) * 4;
+      if (d < head_dim) *reinterpret_cast<float4*>(sums + team * head_dim + d) = mine.sum[j];
+    }
+    if (lane == 0) tops[team] = mine.top, totals[team] = mine.total;
     __syncthreads();
-    float block_top = -INFINITY, block_total = 0;
-    for (int w = 0; w < kDecodeWarps; ++w) block_top = fmaxf(block_top, tops[w]);
-    for (int w = 0; w < kDecodeWarps; ++w) block_total += totals[w] * exp2_approx(tops[w] - block_top);
+    float top = -INFINITY, total = 0;
+    for (int w = 0; w < teams; ++w) top = fmaxf(top, tops[w]);
+    for (int w = 0; w < teams; ++w) total += totals[w] * exp2_approx(tops[w] - top);
     const int pair = first_row + row, token = join.y + pair / p.batch.group;
     const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
     T* out = p.attention.out + (token * p.attention.num_heads + head) * head_dim;
-    for (int d = threadIdx.x; d < head_dim; d += kDecodeThreads) {
+    for (int d = threadIdx.x; d < head_dim; d += kJoinThreads) {
       float x = 0;
-      for (int w = 0; w < kDecodeWarps; ++w) x += reinterpret_cast<const float*>(sums[w])[d] * exp2_approx(tops[w] - block_top);
-      out[d] = from_float<T>(x / block_total);
+      for (int w = 0; w < teams; ++w) x += sums[w * head_dim + d] * exp2_approx(tops[w] - top);
+      out[d] = from_float<T>(x / total);
     }
     __syncthreads();
   }

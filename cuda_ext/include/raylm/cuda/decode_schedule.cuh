@@ -1,38 +1,39 @@
 // Who attends to what in a step of short queries, worked out on the device by every block for itself: the grid knows no
-// sequence length, so that one CUDA graph serves all. The sequences' keys, in tiles of kDecodeTile, form one long line,
-// with a gap of kDecodeTurn before each sequence; it is cut into equal shares, one for each "slot" of the grid (the split
-// of Stream-K, arXiv:2301.03598). All KV heads
-// of a slot walk the same keys at the same time, because a token's heads lie side by side in memory.
+// sequence length, so that one CUDA graph serves all. The sequences' keys, in units of kDecodeKeys, form one long line
+// with a gap before each sequence; it is cut into equal shares, one for each "slot" of the grid (the split of Stream-K,
+// arXiv:2301.03598). All KV heads of a slot walk the same keys at the same time, because a token's heads lie side by side
+// in memory.
 #pragma once
 
 #include "raylm/cuda/common.cuh"
 
 namespace raylm::cuda {
 
-constexpr int kDecodeTile = 64;
+constexpr int kDecodeKeys = 16;     // in a unit
+constexpr int kDecodeTile = 4;      // units that a block takes in one go
 constexpr int kDecodeThreads = 128;
 constexpr int kDecodeQueries = 16;  // sequences with more are not decode
-constexpr int kDecodeTurn = 1;      // tiles that pass while a block turns to another sequence
+constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
 
 struct DecodeBatch {
   const int32_t* query_start;
   const int32_t* seq_lens;
   int num_seqs, group, window;
-  int slots, min_tiles;  // a share has at least min_tiles
-  bool whole;            // no sequence is cut: it belongs to the slot that its first tile falls in
+  int slots, min_share;
+  bool whole;  // no sequence is cut: it belongs to the slot that its first unit falls in
 };
 
 // A sequence as one block sees it: queries from row `query` of q on, which see the keys [low, high) between them.
 struct DecodeSequence {
   int query, num_queries, low, high;
 
-  __device__ int first() const { return low / kDecodeTile; }
-  __device__ int last() const { return (high + kDecodeTile - 1) / kDecodeTile; }
-  __device__ int tiles() const { return num_queries > 0 && high > low ? last() - first() : 0; }
-  __device__ int length() const { return tiles() > 0 ? tiles() + kDecodeTurn : 0; }  // in the line
+  __device__ int first() const { return low / kDecodeKeys; }
+  __device__ int last() const { return (high + kDecodeKeys - 1) / kDecodeKeys; }
+  __device__ int units() const { return num_queries > 0 && high > low ? last() - first() : 0; }
+  __device__ int length() const { return units() > 0 ? units() + kDecodeTurn : 0; }  // in the line
 };
 
-// Sequences that have too many queries, or no rows from first_row on, show no queries and so no tiles.
+// Sequences that have too many queries, or no rows from first_row on, show no queries and so no units.
 __device__ inline DecodeSequence decode_sequence(const DecodeBatch& batch, int seq, int first_row) {
   const int query = batch.query_start[seq], length = batch.seq_lens[seq];
   const int queries = batch.query_start[seq + 1] - query, low = length - queries - batch.window + 1;
@@ -44,28 +45,32 @@ __device__ inline DecodeSequence decode_sequence(const DecodeBatch& batch, int s
 struct DecodeCursor {
   DecodeSequence now;
   int seq;         // -1: past the end
-  int tile, stop;  // of this sequence, the share has the tiles up to stop
-  int start, end;  // in the line: the sequence's first tile; the end of the share
+  int unit, stop;  // where the tile begins in the sequence, and where the share's part of the sequence ends
+  int start, end;  // in the line: the sequence's first unit; the end of the share
 
   __device__ bool done() const { return seq < 0; }
+  __device__ bool last_tile() const { return unit + kDecodeTile >= stop; }
 
-  // Takes the first sequence from `from` on that has tiles, the gap before which is at `at`, if it starts in the share.
+  // Takes the first sequence from `from` on that has units, the gap before which is at `at`, if it starts in the share.
   __device__ void take(const DecodeBatch& batch, int from, int at, int first_row) {
     start = at + kDecodeTurn;
     for (seq = from; seq < batch.num_seqs && start < end; ++seq) {
       now = decode_sequence(batch, seq, first_row);
-      const int tiles = now.tiles();
-      if (tiles == 0) continue;
-      tile = now.first();
-      stop = batch.whole || start + tiles <= end ? now.last() : tile + end - start;
+      const int units = now.units();
+      if (units == 0) continue;
+      unit = now.first();
+      stop = batch.whole || start + units <= end ? now.last() : unit + end - start;
       return;
     }
     seq = -1;
   }
 
   __device__ void advance(const DecodeBatch& batch, int first_row) {
-    if (++tile < stop) return;
-    take(batch, seq + 1, start + now.tiles(), first_row);
+    if (last_tile()) {
+      take(batch, seq + 1, start + now.units(), first_row);
+    } else {
+      unit += kDecodeTile;
+    }
   }
 };
 
@@ -74,32 +79,32 @@ struct DecodeShare {
   int begin, size;
 };
 
-// The share of a slot, in every thread of the block. Each thread counts the tiles of a run of sequences; the runs' sums
-// are added up over the block, and the thread whose run holds the share's first tile says where that is.
+// The share of a slot, in every thread of the block. Each thread counts the units of a run of sequences; the runs' sums
+// are added up over the block, and the thread whose run holds the share's first unit says where that is.
 __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, int first_row) {
-  __shared__ int warp_tiles[kDecodeThreads / kWarp], found[2];
+  __shared__ int warp_units[kDecodeThreads / kWarp], found[2];
   const int run = (batch.num_seqs + kDecodeThreads - 1) / kDecodeThreads, from = threadIdx.x * run;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int to = min(from + run, batch.num_seqs);
-  int tiles = 0;
-  for (int s = from; s < to; ++s) tiles += decode_sequence(batch, s, first_row).length();
-  int before = tiles;
+  int units = 0;
+  for (int s = from; s < to; ++s) units += decode_sequence(batch, s, first_row).length();
+  int before = units;
   for (int step = 1; step < kWarp; step *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, before, step);
     if (lane >= step) before += other;
   }
-  if (lane == kWarp - 1) warp_tiles[warp] = before;
+  if (lane == kWarp - 1) warp_units[warp] = before;
   __syncthreads();
   int total = 0;
-  before -= tiles;
+  before -= units;
   for (int w = 0; w < kDecodeThreads / kWarp; ++w) {
-    if (w < warp) before += warp_tiles[w];
-    total += warp_tiles[w];
+    if (w < warp) before += warp_units[w];
+    total += warp_units[w];
   }
   DecodeShare share;
-  share.size = max(batch.min_tiles, (total + batch.slots - 1) / batch.slots);
+  share.size = max(batch.min_share, (total + batch.slots - 1) / batch.slots);
   share.begin = slot * share.size;
-  if (before <= share.begin && share.begin < before + tiles) {
+  if (before <= share.begin && share.begin < before + units) {
     int s = from, start = before;
     for (int n; start + (n = decode_sequence(batch, s, first_row).length()) <= share.begin; ++s) start += n;
     found[0] = s, found[1] = start;
@@ -112,10 +117,10 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   const int passed = share.begin - share.cursor.start;
   if (share.cursor.done() || passed <= 0) return share;
   if (batch.whole) {
-    share.cursor.tile = share.cursor.stop - 1;
+    share.cursor.unit = share.cursor.stop;
     share.cursor.advance(batch, first_row);
   } else {
-    share.cursor.tile += passed;
+    share.cursor.unit += passed;
   }
   return share;
 }
