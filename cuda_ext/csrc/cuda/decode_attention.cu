@@ -11,10 +11,7 @@ namespace {
 
 static_assert(kMaxDecodeQueries == kDecodeQueries);
 
-// In units of 16 keys: below the first, starting and joining blocks takes longer than their work; sequences of at most the
-// second are not cut.
-constexpr int kMinShare = 8;
-constexpr int kWholeUnits = 16;
+constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
 constexpr int kMaxDevices = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -50,17 +47,18 @@ int resident_blocks(int device) {
 }
 
 template <typename T>
-DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t max_seq_len, int64_t columns, int blocks) {
-  const int64_t window = std::min<int64_t>(attention.window, INT32_MAX / 2), group = attention.num_heads / attention.num_kv_heads;
-  int64_t units = divide_up(max_seq_len, kDecodeKeys);
-  if (window > 0) units = std::min(units, divide_up(window + kDecodeQueries, kDecodeKeys) + 1);
-  const bool whole = units <= kWholeUnits;
-  const int64_t share = (whole ? units : kMinShare) + kDecodeTurn;
-  const int64_t slots = divide_up(attention.num_seqs * (units + kDecodeTurn), share);
+DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t units, int64_t columns, int blocks) {
+  const int64_t share = (units <= kDecodeWhole ? units : kMinShare) + kDecodeTurn;
+  const int64_t shares = divide_up(attention.num_seqs * (units + kDecodeTurn), share);
+  const int64_t most = std::max<int64_t>(1, blocks / columns);
   DecodeParams<T> p{attention, {}, {}, 0};
-  p.batch = {attention.query_start, attention.seq_lens, static_cast<int>(attention.num_seqs), static_cast<int>(group),
-             static_cast<int>(window), static_cast<int>(std::clamp<int64_t>(slots, 1, std::max<int64_t>(1, blocks / columns))),
-             static_cast<int>(share), whole};
+  p.batch.query_start = attention.query_start;
+  p.batch.seq_lens = attention.seq_lens;
+  p.batch.num_seqs = static_cast<int>(attention.num_seqs);
+  p.batch.group = static_cast<int>(attention.num_heads / attention.num_kv_heads);
+  p.batch.window = static_cast<int>(std::min<int64_t>(attention.window, INT32_MAX / 2));
+  p.batch.slots = static_cast<int>(std::clamp<int64_t>(shares, 1, most));
+  p.batch.min_share = static_cast<int>(share);
   return p;
 }
 
@@ -72,7 +70,8 @@ int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
   p.parts.sums = reinterpret_cast<float*>(memory);
   p.parts.logs = reinterpret_cast<float*>(memory + sums);
   p.parts.joins = reinterpret_cast<int4*>(memory + sums + align_up(logs));
-  return sums + align_up(logs) + p.batch.slots * (columns / p.attention.num_kv_heads) * static_cast<int64_t>(sizeof(int4));
+  const int64_t joins = p.batch.slots * (columns / p.attention.num_kv_heads);
+  return sums + align_up(logs) + joins * static_cast<int64_t>(sizeof(int4));
 }
 
 // The second kernel may start while the first still runs, for which it then waits: that hides its launch.
@@ -84,12 +83,15 @@ void launch_join(const DecodeParams<T>& p, dim3 grid, const Tensor& q, cudaStrea
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid.x, grid.y, std::min(p.parts.rows, 16));
-  config.blockDim = dim3(kJoinThreads);
+  // Where few sequences share many slots, there are many parts to join.
+  const int threads = p.batch.slots >= 8 * p.batch.num_seqs ? kJoinThreads : 128;
+  config.gridDim = dim3(grid.x, grid.y, std::clamp(p.parts.rows / 8, 1, 4));
+  config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, decode_join_kernel<T>, p);
+  const auto kernel = p.attention.head_dim <= 128 ? decode_join_kernel<T, 1> : decode_join_kernel<T, 2>;
+  cudaLaunchKernelEx(&config, kernel, p);
 }
 
 template <typename T, int D, int N>
@@ -98,12 +100,15 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
   const int blocks = resident_blocks<T, D, N>(q.get_device_index());
   if (blocks == 0) return false;
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows);
-  DecodeParams<T> p = make_params(attention, max_seq_len, columns, blocks);
+  const int64_t window =
+      attention.window > 0 ? std::min(attention.window, max_seq_len) + kDecodeQueries : max_seq_len;
+  const int64_t units = std::min(divide_up(max_seq_len, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
+  DecodeParams<T> p = make_params(attention, units, columns, blocks);
   p.num_tokens = q.size(0);
   p.parts.chunk = Layout::kRows;
   p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
   Tensor memory;  // torch's allocator keeps it for this stream, and for a CUDA graph
-  if (!p.batch.whole) {
+  if (units > kDecodeWhole) {
     memory = torch::stable::new_empty(q, {lay_out(p, columns, nullptr)}, ScalarType::Byte);
     lay_out(p, columns, data<char>(memory));
   }
@@ -111,7 +116,7 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
   const cudaStream_t stream = current_stream(q);
   decode_attention_kernel<T, D, N><<<grid, kDecodeThreads, Layout::kBytes, stream>>>(p);
   check_launch("paged_attention");
-  if (!p.batch.whole) launch_join(p, grid, q, stream);
+  if (units > kDecodeWhole) launch_join(p, grid, q, stream);
   return true;
 }
 

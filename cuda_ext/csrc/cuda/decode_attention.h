@@ -7,8 +7,8 @@ namespace raylm::cuda {
 
 constexpr int64_t kMaxDecodeQueries = 16;
 
-// Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence. Where this
-// kernel cannot take the arguments it does nothing and returns false.
+// Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence. Where
+// this kernel cannot take the arguments it does nothing and returns false.
 template <typename T>
 bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len);
 

@@ -1,9 +1,9 @@
-// Paged attention for sequences with few queries: decode, and the checking of speculated tokens. K and V are read once for
-// all query heads of a group and all query tokens. The keys are split over the blocks of the grid and a second kernel joins
-// the parts, as in Flash-Decoding (arXiv:2311.01282); decode_schedule.cuh says how. In a block, each warp copies 16 keys of
-// a tile of 64 into shared memory, ahead of their use and across sequences; the softmax is kept up to date as keys pass by
-// (arXiv:1805.02867). The products on tensor cores are transposed, keys x queries and head x queries: so 8 rows of queries
-// are the least that is multiplied, where the other way round it would be 16.
+// Paged attention for sequences with few queries: decode, and the checking of speculated tokens. K and V are read once
+// for all query heads of a group and all query tokens. The keys are split over the blocks of the grid and a second
+// kernel joins the parts, as in Flash-Decoding (arXiv:2311.01282); decode_schedule.cuh says how. In a block, each warp
+// copies 16 keys of a tile of 64 into shared memory, ahead of their use and across sequences; the softmax is kept up to
+// date as keys pass by (arXiv:1805.02867). The products on tensor cores are transposed, keys x queries and head x
+// queries: so 8 rows of queries are the least that is multiplied, where the other way round it would be 16.
 #pragma once
 
 #include "raylm/cuda/attention.cuh"
@@ -13,7 +13,7 @@
 namespace raylm::cuda {
 
 constexpr int kDecodeWarps = kDecodeThreads / kWarp;
-constexpr int kJoinThreads = 256;
+constexpr int kJoinThreads = 512;  // at most
 constexpr float kLog2E = 1.4426950408889634f;
 
 // What is left to join where sequences were cut. A slot has at most two parts of sequences: of one that an earlier slot
@@ -21,7 +21,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 struct DecodeParts {
   float* sums;  // [slots, 2, columns, rows, head_dim], each divided by its softmax's denominator
   float* logs;  // [slots, 2, columns, rows]: the logarithm to base 2 of that denominator
-  int4* joins;  // [slots, chunks]: of a sequence that the slot begins, the number of its parts (or 0), first query, rows
+  int4* joins;  // [slots, chunks]: of a sequence cut at the slot's end, the number of parts (or 0), first query, rows
   int rows;     // room for as many rows
   int chunk;    // rows in a chunk
 
@@ -30,8 +30,8 @@ struct DecodeParts {
   }
 };
 
-// The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its (query token, head of
-// the group) pairs.
+// The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its pairs of a query
+// token and a head of the group.
 template <typename T>
 struct DecodeParams {
   AttentionParams<T> attention;
@@ -154,8 +154,8 @@ struct DecodeBlock {
     }
   }
 
-  // The scores of 16 keys, to base 2: scaled, capped, and -inf where a row does not see the key. A lane gets keys lane / 4
-  // and + 8 of its rows.
+  // The scores of 16 keys, to base 2: scaled, capped, and -inf where a row does not see the key. A lane gets keys
+  // lane / 4 and + 8 of its rows.
   __device__ void score(const T* k, int key, const DecodeSequence& now, const Rows& mine, int active,
                         float (&s)[N][4]) const {
     const uint32_t from = shared_address(k + lane % 16 * Layout::kPitch + lane / 16 * 8);
@@ -370,73 +370,100 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
   const int64_t width = p.attention.num_heads * p.attention.head_dim;
   const int64_t blocks = gridDim.x * gridDim.y, first = blockIdx.y * gridDim.x + blockIdx.x;
   for (int64_t row = p.batch.query_start[p.batch.num_seqs] + first; row < p.num_tokens; row += blocks) {
-    for (int64_t i = threadIdx.x; i < width; i += kDecodeThreads) p.attention.out[row * width + i] = from_float<T>(0.0f);
+    T* out = p.attention.out + row * width;
+    for (int64_t i = threadIdx.x; i < width; i += kDecodeThreads) out[i] = from_float<T>(0.0f);
   }
 }
 
-// A softmax over parts of a row, some elements of which a thread has.
+// A softmax over parts of a row, of which a thread has Quads times 4 elements.
+template <int Quads>
 struct DecodeJoin {
-  static constexpr int kQuads = 2;
   float top = -INFINITY, total = 0;
-  float4 sum[kQuads] = {};
+  float4 sum[Quads] = {};
 
-  __device__ void add(float log, const float4 (&x)[kQuads]) {
+  __device__ void add(float log, float part_total, const float4 (&x)[Quads]) {
     const float new_top = fmaxf(top, log), base = new_top == -INFINITY ? 0 : new_top;
     const float shrink = exp2_approx(top - base), weight = exp2_approx(log - base);
     top = new_top;
-    total = total * shrink + weight;
-    for (int j = 0; j < kQuads; ++j) {
+    total = total * shrink + part_total * weight;
+    for (int j = 0; j < Quads; ++j) {
       sum[j].x = sum[j].x * shrink + weight * x[j].x, sum[j].y = sum[j].y * shrink + weight * x[j].y;
       sum[j].z = sum[j].z * shrink + weight * x[j].z, sum[j].w = sum[j].w * shrink + weight * x[j].w;
     }
   }
+
+  // Gives the first `stride` threads of the block what those a multiple of it further have.
+  __device__ void gather(int stride) {
+    __shared__ float4 sums[kJoinThreads * Quads];
+    __shared__ float tops[kJoinThreads], totals[kJoinThreads];
+    __syncthreads();
+    for (int j = 0; j < Quads; ++j) sums[j * kJoinThreads + threadIdx.x] = sum[j];
+    tops[threadIdx.x] = top, totals[threadIdx.x] = total;
+    __syncthreads();
+    if (threadIdx.x >= stride) return;
+    for (int other = threadIdx.x + stride; other < blockDim.x; other += stride) {
+      float4 x[Quads];
+      for (int j = 0; j < Quads; ++j) x[j] = sums[j * kJoinThreads + other];
+      add(tops[other], totals[other], x);
+    }
+  }
+
+  template <typename T>
+  __device__ void write(T* out, int head_dim, int lanes, int lane) const {
+    for (int j = 0; j < Quads; ++j) {
+      const int d = (j * lanes + lane) * 4;
+      const float4 x = make_float4(sum[j].x / total, sum[j].y / total, sum[j].z / total, sum[j].w / total);
+      if (d < head_dim) *reinterpret_cast<uint2*>(out + d) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
+    }
+  }
 };
 
-// Joins the parts of the sequences that were cut; the grid is (columns, slots, rows or fewer). Teams of `lanes` threads
-// take the parts in turn.
-template <typename T>
+// Joins the parts of the sequences that were cut; the grid is (columns, slots, any). A block is made of teams of
+// `lanes` threads, which share out the rows, and where there are more teams than rows also the parts.
+template <typename T, int Quads>
 __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
-  __shared__ float sums[kJoinThreads * DecodeJoin::kQuads * 4], tops[kJoinThreads / 16], totals[kJoinThreads / 16];
+  constexpr int kBatch = 4;  // loads under way at a time
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const int columns = gridDim.x, column = blockIdx.x, slot = blockIdx.y;
-  const int num_kv_heads = static_cast<int>(p.attention.num_kv_heads), head_dim = static_cast<int>(p.attention.head_dim);
-  const int kv_head = column % num_kv_heads, first_row = column / num_kv_heads * p.parts.chunk;
-  const int4 join = p.parts.joins[slot * (columns / num_kv_heads) + column / num_kv_heads];
-  const int lanes = head_dim <= 64 ? 16 : 32, lane = threadIdx.x % lanes;
-  const int team = threadIdx.x / lanes, teams = kJoinThreads / lanes;
+  const int num_kv_heads = static_cast<int>(p.attention.num_kv_heads);
+  const int head_dim = static_cast<int>(p.attention.head_dim);
+  const int chunk = column / num_kv_heads, kv_head = column % num_kv_heads;
+  const int4 join = p.parts.joins[slot * (columns / num_kv_heads) + chunk];
   if (join.x == 0) return;
-  for (int row = blockIdx.z; row < min(join.z - first_row, p.parts.chunk); row += gridDim.z) {
-    DecodeJoin mine;
-#pragma unroll 4
-    for (int i = team; i < join.x; i += teams) {
-      const int64_t from = p.parts.index(slot + i, i == 0, columns, column) + row;
-      float4 x[DecodeJoin::kQuads] = {};
-      for (int j = 0; j < DecodeJoin::kQuads; ++j) {
-        const int d = (j * lanes + lane) * 4;
-        if (d < head_dim) x[j] = *reinterpret_cast<const float4*>(p.parts.sums + from * head_dim + d);
+  const int rows = min(join.z - chunk * p.parts.chunk, p.parts.chunk);
+  const int lanes = head_dim <= 64 ? 16 : 32, lane = threadIdx.x % lanes;
+  const int team = threadIdx.x / lanes, teams = blockDim.x / lanes;
+  int abreast = 1;
+  while (abreast < min(rows, teams)) abreast *= 2;
+  for (int first = blockIdx.z * abreast; first < rows; first += gridDim.z * abreast) {
+    const int row = first + team % abreast;
+    DecodeJoin<Quads> mine;
+    const int step = teams / abreast, parts = row < rows ? join.x : 0;
+    for (int i = team / abreast; i < parts; i += kBatch * step) {
+      float4 x[kBatch][Quads] = {};
+      float logs[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int part = i + b * step;
+        const int64_t from = p.parts.index(slot + part, part == 0, columns, column) + row;
+        logs[b] = part < parts ? p.parts.logs[from] : -INFINITY;
+        for (int j = 0; j < Quads; ++j) {
+          const int d = (j * lanes + lane) * 4;
+          const float4* sum = reinterpret_cast<const float4*>(p.parts.sums + from * head_dim + d);
+          if (d < head_dim && part < parts) x[b][j] = *sum;
+        }
       }
-      mine.add(p.parts.logs[from], x);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) mine.add(logs[b], 1, x[b]);
     }
-    for (int j = 0; j < DecodeJoin::kQuads; ++j) {
-      const int d = (j * lanes + lane) * 4;
-      if (d < head_dim) *reinterpret_cast<float4*>(sums + team * head_dim + d) = mine.sum[j];
-    }
-    if (lane == 0) tops[team] = mine.top, totals[team] = mine.total;
-    __syncthreads();
-    float top = -INFINITY, total = 0;
-    for (int w = 0; w < teams; ++w) top = fmaxf(top, tops[w]);
-    for (int w = 0; w < teams; ++w) total += totals[w] * exp2_approx(tops[w] - top);
-    const int pair = first_row + row, token = join.y + pair / p.batch.group;
+    if (step > 1) mine.gather(abreast * lanes);
+    if (row >= rows || team >= abreast) continue;
+    const int pair = chunk * p.parts.chunk + row;
+    const int64_t token = join.y + pair / p.batch.group;
     const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
-    T* out = p.attention.out + (token * p.attention.num_heads + head) * head_dim;
-    for (int d = threadIdx.x; d < head_dim; d += kJoinThreads) {
-      float x = 0;
-      for (int w = 0; w < teams; ++w) x += sums[w * head_dim + d] * exp2_approx(tops[w] - top);
-      out[d] = from_float<T>(x / total);
-    }
-    __syncthreads();
+    mine.write(p.attention.out + (token * p.attention.num_heads + head) * head_dim, head_dim, lanes, lane);
   }
 }
 

@@ -1,8 +1,8 @@
 // Who attends to what in a step of short queries, worked out on the device by every block for itself: the grid knows no
 // sequence length, so that one CUDA graph serves all. The sequences' keys, in units of kDecodeKeys, form one long line
 // with a gap before each sequence; it is cut into equal shares, one for each "slot" of the grid (the split of Stream-K,
-// arXiv:2301.03598). All KV heads of a slot walk the same keys at the same time, because a token's heads lie side by side
-// in memory.
+// arXiv:2301.03598). All KV heads of a slot walk the same keys at the same time, as a token's heads lie side by side in
+// memory.
 #pragma once
 
 #include "raylm/cuda/common.cuh"
@@ -14,13 +14,13 @@ constexpr int kDecodeTile = 4;      // units that a block takes in one go
 constexpr int kDecodeThreads = 128;
 constexpr int kDecodeQueries = 16;  // sequences with more are not decode
 constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
+constexpr int kDecodeWhole = 16;    // sequences of at most as many units are not cut: the first one's slot has them all
 
 struct DecodeBatch {
   const int32_t* query_start;
   const int32_t* seq_lens;
   int num_seqs, group, window;
   int slots, min_share;
-  bool whole;  // no sequence is cut: it belongs to the slot that its first unit falls in
 };
 
 // A sequence as one block sees it: queries from row `query` of q on, which see the keys [low, high) between them.
@@ -59,7 +59,7 @@ struct DecodeCursor {
       const int units = now.units();
       if (units == 0) continue;
       unit = now.first();
-      stop = batch.whole || start + units <= end ? now.last() : unit + end - start;
+      stop = units <= kDecodeWhole || start + units <= end ? now.last() : unit + end - start;
       return;
     }
     seq = -1;
@@ -116,7 +116,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   share.cursor.take(batch, found[0], found[1], first_row);
   const int passed = share.begin - share.cursor.start;
   if (share.cursor.done() || passed <= 0) return share;
-  if (batch.whole) {
+  if (share.cursor.now.units() <= kDecodeWhole) {
     share.cursor.unit = share.cursor.stop;
     share.cursor.advance(batch, first_row);
   } else {

@@ -1,5 +1,5 @@
-// The instructions of a warp that the attention kernels are made of (PTX ISA 8.0, from sm_80): copies into shared memory
-// that run behind the program, matrix fragments from shared memory, and the 16 x 8 x 16 matrix product.
+// The instructions of a warp that attention is made of (PTX ISA 8.0, from sm_80): copies into shared memory that run
+// behind the program, matrix fragments from shared memory, and the 16 x 8 x 16 matrix product.
 #pragma once
 
 #include "raylm/cuda/common.cuh"
