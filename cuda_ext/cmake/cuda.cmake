@@ -4,11 +4,15 @@ enable_language(CUDA)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} for ${RAYLM_CUDA_ARCHS}")
 
 target_sources(raylm_kernels PRIVATE
-  csrc/cuda/attention.cu csrc/cuda/decode_attention.cu csrc/cuda/gated.cu csrc/cuda/norm.cu csrc/cuda/rotary.cu
-  csrc/cuda/store_kv.cu)
+  csrc/cuda/attention.cu csrc/cuda/decode_attention.cu csrc/cuda/gated.cu csrc/cuda/norm.cu
+  csrc/cuda/prefill_attention.cu csrc/cuda/prefill_hopper.cu csrc/cuda/rotary.cu csrc/cuda/store_kv.cu)
 # USE_CUDA shows the CUDA part of torch's stable ABI. The CUDA runtime is linked in, so that the library also loads
 # where there is none.
 target_compile_definitions(raylm_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:USE_CUDA>)
+# Without it the kernels that need sm_90a have no code, and are not called.
+if("${RAYLM_CUDA_ARCHS}" MATCHES "90a")
+  target_compile_definitions(raylm_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:RAYLM_SM90A>)
+endif()
 set_target_properties(raylm_kernels PROPERTIES
   CUDA_ARCHITECTURES "${RAYLM_CUDA_ARCHS}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden
   CUDA_RUNTIME_LIBRARY Static)

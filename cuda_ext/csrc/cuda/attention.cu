@@ -1,5 +1,6 @@
 #include "decode_attention.h"
 #include "launch.h"
+#include "prefill_attention.h"
 #include "raylm/cuda/attention.cuh"
 #include "shapes.h"
 
@@ -28,6 +29,18 @@ bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query
   return false;
 }
 
+// Tensor cores, where a sequence has many queries and the shape fits. The step's other sequences are done with it.
+template <typename T>
+bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_cache, int64_t max_query_len,
+             cudaStream_t stream) {
+  if (max_query_len <= kMaxDecodeQueries) return false;  // too few to fill the rows of a tile
+  if constexpr (sizeof(T) == 2) {
+    const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
+    return prefill_attention_hopper(params, sizes, q, stream) || prefill_attention(params, sizes, stream);
+  }
+  return false;
+}
+
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
                        double soft_cap) {
@@ -52,7 +65,9 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
         data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
         static_cast<float>(scale), window, static_cast<float>(soft_cap), 0};
     if (decode(params, q, max_query_len, max_seq_len)) params.min_query_len = kMaxDecodeQueries + 1;
-    if (max_query_len >= params.min_query_len) launch(params, q.size(0), current_stream(q));
+    if (max_query_len < params.min_query_len) return;
+    const cudaStream_t stream = current_stream(q);
+    if (!prefill(params, q, k_cache, max_query_len, stream)) launch(params, q.size(0), stream);
   });
   check_launch(op);
   return out;

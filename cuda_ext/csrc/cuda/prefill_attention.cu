@@ -1,0 +1,55 @@
+#include "prefill_attention.h"
+
+#include "raylm/cuda/prefill_attention.cuh"
+
+namespace raylm::cuda {
+namespace {
+
+bool whole_vectors(const void* pointer, std::initializer_list<int64_t> strides) {
+  bool fits = reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+  for (const int64_t stride : strides) fits = fits && stride % 8 == 0;
+  return fits;
+}
+
+template <typename T>
+bool supported(const AttentionParams<T>& a) {
+  return a.scale > 0 && whole_vectors(a.q, {a.q_token_stride, a.q_head_stride}) &&
+         whole_vectors(a.k_cache, {a.k_block_stride, a.k_slot_stride, a.k_head_stride}) &&
+         whole_vectors(a.v_cache, {a.v_block_stride, a.v_slot_stride, a.v_head_stride});
+}
+
+template <typename T, int D>
+void launch(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
+  using Shape = PrefillShape<D>;
+  const int64_t tiles = most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
+  const dim3 grid(a.num_heads, tiles > 0 ? tiles : 1);  // one row of blocks for the rows past the last sequence
+  cudaFuncSetAttribute(prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  prefill_kernel<T, D><<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(
+      prefill_params(a, sizes.num_tokens, sizes.min_query_len));
+}
+
+template <typename T>
+bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
+  if (!supported(a)) return false;
+  switch (a.head_dim) {
+    case 64: return launch<T, 64>(a, sizes, stream), true;
+    case 80: return launch<T, 80>(a, sizes, stream), true;
+    case 96: return launch<T, 96>(a, sizes, stream), true;
+    case 128: return launch<T, 128>(a, sizes, stream), true;
+    case 192: return launch<T, 192>(a, sizes, stream), true;
+    case 256: return launch<T, 256>(a, sizes, stream), true;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes, cudaStream_t stream) {
+  return by_head_dim(params, sizes, stream);
+}
+
+bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, cudaStream_t stream) {
+  return by_head_dim(params, sizes, stream);
+}
+
+}  // namespace raylm::cuda

@@ -1,0 +1,180 @@
+// Hopper's own instructions (sm_90a), as PTX: barriers in shared memory that count bytes, the copy engine (TMA), matrix
+// products of a group of four warps that run beside the threads (wgmma), and the registers a group of warps may use.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "raylm/cuda/common.cuh"
+
+namespace raylm::cuda::hopper {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Barriers in shared memory, by their address. A phase ends with the last arrival and the last byte expected; its
+// parity alternates from 0.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  }
+}
+
+// Makes barriers just initialised known to the copy engine.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Makes the thread's ordinary writes to shared memory visible to the copy engine and to wgmma.
+__device__ inline void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int Registers>
+__device__ inline void give_registers_back() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies a box of a tensor to shared memory; the barrier counts its bytes. The innermost coordinate is the first.
+__device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[3]) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5}], [%2];"
+               ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]) : "memory");
+}
+
+__device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[5]) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+               ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
+               : "memory");
+}
+
+// Where wgmma finds a matrix of 16-bit elements in shared memory, as the copy engine writes it with 128-byte swizzling:
+// rows of 64 elements, in groups of 8 rows. Distances are in bytes: from one group of rows to the next, and from 64
+// columns to the next 64, which is looked at only where the rows are the summed dimension.
+__device__ inline uint64_t matrix_descriptor(uint32_t address, int row_groups, int column_groups) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | uint64_t(row_groups >> 4) << 32 | uint64_t(column_groups >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Between writes to registers and the wgmma that reads them.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most Pending of the groups committed are under way.
+template <int Pending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// Keeps the compiler from reading accumulators before the wait that stands above.
+template <int N>
+__device__ __forceinline__ void settle(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// The operands of wgmma are written out one by one: 8 accumulators as text and as operands.
+#define RAYLM_TEXT0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define RAYLM_TEXT8 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define RAYLM_TEXT16 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define RAYLM_TEXT24 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define RAYLM_TEXT32 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define RAYLM_TEXT40 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define RAYLM_TEXT48 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define RAYLM_TEXT56 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define RAYLM_TEXT64 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define RAYLM_TEXT72 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define RAYLM_TEXT80 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define RAYLM_TEXT88 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define RAYLM_TEXT96 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define RAYLM_TEXT104 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define RAYLM_TEXT112 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define RAYLM_TEXT120 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define RAYLM_OUT8(i) \
+  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+      "+f"(c[i + 6]), "+f"(c[i + 7])
+#define RAYLM_LIST32 RAYLM_TEXT0 "," RAYLM_TEXT8 "," RAYLM_TEXT16 "," RAYLM_TEXT24
+#define RAYLM_OUT32 RAYLM_OUT8(0), RAYLM_OUT8(8), RAYLM_OUT8(16), RAYLM_OUT8(24)
+#define RAYLM_LIST40 RAYLM_LIST32 "," RAYLM_TEXT32
+#define RAYLM_OUT40 RAYLM_OUT32, RAYLM_OUT8(32)
+#define RAYLM_LIST48 RAYLM_LIST40 "," RAYLM_TEXT40
+#define RAYLM_OUT48 RAYLM_OUT40, RAYLM_OUT8(40)
+#define RAYLM_LIST64 RAYLM_LIST48 "," RAYLM_TEXT48 "," RAYLM_TEXT56
+#define RAYLM_OUT64 RAYLM_OUT48, RAYLM_OUT8(48), RAYLM_OUT8(56)
+#define RAYLM_LIST96 RAYLM_LIST64 "," RAYLM_TEXT64 "," RAYLM_TEXT72 "," RAYLM_TEXT80 "," RAYLM_TEXT88
+#define RAYLM_OUT96 RAYLM_OUT64, RAYLM_OUT8(64), RAYLM_OUT8(72), RAYLM_OUT8(80), RAYLM_OUT8(88)
+#define RAYLM_LIST128 RAYLM_LIST96 "," RAYLM_TEXT96 "," RAYLM_TEXT104 "," RAYLM_TEXT112 "," RAYLM_TEXT120
+#define RAYLM_OUT128 RAYLM_OUT96, RAYLM_OUT8(96), RAYLM_OUT8(104), RAYLM_OUT8(112), RAYLM_OUT8(120)
+
+// A and B in shared memory, both with the summed dimension innermost. P is the number of the predicate's operand.
+#define RAYLM_WGMMA_SS(N, TYPE, COUNT, A, B, P)                                                              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                              \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RAYLM_LIST##COUNT "}, %" #A \
+               ", %" #B ", p, 1, 1, 0, 0;\n}"                                                                \
+               : RAYLM_OUT##COUNT : "l"(a), "l"(b), "r"(accumulate))
+
+// A in registers, B in shared memory with the summed dimension outermost.
+#define RAYLM_WGMMA_RS(N, TYPE, COUNT, A0, A1, A2, A3, B)                                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                       \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {"              \
+               RAYLM_LIST##COUNT "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 1;\n}" \
+               : RAYLM_OUT##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// c (+)= a b^T for 64 rows of a and N rows of b, 16 products.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_transposed(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(N == 64 || N == 96 || N == 128);
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  if constexpr (N == 64 && kHalf) RAYLM_WGMMA_SS(64, "f16", 32, 32, 33, 34);
+  if constexpr (N == 64 && !kHalf) RAYLM_WGMMA_SS(64, "bf16", 32, 32, 33, 34);
+  if constexpr (N == 96 && kHalf) RAYLM_WGMMA_SS(96, "f16", 48, 48, 49, 50);
+  if constexpr (N == 96 && !kHalf) RAYLM_WGMMA_SS(96, "bf16", 48, 48, 49, 50);
+  if constexpr (N == 128 && kHalf) RAYLM_WGMMA_SS(128, "f16", 64, 64, 65, 66);
+  if constexpr (N == 128 && !kHalf) RAYLM_WGMMA_SS(128, "bf16", 64, 64, 65, 66);
+}
+
+// c += a b for 64 rows of a, in registers, and N columns of b, 16 products.
+template <typename T, int N>
+__device__ __forceinline__ void multiply(float (&c)[N / 2], const uint32_t* a, uint64_t b) {
+  static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 192 || N == 256);
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  if constexpr (N == 64 && kHalf) RAYLM_WGMMA_RS(64, "f16", 32, 32, 33, 34, 35, 36);
+  if constexpr (N == 64 && !kHalf) RAYLM_WGMMA_RS(64, "bf16", 32, 32, 33, 34, 35, 36);
+  if constexpr (N == 80 && kHalf) RAYLM_WGMMA_RS(80, "f16", 40, 40, 41, 42, 43, 44);
+  if constexpr (N == 80 && !kHalf) RAYLM_WGMMA_RS(80, "bf16", 40, 40, 41, 42, 43, 44);
+  if constexpr (N == 96 && kHalf) RAYLM_WGMMA_RS(96, "f16", 48, 48, 49, 50, 51, 52);
+  if constexpr (N == 96 && !kHalf) RAYLM_WGMMA_RS(96, "bf16", 48, 48, 49, 50, 51, 52);
+  if constexpr (N == 128 && kHalf) RAYLM_WGMMA_RS(128, "f16", 64, 64, 65, 66, 67, 68);
+  if constexpr (N == 128 && !kHalf) RAYLM_WGMMA_RS(128, "bf16", 64, 64, 65, 66, 67, 68);
+  if constexpr (N == 192 && kHalf) RAYLM_WGMMA_RS(192, "f16", 96, 96, 97, 98, 99, 100);
+  if constexpr (N == 192 && !kHalf) RAYLM_WGMMA_RS(192, "bf16", 96, 96, 97, 98, 99, 100);
+  if constexpr (N == 256 && kHalf) RAYLM_WGMMA_RS(256, "f16", 128, 128, 129, 130, 131, 132);
+  if constexpr (N == 256 && !kHalf) RAYLM_WGMMA_RS(256, "bf16", 128, 128, 129, 130, 131, 132);
+}
+
+}  // namespace raylm::cuda::hopper

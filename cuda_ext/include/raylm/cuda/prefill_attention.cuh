@@ -1,0 +1,178 @@
+// Attention of long runs of queries over a paged cache, for any GPU since Ampere: FlashAttention-2 (Dao,
+// arXiv:2307.08691) with mma.sync. A block takes 128 queries of one head, each of its 8 warps 16 of them, and walks
+// over the keys 64 at a time; cp.async brings the next keys and values while the current ones are multiplied. Any block
+// size, and any strides that are multiples of 16 bytes.
+#pragma once
+
+#include "raylm/cuda/prefill_common.cuh"
+
+namespace raylm::cuda {
+
+template <int D>
+struct PrefillShape {
+  static constexpr int kRows = 128, kKeys = 64, kThreads = 256;
+  static constexpr int kStride = D + 8;  // elements of a row in shared memory: an odd number of 16 bytes, no conflicts
+  static constexpr int kStage = kKeys * kStride;
+  static constexpr int kSharedBytes = (kRows * kStride + 4 * kStage) * 2;  // Q, two stages of K, two of V
+};
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, or writes zeros where there is nothing to copy.
+__device__ inline void copy16_async(void* to, const void* from, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
+
+template <bool kTranspose>
+__device__ void load_matrices(uint32_t (&x)[4], const void* row) {
+  if constexpr (kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)));
+  }
+}
+
+// c[0..3] += a b for 16 rows, 8 columns, 16 products.
+template <typename T>
+__device__ void multiply_16x8(float* c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+template <typename T, int D>
+__device__ void load_queries(const PrefillParams<T>& p, const Tile& tile, T* shared) {
+  using Shape = PrefillShape<D>;
+  const T* q = p.attention.q + tile.head * p.attention.q_head_stride;
+  for (int i = threadIdx.x; i < Shape::kRows * D / 8; i += Shape::kThreads) {
+    const int row = i / (D / 8), column = i % (D / 8) * 8;
+    const bool valid = tile.first_row + row < tile.query_len;
+    const int64_t token = tile.query_start + (valid ? tile.first_row + row : 0);
+    copy16_async(shared + row * Shape::kStride + column, q + token * p.attention.q_token_stride + column, valid);
+  }
+}
+
+// Keys outside [low, end) become zeros: their weight is 0, and 0 times the NaN of an unused slot would be NaN.
+template <typename T, int D>
+__device__ void load_keys(const PrefillParams<T>& p, const Tile& tile, int first, int low, int end, T* k, T* v) {
+  using Shape = PrefillShape<D>;
+  const AttentionParams<T>& a = p.attention;
+  const int32_t* table = a.block_table + tile.seq * a.block_table_stride;
+  const int head = tile.head / p.group;
+  for (int i = threadIdx.x; i < Shape::kKeys * D / 8; i += Shape::kThreads) {
+    const int row = i / (D / 8), column = i % (D / 8) * 8, key = first + row;
+    const bool valid = key >= low && key < end;
+    const int64_t block = valid ? table[key / p.block_size] : 0, slot = valid ? key % p.block_size : 0;
+    const int at = row * Shape::kStride + column;
+    const T* k_row = a.k_cache + block * a.k_block_stride + slot * a.k_slot_stride + head * a.k_head_stride;
+    const T* v_row = a.v_cache + block * a.v_block_stride + slot * a.v_slot_stride + head * a.v_head_stride;
+    copy16_async(k + at, k_row + column, valid);
+    copy16_async(v + at, v_row + column, valid);
+  }
+}
+
+// scores = Q K^T, for the warp's 16 rows of Q.
+template <typename T, int D>
+__device__ void multiply_keys(float (&scores)[PrefillShape<D>::kKeys / 2], const T* q, const T* k) {
+  using Shape = PrefillShape<D>;
+  const int lane = threadIdx.x % kWarp;
+  const T* q_row = q + lane % 16 * Shape::kStride + lane / 16 * 8;
+  const T* k_row = k + (lane / 16 * 8 + lane % 8) * Shape::kStride + lane / 8 % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < Shape::kKeys / 2; ++i) scores[i] = 0;
+#pragma unroll
+  for (int d = 0; d < D; d += 16) {
+    uint32_t a[4], b[4];
+    load_matrices<false>(a, q_row + d);
+#pragma unroll
+    for (int n = 0; n < Shape::kKeys; n += 16) {
+      load_matrices<false>(b, k_row + n * Shape::kStride + d);
+      multiply_16x8<T>(scores + n / 2, a, b[0], b[1]);
+      multiply_16x8<T>(scores + n / 2 + 4, a, b[2], b[3]);
+    }
+  }
+}
+
+// out += weights V. The accumulators of one product have the layout of the other's left side.
+template <typename T, int D>
+__device__ void multiply_values(float (&out)[D / 2], const float (&weights)[PrefillShape<D>::kKeys / 2], const T* v) {
+  using Shape = PrefillShape<D>;
+  const int lane = threadIdx.x % kWarp;
+  const T* v_row = v + lane % 16 * Shape::kStride + lane / 16 * 8;
+#pragma unroll
+  for (int n = 0; n < Shape::kKeys; n += 16) {
+    uint32_t a[4], b[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = pack<T>(weights[n / 2 + 2 * i], weights[n / 2 + 2 * i + 1]);
+#pragma unroll
+    for (int d = 0; d < D; d += 16) {
+      load_matrices<true>(b, v_row + n * Shape::kStride + d);
+      multiply_16x8<T>(out + d / 2, a, b[0], b[1]);
+      multiply_16x8<T>(out + d / 2 + 4, a, b[2], b[3]);
+    }
+  }
+}
+
+// Walks from the last keys to the first, so that the masked ones come while the first copies are awaited anyway.
+template <typename T, int D>
+__device__ void attend(const PrefillParams<T>& p, const Tile& tile, T* shared) {
+  using Shape = PrefillShape<D>;
+  constexpr int kKeys = Shape::kKeys;
+  T* k = shared + Shape::kRows * Shape::kStride;
+  T* v = k + 2 * Shape::kStage;
+  const int low = tile.first_key(p.window), end = tile.end_key(Shape::kRows);
+  const int first_row = threadIdx.x / kWarp * 16, row = first_row + threadIdx.x % kWarp / 4;
+  const int warp_position = tile.position() + first_row;
+  float out[D / 2] = {}, scores[kKeys / 2], shrink[2];
+  OnlineSoftmax softmax;
+
+  load_queries<T, D>(p, tile, shared);
+  int n = (end - 1) / kKeys, stage = 0;
+  load_keys<T, D>(p, tile, n * kKeys, low, end, k, v);
+  asm volatile("cp.async.commit_group;");
+  for (; n >= low / kKeys; --n, stage ^= 1) {
+    const int other = (stage ^ 1) * Shape::kStage;
+    if (n > low / kKeys) load_keys<T, D>(p, tile, (n - 1) * kKeys, low, end, k + other, v + other);
+    asm volatile("cp.async.commit_group;");
+    asm volatile("cp.async.wait_group 1;");
+    __syncthreads();
+    multiply_keys<T, D>(scores, shared + first_row * Shape::kStride, k + stage * Shape::kStage);
+    if (p.tanh_scale != 0) soft_cap_scores(scores, p.tanh_scale);
+    const bool future = (n + 1) * kKeys > warp_position + 1;
+    const bool past = p.window > 0 && n * kKeys <= warp_position + 15 - p.window;
+    if (future || past) mask_scores(scores, tile.position() + row, n * kKeys, p.window);
+    softmax.update(scores, p.exp2_scale, shrink);
+    scale_rows(out, shrink);
+    multiply_values<T, D>(out, scores, v + stage * Shape::kStage);
+    __syncthreads();
+  }
+  write_rows(p, tile, tile.first_row + row, out, softmax);
+}
+
+// The grid is (heads, most_tiles): a block past the last tile ends at once.
+template <typename T, int D>
+__global__ void __launch_bounds__(PrefillShape<D>::kThreads, D <= 128 ? 2 : 1)
+    prefill_kernel(const __grid_constant__ PrefillParams<T> p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  using Shape = PrefillShape<D>;
+  const int number = blockIdx.y * gridDim.x + blockIdx.x;
+  zero_surplus_rows(p, int64_t{number} * Shape::kThreads + threadIdx.x,
+                    int64_t{gridDim.x} * gridDim.y * Shape::kThreads);
+  const Tile tile = TileSearch(p, Shape::kRows).find(number);
+  if (tile.seq >= 0) attend<T, D>(p, tile, reinterpret_cast<T*>(memory));
+}
+
+}  // namespace raylm::cuda
