@@ -80,9 +80,16 @@ class Workload:
         return cls(case, draw)
 
 
-def warm_up(runner: Runner, workload: Workload) -> None:
-    """A short run of the case's shape with other prompts: allocations, thread pools and lazy imports happen here."""
-    requests = workload.draw(0)[:_WARMUP_REQUESTS]
+def warm_up(runner: Runner, workload: Workload, *, whole: bool = False) -> None:
+    """A run of the case's shape with other prompts: allocations, thread pools and lazy imports happen here.
+
+    A short one, or the whole case, where every number of rows that it passes through has a first time (CUDA graphs).
+    """
+    requests = workload.draw(0)
+    if whole:
+        runner.run(requests)
+        return
+    requests = requests[:_WARMUP_REQUESTS]
     runner.run([TokenRequest(own.prompt_ids, min(own.output_len, _WARMUP_TOKENS)) for own in requests])
 
 
@@ -97,7 +104,7 @@ def run_case(llm: LLM, case: Case | Dataset, mode: Mode, *, seed: int = 0, repea
     """Warm up and measure one case `repeat` times; the result carries the median."""
     workload = Workload.of(case, llm, seed)
     runner = RaylmRunner(llm)
-    warm_up(runner, workload)
+    warm_up(runner, workload, whole=mode == "throughput" and llm.info.device != "cpu")
     seconds = [measure(runner, workload.draw(repetition), mode) for repetition in range(1, repeat + 1)]
     return result_of(workload, mode, median(seconds), model=llm.name)
 

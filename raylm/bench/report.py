@@ -28,6 +28,7 @@ _NOT_IN_TABLE = (
     "phases",
     "trace",
     "prefix_hit_rate",
+    "kernels_us",
 )
 
 
@@ -117,7 +118,31 @@ class PrefixResult:
     asked_ms: float | None
 
 
-Result = OfflineResult | ServeResult | StartupResult | CompareResult | SchedulerResult | PrefixResult | SimResult
+@dataclass(frozen=True, slots=True)
+class TraceResult:
+    """Decode steps of `batch` rows on a GPU: microseconds a step, without the profiler and with it; the share of the
+    time in which no kernel ran (with it); and microseconds a step by kernel."""
+
+    bench: str
+    model: str
+    batch: int
+    us_per_step: float
+    us_per_step_profiled: float
+    gpu_idle_share: float
+    kernels_per_step: float
+    kernels_us: dict[str, float]
+
+
+Result = (
+    OfflineResult
+    | ServeResult
+    | StartupResult
+    | CompareResult
+    | SchedulerResult
+    | PrefixResult
+    | TraceResult
+    | SimResult
+)
 
 
 def as_json(result: Result) -> dict[str, Cell]:

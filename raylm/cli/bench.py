@@ -1,4 +1,4 @@
-"""raylm bench: throughput, latency, serve, startup, scheduler."""
+"""raylm bench: throughput, latency, serve, startup, scheduler, trace, shape."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def add_parser(commands: Subparsers) -> None:
     _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
+    _add_trace(kinds.add_parser("trace", help="what a GPU does in decode steps, and how much of the time it waits"))
+    _add_shape(kinds.add_parser("shape", help="write the shape of a public model, to measure with random weights"))
 
 
 def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
@@ -84,6 +86,21 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, measure=_scheduler, plot=None)
 
 
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--batch", type=_sizes, default=[1, 64], metavar="N[,N...]", help="requests that decode")
+    parser.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to look at (%(default)s)")
+    add_engine_options(parser)
+    _add_report(parser)
+    parser.set_defaults(run=run, measure=_trace, draws=True)
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="llama-3.1-8b or qwen3-0.6b")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write config.json and a tokenizer")
+    parser.set_defaults(run=_shape)
+
+
 def _add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", action="append", default=[], metavar="CASE", help=_CASE_HELP)
     parser.add_argument("--dataset", default="random", metavar="FILE", help="random, or JSON lines with prompts")
@@ -104,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report(args.output)
     args.measure(args, report.add)
     report.print_tables()
-    if args.plot is not None:
+    if args.plot is not None and not getattr(args, "draws", False):
         draw(report.results, args.plot)
     return 0
 
@@ -183,6 +200,23 @@ def _scheduler(args: argparse.Namespace, emit: Emit) -> None:
         for waiting in args.waiting:
             emit(measure_steps(running, waiting, steps=args.steps))
     emit(measure_prefix(args.prompt_len))
+
+
+def _trace(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.trace import draw_trace, trace_decode
+
+    found = trace_decode(engine_config(args), args.batch, steps=args.steps)
+    for result, _ in found:
+        emit(result)
+    if args.plot is not None:
+        draw_trace(found, args.plot, steps=args.steps)
+
+
+def _shape(args: argparse.Namespace) -> int:
+    from raylm.bench.dummy import write_shape
+
+    print(write_shape(args.name, args.folder))
+    return 0
 
 
 def _cases(args: argparse.Namespace, default: str) -> list[Case | Dataset]:

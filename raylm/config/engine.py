@@ -102,6 +102,8 @@ class RuntimeConfig(FrozenConfig):
     device: Device = "auto"
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of a worker; by default one a core."""
+    cuda_graphs: bool = True
+    """On a GPU, run steps in which every request decodes as CUDA graphs."""
     plans_in_flight: int | None = Field(default=None, ge=1, le=2)
     """Steps planned ahead: 2 overlaps scheduling with execution; by default 2 with Ray workers or a GPU, else 1."""
     step_timeout_s: float = Field(default=120.0, gt=0)

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
-    """An engine in this process. On a CPU scheduling has nothing to hide behind, so one plan is in flight."""
+    """An engine in this process. On a CPU scheduling has nothing to hide behind, so one plan is in flight; on a GPU the
+    next plan is made while the last one runs."""
     from raylm.executor.local import LocalExecutor
 
-    window = config.runtime.plans_in_flight or 1
-    return Engine(config, LocalExecutor(config, progress=progress), plans_in_flight=window)
+    executor = LocalExecutor(config, progress=progress)
+    window = config.runtime.plans_in_flight or (2 if executor.overlaps else 1)
+    return Engine(config, executor, plans_in_flight=window)
 
 
 def ray_engine(config: EngineConfig, *, group: PlacementGroup, resources: Bundle) -> Engine:

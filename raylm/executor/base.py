@@ -7,6 +7,19 @@ from typing import Protocol
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 
 
+class StepOnItsWay(Protocol):
+    """A step that a worker's device has been given."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for this step, and for none that was given later."""
+        ...
+
+
 class Executor(Protocol):
     """Delivers plans to workers and brings results back, in order."""
 

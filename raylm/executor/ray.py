@@ -13,7 +13,7 @@ from raylm.config.engine import EngineConfig
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.placement import Bundle, worker_bundle_index
-from raylm.executor.step_channel import PlanReceiver, PlanSender
+from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
 
 _POLL_MS = 100
 """How often a wait for a result looks whether the worker still lives."""
@@ -36,8 +36,7 @@ class WorkerActor:
         """Run plans until the channel closes. A failure goes to the engine and ends the worker."""
         channel = PlanReceiver(address)
         try:
-            while (plan := channel.receive()) is not None:
-                channel.send(self._worker.step(plan))
+            serve(channel, self._worker.submit)
         except Exception as error:
             channel.fail(error)
             raise

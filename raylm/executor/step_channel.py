@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +18,10 @@ import zmq
 
 from raylm.core.step import StepPlan, StepResult
 from raylm.errors import EngineDeadError
+from raylm.executor.base import StepOnItsWay
+
+_NAP_S = 20e-6
+"""Between looks for a plan or a result while a device computes."""
 
 
 class _Failure(msgspec.Struct, tag="failure", array_like=True):
@@ -75,6 +82,10 @@ class PlanReceiver:
         message = self._socket.recv()
         return self._decoder.decode(message) if message else None
 
+    def has_plan(self) -> bool:
+        """Whether `receive` returns at once."""
+        return bool(self._socket.poll(0))
+
     def send(self, result: StepResult) -> None:
         self._socket.send(self._encoder.encode(_Done(result)))
 
@@ -85,3 +96,19 @@ class PlanReceiver:
     def close(self) -> None:
         self._socket.close(linger=1000)
         self._context.term()
+
+
+def serve(channel: PlanReceiver, submit: Callable[[StepPlan], StepOnItsWay]) -> None:
+    """Run plans until the engine closes the channel: each is submitted when it comes, while earlier ones compute, and
+    results go back in order."""
+    steps: deque[StepOnItsWay] = deque()
+    while True:
+        if steps and steps[0].done:
+            channel.send(steps.popleft().result())
+        elif not steps or channel.has_plan():
+            plan = channel.receive()
+            if plan is None:
+                return
+            steps.append(submit(plan))
+        else:
+            time.sleep(_NAP_S)

@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Iterator
 from operator import itemgetter
 
+import numpy as np
 import torch
 
 from raylm.core.step import Copies
 from raylm.layers.attention import KVCache
+from raylm.worker.transfer import Uploader
 
 _CHUNK_BYTES = 64 << 20
 """Blocks gathered in device memory at a time."""
@@ -40,6 +42,7 @@ class KVStore:
         self._host_blocks = torch.empty((num_host_blocks, 2 * group_size, *block_shape), dtype=dtype)
         if device.type == "cuda" and num_host_blocks:
             _pin(self._host_blocks)
+        self._upload = Uploader(device)
         self.block_bytes = self._blocks.nbytes // num_blocks
         self.pairs: list[KVCache] = [(self._blocks[2 * i], self._blocks[2 * i + 1]) for i in range(group_size)]
         self._chunk = max(_CHUNK_BYTES // self.block_bytes, 1)
@@ -69,8 +72,9 @@ class KVStore:
 
     def _ids(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         """First and second blocks of the pairs, [len(pairs)] int64 each, on the device."""
-        first, second = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(self._blocks.device)
-        return first, second
+        first, second = np.array(pairs, dtype=np.int64).T.copy()
+        moved = self._upload(first, second)
+        return moved[0], moved[1]
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
         for start in range(0, len(pairs), self._chunk):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +17,19 @@ from raylm.models.arch import ArchConfig
 logger = get_logger(__name__)
 
 _GIB = 1 << 30
+_GRAPH_BYTES = 4 << 20
+"""What the driver keeps for one CUDA graph beside the pool that all share."""
+
+
+class Profile(NamedTuple):
+    """Bytes that a trial of the largest steps took on the GPU."""
+
+    resident: int
+    """Weights, and the rows' tables."""
+    step: int
+    """What the largest step takes beside these and the cache."""
+    graphs: int
+    """The pool that all graphs share, and what each of them takes of its own."""
 
 
 def block_bytes(arch: ArchConfig, *, group_size: int, block_size: int, dtype: torch.dtype) -> int:
@@ -33,7 +48,9 @@ def num_host_blocks(config: CacheConfig, *, bytes_per_block: int) -> int:
     return count
 
 
-def num_blocks(config: CacheConfig, *, bytes_per_block: int, device: torch.device, profile: Callable[[], None]) -> int:
+def num_blocks(
+    config: CacheConfig, *, bytes_per_block: int, device: torch.device, profile: Callable[[], Profile]
+) -> int:
     """Blocks of the cache: as configured, or as many as the memory left by a worst-case step holds.
 
     `profile` runs that step. Raises ConfigError with the numbers when not even two blocks fit.
@@ -41,8 +58,7 @@ def num_blocks(config: CacheConfig, *, bytes_per_block: int, device: torch.devic
     if config.num_blocks is not None:
         return config.num_blocks
     if device.type == "cuda":
-        available = _cuda_bytes_left(config.gpu_memory_utilization, device, profile)
-        limit = f"cache.gpu_memory_utilization {config.gpu_memory_utilization:g}"
+        available, limit = _cuda_bytes_left(config.gpu_memory_utilization, device, profile())
     else:
         available = int(config.cpu_memory_gib * _GIB)
         limit = f"cache.cpu_memory_gib {config.cpu_memory_gib:g}"
@@ -87,13 +103,47 @@ def describe(layout: CacheLayout, num_blocks: int, *, chunk: int, max_len: int) 
     )
 
 
-def _cuda_bytes_left(utilization: float, device: torch.device, profile: Callable[[], None]) -> int:
+def profile_steps(
+    device: torch.device, *, step: Callable[[], object], graphs: Callable[[], None], num_graphs: int, cache_bytes: int
+) -> Profile:
+    """Measure the largest step and the largest graph on a GPU, where a trial's cache takes `cache_bytes`.
+
+    `step` runs the one, `graphs` captures the other, and `num_graphs` says how many there may be.
+    """
+    resident = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    profile()
+    step()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    graphs()
+    torch.cuda.synchronize(device)
+    pool = max(free - torch.cuda.mem_get_info(device)[0], 0)
+    return Profile(resident - cache_bytes, peak - resident, pool + num_graphs * _GRAPH_BYTES)
+
+
+@contextmanager
+def out_of_memory(device: torch.device, advice: str) -> Iterator[None]:
+    """Turn running out of the GPU's memory into a ConfigError that has the numbers and the advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"the GPU has {total / _GIB:.1f} GiB of memory, of which {free / _GIB:.1f} GiB were free when {advice}"
+        ) from None
+
+
+def _cuda_bytes_left(utilization: float, device: torch.device, profile: Profile) -> tuple[int, str]:
+    """Bytes for the cache, and what limits them."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # What others hold on this GPU is neither free nor ours.
     foreign = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - peak - foreign
+    limit = (
+        f"cache.gpu_memory_utilization {utilization:g} of {total / _GIB:.1f} GiB "
+        f"({profile.resident / _GIB:.2f} GiB hold the weights, {profile.step / _GIB:.2f} the largest step, "
+        f"{profile.graphs / _GIB:.2f} CUDA graphs, {foreign / _GIB:.2f} CUDA itself and other processes)"
+    )
+    logger.info("%s", limit)
+    return int(total * utilization) - sum(profile) - foreign, limit

@@ -4,75 +4,130 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raylm.core.step import StepPlan, StepResult
 from raylm.models.decoder import DecoderModel
 from raylm.worker.cache_groups import CacheGroups
-from raylm.worker.input_batch import InputBatch
+from raylm.worker.graph_runner import Capture, GraphRunner
+from raylm.worker.input_batch import InputBatch, StepArrays
 from raylm.worker.kv_store import KVStore
 from raylm.worker.logprobs import likeliest, token_logprobs
+from raylm.worker.pending import Outputs, PendingStep
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampler import SamplingBatch, sample
 
 
 class ModelRunner:
-    """Rows, copies, inputs, forward, sample, record: the calls of a step, in this order."""
+    """Rows, copies, inputs, forward, sample, record: the calls of a step, in this order.
 
-    def __init__(self, model: DecoderModel, table: RequestTable, store: KVStore, groups: CacheGroups) -> None:
+    On a GPU they only queue work; nothing waits until the step's result is asked for. With `capture`, steps in which
+    every row decodes run through graphs.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        table: RequestTable,
+        store: KVStore,
+        groups: CacheGroups,
+        *,
+        capture: Capture | None = None,
+    ) -> None:
         self._model = model
         self._table = table
         self._store = store
         self._group_of = groups.group_of_layers()
         place = {layer: i for layers in groups.layers for i, layer in enumerate(layers)}
         self._caches = [store.pairs[place[layer]] for layer in range(len(place))]
+        self._graphs = self._make_graphs(capture) if capture is not None else None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and wait for what it gives."""
+        return self.submit(plan).result()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """Compute the plan's tokens; every row that had none left samples one more, or reports candidates for it."""
         self._table.apply(plan)
         if plan.copies is not None:
             self._store.copy(plan.copies)
-        if not plan.rows:
-            return StepResult(plan.step, [])
-        batch = InputBatch.build(plan, self._table)
-        metas = [batch.attention[group] for group in self._group_of]
-        hidden = self._model(batch.token_ids, batch.positions, self._caches, metas)
-        rows = batch.sample_rows
-        if not rows.size:
-            return StepResult(plan.step, [])
-        logits = self._model.logits(hidden[batch.sample_index])
-        if self._table.reports[rows].any():
-            return self._report(plan.step, logits, rows)
-        return StepResult(plan.step, self._sample(logits, rows).tolist())
+        return PendingStep(plan.step, self._outputs(plan) if plan.rows else Outputs())
 
-    def _sample(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """One token for each of the rows [num_rows], which know it from now on. logits: [num_rows, vocab]."""
+    @torch.inference_mode()
+    def warm_up_graphs(self) -> None:
+        """Capture the graph that takes the most memory; nothing where there are no graphs."""
+        if self._graphs is not None:
+            self._graphs.warm_up()
+
+    def _make_graphs(self, capture: Capture) -> GraphRunner:
+        weight = self._model.norm.weight
+        return GraphRunner(
+            self._forward,
+            self._model.logits,
+            self._table,
+            hidden_size=weight.shape[0],
+            dtype=weight.dtype,
+            capture=capture,
+        )
+
+    def _outputs(self, plan: StepPlan) -> Outputs:
+        rows = np.array(plan.rows, dtype=np.int64)
+        query_lens = np.array(plan.num_tokens, dtype=np.int64)
+        if self._graphs is not None and self._graphs.takes(rows, query_lens):
+            if not (self._table.temperature[rows].any() or self._table.reports[rows].any()):
+                return Outputs(self._graphs.decode_greedy(rows))
+            hidden, cells = self._graphs.decode(rows)
+            return self._sample_or_report(self._model.logits(hidden), rows, cells)
+        arrays, sample_rows = StepArrays.build(rows, query_lens, self._table)
+        batch = InputBatch.gather(
+            self._table.upload(*arrays),
+            self._table,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(arrays.seq_lens.max()),
+        )
+        hidden = self._forward(batch)
+        if not sample_rows.size:
+            return Outputs()
+        logits = self._model.logits(hidden.index_select(0, batch.sample_index))
+        return self._sample_or_report(logits, sample_rows, batch.sample_cells)
+
+    def _forward(self, batch: InputBatch) -> Tensor:
+        """Hidden states [T, hidden_size]; the tokens' keys and values are in the cache from now on."""
+        metas = [batch.attention[group] for group in self._group_of]
+        return self._model(batch.token_ids, batch.positions, self._caches, metas)
+
+    def _sample_or_report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
+        """What the rows [num_rows] give. logits: [num_rows, vocab]; cells: [num_rows], for the tokens they sample."""
+        if self._table.reports[rows].any():
+            return self._report(logits, rows, cells)
+        return Outputs(self._sample(logits, rows, cells))
+
+    def _sample(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Tensor:
+        """One token for each of the rows [num_rows], which know it from now on."""
         token_ids = sample(logits, self._sampling(rows))
-        self._table.append_tokens(rows, token_ids)
+        self._table.write_tokens(cells, token_ids)
+        self._table.num_known[rows] += 1
         return token_ids
 
-    def _report(self, step: int, logits: torch.Tensor, rows: np.ndarray) -> StepResult:
-        """The result of a step where some of the rows [num_rows] want more than a token, or candidates instead."""
+    def _report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
+        """The same where some of the rows want more than a token, or candidates instead."""
         searching = self._table.num_candidates[rows] > 0
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        if (sampling := np.flatnonzero(~searching)).size:
-            own = logits[self._index(sampling)]
-            tokens = self._sample(own, rows[sampling])
-            token_ids = tokens.tolist()
-            if (wants := np.flatnonzero(self._table.logprob[rows[sampling]])).size:
-                index = self._index(wants)
-                found = np.zeros(len(token_ids))
-                found[wants] = token_logprobs(own[index], tokens[index]).cpu().numpy()
-                logprobs = found.tolist()
-        if not searching.any():
-            return StepResult(step, token_ids, logprobs)
-        reporting = np.flatnonzero(searching)
-        counts = self._table.num_candidates[rows[reporting]].tolist()
-        return StepResult(step, token_ids, logprobs, likeliest(logits[self._index(reporting)], counts))
-
-    def _index(self, positions: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(positions).to(self._table.device)
+        sampling, reporting = np.flatnonzero(~searching), np.flatnonzero(searching)
+        wants = np.flatnonzero(self._table.logprob[rows[sampling]])
+        own, asking, wanted = self._table.upload(sampling, reporting, wants)
+        token_ids, logprobs, found = None, None, None
+        if sampling.size:
+            logits_of_own = logits.index_select(0, own)
+            token_ids = self._sample(logits_of_own, rows[sampling], cells.index_select(0, own))
+            if wants.size:
+                values = token_logprobs(logits_of_own.index_select(0, wanted), token_ids.index_select(0, wanted))
+                logprobs = torch.zeros(sampling.size, dtype=values.dtype, device=values.device)
+                logprobs.index_copy_(0, wanted, values)
+        if reporting.size:
+            counts = self._table.num_candidates[rows[reporting]].tolist()
+            found = likeliest(logits.index_select(0, asking), counts)
+        return Outputs(token_ids, logprobs, found)
 
     def _sampling(self, rows: np.ndarray) -> SamplingBatch:
         table = self._table

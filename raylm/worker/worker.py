@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -16,16 +18,25 @@ from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model
+from raylm.ops import extension
 from raylm.parallel.context import ParallelContext
 from raylm.worker import memory, trial
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.graph_runner import CudaCapture, graph_sizes
 from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.pending import PendingStep
 from raylm.worker.request_table import RequestTable
 
 logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Loaded(NamedTuple):
+    model: DecoderModel
+    arch: ArchConfig
+    dtype: torch.dtype
 
 
 class _CacheSize(NamedTuple):
@@ -43,34 +54,29 @@ class Worker:
         self._progress = progress
         self._device = choose_device(config.runtime.device)
         self._runner: ModelRunner | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step that was submitted runs while the host does something else."""
+        return self._device.type == "cuda"
 
     def start(self) -> ModelInfo:
         """Load the model and make it ready for its first step. Raises ConfigError."""
-        if self._device.type == "cpu":
-            torch.set_num_threads(self._config.runtime.num_threads or len(os.sched_getaffinity(0)))
-        phases = {}
-        began = time.perf_counter()
-        source = locate(self._config.model.path)
-        arch = ArchConfig.from_source(source)
-        dtype = choose_dtype(self._config.model.dtype, arch.dtype, self._device)
-        model = load_model(
-            source,
-            arch,
-            ParallelContext.single(self._device),
-            dtype,
-            self._config.model.load_format,
-            seed=self._config.model.seed,
-            progress=self._progress,
-        )
-        phases["weights"] = time.perf_counter() - began
-        began = time.perf_counter()
-        cache = self._size_cache(model, arch, dtype)
-        store, self._runner = self._make_runner(model, arch, dtype, cache)
-        phases["memory"] = time.perf_counter() - began
-        began = time.perf_counter()
-        self._runner.execute(trial.trial_plan(1, 1, cache.groups.layout))
-        prefill_speed, swap_speed = self._measure(self._runner, store, cache)
-        phases["warm_up"] = time.perf_counter() - began
+        phases = Phases()
+        with phases.timed("device"):
+            self._prepare_device()
+        with phases.timed("weights"):
+            loaded = self._load()
+        with phases.timed("memory"):
+            cache = self._size_cache(loaded)
+            store, runner = self._make_runner(loaded, cache)
+        with phases.timed("warm_up"):
+            runner.execute(trial.trial_plan(1, 1, cache.groups.layout))
+            prefill_speed, swap_speed = self._measure(runner, store, cache)
+        with phases.timed("graphs"):
+            runner.warm_up_graphs()
+        self._runner = runner
         return ModelInfo(
             num_blocks=cache.num_blocks,
             num_host_blocks=cache.num_host_blocks,
@@ -79,47 +85,87 @@ class Worker:
             prefill_tokens_per_s=prefill_speed,
             swap_bytes_per_s=swap_speed,
             max_model_len=cache.max_model_len,
-            vocab_size=arch.vocab_size,
-            eos_token_ids=list(arch.eos_token_ids),
+            vocab_size=loaded.arch.vocab_size,
+            eos_token_ids=list(loaded.arch.eos_token_ids),
             device=str(self._device),
-            dtype=str(dtype).removeprefix("torch."),
-            phases=phases,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            phases=phases.seconds,
         )
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run one step; on a GPU, start it."""
         if self._runner is None:
-            raise RuntimeError("step() before start()")
-        return self._runner.execute(plan)
+            raise RuntimeError("submit() before start()")
+        return self._runner.submit(plan)
 
-    def _size_cache(self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype) -> _CacheSize:
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end."""
+        return self.submit(plan).result()
+
+    def _prepare_device(self) -> None:
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._config.runtime.num_threads or len(os.sched_getaffinity(0)))
+            return
+        torch.cuda.init()
+        if not self._config.runtime.cuda_graphs:
+            return
+        if "paged_attention" in extension.load().ops.get("cuda", ()):
+            self._capture_stream = torch.cuda.Stream(self._device)
+        else:
+            # torch's operators read lengths on the host, which a graph cannot.
+            logger.warning("no CUDA graphs, and slow kernels: %s", extension.load())
+
+    def _load(self) -> _Loaded:
+        config = self._config.model
+        source = locate(config.path)
+        arch = ArchConfig.from_source(source)
+        dtype = choose_dtype(config.dtype, arch.dtype, self._device)
+        context = ParallelContext.single(self._device)
+        with memory.out_of_memory(self._device, f"the weights of {config.served_name} did not fit in {dtype}"):
+            model = load_model(
+                source, arch, context, dtype, config.load_format, seed=config.seed, progress=self._progress
+            )
+        return _Loaded(model, arch, dtype)
+
+    def _size_cache(self, loaded: _Loaded) -> _CacheSize:
         """How the cache is cut, how many blocks it has and how long a request they hold."""
         config, chunk = self._config.cache, self._config.scheduler.max_num_batched_tokens
-        wanted = self._config.model.max_model_len
+        arch, wanted = loaded.arch, self._config.model.max_model_len
         if wanted is not None and wanted > arch.max_position:
             raise ConfigError(f"model.max_model_len {wanted} is over the model's own limit of {arch.max_position}")
         limit = wanted or arch.max_position
         groups = CacheGroups.choose(arch, block_size=config.block_size, max_len=limit)
-        block_bytes = memory.block_bytes(arch, group_size=groups.size, block_size=config.block_size, dtype=dtype)
+        block_bytes = memory.block_bytes(arch, group_size=groups.size, block_size=config.block_size, dtype=loaded.dtype)
         num_host_blocks = memory.num_host_blocks(config, bytes_per_block=block_bytes)
         num_blocks = memory.num_blocks(
             config,
             bytes_per_block=block_bytes,
             device=self._device,
-            profile=lambda: self._profile(model, arch, dtype, groups, limit),
+            profile=lambda: self._profile(loaded, groups, limit),
         )
         max_len = memory.max_model_len(groups.layout, num_blocks, chunk=chunk, wanted=wanted, limit=arch.max_position)
         logger.info("%s", memory.describe(groups.layout, num_blocks, chunk=chunk, max_len=max_len))
         return _CacheSize(groups, num_blocks, num_host_blocks, max_len)
 
-    def _profile(
-        self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype, groups: CacheGroups, max_len: int
-    ) -> None:
-        """Run the largest step there can be, with a cache just large enough for it."""
+    def _profile(self, loaded: _Loaded, groups: CacheGroups, max_len: int) -> memory.Profile:
+        """Run the largest step there can be, with a cache just large enough for it, and capture the largest graph."""
         budget, rows = self._config.scheduler.max_num_batched_tokens, self._config.scheduler.max_num_seqs
         plan = trial.trial_plan(min(budget, rows * max_len), rows, groups.layout)
         size = _CacheSize(groups, 1 + trial.last_block(plan), 0, max_len)
-        self._make_runner(model, arch, dtype, size)[1].execute(plan)
+        advice = (
+            f"the largest step did not fit: scheduler.max_num_batched_tokens {budget} and max_num_seqs {rows} "
+            "may be lowered"
+        )
+        with memory.out_of_memory(self._device, advice):
+            store, runner = self._make_runner(loaded, size)
+            return memory.profile_steps(
+                self._device,
+                step=lambda: runner.execute(plan),
+                graphs=runner.warm_up_graphs,
+                # Each size may be captured twice: up to tokens, and up to hidden states.
+                num_graphs=2 * len(graph_sizes(rows)) if self._capture_stream is not None else 0,
+                cache_bytes=store.block_bytes * size.num_blocks,
+            )
 
     def _measure(self, runner: ModelRunner, store: KVStore, cache: _CacheSize) -> tuple[float, float]:
         """Tokens a second of prefill and bytes a second of swapping; (0, 0) where nothing is swapped."""
@@ -132,9 +178,7 @@ class Worker:
         logger.info("prefill: %s tokens/s; swap: %.1f GB/s", f"{prefill:,.0f}", swap / 1e9)
         return prefill, swap
 
-    def _make_runner(
-        self, model: DecoderModel, arch: ArchConfig, dtype: torch.dtype, cache: _CacheSize
-    ) -> tuple[KVStore, ModelRunner]:
+    def _make_runner(self, loaded: _Loaded, cache: _CacheSize) -> tuple[KVStore, ModelRunner]:
         block_size = self._config.cache.block_size
         table = RequestTable(
             max_rows=self._config.scheduler.max_num_seqs,
@@ -147,11 +191,25 @@ class Worker:
             group_size=cache.groups.size,
             num_blocks=cache.num_blocks,
             num_host_blocks=cache.num_host_blocks,
-            block_shape=(block_size, arch.num_kv_heads, arch.head_dim),
-            dtype=dtype,
+            block_shape=(block_size, loaded.arch.num_kv_heads, loaded.arch.head_dim),
+            dtype=loaded.dtype,
             device=self._device,
         )
-        return store, ModelRunner(model, table, store, cache.groups)
+        capture = CudaCapture(self._capture_stream) if self._capture_stream is not None else None
+        return store, ModelRunner(loaded.model, table, store, cache.groups, capture=capture)
+
+
+class Phases:
+    """Seconds of each phase of a start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - began
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -1,0 +1,154 @@
+"""What a GPU does in decode steps: which kernels, how long, and how much of the time it waits."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from raylm.bench.report import TraceResult
+from raylm.config.engine import EngineConfig
+from raylm.core.sampling import SamplingParams
+from raylm.engine.engine import Engine
+from raylm.engine.factory import local_engine
+from raylm.errors import ConfigError
+
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_PROMPT_LEN = 128
+_WARMUP_STEPS = 8
+_MAX_NAME = 60
+
+
+class Span(NamedTuple):
+    """One piece of work of the GPU, in microseconds of the trace's clock."""
+
+    name: str
+    start: float
+    length: float
+
+
+def trace_decode(config: EngineConfig, batches: Sequence[int], *, steps: int) -> list[tuple[TraceResult, list[Span]]]:
+    """Run `steps` decode steps of as many requests as each of `batches` says, under torch's profiler.
+
+    Raises ConfigError where there is no GPU, or a batch is larger than the engine takes.
+    """
+    limit = config.scheduler.max_num_seqs
+    if max(batches) > limit:
+        raise ConfigError(f"a batch of {max(batches)} is over scheduler.max_num_seqs {limit}")
+    engine = local_engine(config, progress=False)
+    try:
+        if not engine.info.device.startswith("cuda"):
+            raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
+        return [_trace(engine, config.model.served_name, batch, steps) for batch in batches]
+    finally:
+        engine.shutdown()
+
+
+def _trace(engine: Engine, model: str, batch: int, steps: int) -> tuple[TraceResult, list[Span]]:
+    params = SamplingParams(temperature=0, max_tokens=_WARMUP_STEPS + 2 * steps + 8, ignore_eos=True)
+    edge = engine.info.vocab_size // 10
+    for index in range(batch):
+        prompt = [edge + (index * _PROMPT_LEN + i) % (8 * edge) for i in range(_PROMPT_LEN)]
+        engine.add([f"{batch}.{index}"], prompt, params)
+    # Until every prompt is computed and the graph of this size is there.
+    while engine.stats().waiting:
+        engine.step()
+    for _ in range(_WARMUP_STEPS):
+        engine.step()
+    unprofiled = _seconds(engine, steps)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        seconds = _seconds(engine, steps)
+    for delta in engine.abort_all():
+        assert delta.finish_reason == "abort"
+    while engine.has_work:
+        engine.step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
+    return summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds)), spans
+
+
+def _seconds(engine: Engine, steps: int) -> float:
+    """Seconds for so many steps, from a device at rest to one at rest."""
+    torch.cuda.synchronize()
+    began = perf_counter()
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    return perf_counter() - began
+
+
+def read_trace(trace: dict[str, list[dict[str, object]]]) -> list[Span]:
+    """The GPU's work in a trace in Chrome's format, in the order of time."""
+    spans = [
+        Span(str(event["name"]), float(str(event["ts"])), float(str(event["dur"])))
+        for event in trace["traceEvents"]
+        if event.get("cat") in _DEVICE_WORK
+    ]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def summarize(
+    spans: Sequence[Span], *, model: str, batch: int, steps: int, seconds: tuple[float, float]
+) -> TraceResult:
+    """`seconds` for the steps without the profiler and with it."""
+    busy, end = 0.0, 0.0
+    for span in spans:
+        busy += max(span.start + span.length - max(span.start, end), 0.0)
+        end = max(end, span.start + span.length)
+    whole = end - spans[0].start if spans else 0.0
+    by_name: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        by_name[short_name(span.name)] += span.length
+    longest = sorted(by_name.items(), key=lambda item: -item[1])
+    return TraceResult(
+        bench="trace",
+        model=model,
+        batch=batch,
+        us_per_step=1e6 * seconds[0] / steps,
+        us_per_step_profiled=1e6 * seconds[1] / steps,
+        gpu_idle_share=1 - busy / whole if whole else 1.0,
+        kernels_per_step=len(spans) / steps,
+        kernels_us={name: us / steps for name, us in longest},
+    )
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its return type, namespaces and arguments."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = name.split("(")[0]
+    head, bracket, rest = name.partition("<")
+    name = head.rsplit("::", 1)[-1] + bracket + rest
+    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + "..."
+
+
+def draw_trace(found: Sequence[tuple[TraceResult, list[Span]]], path: Path, *, steps: int) -> None:
+    """A timeline of one step in the middle for each batch: the kernels that take most have a line of their own."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.2 * len(found)), layout="constrained")
+    for axes, (result, spans) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
+        names = list(result.kernels_us)[:8]
+        first = spans[len(spans) // 2].start
+        length = (spans[-1].start - spans[0].start) / steps
+        shown = [span for span in spans if first <= span.start < first + length]
+        lines: list[list[tuple[float, float]]] = [[] for _ in range(len(names) + 1)]
+        for span in shown:
+            name = short_name(span.name)
+            lines[names.index(name) if name in names else -1].append((span.start - first, span.length))
+        for line, bars in enumerate(lines):
+            axes.broken_barh(bars, (line - 0.4, 0.8))
+        axes.set_yticks(range(len(lines)), [*names, "other"], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("µs")
+        idle = f"{100 * result.gpu_idle_share:.1f} % idle"
+        axes.set_title(f"{result.model}, {result.batch} rows: {result.us_per_step:.0f} µs a step, {idle}", fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,153 @@
+"""Pure decode steps as CUDA graphs.
+
+A decode step of a small model is hundreds of short kernels, and the host takes longer to launch them than the GPU to
+run them. A graph launches them all at once. One graph serves one padded number of rows: rows that are missing are the
+table's padding row, so kernels see nothing special.
+
+Graphs are made on demand: a size runs eagerly when it first comes (which also loads its kernels) and is captured when
+it comes again, in some 20 ms; so neither the start nor a first answer waits for sizes that may never come. Only the
+largest is captured at the start, because all share one pool of memory and that one takes the most of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylm.worker.input_batch import InputBatch, StepArrays
+from raylm.worker.request_table import RequestTable
+from raylm.worker.transfer import unpack
+
+Run = Callable[[], None]
+Capture = Callable[[Run], Run]
+"""Makes of a function that launches work one that launches the same work again."""
+
+_LADDER = ((4, 2), (8, 4), (256, 8), (512, 16), (1024, 32), (4096, 64))
+"""Up to so many rows, sizes go up in steps of so many."""
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """The padded numbers of rows: 1, 2, 4, 8, 16, 24 ... and max_rows itself."""
+    sizes, first = [1], 2
+    for last, step in _LADDER:
+        sizes += range(first, last + 1, step)
+        first = last + step
+    sizes = [size for size in sizes if size < max_rows]
+    return [*sizes, max_rows]
+
+
+class GraphRunner:
+    """Decodes rows through graphs.
+
+    `forward` maps an InputBatch to hidden states [T, hidden_size], `logits` hidden states to logits; both launch the
+    same kernels whatever the values are. The longest sequence that a graph may meet is the table's max_model_len.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[InputBatch], Tensor],
+        logits: Callable[[Tensor], Tensor],
+        table: RequestTable,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        capture: Capture,
+    ) -> None:
+        self._forward = forward
+        self._logits = logits
+        self._table = table
+        self._capture = capture
+        self._sizes = graph_sizes(table.max_rows)
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._hidden = torch.empty(table.max_rows, hidden_size, dtype=dtype, device=table.device)
+        self._token_ids = torch.empty(table.max_rows, dtype=torch.int64, device=table.device)
+
+    def takes(self, rows: np.ndarray, query_lens: np.ndarray) -> bool:
+        """Whether every row computes its last known token, and none computes more."""
+        table = self._table
+        return bool((query_lens == 1).all() and (table.num_known[rows] - table.num_computed[rows] == 1).all())
+
+    def warm_up(self) -> None:
+        """Capture the largest size."""
+        for _ in range(2):
+            self._run(_NO_ROWS, self._sizes[-1], greedy=True)
+
+    def decode_greedy(self, rows: np.ndarray) -> Tensor:
+        """Decode rows that all take the likeliest token, and put it into the table. Returns them, [num_rows]."""
+        self._run(rows, self._size_for(rows), greedy=True)
+        self._table.num_known[rows] += 1
+        return self._token_ids[: len(rows)]
+
+    def decode(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Decode rows up to their hidden states. Returns those and the cells for their next tokens, [num_rows] each."""
+        graph = self._run(rows, self._size_for(rows), greedy=False)
+        return self._hidden[: len(rows)], graph.inputs[-1][: len(rows)]
+
+    def _size_for(self, rows: np.ndarray) -> int:
+        return self._sizes[bisect_left(self._sizes, len(rows))]
+
+    def _run(self, rows: np.ndarray, size: int, *, greedy: bool) -> _Graph:
+        padded = np.full(size, self._table.padding_row)
+        padded[: len(rows)] = rows
+        arrays, _ = StepArrays.build(padded, np.ones(size, dtype=np.int64), self._table)
+        graph = self._graphs.get((size, greedy))
+        if graph is None:
+            graph = self._graphs[size, greedy] = _Graph(self, arrays, greedy=greedy)
+        graph.buffer.copy_(self._table.upload.pack(arrays), non_blocking=True)
+        graph.launch(self._capture)
+        return graph
+
+    def compute(self, inputs: list[Tensor], *, greedy: bool) -> None:
+        """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
+        table = self._table
+        batch = InputBatch.gather(inputs, table, max_query_len=1, max_seq_len=table.max_model_len)
+        hidden = self._forward(batch)
+        size = hidden.shape[0]
+        if not greedy:
+            self._hidden[:size].copy_(hidden)
+            return
+        token_ids = self._token_ids[:size]
+        torch.argmax(self._logits(hidden), dim=-1, out=token_ids)
+        table.write_tokens(batch.sample_cells, token_ids)
+
+
+class _Graph:
+    """One size: where its inputs lie, and how it is launched. What it gives lies in tensors that all sizes share."""
+
+    def __init__(self, runner: GraphRunner, arrays: StepArrays, *, greedy: bool) -> None:
+        host = runner._table.upload.pack(arrays)
+        self.buffer = torch.empty_like(host, device=runner._table.device)
+        self.inputs = unpack(self.buffer, arrays)
+        self._run: Run = lambda: runner.compute(self.inputs, greedy=greedy)
+        self._times_run = 0
+
+    def launch(self, capture: Capture) -> None:
+        if self._times_run == 1:
+            self._run = capture(self._run)
+        self._times_run += 1
+        self._run()
+
+
+class CudaCapture:
+    """Captures into graphs that share one pool of memory, so they must run one after another on one stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """`stream` is used to capture only; a graph runs on the stream that is current when it is launched."""
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        # torch.cuda.graph() would wait for the device, collect garbage and empty the memory cache.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph.replay
