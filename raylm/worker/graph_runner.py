@@ -26,17 +26,16 @@ Run = Callable[[], None]
 Capture = Callable[[Run], Run]
 """Makes of a function that launches work one that launches the same work again."""
 
-_LADDER = ((4, 2), (8, 4), (256, 8), (512, 16), (1024, 32), (4096, 64))
-"""Up to so many rows, sizes go up in steps of so many."""
+_LADDER = ((256, 8), (512, 16), (1024, 32), (4096, 64))
+"""Over 4 rows: up to so many, sizes go up in steps of so many."""
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
     """The padded numbers of rows: 1, 2, 4, 8, 16, 24 ... and max_rows itself."""
-    sizes, first = [1], 2
-    for last, step in _LADDER:
-        sizes += range(first, last + 1, step)
-        first = last + step
+    sizes = [1, 2, 4]
+    for (last, step), (before, _) in zip(_LADDER, ((0, 0), *_LADDER), strict=False):
+        sizes += range(before + step, last + 1, step)
     sizes = [size for size in sizes if size < max_rows]
     return [*sizes, max_rows]
 

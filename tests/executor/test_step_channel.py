@@ -11,7 +11,7 @@ from raylm.config.engine import EngineConfig
 from raylm.core.step import Candidates, Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import engine_bundles, worker_resources
-from raylm.executor.step_channel import PlanReceiver, PlanSender
+from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
 
 SAMPLING = RowSampling(0.7, 0.9, 40, 0.05, 2**62)
 
@@ -20,8 +20,7 @@ def worker(address: str, step) -> threading.Thread:
     def loop() -> None:
         channel = PlanReceiver(address)
         try:
-            while (plan := channel.receive()) is not None:
-                channel.send(step(plan))
+            serve(channel, step)
         except Exception as error:
             channel.fail(error)
         finally:
@@ -30,6 +29,17 @@ def worker(address: str, step) -> threading.Thread:
     thread = threading.Thread(target=loop)
     thread.start()
     return thread
+
+
+class Step:
+    """A step that is done when it is let."""
+
+    def __init__(self, result: StepResult, *, done: bool = True) -> None:
+        self.done = done
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
 
 
 def result_of(plan: StepPlan) -> StepResult:
@@ -42,9 +52,9 @@ def test_plans_and_results_survive_the_trip():
     sender = PlanSender()
     seen = []
 
-    def step(plan: StepPlan) -> StepResult:
+    def step(plan: StepPlan) -> Step:
         seen.append(plan)
-        return result_of(plan)
+        return Step(result_of(plan))
 
     thread = worker(sender.address, step)
     plans = [
@@ -62,10 +72,35 @@ def test_plans_and_results_survive_the_trip():
     assert seen == plans
 
 
+def test_the_next_plan_is_taken_while_a_step_computes():
+    sender = PlanSender()
+    steps: list[Step] = []
+    arrived = threading.Semaphore(0)
+
+    def step(plan: StepPlan) -> Step:
+        steps.append(Step(result_of(plan), done=False))
+        arrived.release()
+        return steps[-1]
+
+    thread = worker(sender.address, step)
+    plans = [StepPlan(number, [], [], [0], [1]) for number in (1, 2)]
+    for plan in plans:
+        sender.send(plan)
+        assert arrived.acquire(timeout=5), "it waited for the first step's result"
+    assert sender.receive(20) is None
+    steps[1].done = True
+    assert sender.receive(20) is None, "results come in the order of plans"
+    steps[0].done = True
+    assert [sender.receive(5000) for _ in plans] == [result_of(plan) for plan in plans]
+    sender.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_a_failure_arrives_as_the_engines_death():
     sender = PlanSender()
 
-    def step(plan: StepPlan) -> StepResult:
+    def step(plan: StepPlan) -> Step:
         raise ValueError("no memory for 7 blocks")
 
     thread = worker(sender.address, step)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from itertools import pairwise
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
+from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError, Overloaded, RequestRejected
@@ -29,21 +29,6 @@ def small(path: Path | str, *, num_blocks: int = 40) -> EngineConfig:
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 16},
         runtime={"device": "cpu"},
     )
-
-
-def random_prompts(count: int, vocab: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(3, vocab) for _ in range(rng.randrange(3, 40))] for _ in range(count)]
-
-
-@torch.inference_mode()
-def assert_greedy(model, prompt: list[int], tokens: list[int]) -> None:
-    """The tokens are transformers' own greedy ones; where rounding makes the first differ, it is among its top 5."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    for position, token in enumerate(tokens):
-        if logits[position].argmax() != token:
-            assert token in logits[position].topk(5).indices, f"token {position} is {token}"
-            return
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

@@ -13,6 +13,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.graph_runner import Capture
 from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.request_table import RequestTable
@@ -26,7 +27,9 @@ CPU = torch.device("cpu")
 class Rig:
     """A runner whose cache holds NaN wherever nothing was written."""
 
-    def __init__(self, folder: Path, *, num_blocks: int = 32, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, num_blocks: int = 32, num_host_blocks: int = 0, capture: Capture | None = None
+    ) -> None:
         source = locate(str(folder))
         arch = ArchConfig.from_source(source)
         model = load_model(source, arch, ParallelContext.single(CPU), torch.float32, "auto", progress=False)
@@ -43,7 +46,7 @@ class Rig:
             device=CPU,
         )
         self.poison(list(range(num_blocks)))
-        self._runner = ModelRunner(model, table, self.store, self.groups)
+        self.runner = ModelRunner(model, table, self.store, self.groups, capture=capture)
         self._steps = 0
 
     def poison(self, blocks: list[int]) -> None:
@@ -63,7 +66,7 @@ class Rig:
         self._steps += 1
         counts = list(num_tokens.values())
         plan = StepPlan(self._steps, new_rows or [], new_blocks or [], list(num_tokens), counts, copies, chosen or [])
-        result = self._runner.execute(plan)
+        result = self.runner.execute(plan)
         assert result.step == self._steps
         return result
 

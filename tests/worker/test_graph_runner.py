@@ -1,0 +1,108 @@
+"""What a graph replays is what a step computes: with a capture that only notes the function, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from rows import GREEDY, Rig, tokens
+
+from raylm.core.step import NewBlocks, NewRow
+from raylm.worker.graph_runner import Run, graph_sizes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+class Noted:
+    """A capture that launches the same function again, and counts."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        self.num_replayed = 0
+
+    def __call__(self, run: Run) -> Run:
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            run()
+
+        return replay
+
+
+def blocks(rig: Rig, row: int) -> list[NewBlocks]:
+    """Room for 16 tokens."""
+    groups = range(len(rig.groups.layout.windows))
+    return [NewBlocks(row, group, 0, [1 + 12 * row + 4 * group + column for column in range(4)]) for group in groups]
+
+
+def prompts(rig: Rig, rows: list[int], **sampling: object) -> list[int]:
+    result = rig.step(
+        {row: 3 + row for row in rows},
+        new_rows=[NewRow(row, tokens(3 + row, seed=row + 1), 0, GREEDY._replace(**sampling)) for row in rows],
+        new_blocks=[block for row in rows for block in blocks(rig, row)],
+    )
+    return result.token_ids
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 3}, {"logprob": True}], ids=str)
+def test_a_replay_gives_what_an_eager_step_gives(folder: Path, sampling: dict[str, object]) -> None:
+    capture = Noted()
+    eager, replayed = Rig(folder, num_blocks=64), Rig(folder, num_blocks=64, capture=capture)
+    rows = [2, 0, 3]
+    assert prompts(eager, rows, **sampling) == prompts(replayed, rows, **sampling)
+    for _ in range(4):
+        mine, theirs = (rig.step({row: 1 for row in rows}) for rig in (replayed, eager))
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    # Three rows run at the size of four: once eagerly, then through the graph.
+    assert (capture.num_captured, capture.num_replayed) == (1, 3)
+
+
+def test_sizes_take_turns_and_padding_leaves_no_trace(folder: Path) -> None:
+    eager, replayed = Rig(folder, num_blocks=64), Rig(folder, num_blocks=64, capture=Noted())
+    assert prompts(eager, [0, 1, 2, 3]) == prompts(replayed, [0, 1, 2, 3])
+    for rows in ([0, 1, 2], [3], [1, 0], [3, 2, 1], [0], [2, 3], [0, 1, 2]):
+        assert replayed.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
+
+
+def test_a_step_that_is_no_decode_stays_out(folder: Path) -> None:
+    capture = Noted()
+    rig = Rig(folder, num_blocks=64, capture=capture)
+    prompts(rig, [0])
+    for _ in range(3):  # One token of a prompt that has more.
+        new = NewRow(1, tokens(9), 0, GREEDY)
+        assert len(rig.step({1: 1, 0: 1}, new_rows=[new], new_blocks=blocks(rig, 1)).token_ids) == 1
+    assert capture.num_captured == 0
+
+
+def test_the_largest_size_can_be_captured_before_any_request(folder: Path) -> None:
+    capture = Noted()
+    rig = Rig(folder, num_blocks=64, capture=capture)
+    rig.runner.warm_up_graphs()
+    assert (capture.num_captured, capture.num_replayed) == (1, 1)
+    eager = Rig(folder, num_blocks=64)
+    rows = [0, 1, 2, 3]
+    assert prompts(rig, rows) == prompts(eager, rows)
+    for _ in range(2):
+        assert rig.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
+    assert capture.num_replayed == 3
+
+
+@pytest.mark.parametrize(("most", "number"), [(1, 1), (3, 3), (64, 11), (256, 35), (1000, 67)])
+def test_sizes_go_up_to_the_most_rows(most: int, number: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    assert len(sizes) == number
+    assert all(size - before <= max(before / 8, 8) for before, size in zip(sizes[3:], sizes[4:], strict=False))
+
+
+def test_the_runner_needs_no_gradients(folder: Path) -> None:
+    rig = Rig(folder, num_blocks=64, capture=Noted())
+    with torch.enable_grad():
+        assert len(prompts(rig, [0])) == 1
