@@ -88,7 +88,7 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--batch", type=_sizes, default=[1, 64], metavar="N[,N...]", help="requests that decode")
+    parser.add_argument("--batch", type=_batches, default=[1, 64], metavar="N[,N...]", help="requests that decode")
     parser.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to look at (%(default)s)")
     add_engine_options(parser)
     _add_report(parser)
@@ -237,6 +237,10 @@ def _positive(text: str) -> int:
 
 
 def _counts(text: str) -> list[int | None]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _batches(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 

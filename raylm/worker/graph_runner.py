@@ -11,6 +11,8 @@ largest is captured at the start, because all share one pool of memory and that 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -135,9 +137,8 @@ class _Graph:
 class CudaCapture:
     """Captures into graphs that share one pool of memory, so they must run one after another on one stream."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """`stream` is used to capture only; a graph runs on the stream that is current when it is launched."""
-        self._stream = stream
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
@@ -147,6 +148,16 @@ class CudaCapture:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with warnings.catch_warnings(action="ignore"):  # That the graph is empty, or void.
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that graphs are captured on; they run on whatever stream is current. cuBLAS keeps 32 MiB for every
+    stream that it ever sees, hence one for all."""
+    return torch.cuda.Stream(device)

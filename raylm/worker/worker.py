@@ -54,7 +54,7 @@ class Worker:
         self._progress = progress
         self._device = choose_device(config.runtime.device)
         self._runner: ModelRunner | None = None
-        self._capture_stream: torch.cuda.Stream | None = None
+        self._captures = False
 
     @property
     def overlaps(self) -> bool:
@@ -110,7 +110,7 @@ class Worker:
         if not self._config.runtime.cuda_graphs:
             return
         if "paged_attention" in extension.load().ops.get("cuda", ()):
-            self._capture_stream = torch.cuda.Stream(self._device)
+            self._captures = True
         else:
             # torch's operators read lengths on the host, which a graph cannot.
             logger.warning("no CUDA graphs, and slow kernels: %s", extension.load())
@@ -163,7 +163,7 @@ class Worker:
                 step=lambda: runner.execute(plan),
                 graphs=runner.warm_up_graphs,
                 # Each size may be captured twice: up to tokens, and up to hidden states.
-                num_graphs=2 * len(graph_sizes(rows)) if self._capture_stream is not None else 0,
+                num_graphs=2 * len(graph_sizes(rows)) if self._captures else 0,
                 cache_bytes=store.block_bytes * size.num_blocks,
             )
 
@@ -195,7 +195,7 @@ class Worker:
             dtype=loaded.dtype,
             device=self._device,
         )
-        capture = CudaCapture(self._capture_stream) if self._capture_stream is not None else None
+        capture = CudaCapture(self._device) if self._captures else None
         return store, ModelRunner(loaded.model, table, store, cache.groups, capture=capture)
 
 

@@ -1,0 +1,83 @@
+"""Shapes that load, and what a trace of a GPU's work says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raylm.bench.dummy import SHAPES, write_dummy, write_shape
+from raylm.bench.trace import Span, draw_trace, read_trace, short_name, summarize, trace_decode
+from raylm.config.engine import EngineConfig
+from raylm.config.source import locate
+from raylm.errors import ConfigError
+from raylm.models.arch import ArchConfig
+from raylm.text.processor import TextProcessor
+
+
+@pytest.mark.parametrize(("name", "layers", "heads"), [("llama-3.1-8b", 32, 32), ("qwen3-0.6b", 28, 16)])
+def test_a_shape_is_a_model_with_a_tokenizer(name: str, layers: int, heads: int, tmp_path: Path) -> None:
+    source = locate(str(write_shape(name, tmp_path / name)))
+    arch = ArchConfig.from_source(source)
+    assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (layers, heads, 8, 128)
+    assert arch.dtype == "bfloat16" and set(arch.eos_token_ids) == {SHAPES[name]["eos_token_id"]}
+    text = TextProcessor.load(source)
+    assert len(text.encode("abc")) == 3
+
+
+def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no shape 'gpt-5'; there are: llama-3\.1-8b, qwen3-0\.6b"):
+        write_shape("gpt-5", tmp_path)
+
+
+def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, object]:
+    return {"name": name, "ts": start, "dur": length, "cat": cat}
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    events = [
+        event("void at::native::add<float>(int)", 40.0, 20.0),
+        event("copy", 10.0, 10.0, "gpu_memcpy"),
+        event("cudaLaunchKernel", 0.0, 99.0, "cuda_runtime"),
+        event("void at::native::add<float>(int)", 50.0, 20.0),
+        event("mul", 70.0, 40.0),
+    ]
+    spans = read_trace({"traceEvents": events})
+    assert [span.name for span in spans][0] == "copy" and len(spans) == 4
+    result = summarize(spans, model="m", batch=3, steps=2, seconds=(1e-4, 2e-4))
+    # From 10 to 110, nothing from 20 to 40; two kernels overlap from 50 to 60.
+    assert result.gpu_idle_share == pytest.approx(0.2)
+    assert (result.us_per_step, result.us_per_step_profiled) == pytest.approx((50, 100))
+    assert result.kernels_per_step == 2
+    assert list(result.kernels_us.items()) == [("add<float>", 20.0), ("mul", 20.0), ("copy", 5.0)]
+
+
+def test_nothing_traced_is_all_idle() -> None:
+    assert summarize([], model="m", batch=1, steps=1, seconds=(1.0, 1.0)).gpu_idle_share == 1.0
+
+
+def test_names_lose_what_does_not_fit_a_table() -> None:
+    assert short_name("void raylm::cuda::(anonymous namespace)::norm<float, 4>(int, float*)") == "norm<float, 4>"
+    assert len(short_name("k<" + "x" * 200 + ">(int)")) == 60
+
+
+def test_a_trace_is_drawn(tmp_path: Path) -> None:
+    spans = [Span(f"k{i % 12}", 10.0 * i, 7.0) for i in range(100)]
+    result = summarize(spans, model="m", batch=1, steps=5, seconds=(1e-3, 1e-3))
+    path = tmp_path / "trace.png"
+    draw_trace([(result, spans)] * 2, path, steps=5)
+    assert path.stat().st_size > 10_000
+
+
+def test_without_a_gpu_there_is_nothing_to_trace(tmp_path: Path) -> None:
+    config = EngineConfig.model_validate(
+        {
+            "model": {"path": str(write_dummy(tmp_path)), "load_format": "dummy"},
+            "runtime": {"device": "cpu"},
+            "scheduler": {"max_num_seqs": 4},
+        }
+    )
+    with pytest.raises(ConfigError, match="runs on cpu"):
+        trace_decode(config, [1], steps=2)
+    with pytest.raises(ConfigError, match="batch of 5 is over scheduler.max_num_seqs 4"):
+        trace_decode(config, [5], steps=2)
