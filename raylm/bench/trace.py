@@ -1,11 +1,13 @@
-"""What a GPU does in decode steps: which kernels, how long, and how much of the time it waits."""
+"""What a GPU does in steps: which kernels, how long, and how much of the time it waits."""
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import TraceResult
 from raylm.config.engine import EngineConfig
 from raylm.core.sampling import SamplingParams
@@ -21,7 +24,6 @@ from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_PROMPT_LEN = 128
 _WARMUP_STEPS = 8
 _MAX_NAME = 60
 
@@ -34,8 +36,16 @@ class Span(NamedTuple):
     length: float
 
 
-def trace_decode(config: EngineConfig, batches: Sequence[int], *, steps: int) -> list[tuple[TraceResult, list[Span]]]:
-    """Run `steps` decode steps of as many requests as each of `batches` says, under torch's profiler.
+class Work(NamedTuple):
+    """What a trace looks at: `steps` decode steps behind prompts of prompt_len tokens, or the prompts themselves."""
+
+    steps: int
+    prompt_len: int
+    prefill: bool = False
+
+
+def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> list[tuple[TraceResult, list[Span]]]:
+    """Run the work for as many requests as each of `batches` says, under torch's profiler.
 
     Raises ConfigError where there is no GPU, or a batch is larger than the engine takes.
     """
@@ -46,44 +56,52 @@ def trace_decode(config: EngineConfig, batches: Sequence[int], *, steps: int) ->
     try:
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
-        return [_trace(engine, config.model.served_name, batch, steps) for batch in batches]
+        return [_trace(engine, config.model.served_name, batch, work) for batch in batches]
     finally:
         engine.shutdown()
 
 
-def _trace(engine: Engine, model: str, batch: int, steps: int) -> tuple[TraceResult, list[Span]]:
-    params = SamplingParams(temperature=0, max_tokens=_WARMUP_STEPS + 2 * steps + 8, ignore_eos=True)
-    edge = engine.info.vocab_size // 10
-    for index in range(batch):
-        prompt = [edge + (index * _PROMPT_LEN + i) % (8 * edge) for i in range(_PROMPT_LEN)]
-        engine.add([f"{batch}.{index}"], prompt, params)
-    # Until every prompt is computed and the graph of this size is there.
-    while engine.stats().waiting:
-        engine.step()
-    for _ in range(_WARMUP_STEPS):
-        engine.step()
-    unprofiled = _seconds(engine, steps)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        seconds = _seconds(engine, steps)
-    for delta in engine.abort_all():
-        assert delta.finish_reason == "abort"
-    while engine.has_work:
-        engine.step()
+def _trace(engine: Engine, model: str, batch: int, work: Work) -> tuple[TraceResult, list[Span]]:
+    for attempt in range(2):  # First times are not what a trace is about.
+        _run(engine, batch, work, salt=attempt, watch=nullcontext())
+    _, unprofiled = _run(engine, batch, work, salt=2, watch=nullcontext())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
+        profiler = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+        steps, seconds = _run(engine, batch, work, salt=3, watch=profiler)
         profiler.export_chrome_trace(str(path))
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
     return summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds)), spans
 
 
-def _seconds(engine: Engine, steps: int) -> float:
-    """Seconds for so many steps, from a device at rest to one at rest."""
+def _run(
+    engine: Engine, batch: int, work: Work, *, salt: int, watch: AbstractContextManager[object]
+) -> tuple[int, float]:
+    """Do the work once, the steps in question under `watch`. Returns how many they were, and their seconds, from a
+    device at rest to one at rest. `salt` makes the prompts differ."""
+    max_tokens = 1 if work.prefill else _WARMUP_STEPS + work.steps + 8
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    token_ids = prompt_token_ids(engine.info.vocab_size, engine.info.eos_token_ids)
+    draw = random.Random(salt)
+    for index in range(batch):
+        engine.add([f"{salt}.{index}"], draw.choices(token_ids, k=work.prompt_len), params)
+    if not work.prefill:
+        while engine.stats().waiting:
+            engine.step()
+        for _ in range(_WARMUP_STEPS):
+            engine.step()
     torch.cuda.synchronize()
-    began = perf_counter()
-    for _ in range(steps):
+    began, steps = perf_counter(), 0
+    with watch:
+        while engine.has_work if work.prefill else steps < work.steps:
+            engine.step()
+            steps += 1
+        torch.cuda.synchronize()
+    seconds = perf_counter() - began
+    engine.abort_all()
+    while engine.has_work:
         engine.step()
-    torch.cuda.synchronize()
-    return perf_counter() - began
+    return steps, seconds
 
 
 def read_trace(trace: dict[str, list[dict[str, object]]]) -> list[Span]:
@@ -130,7 +148,7 @@ def short_name(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + "..."
 
 
-def draw_trace(found: Sequence[tuple[TraceResult, list[Span]]], path: Path, *, steps: int) -> None:
+def draw_trace(found: Sequence[tuple[TraceResult, list[Span]]], path: Path) -> None:
     """A timeline of one step in the middle for each batch: the kernels that take most have a line of their own."""
     from matplotlib.figure import Figure
 
@@ -138,7 +156,7 @@ def draw_trace(found: Sequence[tuple[TraceResult, list[Span]]], path: Path, *, s
     for axes, (result, spans) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         names = list(result.kernels_us)[:8]
         first = spans[len(spans) // 2].start
-        length = (spans[-1].start - spans[0].start) / steps
+        length = result.kernels_per_step / len(spans) * (spans[-1].start - spans[0].start)
         shown = [span for span in spans if first <= span.start < first + length]
         lines: list[list[tuple[float, float]]] = [[] for _ in range(len(names) + 1)]
         for span in shown:

@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
-    _add_trace(kinds.add_parser("trace", help="what a GPU does in decode steps, and how much of the time it waits"))
+    _add_trace(kinds.add_parser("trace", help="what a GPU does in a step, and how much of the time it waits"))
     _add_shape(kinds.add_parser("shape", help="write the shape of a public model, to measure with random weights"))
 
 
@@ -88,8 +88,12 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--batch", type=_batches, default=[1, 64], metavar="N[,N...]", help="requests that decode")
-    parser.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to look at (%(default)s)")
+    parser.add_argument("--batch", type=_batches, default=[1, 64], metavar="N[,N...]", help="requests at a time")
+    parser.add_argument(
+        "--steps", type=_positive, default=20, metavar="N", help="decode steps to look at (%(default)s)"
+    )
+    parser.add_argument("--prompt-len", type=_positive, default=128, metavar="N", help="of a request (%(default)s)")
+    parser.add_argument("--prefill", action="store_true", help="look at the steps of the prompts instead")
     add_engine_options(parser)
     _add_report(parser)
     parser.set_defaults(run=run, measure=_trace, draws=True)
@@ -203,13 +207,13 @@ def _scheduler(args: argparse.Namespace, emit: Emit) -> None:
 
 
 def _trace(args: argparse.Namespace, emit: Emit) -> None:
-    from raylm.bench.trace import draw_trace, trace_decode
+    from raylm.bench.trace import Work, draw_trace, trace_steps
 
-    found = trace_decode(engine_config(args), args.batch, steps=args.steps)
+    found = trace_steps(engine_config(args), args.batch, Work(args.steps, args.prompt_len, args.prefill))
     for result, _ in found:
         emit(result)
     if args.plot is not None:
-        draw_trace(found, args.plot, steps=args.steps)
+        draw_trace(found, args.plot)
 
 
 def _shape(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +36,8 @@ class EngineActor:
         log.configure()
         self._engine = ray_engine(config, group=group, resources=resources)
         self._server = EngineServer(self._engine, host=host)
+        # What lives now lives as long as the actor: no collection in the middle of a step has to look through it.
+        gc.freeze()
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="raylm-engine", daemon=True)
         self._thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -34,6 +35,8 @@ class WorkerActor:
 
     def serve_steps(self, address: str) -> None:
         """Run plans until the channel closes. A failure goes to the engine and ends the worker."""
+        # What lives now lives as long as the worker: no collection in the middle of a step has to look through it.
+        gc.freeze()
         channel = PlanReceiver(address)
         try:
             serve(channel, self._worker.submit)

@@ -96,14 +96,23 @@ class GraphRunner:
         padded = np.full(size, self._table.padding_row)
         padded[: len(rows)] = rows
         arrays, _ = StepArrays.build(padded, np.ones(size, dtype=np.int64), self._table)
+        packed = self._table.upload.pack(arrays)
         graph = self._graphs.get((size, greedy))
         if graph is None:
-            graph = self._graphs[size, greedy] = _Graph(self, arrays, greedy=greedy)
-        graph.buffer.copy_(self._table.upload.pack(arrays), non_blocking=True)
-        graph.launch(self._capture)
+            graph = self._graphs[size, greedy] = _Graph(packed, arrays, self._table.device)
+        graph.buffer.copy_(packed, non_blocking=True)
+        if graph.replay is not None:
+            graph.replay()
+            return graph
+        if graph.has_run:
+            graph.replay = self._capture(lambda: self._compute(graph.inputs, greedy=greedy))
+            graph.replay()
+        else:
+            self._compute(graph.inputs, greedy=greedy)
+            graph.has_run = True
         return graph
 
-    def compute(self, inputs: list[Tensor], *, greedy: bool) -> None:
+    def _compute(self, inputs: list[Tensor], *, greedy: bool) -> None:
         """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
         table = self._table
         batch = InputBatch.gather(inputs, table, max_query_len=1, max_seq_len=table.max_model_len)
@@ -120,18 +129,12 @@ class GraphRunner:
 class _Graph:
     """One size: where its inputs lie, and how it is launched. What it gives lies in tensors that all sizes share."""
 
-    def __init__(self, runner: GraphRunner, arrays: StepArrays, *, greedy: bool) -> None:
-        host = runner._table.upload.pack(arrays)
-        self.buffer = torch.empty_like(host, device=runner._table.device)
+    def __init__(self, packed: Tensor, arrays: StepArrays, device: torch.device) -> None:
+        """`packed` is what its inputs look like, made of `arrays`."""
+        self.buffer = torch.empty_like(packed, device=device)
         self.inputs = unpack(self.buffer, arrays)
-        self._run: Run = lambda: runner.compute(self.inputs, greedy=greedy)
-        self._times_run = 0
-
-    def launch(self, capture: Capture) -> None:
-        if self._times_run == 1:
-            self._run = capture(self._run)
-        self._times_run += 1
-        self._run()
+        self.has_run = False
+        self.replay: Run | None = None
 
 
 class CudaCapture:

@@ -37,9 +37,7 @@ class ModelRunner:
         self._model = model
         self._table = table
         self._store = store
-        self._group_of = groups.group_of_layers()
-        place = {layer: i for layers in groups.layers for i, layer in enumerate(layers)}
-        self._caches = [store.pairs[place[layer]] for layer in range(len(place))]
+        self._forward = _Forward(model, store, groups)
         self._graphs = self._make_graphs(capture) if capture is not None else None
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -92,11 +90,6 @@ class ModelRunner:
         logits = self._model.logits(hidden.index_select(0, batch.sample_index))
         return self._sample_or_report(logits, sample_rows, batch.sample_cells)
 
-    def _forward(self, batch: InputBatch) -> Tensor:
-        """Hidden states [T, hidden_size]; the tokens' keys and values are in the cache from now on."""
-        metas = [batch.attention[group] for group in self._group_of]
-        return self._model(batch.token_ids, batch.positions, self._caches, metas)
-
     def _sample_or_report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
         """What the rows [num_rows] give. logits: [num_rows, vocab]; cells: [num_rows], for the tokens they sample."""
         if self._table.reports[rows].any():
@@ -139,3 +132,19 @@ class ModelRunner:
             seed=table.seed[rows],
             position=table.num_known[rows],
         )
+
+
+class _Forward:
+    """The model with its cache. It knows no runner, so that a runner's memory is free as soon as nobody holds it."""
+
+    def __init__(self, model: DecoderModel, store: KVStore, groups: CacheGroups) -> None:
+        self._model = model
+        self._group_of = groups.group_of_layers()
+        place = {layer: i for layers in groups.layers for i, layer in enumerate(layers)}
+        self._caches = [store.pairs[place[layer]] for layer in range(len(place))]
+
+    def __call__(self, batch: InputBatch) -> Tensor:
+        """Hidden states [T, hidden_size]; the tokens' keys and values are in the cache from now on."""
+        metas = [batch.attention[group] for group in self._group_of]
+        hidden: Tensor = self._model(batch.token_ids, batch.positions, self._caches, metas)
+        return hidden

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raylm.bench.dummy import SHAPES, write_dummy, write_shape
-from raylm.bench.trace import Span, draw_trace, read_trace, short_name, summarize, trace_decode
+from raylm.bench.trace import Span, Work, draw_trace, read_trace, short_name, summarize, trace_steps
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
 from raylm.errors import ConfigError
@@ -65,7 +65,7 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
     spans = [Span(f"k{i % 12}", 10.0 * i, 7.0) for i in range(100)]
     result = summarize(spans, model="m", batch=1, steps=5, seconds=(1e-3, 1e-3))
     path = tmp_path / "trace.png"
-    draw_trace([(result, spans)] * 2, path, steps=5)
+    draw_trace([(result, spans)] * 2, path)
     assert path.stat().st_size > 10_000
 
 
@@ -78,6 +78,6 @@ def test_without_a_gpu_there_is_nothing_to_trace(tmp_path: Path) -> None:
         }
     )
     with pytest.raises(ConfigError, match="runs on cpu"):
-        trace_decode(config, [1], steps=2)
+        trace_steps(config, [1], Work(2, 8))
     with pytest.raises(ConfigError, match="batch of 5 is over scheduler.max_num_seqs 4"):
-        trace_decode(config, [5], steps=2)
+        trace_steps(config, [5], Work(2, 8))

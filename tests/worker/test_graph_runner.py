@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import checkpoints
@@ -100,6 +102,18 @@ def test_sizes_go_up_to_the_most_rows(most: int, number: int) -> None:
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     assert len(sizes) == number
     assert all(size - before <= max(before / 8, 8) for before, size in zip(sizes[3:], sizes[4:], strict=False))
+
+
+def test_a_runner_that_nobody_holds_is_gone(folder: Path) -> None:
+    rig = Rig(folder, num_blocks=64, capture=Noted())
+    rig.runner.warm_up_graphs()
+    runner = weakref.ref(rig.runner)
+    gc.disable()
+    try:
+        del rig
+        assert runner() is None, "its caches would stay until Python looks for cycles"
+    finally:
+        gc.enable()
 
 
 def test_the_runner_needs_no_gradients(folder: Path) -> None:
