@@ -47,6 +47,16 @@ inline void check_gated(const char* op, const Tensor& x) {
   if (x.size(1) % 2 != 0) fail(op, "x has ", x.size(1), " columns, must be an even number: two halves");
 }
 
+inline void check_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  const char* op = "linear";
+  Arg(op, "x", x).floating().last_contiguous();
+  if (x.dim() < 1) fail(op, "x must have at least one dimension");
+  const int64_t size = x.size(x.dim() - 1);
+  Arg(op, "weight", weight).dtype({x.scalar_type()}).dim(2).size(1, size, "the last dimension of x").last_contiguous();
+  if (!bias) return;
+  Arg(op, "bias", *bias).dtype({x.scalar_type()}).dim(1).size(0, weight.size(0), "the rows of weight").contiguous();
+}
+
 inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
                             const Tensor& query_start, const Tensor& seq_lens, int64_t window, double soft_cap) {
   const char* op = "paged_attention";

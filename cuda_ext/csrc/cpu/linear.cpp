@@ -1,6 +1,7 @@
 #include <optional>
 
 #include "common.h"
+#include "shapes.h"
 
 namespace raylm {
 namespace {
@@ -13,15 +14,10 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 }
 
 void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const char* op = "linear";
-  Arg(op, "x", x).floating().on_cpu().last_contiguous();
-  if (x.dim() < 1) fail(op, "x must have at least one dimension");
-  const int64_t size = x.size(x.dim() - 1);
-  Arg(op, "weight", weight).on_cpu().dtype({x.scalar_type()}).dim(2).size(1, size, "the last dimension of x");
-  Arg(op, "weight", weight).last_contiguous();
-  if (!bias.has_value()) return;
-  Arg(op, "bias", *bias).on_cpu().dtype({x.scalar_type()}).dim(1).size(0, weight.size(0), "the rows of weight");
-  Arg(op, "bias", *bias).contiguous();
+  check_linear(x, weight, bias.has_value() ? &*bias : nullptr);
+  Arg("linear", "x", x).on_cpu();
+  Arg("linear", "weight", weight).on_cpu();
+  if (bias.has_value()) Arg("linear", "bias", *bias).on_cpu();
 }
 
 // float32 has a kernel of its own; the other types go to torch, whose library has instructions for them.

@@ -1,0 +1,153 @@
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "launch.h"
+#include "raylm/cuda/skinny_linear.cuh"
+#include "shapes.h"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr int kWarpsOfBlock = 8;
+constexpr int kSharedOfBlock = 227 * 1024;               // the most that a block of compute capability 9.0 may have
+constexpr int kSharedOfMultiprocessor = 228 * 1024;
+constexpr int kSharedBesides = 1024 + 1024;              // of a block: what the driver takes, the barriers
+
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  StableIValue stack[3] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                           torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+int attribute(cudaDeviceAttr which, int32_t device) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, which, device);
+  return value;
+}
+
+// Among how many warps k is split: by k alone, because the order of each sum follows from it. Each has as few blocks of k
+// as 8 warps allow, or 4 where that is one block each.
+int split_of(int64_t k) {
+  const int64_t blocks = (k + kSkinnyBlock - 1) / kSkinnyBlock;
+  const int64_t each = (blocks + kWarpsOfBlock - 1) / kWarpsOfBlock;
+  const int64_t warps = (blocks + each - 1) / each;
+  return static_cast<int>(warps <= 1 ? 1 : warps <= 2 ? 2 : warps <= 4 ? 4 : warps);
+}
+
+struct Plan {
+  int groups;  // of 8 rows of x; 0: the product is for torch's library
+  int tiles;   // of 8 rows of weight that a team takes at a time
+};
+
+constexpr int kStages = 2;
+
+int shared_bytes(Plan plan, int64_t rows, int64_t k) {
+  const int split = split_of(k), warps = kWarpsOfBlock / split * split;
+  return skinny_shared_bytes(plan.groups, plan.tiles, kStages, warps, static_cast<int>(rows), static_cast<int>(k));
+}
+
+// Where the kernel was measured to be faster than torch's library (H200). Two tiles at a time halve the reading of x; with
+// few rows of weight they also leave multiprocessors to the next kernel, whose weights then come early.
+Plan plan_for(int64_t rows, int64_t n, int64_t k) {
+  constexpr Plan kTorch{0, 0};
+  if (rows < 1 || rows > 16 || n < 1 || k < 8 || k % 8 != 0 || k > (1 << 20) || n > (1 << 30)) return kTorch;
+  Plan plan{rows <= 8 ? 1 : 2, 1};
+  if (rows <= 8) {
+    if (n <= 2048) plan.tiles = 2;
+  } else {
+    if (n > 4096 && n < 65536) return kTorch;
+    if (k <= 1024) plan.tiles = 2;
+  }
+  return shared_bytes(plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kTorch;
+}
+
+// Weights are read early only in a captured graph: there, no one writes them between two kernels of a step. Elsewhere a
+// kernel that lets this one start early might be the one that writes them.
+bool reads_early(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
+
+template <typename T, int Groups, int Tiles>
+void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
+  auto* const kernel = skinny_linear_kernel<T, Groups, Tiles, kStages, kWarpsOfBlock>;
+  const int shared = shared_bytes({Groups, Tiles}, args.rows, args.k);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  args.split = split_of(args.k);
+  args.tiles = (args.n + 8 * Tiles - 1) / (8 * Tiles);
+  args.early = reads_early(stream);
+  const int teams = kWarpsOfBlock / args.split, blocks = (args.tiles + teams - 1) / teams;
+  // Small weights get one block a multiprocessor, so that there is room for the next kernel's.
+  const int64_t bytes = int64_t{args.n} * args.k * 2;
+  const int fit = bytes < (16 << 20) ? 1 : std::clamp(kSharedOfMultiprocessor / (shared + kSharedBesides), 1, 4);
+  const int resident = fit * attribute(cudaDevAttrMultiProcessorCount, device), turns = (blocks + resident - 1) / resident;
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = fit == 1 ? std::min(blocks, resident) : (blocks + turns - 1) / turns;
+  config.blockDim = teams * args.split * kWarp;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args);  // its error is read by check_launch
+}
+
+template <typename T>
+void launch(Plan plan, const SkinnyArgs<T>& args, int32_t device, cudaStream_t stream) {
+  if (plan.groups == 1) {
+    plan.tiles == 1 ? launch<T, 1, 1>(args, device, stream) : launch<T, 1, 2>(args, device, stream);
+  } else {
+    plan.tiles == 1 ? launch<T, 2, 1>(args, device, stream) : launch<T, 2, 2>(args, device, stream);
+  }
+}
+
+bool is_aligned(const Tensor& tensor, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && stride % 8 == 0;
+}
+
+template <typename T>
+Tensor skinny(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows, int64_t x_stride,
+              Plan plan) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = weight.size(0);
+  Tensor out = torch::stable::new_empty(x, shape);
+  SkinnyArgs<T> args{};
+  args.x = data<T>(x);
+  args.weight = data<T>(weight);
+  args.bias = bias.has_value() ? data<T>(*bias) : nullptr;
+  args.out = data<T>(out);
+  args.x_stride = x_stride;
+  args.weight_stride = weight.stride(0);
+  args.rows = static_cast<int>(rows);
+  args.n = static_cast<int>(weight.size(0));
+  args.k = static_cast<int>(weight.size(1));
+  const Guard guard(x.get_device_index());
+  launch(plan, args, x.get_device_index(), current_stream(x));
+  check_launch("linear");
+  return out;
+}
+
+// A few rows of 16-bit numbers have a kernel of their own; all else goes to torch, whose library is made for it.
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  check_linear(x, weight, bias.has_value() ? &*bias : nullptr);
+  Arg("linear", "weight", weight).on_device_of(x);
+  if (bias.has_value()) Arg("linear", "bias", *bias).on_device_of(x);
+  const int64_t k = weight.size(1), rows = k ? x.numel() / k : 0, x_stride = x.dim() == 2 ? x.stride(0) : k;
+  const bool fits = x.scalar_type() != ScalarType::Float && (x.dim() == 2 || x.is_contiguous()) &&
+                    is_aligned(x, x_stride) && is_aligned(weight, weight.stride(0)) &&
+                    attribute(cudaDevAttrComputeCapabilityMajor, x.get_device_index()) == 9;
+  const Plan plan = fits ? plan_for(rows, weight.size(0), k) : Plan{0, 0};
+  if (plan.groups == 0) return torch_linear(x, weight, bias);
+  return x.scalar_type() == ScalarType::Half ? skinny<__half>(x, weight, bias, rows, x_stride, plan)
+                                             : skinny<__nv_bfloat16>(x, weight, bias, rows, x_stride, plan);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("linear", TORCH_BOX(&linear)); }
+
+}  // namespace raylm::cuda

@@ -1,0 +1,320 @@
+// y = x W^T (+ bias) for a few rows of x: bound by the reading of W [n, k], which happens once.
+//
+// A team of warps takes tiles of 8 * Tiles rows of W in turn. Its warps split k, in blocks of 256 dealt out in turn, and
+// each warp keeps its own ring of bulk copies of W in flight, across the end of a tile into the next one: no warp waits for
+// another one's weights. x lies in shared memory for the whole life of a block, which is one team or several.
+//
+// mma.sync m16n8k16 does the arithmetic, with rows of x, padded to 8 or to a multiple of 16, as its A operand and 8 rows of
+// W as its B operand. The sum over k may run in any order, so long as both operands agree: each lane reads 16 bytes of a
+// row and feeds them to two instructions. The warps' sums of a tile meet in shared memory, where one warp adds them in the
+// order of the warps while the others are at the next tile. All these orders depend on k only, so a row's result depends
+// neither on the rows beside it nor on timing.
+#pragma once
+
+#include "raylm/cuda/async_copy.cuh"
+#include "raylm/cuda/common.cuh"
+#include "raylm/cuda/grid_dependency.cuh"
+
+namespace raylm::cuda {
+
+template <typename T>
+struct SkinnyArgs {
+  const T* x;
+  const T* weight;
+  const T* bias;  // or null
+  T* out;
+  int64_t x_stride;
+  int64_t weight_stride;
+  int rows;
+  int n;
+  int k;
+  int tiles;
+  int split;   // warps of a team
+  bool early;  // the weights are read before the kernel ahead has ended
+};
+
+constexpr int kSkinnyStep = 32;  // of k: 16 bytes for each of the 4 lanes of a row
+constexpr int kSkinnyBlock = 256;
+constexpr int kSkinnySlots = 4;  // tiles whose sums may wait to be added
+
+// Rows lie 16 banks apart, so that the two rows that a quarter of a warp reads at once share no bank.
+constexpr int kSkinnyPitch = kSkinnyBlock * 2 + 64;
+__host__ __device__ constexpr int skinny_x_pitch(int k) { return (k * 2 + 127) / 128 * 128 + 64; }
+
+template <typename T>
+__device__ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                 unsigned b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+struct SkinnyTeam {
+  int index, warp, lane;  // of this thread: its team in the block, its warp in the team, its lane
+  int first_tile, tile_step;
+
+  __device__ explicit SkinnyTeam(int split) {
+    const int warp_of_block = threadIdx.x / kWarp, teams = blockDim.x / kWarp / split;
+    index = warp_of_block / split, warp = warp_of_block % split, lane = threadIdx.x % kWarp;
+    first_tile = blockIdx.x * teams + index, tile_step = gridDim.x * teams;
+  }
+};
+
+// A warp's ring of copies of W: stage after stage in the order in which it uses them.
+template <typename T, int Tiles, int Stages>
+class SkinnyRing {
+ public:
+  static constexpr int kStageBytes = 8 * Tiles * kSkinnyPitch;
+
+  __device__ SkinnyRing(const SkinnyArgs<T>& args, const SkinnyTeam& team, char* stages, unsigned full)
+      : args_(args), team_(team), stages_(stages), full_(full), tile_(team.first_tile), k_(team.warp * kSkinnyBlock),
+        policy_(evict_first_policy()) {
+    for (int i = 0; i < Stages; ++i) load();
+  }
+
+  // The stage whose weights are next, once they have arrived.
+  __device__ const char* wait() const {
+    barrier_wait(full_ + 8 * read_, phase_);
+    return stages_ + read_ * kStageBytes;
+  }
+
+  // The stage has been read by all lanes: its place is for the next copy.
+  __device__ void release() {
+    __syncwarp();
+    if (++read_ == Stages) read_ = 0, phase_ ^= 1;
+    load();
+  }
+
+ private:
+  __device__ void load() {
+    if (k_ >= args_.k || tile_ >= args_.tiles) return;
+    const int lane = threadIdx.x % kWarp;
+    const unsigned bytes = min(kSkinnyBlock, args_.k - k_) * 2, barrier = full_ + 8 * write_;
+    if (lane == 0) barrier_expect(barrier, bytes * 8 * Tiles);
+    __syncwarp();
+    if (lane < 8 * Tiles) {
+      const int row = min(tile_ * Tiles * 8 + lane, args_.n - 1);
+      const unsigned to = shared_address(stages_) + write_ * kStageBytes + lane * kSkinnyPitch;
+      bulk_copy_once(to, args_.weight + row * args_.weight_stride + k_, bytes, barrier, policy_);
+    }
+    if (++write_ == Stages) write_ = 0;
+    k_ += args_.split * kSkinnyBlock;
+    if (k_ < args_.k) return;
+    k_ = team_.warp * kSkinnyBlock;
+    tile_ += team_.tile_step;
+  }
+
+  const SkinnyArgs<T>& args_;
+  const SkinnyTeam& team_;
+  char* const stages_;
+  const unsigned full_;
+  int tile_, k_;  // of the next copy
+  int read_ = 0, write_ = 0;
+  unsigned phase_ = 0;
+  const uint64_t policy_;
+};
+
+// One warp's sums of a tile: Groups groups of 8 rows of x (1, 2 or 4) by Tiles groups of 8 rows of W.
+template <typename T, int Groups, int Tiles>
+class SkinnySums {
+ public:
+  static constexpr int kBlocks16 = (Groups + 1) / 2;
+
+  __device__ void clear() {
+#pragma unroll
+    for (auto& block : sums_) {
+#pragma unroll
+      for (auto& tile : block) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) tile[i / 4][i % 4] = 0.0f;
+      }
+    }
+  }
+
+  // Adds a block of k; x and w are this lane's first 16 bytes of it. Beyond `left` elements, both count as 0.
+  template <bool Whole>
+  __device__ void add(const char* x, const int (&x_rows)[Groups], const char* w, int left) {
+#pragma unroll
+    for (int j = 0; j < kSkinnyBlock / kSkinnyStep; ++j) {
+      if (!Whole && j * kSkinnyStep >= left) break;
+      const bool valid = Whole || j * kSkinnyStep + static_cast<int>(threadIdx.x) % 4 * 8 < left;
+      uint4 a[2 * kBlocks16] = {};
+#pragma unroll
+      for (int g = 0; g < Groups; ++g) a[g] = read(x + x_rows[g] + j * kSkinnyStep * 2, valid);
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+        const uint4 b = read(w + 8 * t * kSkinnyPitch + j * kSkinnyStep * 2, valid);
+#pragma unroll
+        for (int m = 0; m < kBlocks16; ++m) {
+          const uint4 low = a[2 * m], high = a[2 * m + 1];
+          mma_16816<T>(sums_[m][t][0], low.x, high.x, low.y, high.y, b.x, b.y);
+          mma_16816<T>(sums_[m][t][1], low.z, high.z, low.w, high.w, b.z, b.w);
+        }
+      }
+    }
+  }
+
+  // As [row of x][row of W], 8 * Tiles wide.
+  __device__ void store(float* to) const {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int m = 0; m < kBlocks16; ++m) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+        const auto& s = sums_[m][t];
+        float* cell = to + (16 * m + lane / 4) * (8 * Tiles) + 8 * t + lane % 4 * 2;
+        *reinterpret_cast<float2*>(cell) = make_float2(s[0][0] + s[1][0], s[0][1] + s[1][1]);
+        if constexpr (Groups > 1) {
+          *reinterpret_cast<float2*>(cell + 64 * Tiles) = make_float2(s[0][2] + s[1][2], s[0][3] + s[1][3]);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ static uint4 read(const char* from, bool valid) {
+    return valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  }
+
+  float sums_[kBlocks16][Tiles][2][4];  // the even and the odd instructions': two chains run side by side
+};
+
+// Where the sums of a team's warps meet: `kSkinnySlots` tiles, each filled by all warps and emptied by one of them.
+template <typename T, int Groups, int Tiles>
+class SkinnyMeeting {
+ public:
+  static constexpr int kWidth = 8 * Tiles;
+  static constexpr int kSums = Groups * 8 * kWidth;  // floats
+
+  static __host__ __device__ constexpr int bytes(int split) { return kSkinnySlots * split * kSums * 4; }
+
+  __device__ SkinnyMeeting(const SkinnyArgs<T>& args, const SkinnyTeam& team, float* parts, unsigned barriers)
+      : args_(args), team_(team), parts_(parts), filled_(barriers), emptied_(barriers + 8 * kSkinnySlots) {}
+
+  static __device__ void init(unsigned barriers, int split) {
+    for (int i = 0; i < kSkinnySlots; ++i) {
+      barrier_init(barriers + 8 * i, split);
+      barrier_init(barriers + 8 * (kSkinnySlots + i), 1);
+    }
+  }
+
+  // Brings this warp's sums of its next tile; one warp then writes the tile before, which the others have left by now.
+  __device__ void bring(const SkinnySums<T, Groups, Tiles>& sums) {
+    const int slot = count_ % kSkinnySlots, use = count_ / kSkinnySlots;
+    barrier_wait(emptied_ + 8 * slot, (use & 1) ^ 1);
+    sums.store(parts_ + (slot * args_.split + team_.warp) * kSums);
+    __syncwarp();
+    if (team_.lane == 0) barrier_arrive(filled_ + 8 * slot);
+    if (count_ > 0 && (count_ - 1) % args_.split == team_.warp) {
+      write(count_ - 1, team_.lane, kWarp);
+      __syncwarp();
+      if (team_.lane == 0) barrier_arrive(emptied_ + 8 * ((count_ - 1) % kSkinnySlots));
+    }
+    ++count_;
+  }
+
+  // The whole team writes its last tile.
+  __device__ void finish() {
+    if (count_ > 0) write(count_ - 1, team_.warp * kWarp + team_.lane, args_.split * kWarp);
+  }
+
+ private:
+  // Adds the warps' sums of the team's tile number `count`, in their order, and writes its part of y.
+  __device__ void write(int count, int thread, int threads) const {
+    const int slot = count % kSkinnySlots, tile = team_.first_tile + count * team_.tile_step;
+    barrier_wait(filled_ + 8 * slot, count / kSkinnySlots & 1);
+    const float* parts = parts_ + slot * args_.split * kSums;
+    for (int i = thread; i < args_.rows * kWidth; i += threads) {
+      float sum = parts[i];
+      for (int w = 1; w < args_.split; ++w) sum += parts[w * kSums + i];
+      const int column = tile * kWidth + i % kWidth;
+      if (column >= args_.n) continue;
+      if (args_.bias) sum += to_float(args_.bias[column]);
+      args_.out[static_cast<int64_t>(i / kWidth) * args_.n + column] = from_float<T>(sum);
+    }
+  }
+
+  const SkinnyArgs<T>& args_;
+  const SkinnyTeam& team_;
+  float* const parts_;
+  const unsigned filled_, emptied_;
+  int count_ = 0;
+};
+
+// x goes to shared memory by bulk copies, one a row.
+template <typename T>
+__device__ void skinny_copy_x(const SkinnyArgs<T>& args, char* to, unsigned barrier) {
+  if (threadIdx.x == 0) barrier_expect(barrier, args.rows * args.k * 2);
+  __syncwarp();
+  for (int row = threadIdx.x; row < args.rows; row += kWarp) {
+    bulk_copy(shared_address(to) + row * skinny_x_pitch(args.k), args.x + row * args.x_stride, args.k * 2, barrier);
+  }
+}
+
+__host__ __device__ constexpr int skinny_ring_bytes(int tiles, int stages) { return stages * 8 * tiles * kSkinnyPitch; }
+
+// Shared memory of a block: the warps' rings, the teams' meetings, x.
+constexpr int skinny_shared_bytes(int groups, int tiles, int stages, int warps, int rows, int k) {
+  const int meetings = kSkinnySlots * warps * groups * 8 * 8 * tiles * 4;
+  return warps * skinny_ring_bytes(tiles, stages) + meetings + rows * skinny_x_pitch(k);
+}
+
+template <typename T, int Groups, int Tiles, int Stages, int MaxWarps>
+__global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __grid_constant__ SkinnyArgs<T> args) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using Meeting = SkinnyMeeting<T, Groups, Tiles>;
+  constexpr int kRing = skinny_ring_bytes(Tiles, Stages);
+  extern __shared__ char shared[] __attribute__((aligned(128)));
+  __shared__ uint64_t ring_barriers[MaxWarps * Stages], meeting_barriers[MaxWarps * 2 * kSkinnySlots], x_barrier;
+  start_dependents();
+  const SkinnyTeam team(args.split);
+  const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
+  const unsigned full = shared_address(ring_barriers + warp * Stages), x_full = shared_address(&x_barrier);
+  const unsigned meet = shared_address(meeting_barriers + team.index * 2 * kSkinnySlots);
+  if (team.lane == 0) {
+    for (int i = 0; i < Stages; ++i) barrier_init(full + 8 * i, 1);
+    if (team.warp == 0) Meeting::init(meet, args.split);
+    if (warp == 0) barrier_init(x_full, 1);
+    barrier_init_done();
+  }
+  __syncwarp();
+  if (!args.early) wait_for_dependencies();
+  SkinnyRing<T, Tiles, Stages> ring(args, team, shared + warp * kRing, full);
+  if (args.early) wait_for_dependencies();
+  char* const meetings = shared + warps * kRing;
+  char* const x = meetings + Meeting::bytes(warps);
+  Meeting meeting(args, team, reinterpret_cast<float*>(meetings + team.index * Meeting::bytes(args.split)), meet);
+  if (warp == 0) skinny_copy_x(args, x, x_full);
+  __syncthreads();
+
+  int x_rows[Groups];
+#pragma unroll
+  for (int g = 0; g < Groups; ++g) x_rows[g] = min(8 * g + team.lane / 4, args.rows - 1) * skinny_x_pitch(args.k);
+  const char* const x_lane = x + team.lane % 4 * 16;
+  const int w_lane = team.lane / 4 * kSkinnyPitch + team.lane % 4 * 16;
+  barrier_wait(x_full, 0);
+  SkinnySums<T, Groups, Tiles> sums;
+  for (int tile = team.first_tile; tile < args.tiles; tile += team.tile_step) {
+    sums.clear();
+    for (int k = team.warp * kSkinnyBlock; k < args.k; k += args.split * kSkinnyBlock) {
+      const char* w = ring.wait() + w_lane;
+      if (k + kSkinnyBlock <= args.k) {
+        sums.template add<true>(x_lane + k * 2, x_rows, w, 0);
+      } else {
+        sums.template add<false>(x_lane + k * 2, x_rows, w, args.k - k);
+      }
+      ring.release();
+    }
+    meeting.bring(sums);
+  }
+  meeting.finish();
+#endif
+}
+
+}  // namespace raylm::cuda
