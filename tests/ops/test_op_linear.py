@@ -33,6 +33,69 @@ def test_strided_rows_and_leading_dimensions(op, device):
     close(out, x.double() @ weight.double().t(), scale=8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17])
+@pytest.mark.parametrize(
+    ("out_size", "in_size"),
+    [(13, 8), (40, 72), (1000, 520), (256, 1024), (4096, 1024), (130, 2048), (1024, 3072), (530, 4104), (20, 14336)],
+)
+def test_few_rows(op, device, dtype, rows, out_size, in_size):
+    x, weight = _random(rows, in_size).to(device, dtype), _random(out_size, in_size).to(device, dtype)
+    bias = _random(out_size).to(device, dtype)
+    out, expected = op("linear")(x, weight, bias), x.double() @ weight.double().t() + bias.double()
+    close(out, expected, scale=in_size**0.5)
+    # Closer than element by element: what rounding the result to its dtype leaves over.
+    assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps
+
+
+def test_few_rows_strided_and_unaligned(op, device):
+    wide, weight = _random(4, 400).to(device, torch.bfloat16), _random(96, 136).to(device, torch.bfloat16)
+    for start, first in ((0, 0), (8, 8), (3, 0), (0, 5)):
+        x, w = wide[:, start : start + 128], weight[:, first : first + 128]
+        close(op("linear")(x, w, None), x.double() @ w.double().t(), scale=128**0.5)
+
+
+def test_a_bad_row_stays_where_it_is(op, device):
+    x, weight = _random(5, 264).to(device, torch.bfloat16), _random(48, 264).to(device, torch.bfloat16)
+    x[2], weight[7] = float("nan"), float("inf")
+    out = op("linear")(x, weight, None)
+    fine = torch.ones(5, 48, dtype=torch.bool, device=device)
+    fine[2], fine[:, 7] = False, False
+    assert torch.isfinite(out[fine]).all() and not torch.isfinite(out[~fine]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("out_size", "in_size"), [(4096, 1024), (1024, 3072), (333, 2048), (4096, 4096), (70000, 512)])
+def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, out_size, in_size):
+    x, weight = _random(16, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
+    together = ops.linear(x, weight)
+    for rows in (1, 2, 5, 8, 9, 15):
+        assert torch.equal(ops.linear(x[-rows:], weight), together[-rows:])
+
+
+@pytest.mark.gpu
+def test_products_in_a_captured_graph(needs_extension):
+    """Each product's weights are read while the kernel before still runs, its rows are not."""
+    sizes = [1024, 4096, 1024, 3072, 1024, 256, 2048, 8]
+    weights = [_random(n, k).to("cuda", torch.bfloat16) / k**0.5 for k, n in zip(sizes, sizes[1:], strict=False)]
+    static = torch.zeros(4, 1024, dtype=torch.bfloat16, device="cuda")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = ops.linear(x, weight)
+        return x
+
+    step(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(static)
+    for seed in range(50):
+        static.copy_(torch.randn(4, 1024, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(out, step(static))
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it(needs_extension):
     x, weight = _random(200, 576), _random(100, 576)
     together = ops.linear(x, weight)

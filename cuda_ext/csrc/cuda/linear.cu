@@ -10,9 +10,11 @@ namespace raylm::cuda {
 namespace {
 
 constexpr int kWarpsOfBlock = 8;
-constexpr int kSharedOfBlock = 227 * 1024;               // the most that a block of compute capability 9.0 may have
+constexpr int kStages = 2;
+constexpr int kSharedOfBlock = 227 * 1024;  // the most that a block of compute capability 9.0 may have
 constexpr int kSharedOfMultiprocessor = 228 * 1024;
-constexpr int kSharedBesides = 1024 + 1024;              // of a block: what the driver takes, the barriers
+constexpr int kSharedBesides = 2 * 1024;  // of a block: what the driver takes, the barriers
+constexpr int64_t kSmallWeight = 16 << 20;  // bytes; below, a product takes about as long as a launch
 
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   StableIValue stack[3] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
@@ -38,28 +40,24 @@ int split_of(int64_t k) {
 
 struct Plan {
   int groups;  // of 8 rows of x; 0: the product is for torch's library
-  int tiles;   // of 8 rows of weight that a team takes at a time
+  int tiles;   // groups of 8 rows of weight that a team takes at a time
 };
-
-constexpr int kStages = 2;
 
 int shared_bytes(Plan plan, int64_t rows, int64_t k) {
   const int split = split_of(k), warps = kWarpsOfBlock / split * split;
   return skinny_shared_bytes(plan.groups, plan.tiles, kStages, warps, static_cast<int>(rows), static_cast<int>(k));
 }
 
-// Where the kernel was measured to be faster than torch's library (H200). Two tiles at a time halve the reading of x; with
-// few rows of weight they also leave multiprocessors to the next kernel, whose weights then come early.
+bool is_small(int64_t n, int64_t k) { return n * k * 2 < kSmallWeight; }
+
+// Where the kernel was measured to be faster than torch's library (H200). Two groups of weight rows at a time halve the
+// reading of x, and bring more of a small weight with the first copies.
 Plan plan_for(int64_t rows, int64_t n, int64_t k) {
   constexpr Plan kTorch{0, 0};
   if (rows < 1 || rows > 16 || n < 1 || k < 8 || k % 8 != 0 || k > (1 << 20) || n > (1 << 30)) return kTorch;
-  Plan plan{rows <= 8 ? 1 : 2, 1};
-  if (rows <= 8) {
-    if (n <= 2048) plan.tiles = 2;
-  } else {
-    if (n > 4096 && n < 65536) return kTorch;
-    if (k <= 1024) plan.tiles = 2;
-  }
+  const Plan plan{rows <= 8 ? 1 : 2, is_small(n, k) || (rows > 8 && k <= 1024) ? 2 : 1};
+  const bool many_columns = n >= 65536, square = n <= 4096 && k < 4096;
+  if (rows > 8 && !many_columns && !square) return kTorch;
   return shared_bytes(plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kTorch;
 }
 
@@ -70,26 +68,40 @@ bool reads_early(cudaStream_t stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
 }
 
+struct Grid {
+  int blocks, shared;
+};
+
+// A large weight gets one block a multiprocessor, and so much shared memory that there can be no second: more copies in
+// flight from more places make memory slower, and a multiprocessor with two blocks would finish late. For a small weight
+// what counts is that all of it is asked for at once, evenly.
+Grid grid_of(bool small, int shared, int blocks, int multiprocessors) {
+  if (!small) {
+    const int no_second = kSharedOfMultiprocessor / 2 + 2 * 1024;
+    return {std::min(blocks, multiprocessors), std::max(shared, no_second)};
+  }
+  const int resident = multiprocessors * std::clamp(kSharedOfMultiprocessor / (shared + kSharedBesides), 1, 4);
+  const int turns = (blocks + resident - 1) / resident;
+  return {(blocks + turns - 1) / turns, shared};
+}
+
 template <typename T, int Groups, int Tiles>
 void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   auto* const kernel = skinny_linear_kernel<T, Groups, Tiles, kStages, kWarpsOfBlock>;
-  const int shared = shared_bytes({Groups, Tiles}, args.rows, args.k);
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   args.split = split_of(args.k);
   args.tiles = (args.n + 8 * Tiles - 1) / (8 * Tiles);
   args.early = reads_early(stream);
-  const int teams = kWarpsOfBlock / args.split, blocks = (args.tiles + teams - 1) / teams;
-  // Small weights get one block a multiprocessor, so that there is room for the next kernel's.
-  const int64_t bytes = int64_t{args.n} * args.k * 2;
-  const int fit = bytes < (16 << 20) ? 1 : std::clamp(kSharedOfMultiprocessor / (shared + kSharedBesides), 1, 4);
-  const int resident = fit * attribute(cudaDevAttrMultiProcessorCount, device), turns = (blocks + resident - 1) / resident;
+  const int teams = kWarpsOfBlock / args.split;
+  const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
+                            (args.tiles + teams - 1) / teams, attribute(cudaDevAttrMultiProcessorCount, device));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared);
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = fit == 1 ? std::min(blocks, resident) : (blocks + turns - 1) / turns;
+  config.gridDim = grid.blocks;
   config.blockDim = teams * args.split * kWarp;
-  config.dynamicSmemBytes = shared;
+  config.dynamicSmemBytes = grid.shared;
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = 1;
@@ -105,7 +117,7 @@ void launch(Plan plan, const SkinnyArgs<T>& args, int32_t device, cudaStream_t s
   }
 }
 
-bool is_aligned(const Tensor& tensor, int64_t stride) {
+bool has_aligned_rows(const Tensor& tensor, int64_t stride) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && stride % 8 == 0;
 }
 
@@ -138,7 +150,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   if (bias.has_value()) Arg("linear", "bias", *bias).on_device_of(x);
   const int64_t k = weight.size(1), rows = k ? x.numel() / k : 0, x_stride = x.dim() == 2 ? x.stride(0) : k;
   const bool fits = x.scalar_type() != ScalarType::Float && (x.dim() == 2 || x.is_contiguous()) &&
-                    is_aligned(x, x_stride) && is_aligned(weight, weight.stride(0)) &&
+                    has_aligned_rows(x, x_stride) && has_aligned_rows(weight, weight.stride(0)) &&
                     attribute(cudaDevAttrComputeCapabilityMajor, x.get_device_index()) == 9;
   const Plan plan = fits ? plan_for(rows, weight.size(0), k) : Plan{0, 0};
   if (plan.groups == 0) return torch_linear(x, weight, bias);

@@ -35,7 +35,7 @@ struct SkinnyArgs {
 
 constexpr int kSkinnyStep = 32;  // of k: 16 bytes for each of the 4 lanes of a row
 constexpr int kSkinnyBlock = 256;
-constexpr int kSkinnySlots = 4;  // tiles whose sums may wait to be added
+constexpr int kSkinnySlots = 2;  // tiles of a team whose sums may wait to be added
 
 // Rows lie 16 banks apart, so that the two rows that a quarter of a warp reads at once share no bank.
 constexpr int kSkinnyPitch = kSkinnyBlock * 2 + 64;
