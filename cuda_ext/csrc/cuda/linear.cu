@@ -29,8 +29,8 @@ int attribute(cudaDeviceAttr which, int32_t device) {
   return value;
 }
 
-// Among how many warps k is split: by k alone, because the order of each sum follows from it. Each has as few blocks of k
-// as 8 warps allow, or 4 where that is one block each.
+// Among how many warps k is split: by k alone, because the order of each sum follows from it. Each has as few blocks of
+// k as 8 warps allow.
 int split_of(int64_t k) {
   const int64_t blocks = (k + kSkinnyBlock - 1) / kSkinnyBlock;
   const int64_t each = (blocks + kWarpsOfBlock - 1) / kWarpsOfBlock;
@@ -72,9 +72,9 @@ struct Grid {
   int blocks, shared;
 };
 
-// A large weight gets one block a multiprocessor, and so much shared memory that there can be no second: more copies in
-// flight from more places make memory slower, and a multiprocessor with two blocks would finish late. For a small weight
-// what counts is that all of it is asked for at once, evenly.
+// A large weight gets one block a multiprocessor, and so much shared memory that there can be no second: more copies
+// in flight from more places make memory slower, and a multiprocessor with two blocks would finish late. For a small
+// weight what counts is that all of it is asked for at once, evenly.
 Grid grid_of(bool small, int shared, int blocks, int multiprocessors) {
   if (!small) {
     const int no_second = kSharedOfMultiprocessor / 2 + 2 * 1024;
@@ -94,7 +94,7 @@ void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
                             (args.tiles + teams - 1) / teams, attribute(cudaDevAttrMultiProcessorCount, device));
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock - 1024);
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
