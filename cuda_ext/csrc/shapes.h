@@ -1,6 +1,8 @@
 // The checks that an operator's CPU and CUDA launchers share: everything but the device.
 #pragma once
 
+#include <optional>
+
 #include "checks.h"
 
 namespace raylm {
@@ -16,8 +18,8 @@ inline void check_norm(const char* op, const Tensor& x, const Tensor* residual, 
   Arg(op, "residual", *residual).size(0, x.size(0), "as x").size(1, hidden, "as x");
 }
 
-inline void check_rotary(const Tensor& q, const Tensor& k, const Tensor& positions, const Tensor& cos_sin) {
-  const char* op = "rotary";
+inline void check_rotary(const char* op, const Tensor& q, const Tensor& k, const Tensor& positions,
+                         const Tensor& cos_sin) {
   Arg(op, "q", q).floating().dim(3).last_contiguous();
   Arg(op, "k", k).dtype({q.scalar_type()}).dim(3).last_contiguous();
   Arg(op, "k", k).size(0, q.size(0), "the tokens of q").size(2, q.size(2), "the head size of q");
@@ -29,9 +31,8 @@ inline void check_rotary(const Tensor& q, const Tensor& k, const Tensor& positio
   }
 }
 
-inline void check_store(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+inline void check_store(const char* op, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                         const Tensor& slots) {
-  const char* op = "store_kv";
   Arg(op, "k", k).floating().dim(3).last_contiguous();
   Arg(op, "v", v).dtype({k.scalar_type()}).dim(3).last_contiguous();
   for (int64_t d = 0; d < 3; ++d) Arg(op, "v", v).size(d, k.size(d), "as k");
@@ -40,6 +41,18 @@ inline void check_store(const Tensor& k, const Tensor& v, const Tensor& k_cache,
   Arg(op, "v_cache", v_cache).dtype({k.scalar_type()}).dim(4).last_contiguous();
   for (int64_t d = 0; d < 4; ++d) Arg(op, "v_cache", v_cache).size(d, k_cache.size(d), "as k_cache");
   Arg(op, "slot_mapping", slots).dtype({ScalarType::Long}).dim(1).size(0, k.size(0), "the tokens of k").contiguous();
+}
+
+inline void check_rope_store(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_weight,
+                             const std::optional<Tensor>& k_weight, const Tensor& positions, const Tensor& cos_sin,
+                             const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
+  const char* op = "rope_store";
+  check_rotary(op, q, k, positions, cos_sin);
+  check_store(op, k, v, k_cache, v_cache, slots);
+  if (q_weight.has_value() != k_weight.has_value()) fail(op, "q_weight and k_weight must be given both or neither");
+  if (!q_weight) return;
+  Arg(op, "q_weight", *q_weight).dtype({q.scalar_type()}).dim(1).size(0, q.size(2), "the head size").contiguous();
+  Arg(op, "k_weight", *k_weight).dtype({q.scalar_type()}).dim(1).size(0, q.size(2), "the head size").contiguous();
 }
 
 inline void check_gated(const char* op, const Tensor& x) {

@@ -32,7 +32,7 @@ class AttentionMetadata:
 
 
 class Attention:
-    """Stores a step's keys and values, then attends causally over all cached ones. It holds no parameters.
+    """Attends causally over all cached keys and values, those of the step among them. It holds no parameters.
 
     `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores.
     """
@@ -44,10 +44,9 @@ class Attention:
         self._window = window
         self._soft_cap = soft_cap
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+    def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]."""
         k_cache, v_cache = cache
-        ops.store_kv(k, v, k_cache, v_cache, meta.slot_mapping)
         return ops.paged_attention(
             q,
             k_cache,

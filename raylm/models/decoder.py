@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self._splits = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (num_heads + 2 * num_kv_heads, arch.head_dim)
+        self._norm_eps = arch.rms_norm_eps
         self._rotary = rotary
         self._attention = Attention(
             scale=arch.attention_scale, window=arch.window(layer), soft_cap=arch.attention_soft_cap
@@ -54,10 +55,12 @@ class SelfAttention(nn.Module):
         num_tokens = x.shape[0]
         # Views of the fused output, [num_tokens, heads, head_dim] each: the operators take strides.
         q, k, v = self.qkv_proj(x).view(num_tokens, *self._heads).split(self._splits, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        ops.rotary(q, k, positions, self._rotary)
-        out = self._attention(q, k, v, cache, meta)
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        ops.rope_store(
+            q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping
+        )
+        out = self._attention(q, cache, meta)
         return self.o_proj(out.view(num_tokens, -1))
 
     @staticmethod

@@ -7,6 +7,7 @@ key/value heads, D the head size. The kernels do not record gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,10 +21,12 @@ _rms_norm: Callable[..., Tensor] = torch.ops.raylm.rms_norm.default
 _add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.add_rms_norm.default
 _rotary: Callable[..., None] = torch.ops.raylm.rotary.default
 _store_kv: Callable[..., None] = torch.ops.raylm.store_kv.default
+_rope_store: Callable[..., None] = torch.ops.raylm.rope_store.default
 _paged_attention: Callable[..., Tensor] = torch.ops.raylm.paged_attention.default
 _silu_mul: Callable[..., Tensor] = torch.ops.raylm.silu_mul.default
 _gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
 _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
+_sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,6 +55,27 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     CUDA kernel cannot raise one and skips the token.
     """
     _store_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """All that happens to q [T, Hq, D], k and v [T, Hk, D] before attention: rms_norm, rotary, store_kv, in this order.
+
+    q is changed in place, k and v go to the caches; what k itself holds afterwards is not defined. `q_weight` and
+    `k_weight` [D] norm each head; without them nothing is normed.
+    """
+    _rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping)
 
 
 def paged_attention(
@@ -94,3 +118,25 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N]."""
     return _linear(x, weight, bias)
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    """One token a row of logits [S, V]; returns int64 [S]. The settings are [S]: temperature, top_p and min_p float32,
+    top_k, seed and position int64.
+
+    At temperature 0 the likeliest token, the first of equals. Otherwise one of those that top_k (0: off), top_p (1: off)
+    and min_p (0: off) all leave of softmax(logits / temperature): the first whose running sum of kept probabilities, in
+    the order of the vocabulary, passes a uniform number's share of their total. The number follows from (seed,
+    position), so a row's token does not depend on the other rows.
+    """
+    if logits.is_cuda and not _has_clusters(logits.device):
+        return fallback.sample(logits, temperature, top_k, top_p, min_p, seed, position)
+    return _sample(logits, temperature, top_k, top_p, min_p, seed, position)
+
+
+@functools.cache
+def _has_clusters(device: torch.device) -> bool:
+    """Whether the device has what the compiled kernel of `sample` is built on."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.ops.library import LIBRARY
+from raylm.ops.sampling import sample
 
 _QUERY_CHUNK = 256
 """Queries of one sequence whose scores are in memory at a time."""
@@ -42,6 +43,26 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     k_cache[blocks, offsets] = k
     v_cache[blocks, offsets] = v
+
+
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    if q_weight is not None and k_weight is not None:
+        q.copy_(rms_norm(q, q_weight, eps))
+        k.copy_(rms_norm(k, k_weight, eps))
+    rotary(q, k, positions, cos_sin)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 def paged_attention(
@@ -135,5 +156,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_ca
     return out.reshape(num_seqs, num_queries, num_heads, head_dim).to(q.dtype).contiguous()
 
 
-for _kernel in (rms_norm, add_rms_norm, rotary, store_kv, paged_attention, silu_mul, gelu_tanh_mul, linear):
+_KERNELS = (
+    rms_norm,
+    add_rms_norm,
+    rotary,
+    store_kv,
+    rope_store,
+    paged_attention,
+    silu_mul,
+    gelu_tanh_mul,
+    linear,
+    sample,
+)
+for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

@@ -18,6 +18,10 @@ SCHEMAS = {
     "add_rms_norm": "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
     "rotary": "(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin) -> ()",
     "store_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    "rope_store": (
+        "(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, Tensor positions, "
+        "Tensor cos_sin, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor slot_mapping) -> ()"
+    ),
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap) -> Tensor"
@@ -25,6 +29,10 @@ SCHEMAS = {
     "silu_mul": "(Tensor x) -> Tensor",
     "gelu_tanh_mul": "(Tensor x) -> Tensor",
     "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "sample": (
+        "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
+        "-> Tensor"
+    ),
 }
 
 LIBRARY = Library(NAMESPACE, "DEF")
@@ -48,15 +56,21 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _token_each(logits: Tensor, *_: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
 _FAKES = {
     "rms_norm": _like,
     "add_rms_norm": _like,
     "rotary": _nothing,
     "store_kv": _nothing,
+    "rope_store": _nothing,
     "paged_attention": _like,
     "silu_mul": _half_width,
     "gelu_tanh_mul": _half_width,
     "linear": _linear,
+    "sample": _token_each,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from raylm.worker.sampler import SamplingBatch, sample, uniform_numbers
+from raylm.ops.sampling import uniform_numbers
+from raylm.worker.sampler import SamplingBatch, sample
 
 
 def batch(rows: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, position=None) -> SamplingBatch:

@@ -37,4 +37,43 @@ inline const int64_t* checked_indices(const char* op, const char* name, const Te
   return values;
 }
 
+inline RotaryArgs rotary_args(const char* op, const Tensor& q, const Tensor& k, const Tensor& positions,
+                              const Tensor& cos_sin) {
+  RotaryArgs args{};
+  args.dtype = dtype_of(q);
+  args.positions = checked_indices(op, "positions", positions, cos_sin.size(0));
+  args.cos_sin = cos_sin.const_data_ptr<float>();
+  args.rotary_dim = cos_sin.size(1);
+  const Tensor* sides[2] = {&q, &k};
+  for (int side = 0; side < 2; ++side) {
+    args.x[side] = sides[side]->mutable_data_ptr();
+    args.token_stride[side] = sides[side]->stride(0);
+    args.head_stride[side] = sides[side]->stride(1);
+    args.num_heads[side] = sides[side]->size(1);
+  }
+  return args;
+}
+
+inline StoreArgs store_args(const char* op, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+                            const Tensor& v_cache, const Tensor& slot_mapping) {
+  StoreArgs args{};
+  args.block_size = k_cache.size(1);
+  args.slots = checked_indices(op, "slot_mapping", slot_mapping, k_cache.size(0) * args.block_size);
+  args.num_heads = k.size(1);
+  args.element_bytes = static_cast<int64_t>(k.element_size());
+  args.row_bytes = k.size(2) * args.element_bytes;
+  const Tensor* sources[2] = {&k, &v};
+  const Tensor* caches[2] = {&k_cache, &v_cache};
+  for (int side = 0; side < 2; ++side) {
+    args.src[side] = sources[side]->const_data_ptr();
+    args.token_stride[side] = sources[side]->stride(0);
+    args.head_stride[side] = sources[side]->stride(1);
+    args.cache[side] = caches[side]->mutable_data_ptr();
+    args.block_stride[side] = caches[side]->stride(0);
+    args.slot_stride[side] = caches[side]->stride(1);
+    args.cache_head_stride[side] = caches[side]->stride(2);
+  }
+  return args;
+}
+
 }  // namespace raylm

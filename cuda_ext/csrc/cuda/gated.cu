@@ -5,6 +5,29 @@
 namespace raylm::cuda {
 namespace {
 
+#ifndef RAYLM_GATED_VECS
+#define RAYLM_GATED_VECS 2
+#endif
+constexpr int kMany = RAYLM_GATED_VECS;  // 16-byte accesses a thread where there is work for all multiprocessors
+
+template <typename T, typename Act>
+void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t width) {
+  const auto stream = current_stream(x);
+  const T* source = data<T>(x);
+  T* target = data<T>(out);
+  const int64_t vecs = width / kVec<T>;
+  if (!is_aligned(source) || !is_aligned(target) || width % kVec<T> != 0 || x.stride(0) % kVec<T> != 0) {
+    const unsigned threads = threads_for(width, 256);
+    const dim3 grid(rows, (width + 4 * threads - 1) / (4 * threads));
+    return launch_dependent(gated_any_kernel<T, Act>, grid, dim3(threads), stream, source, x.stride(0), target, width);
+  }
+  const bool many = rows * vecs >= 256 * 1024;
+  const unsigned threads = many ? threads_for(vecs / kMany, 256) : 64, each = many ? kMany * threads : threads;
+  const dim3 grid(rows, (vecs + each - 1) / each);
+  const auto kernel = many ? gated_kernel<T, Act, kMany> : gated_kernel<T, Act, 1>;
+  launch_dependent(kernel, grid, dim3(threads), stream, source, x.stride(0), target, width);
+}
+
 template <typename Act>
 Tensor run(const char* op, const Tensor& x) {
   check_gated(op, x);
@@ -12,13 +35,8 @@ Tensor run(const char* op, const Tensor& x) {
   const int64_t shape[2] = {rows, width};
   Tensor out = torch::stable::new_empty(x, torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
   if (out.numel() == 0) return out;
-  const unsigned threads = threads_for(width, 256);
-  const dim3 grid(rows, (width + 4 * threads - 1) / (4 * threads));
   const Guard guard(x.get_device_index());
-  by_dtype(x, [&](auto type) {
-    using T = decltype(type);
-    gated_kernel<T, Act><<<grid, threads, 0, current_stream(x)>>>(data<T>(x), x.stride(0), data<T>(out), width);
-  });
+  by_dtype(x, [&](auto type) { launch<decltype(type), Act>(x, out, rows, width); });
   check_launch(op);
   return out;
 }

@@ -11,6 +11,10 @@
 // It lives in torch's CUDA library; weak, so that this extension also loads into a torch for CPUs only.
 #pragma weak aoti_torch_get_current_cuda_stream
 
+#ifndef RAYLM_DEPENDENT
+#define RAYLM_DEPENDENT 1
+#endif
+
 namespace raylm::cuda {
 
 inline cudaStream_t current_stream(const Tensor& tensor) {
@@ -38,6 +42,32 @@ void by_dtype(const Tensor& tensor, const Body& body) {
 template <typename T>
 T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
+}
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+inline int compute_major(int32_t device) {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major;
+}
+
+// Launches a kernel that may start while the one before it on the stream drains (programmatic dependent launch, compute
+// capability 9.0): the kernel waits for it by itself, see raylm/cuda/grid_dependency.cuh.
+template <typename... Params>
+void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, const Params&... params) {
+  int device = 0;
+  cudaGetDevice(&device);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = RAYLM_DEPENDENT && compute_major(device) >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, params...);  // its error is read by check_launch
 }
 
 // Threads for a row of `size` elements: whole warps, at most `most`.

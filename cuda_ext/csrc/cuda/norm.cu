@@ -5,6 +5,41 @@
 namespace raylm::cuda {
 namespace {
 
+constexpr int64_t kMaxVecs = 4;  // 16-byte accesses that a thread may hold
+#ifndef RAYLM_NORM_FEW
+#define RAYLM_NORM_FEW 1
+#endif
+
+template <typename T>
+void launch_any(const NormParams<T>& params, cudaStream_t stream) {
+  launch_dependent(rms_norm_any_kernel<T>, dim3(params.rows), dim3(threads_for(params.hidden, 512)), stream, params);
+}
+
+// Few accesses a thread and many threads a row; rows of less than a block's worth share one.
+template <typename T>
+void launch_vec(const NormParams<T>& params, cudaStream_t stream) {
+  const int64_t vecs = params.hidden / kVec<T>;
+  int64_t each = RAYLM_NORM_FEW;
+  while (each < kMaxVecs && (vecs + each - 1) / each > 1024) each *= 2;
+  const unsigned threads = threads_for((vecs + each - 1) / each, 1024);
+  const unsigned rows = threads >= 256 || params.rows < 512 ? 1 : 256 / threads;
+  const dim3 grid((params.rows + rows - 1) / rows), block(threads, rows);
+  switch (each) {
+    case 1: return launch_dependent(rms_norm_kernel<T, 1>, grid, block, stream, params);
+    case 2: return launch_dependent(rms_norm_kernel<T, 2>, grid, block, stream, params);
+    default: return launch_dependent(rms_norm_kernel<T, 4>, grid, block, stream, params);
+  }
+}
+
+template <typename T>
+bool fits_vectors(const NormParams<T>& p) {
+  const auto fits = [](const void* pointer, int64_t a, int64_t b) {
+    return is_aligned(pointer) && a % kVec<T> == 0 && b % kVec<T> == 0;
+  };
+  return fits(p.x, p.outer_stride, p.inner_stride) && fits(p.residual, p.residual_stride, 0) &&
+         fits(p.weight, p.hidden, 0) && fits(p.out, 0, 0) && p.hidden <= kMaxVecs * 1024 * kVec<T>;
+}
+
 // Up to two leading dimensions of x may be strided: the heads of a fused projection.
 Tensor run(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
@@ -15,9 +50,10 @@ Tensor run(const char* op, const Tensor& x, const Tensor* residual, const Tensor
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
-    rms_norm_kernel<T><<<rows, threads_for(hidden, 512), 0, current_stream(x)>>>(
-        data<T>(x), inner, outer_stride, inner_stride, residual ? data<T>(*residual) : nullptr,
-        residual ? residual->stride(0) : 0, data<T>(weight), data<T>(out), hidden, static_cast<float>(eps));
+    const NormParams<T> params{data<T>(x), rows, inner, outer_stride, inner_stride,
+                               residual ? data<T>(*residual) : nullptr, residual ? residual->stride(0) : 0,
+                               data<T>(weight), data<T>(out), hidden, static_cast<float>(eps)};
+    fits_vectors(params) ? launch_vec(params, current_stream(x)) : launch_any(params, current_stream(x));
   });
   check_launch(op);
   return out;

@@ -12,7 +12,7 @@ RotarySide<T> side(const Tensor& x) {
 
 void rotary(Tensor q, Tensor k, Tensor positions, Tensor cos_sin) {
   const char* op = "rotary";
-  check_rotary(q, k, positions, cos_sin);
+  check_rotary(op, q, k, positions, cos_sin);
   Arg(op, "k", k).on_device_of(q);
   Arg(op, "positions", positions).on_device_of(q);
   Arg(op, "cos_sin", cos_sin).on_device_of(q);

@@ -13,7 +13,7 @@ StoreSide<T> side(const Tensor& source, const Tensor& cache) {
 
 void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
   const char* op = "store_kv";
-  check_store(k, v, k_cache, v_cache, slot_mapping);
+  check_store(op, k, v, k_cache, v_cache, slot_mapping);
   Arg(op, "v", v).on_device_of(k);
   Arg(op, "k_cache", k_cache).on_device_of(k);
   Arg(op, "v_cache", v_cache).on_device_of(k);

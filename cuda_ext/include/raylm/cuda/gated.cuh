@@ -1,26 +1,55 @@
+// Gated activations (arXiv:2002.05202): act(first half of a row) * second half.
 #pragma once
 
-#include "raylm/cuda/common.cuh"
+#include "raylm/cuda/grid_dependency.cuh"
+#include "raylm/cuda/vec.cuh"
 
 namespace raylm::cuda {
 
 struct Silu {
-  __device__ float operator()(float x) const { return x / (1.0f + __expf(-x)); }
+  __device__ float operator()(float x) const { return __fdividef(x, 1.0f + __expf(-x)); }
 };
 
+// 0.5 * (1 + tanh(y)) is the logistic function of 2 * y.
 struct GeluTanh {
   __device__ float operator()(float x) const {
-    return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+    return __fdividef(x, 1.0f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
   }
 };
 
-// act(first half of a row) * second half; blocks in y share a row.
-template <typename T, typename Act>
+// Blocks in y share a row; kVecs times 16 bytes of each half a thread. Without vectors: rows of any size and alignment.
+template <typename T, typename Act, int kVecs>
 __global__ void gated_kernel(const T* x, int64_t x_stride, T* out, int64_t width) {
-  const int64_t row = blockIdx.x;
-  const T* gate = x + row * x_stride;
+  constexpr int kSize = kVec<T>;
+  wait_for_dependencies();
+  start_dependents();
+  const int64_t row = blockIdx.x, first = (blockIdx.y * kVecs * blockDim.x + threadIdx.x) * kSize;
+  x += row * x_stride;
+  out += row * width;
+  Vec<T> gate[kVecs], up[kVecs];
+#pragma unroll
+  for (int j = 0; j < kVecs; ++j) {
+    const int64_t at = first + j * blockDim.x * kSize;
+    if (at >= width) break;
+    gate[j] = Vec<T>::load(x + at);
+    up[j] = Vec<T>::load(x + width + at);
+  }
+#pragma unroll
+  for (int j = 0; j < kVecs; ++j) {
+    const int64_t at = first + j * blockDim.x * kSize;
+    if (at >= width) break;
+    for (int i = 0; i < kSize; ++i) gate[j].set(i, Act{}(gate[j][i]) * up[j][i]);
+    gate[j].store(out + at);
+  }
+}
+
+template <typename T, typename Act>
+__global__ void gated_any_kernel(const T* x, int64_t x_stride, T* out, int64_t width) {
+  wait_for_dependencies();
+  start_dependents();
+  const T* gate = x + blockIdx.x * x_stride;
   for (int64_t i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
-    out[row * width + i] = from_float<T>(Act{}(to_float(gate[i])) * to_float(gate[width + i]));
+    out[blockIdx.x * width + i] = from_float<T>(Act{}(to_float(gate[i])) * to_float(gate[width + i]));
   }
 }
 

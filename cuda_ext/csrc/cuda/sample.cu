@@ -1,0 +1,74 @@
+#include "launch.h"
+#include "raylm/cuda/sample.cuh"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr const char* kOp = "sample";
+
+void check(const Tensor& logits, const std::pair<const char*, const Tensor*> (&settings)[6]) {
+  Arg(kOp, "logits", logits).floating().dim(2).last_contiguous();
+  if (logits.size(1) < 1) fail(kOp, "logits has no columns");
+  for (const auto& [name, tensor] : settings) {
+    const bool real = tensor == settings[0].second || tensor == settings[2].second || tensor == settings[3].second;
+    Arg(kOp, name, *tensor).dtype({real ? ScalarType::Float : ScalarType::Long}).dim(1).contiguous();
+    Arg(kOp, name, *tensor).size(0, logits.size(0), "the rows of logits").on_device_of(logits);
+  }
+}
+
+template <typename T>
+void launch(const SampleParams& params, int64_t rows, int device, cudaStream_t stream) {
+  const int bytes = kSampleWarps * params.segment * static_cast<int>(sizeof(float));
+  int most = 0;
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  most -= sizeof(SampleExchange) + sizeof(SampleScratch);
+  if (bytes > most) {
+    fail(kOp, "logits has ", params.vocab, " columns, must have at most ", most / 4 / kSegmentUnit * kSegmentUnit * kSampleCtas);
+  }
+  cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = kSampleCtas;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(rows * kSampleCtas);
+  config.blockDim = dim3(kSampleThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  cudaLaunchKernelEx(&config, sample_kernel<T>, params);
+}
+
+Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,
+              Tensor position) {
+  check(logits, {{"temperature", &temperature}, {"top_k", &top_k}, {"top_p", &top_p}, {"min_p", &min_p},
+                 {"seed", &seed}, {"position", &position}});
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  const int device = logits.get_device_index();
+  if (compute_major(device) < 9) fail(kOp, "the CUDA device must have compute capability 9.0 or later");
+  Tensor token_ids = torch::stable::new_empty(seed, seed.sizes());
+  if (rows == 0) return token_ids;
+  const int64_t unit = kRowWarps * kSegmentUnit;
+  const Guard guard(device);
+  by_dtype(logits, [&](auto type) {
+    using T = decltype(type);
+    const SampleParams params{
+        logits.data_ptr(), logits.stride(0), static_cast<int>(vocab),
+        static_cast<int>((vocab + unit - 1) / unit * kSegmentUnit),
+        is_aligned(logits.data_ptr()) && logits.stride(0) % kVec<T> == 0,
+        data<float>(temperature), data<float>(top_p), data<float>(min_p),
+        data<int64_t>(top_k), data<int64_t>(seed), data<int64_t>(position), data<int64_t>(token_ids)};
+    launch<T>(params, rows, device, current_stream(logits));
+  });
+  check_launch(kOp);
+  return token_ids;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("sample", TORCH_BOX(&sample)); }
+
+}  // namespace raylm::cuda
