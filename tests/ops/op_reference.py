@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     """The rotated copy of x [T, H, D]."""
-    out = x.double()
+    out = x.double().clone()
     half = cos_sin.shape[1] // 2
     for t, position in enumerate(positions.tolist()):
         for i in range(half):
@@ -66,3 +66,17 @@ def attention(
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[low : position + 1]))
     return torch.stack(rows)
+
+
+def kept_tokens(probs: Tensor, top_k: int, top_p: float, min_p: float, *, slack: float = 0.0) -> Tensor:
+    """Which tokens of one distribution [V] top-k, top-p and min-p all keep, the first of equals; with slack, all that
+    are within that part of a limit."""
+    values, order = probs.sort(descending=True, stable=True)
+    keep = values >= min_p * (1 - slack) * values[0]
+    if top_p < 1:
+        keep &= values.cumsum(0) - values < top_p * (1 + slack)
+    if top_k:
+        keep &= torch.arange(len(values)) < top_k
+    if slack:
+        keep = values >= values[keep].min() * (1 - slack)
+    return torch.zeros_like(keep).scatter(0, order, keep)

@@ -184,7 +184,7 @@ def test_blocks_below_the_window_are_not_read(op, device):
 
 
 @pytest.mark.gpu
-def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_kernel):
+def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_extension):
     case = make_case([(1, 70), (2, 9), (0, 5), (1, 600)], dtype=torch.float16, device="cuda")
     arguments = list(case.arguments())
     arguments[6:8] = 16, 100_000
