@@ -70,13 +70,13 @@ int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
   p.parts.sums = reinterpret_cast<float*>(memory);
   p.parts.logs = reinterpret_cast<float*>(memory + sums);
   p.parts.joins = reinterpret_cast<int4*>(memory + sums + align_up(logs));
-  const int64_t joins = p.batch.slots * (columns / p.attention.num_kv_heads);
+  const int64_t joins = std::min(p.batch.slots, p.batch.num_seqs) * (columns / p.attention.num_kv_heads);
   return sums + align_up(logs) + joins * static_cast<int64_t>(sizeof(int4));
 }
 
 // The second kernel may start while the first still runs, for which it then waits: that hides its launch.
 template <typename T>
-void launch_join(const DecodeParams<T>& p, dim3 grid, const Tensor& q, cudaStream_t stream) {
+void launch_join(const DecodeParams<T>& p, int64_t columns, const Tensor& q, cudaStream_t stream) {
   int major = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q.get_device_index());
   cudaLaunchAttribute early{};
@@ -84,9 +84,10 @@ void launch_join(const DecodeParams<T>& p, dim3 grid, const Tensor& q, cudaStrea
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   // Where few sequences share many slots, there are many parts to join.
-  const int threads = p.batch.slots >= 8 * p.batch.num_seqs ? kJoinThreads : 128;
-  config.gridDim = dim3(grid.x, grid.y, std::clamp(p.parts.rows / 8, 1, 4));
-  config.blockDim = dim3(threads);
+  const bool many = p.batch.slots >= 8 * p.batch.num_seqs;
+  const int rows = p.parts.rows, blocks = many ? std::min(rows, 16) : std::clamp(rows / 8, 1, 4);
+  config.gridDim = dim3(columns, std::min(p.batch.slots, p.batch.num_seqs), blocks);
+  config.blockDim = dim3(many ? kJoinThreads : 128);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = major >= 9 ? 1 : 0;
@@ -105,10 +106,12 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
   const int64_t units = std::min(divide_up(max_seq_len, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
   DecodeParams<T> p = make_params(attention, units, columns, blocks);
   p.num_tokens = q.size(0);
+  p.parts.by_sequence = p.batch.num_seqs <= p.batch.slots;
   p.parts.chunk = Layout::kRows;
   p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
   Tensor memory;  // torch's allocator keeps it for this stream, and for a CUDA graph
-  if (units > kDecodeWhole) {
+  const bool may_cut = units > kDecodeWhole && p.batch.num_seqs > 0;
+  if (may_cut) {
     memory = torch::stable::new_empty(q, {lay_out(p, columns, nullptr)}, ScalarType::Byte);
     lay_out(p, columns, data<char>(memory));
   }
@@ -116,7 +119,7 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
   const cudaStream_t stream = current_stream(q);
   decode_attention_kernel<T, D, N><<<grid, kDecodeThreads, Layout::kBytes, stream>>>(p);
   check_launch("paged_attention");
-  if (units > kDecodeWhole) launch_join(p, grid, q, stream);
+  if (may_cut) launch_join(p, columns, q, stream);
   return true;
 }
 

@@ -21,9 +21,12 @@ constexpr float kLog2E = 1.4426950408889634f;
 struct DecodeParts {
   float* sums;  // [slots, 2, columns, rows, head_dim], each divided by its softmax's denominator
   float* logs;  // [slots, 2, columns, rows]: the logarithm to base 2 of that denominator
-  int4* joins;  // [slots, chunks]: of a sequence cut at the slot's end, the number of parts (or 0), first query, rows
-  int rows;     // room for as many rows
-  int chunk;    // rows in a chunk
+  // [sequences or slots, chunks]: of a sequence, or of the one cut at the slot's end, the number of parts (0: not cut),
+  // the slot that begins it, the first query, the number of queries. Sequences without keys have none.
+  int4* joins;
+  bool by_sequence;
+  int rows;   // room for as many rows
+  int chunk;  // rows in a chunk
 
   __device__ int64_t index(int slot, bool begins, int columns, int column) const {
     return (static_cast<int64_t>(slot * 2 + begins) * columns + column) * rows;
@@ -316,12 +319,23 @@ struct DecodeBlock {
     *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
   }
 
-  __device__ void leave_join(const int4& join) const {
+  // To the kernel that joins the parts: how many the sequence that the block has just begun is cut into.
+  __device__ void leave_join(const DecodeCursor& at, const DecodeShare& share) const {
     if (!p.parts.joins || threadIdx.x != 0 || kv_head != 0) return;
-    p.parts.joins[blockIdx.y * (columns / p.attention.num_kv_heads) + first_row / Layout::kRows] = join;
+    const bool cut = at.stop < at.now.last();
+    if (!cut && !p.parts.by_sequence) return;
+    const int slot = blockIdx.y, ahead = at.start - share.begin;  // units of the share before the sequence
+    const int parts = cut ? (ahead + at.now.units() + share.size - 1) / share.size : 0;
+    *join(p.parts.by_sequence ? at.seq : slot) = make_int4(parts, slot, at.now.query, at.now.num_queries);
+  }
+
+  __device__ int4* join(int row) const {
+    return p.parts.joins + row * (columns / static_cast<int>(p.attention.num_kv_heads)) + first_row / Layout::kRows;
   }
 
   __device__ void run(const DecodeShare& share) {
+    const bool leaves_none = p.parts.joins && !p.parts.by_sequence;  // so far
+    if (leaves_none && threadIdx.x == 0 && kv_head == 0) *join(blockIdx.y) = make_int4(0, 0, 0, 0);
     DecodeCursor ahead = share.cursor, at = share.cursor;
     int block = cache_block(ahead);
     const auto copy_next = [&](int stage) {
@@ -336,7 +350,6 @@ struct DecodeBlock {
     };
     for (int i = 0; i < Layout::kStages - 1; ++i) copy_next(i);
     Rows mine;
-    int4 join = make_int4(0, 0, 0, 0);
     bool fresh = true, begins = false;
     for (int stage = 0; !at.done(); stage = stage + 1 == Layout::kStages ? 0 : stage + 1) {
       if (fresh) begin(at.now, mine), begins = at.unit == at.now.first();
@@ -347,13 +360,9 @@ struct DecodeBlock {
       multiply(at, stage, mine);
       fresh = at.last_tile();
       if (fresh) finish(at, begins, stage, mine);
-      if (fresh && begins && at.stop < at.now.last()) {
-        join.x = (at.start - share.begin + at.now.units() + share.size - 1) / share.size;
-        join.y = at.now.query, join.z = at.now.num_queries * p.batch.group;
-      }
+      if (fresh && begins) leave_join(at, share);
       at.advance(p.batch, first_row);
     }
-    leave_join(join);
   }
 };
 
@@ -418,21 +427,21 @@ struct DecodeJoin {
   }
 };
 
-// Joins the parts of the sequences that were cut; the grid is (columns, slots, any). A block is made of teams of
-// `lanes` threads, which share out the rows, and where there are more teams than rows also the parts.
+// Joins the parts of the sequences that were cut; the grid is (columns, sequences or slots, any). A block is made of
+// teams of `lanes` threads, which share out the rows, and where there are more teams than rows also the parts.
 template <typename T, int Quads>
 __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
   constexpr int kBatch = 4;  // loads under way at a time
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  const int columns = gridDim.x, column = blockIdx.x, slot = blockIdx.y;
-  const int num_kv_heads = static_cast<int>(p.attention.num_kv_heads);
-  const int head_dim = static_cast<int>(p.attention.head_dim);
-  const int chunk = column / num_kv_heads, kv_head = column % num_kv_heads;
-  const int4 join = p.parts.joins[slot * (columns / num_kv_heads) + chunk];
+  const int columns = gridDim.x, column = blockIdx.x, num_kv_heads = static_cast<int>(p.attention.num_kv_heads);
+  const int chunk = column / num_kv_heads, first_row = chunk * p.parts.chunk, kv_head = column - chunk * num_kv_heads;
+  const int4 join = p.parts.joins[blockIdx.y * (columns / num_kv_heads) + chunk];
+  if (p.parts.by_sequence && decode_sequence(p.batch, blockIdx.y, first_row).units() == 0) return;
   if (join.x == 0) return;
-  const int rows = min(join.z - chunk * p.parts.chunk, p.parts.chunk);
+  const int slot = join.y, rows = min(join.w * p.batch.group - first_row, p.parts.chunk);
+  const int head_dim = static_cast<int>(p.attention.head_dim);
   const int lanes = head_dim <= 64 ? 16 : 32, lane = threadIdx.x % lanes;
   const int team = threadIdx.x / lanes, teams = blockDim.x / lanes;
   int abreast = 1;
@@ -460,8 +469,8 @@ __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_
     }
     if (step > 1) mine.gather(abreast * lanes);
     if (row >= rows || team >= abreast) continue;
-    const int pair = chunk * p.parts.chunk + row;
-    const int64_t token = join.y + pair / p.batch.group;
+    const int pair = first_row + row;
+    const int64_t token = join.z + pair / p.batch.group;
     const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
     mine.write(p.attention.out + (token * p.attention.num_heads + head) * head_dim, head_dim, lanes, lane);
   }
