@@ -387,33 +387,48 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
 // A softmax over parts of a row, of which a thread has Quads times 4 elements.
 template <int Quads>
 struct DecodeJoin {
+  static constexpr int kBatch = 4;  // parts loaded at a time
   float top = -INFINITY, total = 0;
   float4 sum[Quads] = {};
 
-  __device__ void add(float log, float part_total, const float4 (&x)[Quads]) {
-    const float new_top = fmaxf(top, log), base = new_top == -INFINITY ? 0 : new_top;
-    const float shrink = exp2_approx(top - base), weight = exp2_approx(log - base);
-    top = new_top;
-    total = total * shrink + part_total * weight;
+  __device__ void add(float weight, float weight_total, const float4 (&x)[Quads]) {
+    total += weight * weight_total;
     for (int j = 0; j < Quads; ++j) {
-      sum[j].x = sum[j].x * shrink + weight * x[j].x, sum[j].y = sum[j].y * shrink + weight * x[j].y;
-      sum[j].z = sum[j].z * shrink + weight * x[j].z, sum[j].w = sum[j].w * shrink + weight * x[j].w;
+      sum[j].x += weight * x[j].x, sum[j].y += weight * x[j].y;
+      sum[j].z += weight * x[j].z, sum[j].w += weight * x[j].w;
     }
+  }
+
+  __device__ void raise_top(float to) {
+    const float shrink = to == -INFINITY ? 0 : exp2_approx(top - to);
+    top = to;
+    total *= shrink;
+    for (int j = 0; j < Quads; ++j) sum[j].x *= shrink, sum[j].y *= shrink, sum[j].z *= shrink, sum[j].w *= shrink;
+  }
+
+  __device__ void add(const float (&logs)[kBatch], const float4 (&x)[kBatch][Quads]) {
+    raise_top(fmaxf(fmaxf(fmaxf(logs[0], logs[1]), fmaxf(logs[2], logs[3])), top));
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) add(top == -INFINITY ? 0 : exp2_approx(logs[b] - top), 1, x[b]);
   }
 
   // Gives the first `stride` threads of the block what those a multiple of it further have.
   __device__ void gather(int stride) {
     __shared__ float4 sums[kJoinThreads * Quads];
     __shared__ float tops[kJoinThreads], totals[kJoinThreads];
-    __syncthreads();
     for (int j = 0; j < Quads; ++j) sums[j * kJoinThreads + threadIdx.x] = sum[j];
     tops[threadIdx.x] = top, totals[threadIdx.x] = total;
     __syncthreads();
     if (threadIdx.x >= stride) return;
+    float highest = top;
+#pragma unroll 4
+    for (int other = threadIdx.x + stride; other < blockDim.x; other += stride) highest = fmaxf(highest, tops[other]);
+    raise_top(highest);
+#pragma unroll 4
     for (int other = threadIdx.x + stride; other < blockDim.x; other += stride) {
       float4 x[Quads];
       for (int j = 0; j < Quads; ++j) x[j] = sums[j * kJoinThreads + other];
-      add(tops[other], totals[other], x);
+      add(top == -INFINITY ? 0 : exp2_approx(tops[other] - top), totals[other], x);
     }
   }
 
@@ -431,7 +446,7 @@ struct DecodeJoin {
 // teams of `lanes` threads, which share out the rows, and where there are more teams than rows also the parts.
 template <typename T, int Quads>
 __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
-  constexpr int kBatch = 4;  // loads under way at a time
+  constexpr int kBatch = DecodeJoin<Quads>::kBatch;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -444,8 +459,9 @@ __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_
   const int head_dim = static_cast<int>(p.attention.head_dim);
   const int lanes = head_dim <= 64 ? 16 : 32, lane = threadIdx.x % lanes;
   const int team = threadIdx.x / lanes, teams = blockDim.x / lanes;
+  const int wanted = min((rows + static_cast<int>(gridDim.z) - 1) / static_cast<int>(gridDim.z), teams);
   int abreast = 1;
-  while (abreast < min(rows, teams)) abreast *= 2;
+  while (abreast < wanted) abreast *= 2;
   for (int first = blockIdx.z * abreast; first < rows; first += gridDim.z * abreast) {
     const int row = first + team % abreast;
     DecodeJoin<Quads> mine;
@@ -464,10 +480,9 @@ __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_
           if (d < head_dim && part < parts) x[b][j] = *sum;
         }
       }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) mine.add(logs[b], 1, x[b]);
+      mine.add(logs, x);
     }
-    if (step > 1) mine.gather(abreast * lanes);
+    if (step > 1) mine.gather(abreast * lanes);  // there is but one turn of this loop then
     if (row >= rows || team >= abreast) continue;
     const int pair = first_row + row;
     const int64_t token = join.z + pair / p.batch.group;
