@@ -116,7 +116,11 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N]."""
+    """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N].
+
+    A captured CUDA graph may read `weight` while the kernel before still runs: weights are written before the graph
+    is replayed, not in it.
+    """
     return _linear(x, weight, bias)
 
 

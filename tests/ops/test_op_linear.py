@@ -65,17 +65,25 @@ def test_a_bad_row_stays_where_it_is(op, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("out_size", "in_size"), [(4096, 1024), (1024, 3072), (333, 2048), (4096, 4096), (70000, 512)])
-def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, out_size, in_size):
-    x, weight = _random(16, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize(
+    ("most", "out_size", "in_size"),
+    [(16, 4096, 1024), (16, 1024, 3072), (16, 333, 2048), (16, 70000, 512), (8, 4096, 4096), (4, 520, 14336)],
+)
+def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, most, out_size, in_size):
+    """Among the rows that the extension's own kernel takes; torch's library takes more."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    x, weight = _random(most, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
     together = ops.linear(x, weight)
-    for rows in (1, 2, 5, 8, 9, 15):
+    for rows in {1, 2, most // 2, most // 2 + 1, most - 1}:
         assert torch.equal(ops.linear(x[-rows:], weight), together[-rows:])
 
 
 @pytest.mark.gpu
 def test_products_in_a_captured_graph(needs_extension):
     """Each product's weights are read while the kernel before still runs, its rows are not."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
     sizes = [1024, 4096, 1024, 3072, 1024, 256, 2048, 8]
     weights = [_random(n, k).to("cuda", torch.bfloat16) / k**0.5 for k, n in zip(sizes, sizes[1:], strict=False)]
     static = torch.zeros(4, 1024, dtype=torch.bfloat16, device="cuda")

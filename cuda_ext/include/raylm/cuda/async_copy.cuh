@@ -28,8 +28,11 @@ __device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
 
 __device__ inline void barrier_wait(unsigned barrier, unsigned phase) {
   asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
-      ::"r"(barrier), "r"(phase) : "memory");
+      "{\n.reg .pred p;\n"
+      "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\n"
+      "DONE:\n}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
 }
 
 // Addresses and bytes are multiples of 16.
@@ -41,10 +44,11 @@ __device__ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, 
 }
 
 // The same for bytes that are read once: they are the first to leave L2.
-__device__ inline void bulk_copy_once(unsigned to, const void* from, unsigned bytes, unsigned barrier, uint64_t policy) {
+__device__ inline void bulk_copy_once(unsigned to, const void* from, unsigned bytes, unsigned barrier,
+                                      uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }

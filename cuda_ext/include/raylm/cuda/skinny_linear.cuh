@@ -1,15 +1,16 @@
 // y = x W^T (+ bias) for a few rows of x: bound by the reading of W [n, k], which happens once.
 //
-// A team of warps takes tiles of 8 * Tiles rows of W in turn. Its warps split k, in blocks of 256 dealt out in turn, and
-// each warp keeps its own ring of bulk copies of W in flight, across the end of a tile into the next one: no warp waits
-// for another one's weights. x lies in shared memory for the whole life of a block, which is one team or several. All
-// blocks are resident at once and share out the tiles (persistent blocks, as in stream-K, arXiv:2301.03598).
+// A team of warps takes tiles of 8 * Tiles rows of W in turn. Its warps split k, in blocks of 256 dealt out in turn,
+// and each warp keeps its own ring of bulk copies of W in flight, across the end of a tile into the next one: no warp
+// waits for another one's weights. x lies in shared memory for the whole life of a block, which is one team or
+// several. All blocks are resident at once and share out the tiles (persistent blocks, as in stream-K,
+// arXiv:2301.03598).
 //
-// mma.sync m16n8k16 does the arithmetic, with rows of x, padded to 8 or to a multiple of 16, as its A operand and 8 rows
-// of W as its B operand. The sum over k may run in any order, so long as both operands agree: each lane reads 16 bytes
-// of a row and feeds them to two instructions. The warps' sums of a tile meet in shared memory, where one warp adds them
-// in the order of the warps while the others are at the next tile. All these orders depend on k only, so a row's result
-// depends neither on the rows beside it nor on timing.
+// mma.sync m16n8k16 does the arithmetic, with rows of x, padded to 8 or to a multiple of 16, as its A operand and 8
+// rows of W as its B operand. The sum over k may run in any order, so long as both operands agree: each lane reads 16
+// bytes of a row and feeds them to two instructions. The warps' sums of a tile meet in shared memory, where one warp
+// adds them in the order of the warps while the others are at the next tile. All these orders depend on k only, so a
+// row's result depends neither on the rows beside it nor on timing.
 #pragma once
 
 #include "raylm/cuda/async_copy.cuh"
