@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a CUDA host, without network: builds the extension where nvcc is and it is not installed, runs every test that
-# needs a GPU, and measures the cases of docs/performance.md.
+# On a CUDA host, without network: builds the extension where nvcc is and it is not installed, runs every test
+# that a GPU takes part in, and measures the cases of docs/performance.md.
 #
 #   tests/gpu/run.sh RESULTS.jsonl [PYTEST ARGUMENTS]     build, test, measure
 #   tests/gpu/run.sh -t [PYTEST ARGUMENTS]                build, test
@@ -13,27 +13,27 @@ shift
 if ! "$python" -c "import raylm_cuda" 2>/dev/null && command -v nvcc >/dev/null; then
     "$python" -m pip install --no-index --no-deps --no-build-isolation ./cuda_ext
 fi
-"$python" -m pytest -m gpu tests/gpu tests/ops tests/worker "$@"
+"$python" -m pytest tests/gpu tests/ops tests/worker "$@"
 [ "$results" = -t ] && exit
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 : >"$results"
-measure() { # NAME SEQS CASE...: one process, one JSON line a case
-    local name=$1 seqs=$2 cases=()
-    shift 2
+measure() { # NAME SEQS TOKENS CASE...: one process, one JSON line a case
+    local name=$1 seqs=$2 tokens=$3 cases=()
+    shift 3
     for case in "$@"; do cases+=(--case "$case"); done
     "$python" -m raylm.cli bench throughput "$folder/$name" --load-format dummy --max-model-len 8192 \
-        --max-num-batched-tokens 8192 --max-num-seqs "$seqs" "${cases[@]}" >>"$results"
+        --max-num-batched-tokens "$tokens" --max-num-seqs "$seqs" "${cases[@]}" >>"$results"
 }
 for name in llama-3.1-8b qwen3-0.6b; do
     "$python" -m raylm.cli bench shape "$name" "$folder/$name"
     "$python" -m raylm.cli bench startup "$folder/$name" --load-format dummy --max-model-len 8192 >>"$results"
     "$python" -m raylm.cli bench trace "$folder/$name" --load-format dummy --max-model-len 8192 \
         --plot "${results%.jsonl}-$name.png" >>"$results"
-    measure "$name" 256 lat1:1:128:256 lat32:32:128:256
+    measure "$name" 256 8192 lat1:1:128:256 lat32:32:128:256
 done
-measure llama-3.1-8b 256 dec256:256:128:512
-measure llama-3.1-8b 512 thr:512:1024:128 pre:64:4096:1
-measure qwen3-0.6b 1024 thr:1024:256:256
+measure llama-3.1-8b 256 8192 dec256:256:128:512
+measure llama-3.1-8b 512 16384 thr:512:1024:128 pre:64:4096:1
+measure qwen3-0.6b 1024 16384 thr:1024:256:256
 cat "$results"
