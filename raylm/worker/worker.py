@@ -70,7 +70,10 @@ class Worker:
             loaded = self._load()
         with phases.timed("memory"):
             cache = self._size_cache(loaded)
-            store, runner = self._make_runner(loaded, cache)
+            with memory.out_of_memory(
+                self._device, f"a KV cache of {cache.num_blocks} blocks (cache.num_blocks) did not fit"
+            ):
+                store, runner = self._make_runner(loaded, cache)
         with phases.timed("warm_up"):
             runner.execute(trial.trial_plan(1, 1, cache.groups.layout))
             prefill_speed, swap_speed = self._measure(runner, store, cache)
@@ -88,7 +91,7 @@ class Worker:
             vocab_size=loaded.arch.vocab_size,
             eos_token_ids=list(loaded.arch.eos_token_ids),
             device=str(self._device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=_name(loaded.dtype),
             phases=phases.seconds,
         )
 
@@ -121,7 +124,7 @@ class Worker:
         arch = ArchConfig.from_source(source)
         dtype = choose_dtype(config.dtype, arch.dtype, self._device)
         context = ParallelContext.single(self._device)
-        with memory.out_of_memory(self._device, f"the weights of {config.served_name} did not fit in {dtype}"):
+        with memory.out_of_memory(self._device, f"the weights of {config.served_name}, {_name(dtype)}, did not fit"):
             model = load_model(
                 source, arch, context, dtype, config.load_format, seed=config.seed, progress=self._progress
             )
@@ -228,3 +231,7 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
     if device.type == "cpu":
         return torch.float32
     return torch.float16 if checkpoint == "float16" else torch.bfloat16
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -188,6 +188,10 @@ def test_memory_that_does_not_suffice_is_refused_with_numbers(folder: Path) -> N
     gpu = {"gpu_memory_utilization": 1e-4, "num_blocks": None}
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization 0.0001 of \d+\.\d GiB .* hold the weights"):
         load(folder, cache=gpu)
+    with pytest.raises(
+        ConfigError, match=r"free when a KV cache of 1000000000 blocks \(cache.num_blocks\) did not fit"
+    ):
+        load(folder, cache={"num_blocks": 10**9})
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-4)
     try:
