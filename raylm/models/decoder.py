@@ -57,9 +57,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv_proj(x).view(num_tokens, *self._heads).split(self._splits, dim=1)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        ops.rope_store(
-            q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping
-        )
+        ops.rope_store(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping)
         out = self._attention(q, cache, meta)
         return self.o_proj(out.view(num_tokens, -1))
 

@@ -137,7 +137,10 @@ def test_bad_arguments_are_named(needs_extension):
         with pytest.raises(RuntimeError, match=match):
             ops.rope_store(*(args | changed).values())
 
-    fails(r"rope_store: slot_mapping\[1\] is 24, must be at least 0 and below 24", slot_mapping=torch.tensor([1, 24, 0, 2, 3]))
+    fails(
+        r"rope_store: slot_mapping\[1\] is 24, must be at least 0 and below 24",
+        slot_mapping=torch.tensor([1, 24, 0, 2, 3]),
+    )
     fails(r"rope_store: positions\[0\] is 32", positions=torch.full((5,), 32))
     fails("rope_store: q_weight and k_weight must be given both or neither", k_weight=None)
     fails("rope_store: q_weight has size 63 in dimension 0, must have 64", q_weight=torch.ones(63))

@@ -21,8 +21,8 @@ struct GeluTanh {
 template <typename T, typename Act, int kVecs>
 __global__ void gated_kernel(const T* x, int64_t x_stride, T* out, int64_t width) {
   constexpr int kSize = kVec<T>;
-  wait_for_dependencies();
   start_dependents();
+  wait_for_dependencies();
   const int64_t row = blockIdx.x, first = (blockIdx.y * kVecs * blockDim.x + threadIdx.x) * kSize;
   x += row * x_stride;
   out += row * width;
@@ -45,8 +45,8 @@ __global__ void gated_kernel(const T* x, int64_t x_stride, T* out, int64_t width
 
 template <typename T, typename Act>
 __global__ void gated_any_kernel(const T* x, int64_t x_stride, T* out, int64_t width) {
-  wait_for_dependencies();
   start_dependents();
+  wait_for_dependencies();
   const T* gate = x + blockIdx.x * x_stride;
   for (int64_t i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
     out[blockIdx.x * width + i] = from_float<T>(Act{}(to_float(gate[i])) * to_float(gate[width + i]));

@@ -37,8 +37,8 @@ __device__ inline float row_sum(float x) {
 template <typename T, int kVecs>
 __global__ void __launch_bounds__(1024) rms_norm_kernel(NormParams<T> p) {
   constexpr int kSize = kVec<T>;
-  wait_for_dependencies();
   start_dependents();
+  wait_for_dependencies();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool inside = row < p.rows;
   const T* x = inside ? p.row(row) : nullptr;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormParams<T> p) {
 // Rows of any size and alignment: one block a row, which reads it twice.
 template <typename T>
 __global__ void rms_norm_any_kernel(NormParams<T> p) {
-  wait_for_dependencies();
   start_dependents();
+  wait_for_dependencies();
   const int64_t row = blockIdx.x;
   const T* x = p.row(row);
   T* residual = p.residual ? p.residual + row * p.residual_stride : nullptr;
