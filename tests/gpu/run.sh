@@ -34,6 +34,6 @@ for name in llama-3.1-8b qwen3-0.6b; do
     measure "$name" 256 8192 lat1:1:128:256 lat32:32:128:256
 done
 measure llama-3.1-8b 256 8192 dec256:256:128:512
-measure llama-3.1-8b 512 16384 thr:512:1024:128 pre:64:4096:1
-measure qwen3-0.6b 1024 16384 thr:1024:256:256
+measure llama-3.1-8b 512 8192 thr:512:1024:128 pre:64:4096:1
+measure qwen3-0.6b 1024 8192 thr:1024:256:256
 cat "$results"
