@@ -130,10 +130,10 @@ def sample(
     """One token a row of logits [S, V]; returns int64 [S]. The settings are [S]: temperature, top_p and min_p float32,
     top_k, seed and position int64.
 
-    At temperature 0 the likeliest token, the first of equals. Otherwise one of those that top_k (0: off), top_p (1: off)
-    and min_p (0: off) all leave of softmax(logits / temperature): the first whose running sum of kept probabilities, in
-    the order of the vocabulary, passes a uniform number's share of their total. The number follows from (seed,
-    position), so a row's token does not depend on the other rows.
+    At temperature 0 the likeliest token, the first of equals. Otherwise one of those that top_k (0: off), top_p (1:
+    off) and min_p (0: off) all leave of softmax(logits / temperature): the first whose running sum of kept
+    probabilities, in the order of the vocabulary, passes a uniform number's share of their total. The number follows
+    from (seed, position), so a row's token does not depend on the other rows.
     """
     if logits.is_cuda and not _has_clusters(logits.device):
         return fallback.sample(logits, temperature, top_k, top_p, min_p, seed, position)

@@ -5,10 +5,7 @@
 namespace raylm::cuda {
 namespace {
 
-#ifndef RAYLM_GATED_VECS
-#define RAYLM_GATED_VECS 2
-#endif
-constexpr int kMany = RAYLM_GATED_VECS;  // 16-byte accesses a thread where there is work for all multiprocessors
+constexpr int kMany = 2;  // 16-byte accesses a thread where there is work for all multiprocessors
 
 template <typename T, typename Act>
 void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t width) {

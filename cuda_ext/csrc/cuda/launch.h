@@ -11,10 +11,6 @@
 // It lives in torch's CUDA library; weak, so that this extension also loads into a torch for CPUs only.
 #pragma weak aoti_torch_get_current_cuda_stream
 
-#ifndef RAYLM_DEPENDENT
-#define RAYLM_DEPENDENT 1
-#endif
-
 namespace raylm::cuda {
 
 inline cudaStream_t current_stream(const Tensor& tensor) {
@@ -66,7 +62,7 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStre
   config.blockDim = block;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = RAYLM_DEPENDENT && compute_major(device) >= 9 ? 1 : 0;
+  config.numAttrs = compute_major(device) >= 9 ? 1 : 0;
   cudaLaunchKernelEx(&config, kernel, params...);  // its error is read by check_launch
 }
 

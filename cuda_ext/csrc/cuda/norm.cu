@@ -6,20 +6,18 @@ namespace raylm::cuda {
 namespace {
 
 constexpr int64_t kMaxVecs = 4;  // 16-byte accesses that a thread may hold
-#ifndef RAYLM_NORM_FEW
-#define RAYLM_NORM_FEW 1
-#endif
 
 template <typename T>
 void launch_any(const NormParams<T>& params, cudaStream_t stream) {
   launch_dependent(rms_norm_any_kernel<T>, dim3(params.rows), dim3(threads_for(params.hidden, 512)), stream, params);
 }
 
-// Few accesses a thread and many threads a row; rows of less than a block's worth share one.
+// One access a thread is fastest for a few rows, two where many long rows wait: more bytes are under way. Short rows share
+// a block.
 template <typename T>
 void launch_vec(const NormParams<T>& params, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>;
-  int64_t each = RAYLM_NORM_FEW;
+  int64_t each = vecs >= 512 && params.rows >= 1024 ? 2 : 1;
   while (each < kMaxVecs && (vecs + each - 1) / each > 1024) each *= 2;
   const unsigned threads = threads_for((vecs + each - 1) / each, 1024);
   const unsigned rows = threads >= 256 || params.rows < 512 ? 1 : 256 / threads;

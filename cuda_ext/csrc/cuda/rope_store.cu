@@ -48,8 +48,8 @@ void launch(const RopeStoreParams<T>& p, cudaStream_t stream) {
   }
 }
 
-void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, double eps,
-                Tensor positions, Tensor cos_sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
+                double eps, Tensor positions, Tensor cos_sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
   const char* op = "rope_store";
   check_rope_store(q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slot_mapping);
   Arg(op, "k", k).on_device_of(q);

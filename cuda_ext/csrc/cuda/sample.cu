@@ -23,7 +23,9 @@ void launch(const SampleParams& params, int64_t rows, int device, cudaStream_t s
   cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   most -= sizeof(SampleExchange) + sizeof(SampleScratch);
   if (bytes > most) {
-    fail(kOp, "logits has ", params.vocab, " columns, must have at most ", most / 4 / kSegmentUnit * kSegmentUnit * kSampleCtas);
+    const int columns = most / static_cast<int>(sizeof(float)) / (kSampleWarps * kSegmentUnit) * kSampleWarps *
+                        kSegmentUnit * kSampleCtas;
+    fail(kOp, "logits has ", params.vocab, " columns, must have at most ", columns);
   }
   cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   cudaLaunchAttribute attributes[2]{};

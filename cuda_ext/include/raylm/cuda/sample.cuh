@@ -22,10 +22,7 @@ namespace raylm::cuda {
 
 constexpr int kSampleCtas = 8;  // of a cluster: one row
 constexpr int kSampleWarps = 16;
-#ifndef RAYLM_SAMPLE_BLOCKS
-#define RAYLM_SAMPLE_BLOCKS 3
-#endif
-constexpr int kSampleBlocks = RAYLM_SAMPLE_BLOCKS;  // on one multiprocessor, where their shared memory fits
+constexpr int kSampleBlocks = 2;  // on one multiprocessor, where their shared memory fits
 constexpr int kSampleThreads = kSampleWarps * kWarp;
 constexpr int kRowWarps = kSampleCtas * kSampleWarps;
 constexpr int kSegmentUnit = 256;  // a warp's part of a row is a multiple of this
