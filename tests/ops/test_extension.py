@@ -19,7 +19,8 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        assert set(status.ops["cpu"]) == set(SCHEMAS)
+        # Sampling on a CPU is torch's.
+        assert set(status.ops["cpu"]) == set(SCHEMAS) - {"sample"}
         assert str(status.path) in str(status)
 
 
