@@ -12,6 +12,11 @@ from raylm import ops
 
 HALVES = (torch.bfloat16, torch.float16)
 
+ON_CUDA = pytest.mark.parametrize(
+    "implementation", [pytest.param(("extension", "cuda"), id="extension-cuda", marks=pytest.mark.gpu)], indirect=True
+)
+"""For tests of how the CUDA kernels share out their work, which would only take the others long."""
+
 MIXED = [(1, 1), (5, 5), (1, 40), (7, 29), (1, 70), (0, 12)]
 """(queries, sequence length): a first token, a prefill, decode, a chunk of a prefill, decode, a sequence that waits."""
 
@@ -129,6 +134,7 @@ def test_few_queries_over_a_long_context(op, device):
     close(op("paged_attention")(*case.arguments(window=600)), case.expected(window=600))
 
 
+@ON_CUDA
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
@@ -139,6 +145,7 @@ def test_few_queries_of_every_head_size(op, device, lengths, head_dim, dtype):
     close(op("paged_attention")(*case.arguments()), case.expected())
 
 
+@ON_CUDA
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 1), (8, 1), (40, 2), (71, 1)], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 48, 20])
 def test_one_to_sixteen_queries(op, device, heads, block_size):
@@ -148,6 +155,7 @@ def test_one_to_sixteen_queries(op, device, heads, block_size):
     close(op("paged_attention")(*case.arguments()), case.expected())
 
 
+@ON_CUDA
 @pytest.mark.parametrize(
     "lengths", [[(1, 5000)], [(2, 70), (16, 1100), (1, 3000), (7, 640)], [(33, 700), (4, 800)]], ids=str
 )
@@ -165,6 +173,7 @@ def test_prefill_beside_decode(op, device, dtype):
     close(op("paged_attention")(*case.arguments()), case.expected())
 
 
+@ON_CUDA
 @pytest.mark.parametrize("num_seqs", [130, 400])
 @pytest.mark.parametrize("longest", [120, 700])
 def test_many_sequences(op, device, num_seqs, longest):
