@@ -152,10 +152,11 @@ class DecoderModel(nn.Module):
         return self.norm(residual) if delta is None else self.norm(delta, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden_size], as forward returns it -> float32 [S, vocab_size], on every rank."""
-        logits = self._head.logits(hidden).float()
+        """hidden [S, hidden_size], as forward returns it -> [S, vocab_size] on every rank, of the model's type; float32
+        where the logits are capped."""
+        logits = self._head.logits(hidden)
         if self._logits_soft_cap:
-            logits = torch.tanh(logits / self._logits_soft_cap).mul_(self._logits_soft_cap)
+            logits = torch.tanh(logits.float() / self._logits_soft_cap).mul_(self._logits_soft_cap)
         return logits
 
     def slots(self) -> dict[SlotName, Slot]:

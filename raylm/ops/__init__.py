@@ -140,6 +140,11 @@ def sample(
     return _sample(logits, temperature, top_k, top_p, min_p, seed, position)
 
 
+def sample_is_async(device: torch.device) -> bool:
+    """Whether `sample` on this device only queues work, whatever the values: torch's operators look at them."""
+    return device.type == "cpu" or ("sample" in extension.load().ops.get("cuda", ()) and _has_clusters(device))
+
+
 @functools.cache
 def _has_clusters(device: torch.device) -> bool:
     """Whether the device has what the compiled kernel of `sample` is built on."""

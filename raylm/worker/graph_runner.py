@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raylm import ops
 from raylm.worker.input_batch import InputBatch, StepArrays
 from raylm.worker.request_table import RequestTable
 from raylm.worker.transfer import unpack
@@ -46,7 +47,8 @@ class GraphRunner:
     """Decodes rows through graphs.
 
     `forward` maps an InputBatch to hidden states [T, hidden_size], `logits` hidden states to logits; both launch the
-    same kernels whatever the values are. The longest sequence that a graph may meet is the table's max_model_len.
+    same kernels whatever the values are. So does the sampling operator where `samples` says so: then a graph goes on to
+    the sampled tokens. The longest sequence that a graph may meet is the table's max_model_len.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class GraphRunner:
         *,
         hidden_size: int,
         dtype: torch.dtype,
+        samples: bool,
         capture: Capture,
     ) -> None:
         self._forward = forward
         self._logits = logits
         self._table = table
         self._capture = capture
+        self.samples = samples
         self._sizes = graph_sizes(table.max_rows)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._hidden = torch.empty(table.max_rows, hidden_size, dtype=dtype, device=table.device)
@@ -76,60 +80,63 @@ class GraphRunner:
     def warm_up(self) -> None:
         """Capture the largest size."""
         for _ in range(2):
-            self._run(_NO_ROWS, self._sizes[-1], greedy=True)
+            self._run(_NO_ROWS, self._sizes[-1], samples=self.samples)
 
-    def decode_greedy(self, rows: np.ndarray) -> Tensor:
-        """Decode rows that all take the likeliest token, and put it into the table. Returns them, [num_rows]."""
-        self._run(rows, self._size_for(rows), greedy=True)
+    def sample(self, rows: np.ndarray) -> Tensor:
+        """Decode rows and put the tokens that they sample into the table. Returns them, [num_rows]."""
+        self._run(rows, self._size_for(rows), samples=True)
         self._table.num_known[rows] += 1
         return self._token_ids[: len(rows)]
 
     def decode(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Decode rows up to their hidden states. Returns those and the cells for their next tokens, [num_rows] each."""
-        graph = self._run(rows, self._size_for(rows), greedy=False)
+        graph = self._run(rows, self._size_for(rows), samples=False)
         return self._hidden[: len(rows)], graph.inputs[-1][: len(rows)]
 
     def _size_for(self, rows: np.ndarray) -> int:
         return self._sizes[bisect_left(self._sizes, len(rows))]
 
-    def _run(self, rows: np.ndarray, size: int, *, greedy: bool) -> _Graph:
+    def _run(self, rows: np.ndarray, size: int, *, samples: bool) -> _Graph:
         padded = np.full(size, self._table.padding_row)
         padded[: len(rows)] = rows
-        arrays, _ = StepArrays.build(padded, np.ones(size, dtype=np.int64), self._table)
+        settings = self._table.sampling(padded) if samples else ()
+        step, _ = StepArrays.build(padded, np.ones(size, dtype=np.int64), self._table)
+        arrays = [*settings, *step]
         packed = self._table.upload.pack(arrays)
-        graph = self._graphs.get((size, greedy))
+        graph = self._graphs.get((size, samples))
         if graph is None:
-            graph = self._graphs[size, greedy] = _Graph(packed, arrays, self._table.device)
+            graph = self._graphs[size, samples] = _Graph(packed, arrays, self._table.device)
         graph.buffer.copy_(packed, non_blocking=True)
         if graph.replay is not None:
             graph.replay()
             return graph
         if graph.has_run:
-            graph.replay = self._capture(lambda: self._compute(graph.inputs, greedy=greedy))
+            graph.replay = self._capture(lambda: self._compute(graph.inputs, samples=samples))
             graph.replay()
         else:
-            self._compute(graph.inputs, greedy=greedy)
+            self._compute(graph.inputs, samples=samples)
             graph.has_run = True
         return graph
 
-    def _compute(self, inputs: list[Tensor], *, greedy: bool) -> None:
+    def _compute(self, inputs: list[Tensor], *, samples: bool) -> None:
         """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
         table = self._table
-        batch = InputBatch.gather(inputs, table, max_query_len=1, max_seq_len=table.max_model_len)
+        num_settings = len(inputs) - len(StepArrays._fields)
+        batch = InputBatch.gather(inputs[num_settings:], table, max_query_len=1, max_seq_len=table.max_model_len)
         hidden = self._forward(batch)
         size = hidden.shape[0]
-        if not greedy:
+        if not samples:
             self._hidden[:size].copy_(hidden)
             return
-        token_ids = self._token_ids[:size]
-        torch.argmax(self._logits(hidden), dim=-1, out=token_ids)
+        token_ids = ops.sample(self._logits(hidden), *inputs[:num_settings])
+        self._token_ids[:size].copy_(token_ids)
         table.write_tokens(batch.sample_cells, token_ids)
 
 
 class _Graph:
     """One size: where its inputs lie, and how it is launched. What it gives lies in tensors that all sizes share."""
 
-    def __init__(self, packed: Tensor, arrays: StepArrays, device: torch.device) -> None:
+    def __init__(self, packed: Tensor, arrays: Sequence[np.ndarray], device: torch.device) -> None:
         """`packed` is what its inputs look like, made of `arrays`."""
         self.buffer = torch.empty_like(packed, device=device)
         self.inputs = unpack(self.buffer, arrays)

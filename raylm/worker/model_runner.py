@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylm import ops
 from raylm.core.step import StepPlan, StepResult
 from raylm.models.decoder import DecoderModel
 from raylm.worker.cache_groups import CacheGroups
@@ -15,7 +16,6 @@ from raylm.worker.kv_store import KVStore
 from raylm.worker.logprobs import likeliest, token_logprobs
 from raylm.worker.pending import Outputs, PendingStep
 from raylm.worker.request_table import RequestTable
-from raylm.worker.sampler import SamplingBatch, sample
 
 
 class ModelRunner:
@@ -66,6 +66,7 @@ class ModelRunner:
             self._table,
             hidden_size=weight.shape[0],
             dtype=weight.dtype,
+            samples=ops.sample_is_async(weight.device),
             capture=capture,
         )
 
@@ -73,8 +74,8 @@ class ModelRunner:
         rows = np.array(plan.rows, dtype=np.int64)
         query_lens = np.array(plan.num_tokens, dtype=np.int64)
         if self._graphs is not None and self._graphs.takes(rows, query_lens):
-            if not (self._table.temperature[rows].any() or self._table.reports[rows].any()):
-                return Outputs(self._graphs.decode_greedy(rows))
+            if self._graphs.samples and not self._table.reports[rows].any():
+                return Outputs(self._graphs.sample(rows))
             hidden, cells = self._graphs.decode(rows)
             return self._sample_or_report(self._model.logits(hidden), rows, cells)
         arrays, sample_rows = StepArrays.build(rows, query_lens, self._table)
@@ -98,13 +99,14 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Tensor:
         """One token for each of the rows [num_rows], which know it from now on."""
-        token_ids = sample(logits, self._sampling(rows))
+        token_ids = ops.sample(logits, *self._table.upload(*self._table.sampling(rows)))
         self._table.write_tokens(cells, token_ids)
         self._table.num_known[rows] += 1
         return token_ids
 
     def _report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
         """The same where some of the rows want more than a token, or candidates instead."""
+        logits = logits.float()
         searching = self._table.num_candidates[rows] > 0
         sampling, reporting = np.flatnonzero(~searching), np.flatnonzero(searching)
         wants = np.flatnonzero(self._table.logprob[rows[sampling]])
@@ -121,17 +123,6 @@ class ModelRunner:
             counts = self._table.num_candidates[rows[reporting]].tolist()
             found = likeliest(logits.index_select(0, asking), counts)
         return Outputs(token_ids, logprobs, found)
-
-    def _sampling(self, rows: np.ndarray) -> SamplingBatch:
-        table = self._table
-        return SamplingBatch(
-            temperature=table.temperature[rows],
-            top_p=table.top_p[rows],
-            top_k=table.top_k[rows],
-            min_p=table.min_p[rows],
-            seed=table.seed[rows],
-            position=table.num_known[rows],
-        )
 
 
 class _Forward:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -9,6 +11,17 @@ from raylm.core.step import NewRow, StepPlan
 from raylm.worker.transfer import Uploader
 
 _NO_CELLS = np.empty(0, dtype=np.int64)
+
+
+class Sampling(NamedTuple):
+    """How rows sample their next token, as ops.sample takes it; each [num_rows]."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
 
 
 class RequestTable:
@@ -71,6 +84,17 @@ class RequestTable:
     def block_cells(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where the blocks of rows' positions stand in one group of the flattened block_table."""
         return rows * self.max_blocks + positions // self.block_size
+
+    def sampling(self, rows: np.ndarray) -> Sampling:
+        """How rows sample, and the positions of the tokens that they sample next."""
+        return Sampling(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seed[rows],
+            self.num_known[rows],
+        )
 
     def compute(self, rows: np.ndarray, seq_lens: np.ndarray) -> None:
         """Note that the first seq_lens[i] tokens of rows[i] are computed."""

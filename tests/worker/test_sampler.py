@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from raylm import ops
 from raylm.ops.sampling import uniform_numbers
-from raylm.worker.sampler import SamplingBatch, sample
+from raylm.worker.request_table import Sampling
 
 
-def batch(rows: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, position=None) -> SamplingBatch:
-    return SamplingBatch(
+def sample(logits: torch.Tensor, settings: Sampling) -> torch.Tensor:
+    return ops.sample(logits, *(torch.from_numpy(array) for array in settings))
+
+
+def batch(rows: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, position=None) -> Sampling:
+    return Sampling(
         temperature=np.broadcast_to(np.array(temperature, dtype=np.float32), rows).copy(),
         top_p=np.broadcast_to(np.array(top_p, dtype=np.float32), rows).copy(),
         top_k=np.broadcast_to(np.array(top_k, dtype=np.int64), rows).copy(),
