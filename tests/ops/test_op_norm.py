@@ -44,6 +44,15 @@ def test_add_rms_norm_matches_reference(op, device, dtype, hidden):
     close(out, rms_norm(expected, weight, 1e-5), scale=2)
 
 
+@pytest.mark.parametrize(("rows", "hidden"), [(1030, 8192), (515, 1024), (3, 40_000)])
+def test_add_rms_norm_of_many_and_of_long_rows(op, device, rows, hidden):
+    x, residual = _random(rows, hidden, device=device), _random(rows, hidden, device=device).flip(0)
+    weight, expected = _random(hidden, device=device), x + residual
+    out = op("add_rms_norm")(x, residual, weight, 1e-5)
+    assert torch.equal(residual, expected)
+    close(out, rms_norm(expected, weight, 1e-5), scale=2)
+
+
 def test_nan_is_not_hidden(op, device):
     x = torch.ones(2, 64, device=device)
     x[1, 3] = float("nan")
