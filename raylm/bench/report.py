@@ -182,7 +182,7 @@ class Report:
         """One table a kind of result, on stderr."""
         console = Console(stderr=True)
         for kind, rows in _by_bench(self.results):
-            console.print(_table(kind, rows))
+            console.print(_table(kind, rows, console.width))
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -201,16 +201,33 @@ def _by_bench(results: Sequence[Result]) -> Iterator[tuple[str, list[dict[str, C
         yield bench, [as_json(result) for result in results if result.bench == bench]
 
 
-def _table(bench: str, rows: list[dict[str, Cell]]) -> Table:
+def _table(bench: str, rows: list[dict[str, Cell]], width: int) -> Table:
+    """A line a result; where so many columns do not fit in `width` characters, a column a result."""
     models = sorted({str(row["model"]) for row in rows if "model" in row})
-    table = Table(title=" ".join([bench, *models]))
+    title = " ".join([bench, *models])
     rows = [_flat(row) for row in rows]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        table.add_column(column.replace("_per_s", "/s").replace("_", " "), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [[_heading(name) for name in names]]
+    lines += [["" if row.get(name) is None else str(row[name]) for name in names] for row in rows]
+    narrow = _width(lines) > width
+    if narrow:
+        lines = [list(column) for column in zip(*lines, strict=True)]
+    table = Table(title=title)
+    for index, heading in enumerate(lines[0]):
+        table.add_column(heading, justify="right", overflow="fold", no_wrap=narrow and index == 0)
+    for line in lines[1:]:
+        table.add_row(*line)
     return table
+
+
+def _heading(name: str) -> str:
+    return name.replace("_per_s", "/s").replace("_", " ")
+
+
+def _width(lines: list[list[str]]) -> int:
+    """Characters of a table of these cells; a heading may break at its spaces."""
+    words = [[max(heading.split(" "), key=len) for heading in lines[0]], *lines[1:]]
+    return 1 + sum(3 + max(map(len, column)) for column in zip(*words, strict=True))
 
 
 def _flat(row: dict[str, Cell]) -> dict[str, Cell]:

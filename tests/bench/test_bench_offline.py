@@ -127,6 +127,18 @@ def test_a_report_prints_json_lines_and_tables(tmp_path, capsys):
         Report(tmp_path / "no" / "out.jsonl")
 
 
+def test_a_table_too_wide_for_the_terminal_stands_upright(monkeypatch, capsys):
+    phases = {f"phase{index}": float(index) for index in range(20)}
+    report = Report(None)
+    report.add(StartupResult("startup", "m", 1.25, phases))
+    for columns, first_line in (("300", "phase19"), ("60", "ready s")):
+        monkeypatch.setenv("COLUMNS", columns)
+        report.print_tables()
+        heading = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("┃"))
+        assert first_line in heading
+        assert ("phase0" in heading) == (columns == "300")
+
+
 def test_plots(tmp_path, monkeypatch):
     path = tmp_path / "out.png"
     check_plot(path)
