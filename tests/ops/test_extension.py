@@ -24,6 +24,22 @@ def test_status_of_what_is_installed():
         assert str(status.path) in str(status)
 
 
+def test_a_build_for_cuda_has_every_kernel():
+    status = extension.load()
+    if not status.ops.get("cuda"):
+        pytest.skip(f"built without CUDA: {status}")
+    assert set(status.ops["cuda"]) == set(SCHEMAS)
+    library = status.path.read_bytes()
+    for kernel in (
+        "decode_attention_kernel",
+        "prefill_kernel",
+        "prefill_hopper_kernel",
+        "skinny_linear_kernel",
+        "sample_kernel",
+    ):
+        assert kernel.encode() in library
+
+
 def test_missing_package_names_the_build_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, extension.PACKAGE, None)
     status = extension.load.__wrapped__()
