@@ -39,6 +39,8 @@ class KVStore:
     ) -> None:
         """`block_shape` is (block_size, kv heads, head size)."""
         self._blocks = torch.empty((2 * group_size, num_blocks, *block_shape), dtype=dtype, device=device)
+        # Tables name block 0 where a window hides the keys. Kernels may weigh what is there with 0: it must not be NaN.
+        self._blocks[:, 0] = 0
         self._host_blocks = torch.empty((num_host_blocks, 2 * group_size, *block_shape), dtype=dtype)
         if device.type == "cuda" and num_host_blocks:
             _pin(self._host_blocks)
