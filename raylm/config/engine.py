@@ -14,6 +14,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 BlockHash = Literal["xxhash", "sha256"]
 Policy = Literal["fcfs", "priority", "fair"]
+AttentionName = Literal["auto", "raylm", "flash_attn", "torch"]
 
 
 class ModelConfig(FrozenConfig):
@@ -100,6 +101,9 @@ class RuntimeConfig(FrozenConfig):
     """Where and how the engine runs."""
 
     device: Device = "auto"
+    attention: AttentionName = "auto"
+    """raylm: the compiled extension's kernel; flash_attn: that of vllm_flash_attn or vllm, 16-bit types on a GPU only;
+    torch: slow, on any device. auto takes the first of them that can run."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of a worker; by default one a core."""
     cuda_graphs: bool = True

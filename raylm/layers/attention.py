@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from raylm import ops
+from raylm.layers.attention_backends import AttentionBackend
 
 KVCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -37,9 +37,10 @@ class Attention:
     `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores.
     """
 
-    __slots__ = ("_scale", "_soft_cap", "_window")
+    __slots__ = ("_attend", "_scale", "_soft_cap", "_window")
 
-    def __init__(self, *, scale: float, window: int, soft_cap: float) -> None:
+    def __init__(self, backend: AttentionBackend, *, scale: float, window: int, soft_cap: float) -> None:
+        self._attend = backend.attend
         self._scale = scale
         self._window = window
         self._soft_cap = soft_cap
@@ -47,7 +48,7 @@ class Attention:
     def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]."""
         k_cache, v_cache = cache
-        return ops.paged_attention(
+        return self._attend(
             q,
             k_cache,
             v_cache,

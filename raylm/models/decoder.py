@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.activation import GATED_ACTIVATIONS
 from raylm.layers.attention import Attention, AttentionMetadata, KVCache
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from raylm.layers.norm import RMSNorm
@@ -25,7 +26,14 @@ class SelfAttention(nn.Module):
     """Attention of one layer: project, norm heads where the family does, rotate, attend, project back."""
 
     def __init__(
-        self, arch: ArchConfig, layer: int, rotary: Tensor, *, context: ParallelContext, dtype: torch.dtype
+        self,
+        arch: ArchConfig,
+        layer: int,
+        rotary: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -48,7 +56,7 @@ class SelfAttention(nn.Module):
         self._norm_eps = arch.rms_norm_eps
         self._rotary = rotary
         self._attention = Attention(
-            scale=arch.attention_scale, window=arch.window(layer), soft_cap=arch.attention_soft_cap
+            attention, scale=arch.attention_scale, window=arch.window(layer), soft_cap=arch.attention_soft_cap
         )
 
     def forward(self, x: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
@@ -86,10 +94,17 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place."""
 
     def __init__(
-        self, arch: ArchConfig, layer: int, rotary: Tensor, *, context: ParallelContext, dtype: torch.dtype
+        self,
+        arch: ArchConfig,
+        layer: int,
+        rotary: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(arch, layer, rotary, context=context, dtype=dtype)
+        self.self_attn = SelfAttention(arch, layer, rotary, attention, context=context, dtype=dtype)
         self.mlp = GatedMLP(arch, context=context, dtype=dtype)
         self.input_layernorm = layer_norm(arch, context, dtype)
         self.post_attention_layernorm = layer_norm(arch, context, dtype)
@@ -118,7 +133,9 @@ class DecoderModel(nn.Module):
     IGNORED: ClassVar[tuple[str, ...]] = ()
     LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
 
-    def __init__(self, arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> None:
+    def __init__(
+        self, arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, attention: AttentionBackend = RAYLM
+    ) -> None:
         super().__init__()
         self.arch = arch
         self._logits_soft_cap = arch.logits_soft_cap
@@ -126,7 +143,7 @@ class DecoderModel(nn.Module):
         tables = _rotary_tables(arch, context.device)
         self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         self.layers = nn.ModuleList(
-            self.LAYER(arch, layer, tables[arch.rope(layer)], context=context, dtype=dtype)
+            self.LAYER(arch, layer, tables[arch.rope(layer)], attention, context=context, dtype=dtype)
             for layer in range(arch.num_layers)
         )
         self.norm = layer_norm(arch, context, dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.layers.attention_backends import AttentionBackend
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderLayer, DecoderModel, layer_norm
 from raylm.models.names import GGUF_WEIGHTS
@@ -16,9 +17,16 @@ class Gemma3Layer(DecoderLayer):
     """A layer that also norms what attention and MLP return, before it joins the residual stream."""
 
     def __init__(
-        self, arch: ArchConfig, layer: int, rotary: Tensor, *, context: ParallelContext, dtype: torch.dtype
+        self,
+        arch: ArchConfig,
+        layer: int,
+        rotary: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
     ) -> None:
-        super().__init__(arch, layer, rotary, context=context, dtype=dtype)
+        super().__init__(arch, layer, rotary, attention, context=context, dtype=dtype)
         self.pre_feedforward_layernorm = layer_norm(arch, context, dtype)
         self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
 

@@ -6,6 +6,7 @@ import torch
 
 from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.registry import model_class
@@ -24,6 +25,7 @@ def load_model(
     dtype: torch.dtype,
     load_format: str,
     *,
+    attention: AttentionBackend = RAYLM,
     seed: int = 0,
     progress: bool = True,
 ) -> DecoderModel:
@@ -35,7 +37,7 @@ def load_model(
     native = _FORMATS[source.kind]
     if load_format not in ("auto", "dummy", native):
         raise ConfigError(f"model.load_format is {load_format!r}, but {source.path} allows: auto, dummy, {native}")
-    model = model_class(arch.architecture)(arch, context, dtype)
+    model = model_class(arch.architecture)(arch, context, dtype, attention)
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     elif source.kind == "gguf":

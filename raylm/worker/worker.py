@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from raylm.config.engine import EngineConfig
+from raylm.config.engine import EngineConfig, RuntimeConfig
 from raylm.config.source import locate
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError
+from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model
-from raylm.ops import extension
 from raylm.parallel.context import ParallelContext
 from raylm.worker import memory, trial
 from raylm.worker.cache_groups import CacheGroups
@@ -37,6 +37,8 @@ class _Loaded(NamedTuple):
     model: DecoderModel
     arch: ArchConfig
     dtype: torch.dtype
+    captures: bool
+    """Whether steps run as CUDA graphs."""
 
 
 class _CacheSize(NamedTuple):
@@ -54,7 +56,6 @@ class Worker:
         self._progress = progress
         self._device = choose_device(config.runtime.device)
         self._runner: ModelRunner | None = None
-        self._captures = False
 
     @property
     def overlaps(self) -> bool:
@@ -110,13 +111,6 @@ class Worker:
             torch.set_num_threads(self._config.runtime.num_threads or len(os.sched_getaffinity(0)))
             return
         torch.cuda.init()
-        if not self._config.runtime.cuda_graphs:
-            return
-        if "paged_attention" in extension.load().ops.get("cuda", ()):
-            self._captures = True
-        else:
-            # torch's operators read lengths on the host, which a graph cannot.
-            logger.warning("no CUDA graphs, and slow kernels: %s", extension.load())
 
     def _load(self) -> _Loaded:
         config = self._config.model
@@ -124,11 +118,30 @@ class Worker:
         arch = ArchConfig.from_source(source)
         dtype = choose_dtype(config.dtype, arch.dtype, self._device)
         context = ParallelContext.single(self._device)
+        attention = self._choose_attention(arch, dtype)
         with memory.out_of_memory(self._device, f"the weights of {config.served_name}, {_name(dtype)}, did not fit"):
             model = load_model(
-                source, arch, context, dtype, config.load_format, seed=config.seed, progress=self._progress
+                source,
+                arch,
+                context,
+                dtype,
+                config.load_format,
+                attention=attention,
+                seed=config.seed,
+                progress=self._progress,
             )
-        return _Loaded(model, arch, dtype)
+        return _Loaded(model, arch, dtype, captures_graphs(self._config.runtime, self._device, attention))
+
+    def _choose_attention(self, arch: ArchConfig, dtype: torch.dtype) -> AttentionBackend:
+        """What attention runs on. Raises ConfigError."""
+        setting = Setting(self._device, dtype, arch.head_dim, self._config.cache.block_size)
+        attention, reason = choose_backend(self._config.runtime.attention, setting)
+        graphs = "" if attention.supports_graphs else ", no CUDA graphs"
+        if self._device.type == "cuda" and (missing := raylm_lacks(self._device)):
+            logger.warning("attention: %s%s; the other kernels are slow: %s", attention.name, graphs, missing)
+        else:
+            logger.info("attention: %s (%s)%s", attention.name, reason, graphs if self._device.type == "cuda" else "")
+        return attention
 
     def _size_cache(self, loaded: _Loaded) -> _CacheSize:
         """How the cache is cut, how many blocks it has and how long a request they hold."""
@@ -166,7 +179,7 @@ class Worker:
                 step=lambda: runner.execute(plan),
                 graphs=runner.warm_up_graphs,
                 # Each size may be captured twice: up to tokens, and up to hidden states.
-                num_graphs=2 * len(graph_sizes(rows)) if self._captures else 0,
+                num_graphs=2 * len(graph_sizes(rows)) if loaded.captures else 0,
                 cache_bytes=store.block_bytes * size.num_blocks,
             )
 
@@ -198,7 +211,7 @@ class Worker:
             dtype=loaded.dtype,
             device=self._device,
         )
-        capture = CudaCapture(self._device) if self._captures else None
+        capture = CudaCapture(self._device) if loaded.captures else None
         return store, ModelRunner(loaded.model, table, store, cache.groups, capture=capture)
 
 
@@ -222,6 +235,11 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
+
+
+def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:
+    """Whether decode steps run as CUDA graphs."""
+    return device.type == "cuda" and config.cuda_graphs and attention.supports_graphs
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:

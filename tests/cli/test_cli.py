@@ -17,6 +17,7 @@ from raylm.cli.options import engine_config, given_sampling, sampling_params
 from raylm.cli.server import ServerSpeaker
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RaylmError
+from raylm.ops import extension
 
 
 @pytest.fixture
@@ -283,6 +284,30 @@ def test_doctor_reports_as_json(capsys):
     assert {choice["name"] for choice in found["choices"]} >= {"device", "attention"}
     assert all(choice["reason"] for choice in found["choices"])
     assert found["config"] is None and found["problem"] is None
+
+
+def test_doctor_says_what_attention_runs_on(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "engine.yaml"
+
+    def found(attention):
+        runtime = {"attention": attention, "device": "cpu"}
+        path.write_text(json.dumps({"model": {"path": "smollm2-135m"}, "runtime": runtime}))
+        code = main(["doctor", str(path), "--json"])
+        report = json.loads(capsys.readouterr().out)
+        assert code == (0 if report["problem"] is None else 1)
+        choices = {choice["name"]: (choice["value"], choice["reason"]) for choice in report["choices"]}
+        return choices.get("attention"), report["problem"]
+
+    assert found("torch") == (("torch", "runtime.attention is torch"), None)
+    problem = "runtime.attention 'flash_attn' was asked for, but it runs on CUDA only and the device is cpu"
+    assert found("flash_attn") == (None, problem)
+    monkeypatch.setattr(extension, "load", lambda: extension.ExtensionStatus(None))
+    (value, reason), _ = found("auto")
+    assert value == "torch"
+    assert reason == (
+        "not raylm: the compiled extension is not installed; build it with `pip install ./cuda_ext`; "
+        "not flash_attn: it runs on CUDA only and the device is cpu"
+    )
 
 
 def test_doctor_finds_a_wrong_configuration(tmp_path, capsys):

@@ -7,11 +7,17 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
 
-from raylm.config.engine import EngineConfig
+from raylm.config.engine import EngineConfig, RuntimeConfig
+from raylm.config.source import locate
 from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
 from raylm.errors import ConfigError
-from raylm.worker.worker import Worker
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.models.arch import ArchConfig
+from raylm.ops import extension
+from raylm.worker.kv_store import KVStore
+from raylm.worker.worker import Worker, captures_graphs
 
 SAMPLING = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
@@ -81,3 +87,41 @@ def test_speeds_are_measured_where_blocks_can_be_swapped(folder: Path) -> None:
 def test_a_cache_too_small_for_any_request_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="the KV cache has 3 blocks, and a request of 2 tokens needs 3 beside"):
         start(folder, num_blocks=3)
+
+
+def test_graphs_need_a_gpu_and_a_backend_that_supports_them() -> None:
+    other = AttentionBackend("other", RAYLM.attend, supports_graphs=False)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert captures_graphs(RuntimeConfig(), cuda, RAYLM)
+    assert not captures_graphs(RuntimeConfig(), cuda, other)
+    assert not captures_graphs(RuntimeConfig(cuda_graphs=False), cuda, RAYLM)
+    assert not captures_graphs(RuntimeConfig(), cpu, RAYLM)
+
+
+def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "load", lambda: extension.ExtensionStatus(None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    worker = Worker(EngineConfig.model_validate({"model": {"path": str(folder)}, "runtime": {"device": "cuda"}}))
+    attention = worker._choose_attention(ArchConfig.from_source(locate(str(folder))), torch.float32)
+    assert attention.name == "torch"
+    [line] = caplog.messages
+    assert line == (
+        "attention: torch, no CUDA graphs; the other kernels are slow: "
+        "the compiled extension is not installed; build it with `pip install ./cuda_ext`"
+    )
+
+
+def test_block_0_holds_numbers_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, torch.nan, **options))
+    store = KVStore(
+        group_size=2,
+        num_blocks=3,
+        num_host_blocks=0,
+        block_shape=(4, 1, 2),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for cache in (cache for pair in store.pairs for cache in pair):
+        assert (cache[0] == 0).all() and cache[1:].isnan().all()

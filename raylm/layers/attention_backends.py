@@ -1,0 +1,166 @@
+"""What attention over the paged cache can run on, and the choice between them. Writing to the cache is always ours."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.errors import ConfigError
+from raylm.ops import extension, fallback
+
+FLASH_PACKAGES = ("vllm_flash_attn", "vllm.vllm_flash_attn")
+_FLASH_VERSIONS = (3, 2)
+"""Of FlashAttention: 3 (arXiv:2407.08608) is for Hopper, 2 (arXiv:2307.08691) for every GPU since Ampere."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """One implementation of attention."""
+
+    name: str
+    attend: Callable[..., Tensor]
+    """Takes and gives what ops.paged_attention does, arguments by position."""
+    supports_graphs: bool
+    """Whether a CUDA graph may hold `attend`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a backend has to work with; block_size in tokens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+
+
+RAYLM = AttentionBackend("raylm", ops.paged_attention, supports_graphs=True)
+
+
+def choose_backend(wanted: str, setting: Setting) -> tuple[AttentionBackend, str]:
+    """The backend of runtime.attention (auto: the first that can run), and why. Raises ConfigError."""
+    tries = {"raylm": _raylm, "flash_attn": _flash, "torch": _torch}
+    if wanted != "auto":
+        found = tries[wanted](setting)
+        if isinstance(found, str):
+            raise ConfigError(f"runtime.attention {wanted!r} was asked for, but {found}")
+        return found, f"runtime.attention is {wanted}"
+    obstacles: list[str] = []
+    for name, make in tries.items():
+        found = make(setting)
+        if isinstance(found, AttentionBackend):
+            return found, "; ".join(obstacles) or f"the compiled extension has its kernel for {setting.device.type}"
+        obstacles.append(f"not {name}: {found}")
+    raise AssertionError("torch runs everywhere")
+
+
+def raylm_lacks(device: torch.device) -> str | None:
+    """What keeps our own kernel from running on the device, and the command that helps; None where nothing does."""
+    status = extension.load()
+    if "paged_attention" in status.ops.get(device.type, ()):
+        return None
+    if not status.loaded:
+        return _clause(str(status))
+    build = f"build it again where {device.type} can be compiled for: `{extension.BUILD_COMMAND}`"
+    return f"the compiled extension {status.path} has no paged_attention for {device.type}; {build}"
+
+
+def _raylm(setting: Setting) -> AttentionBackend | str:
+    return raylm_lacks(setting.device) or RAYLM
+
+
+def _torch(setting: Setting) -> AttentionBackend | str:
+    # It reads lengths on the host, which a graph cannot.
+    return AttentionBackend("torch", fallback.paged_attention, supports_graphs=False)
+
+
+def _flash(setting: Setting) -> AttentionBackend | str:
+    """FlashAttention of vLLM's packages, or the sentence that says why not."""
+    return _flash_obstacle(setting) or _flash_package()
+
+
+def _flash_obstacle(setting: Setting) -> str | None:
+    """What of the setting its kernels cannot do."""
+    if setting.device.type != "cuda":
+        return f"it runs on CUDA only and the device is {setting.device.type}"
+    if setting.dtype not in (torch.bfloat16, torch.float16):
+        return f"the dtype is {str(setting.dtype).removeprefix('torch.')}; allowed: bfloat16, float16"
+    if setting.head_dim % 32 or setting.head_dim > 256:
+        return f"the head size is {setting.head_dim}; allowed: multiples of 32 up to 256"
+    if setting.block_size % 16:
+        return f"cache.block_size is {setting.block_size}; allowed: multiples of 16"
+    return None
+
+
+def _flash_package() -> AttentionBackend | str:
+    obstacles: list[str] = []
+    for name in FLASH_PACKAGES:
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError):
+            continue
+        found = _flash_of(module)
+        if isinstance(found, AttentionBackend):
+            return found
+        obstacles.append(f"{name} {found}")
+    return "; ".join(obstacles) or f"neither {' nor '.join(FLASH_PACKAGES)} can be imported"
+
+
+def _flash_of(module: ModuleType) -> AttentionBackend | str:
+    varlen = getattr(module, "flash_attn_varlen_func", None)
+    supported = getattr(module, "is_fa_version_supported", None)
+    # Releases up to 2.6 are like this.
+    if varlen is None or supported is None or "seqused_k" not in inspect.signature(varlen).parameters:
+        return "is too old: it has no flash_attn_varlen_func that takes seqused_k and fa_version"
+    version = next((version for version in _FLASH_VERSIONS if supported(version)), None)
+    if version is None:
+        return f"has no kernels for this GPU (FlashAttention {' or '.join(map(str, _FLASH_VERSIONS))})"
+    # The launch depends on the lengths on the host, and what a graph replays does not follow them.
+    return AttentionBackend("flash_attn", partial(_attend_flash, varlen, version), supports_graphs=False)
+
+
+def _attend_flash(
+    varlen: Callable[..., Tensor],
+    version: int,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    """ops.paged_attention by `flash_attn_varlen_func`; every row of q must belong to a sequence."""
+    return varlen(
+        q,
+        k_cache,
+        v_cache,
+        max_seqlen_q=max_query_len,
+        cu_seqlens_q=query_start,
+        max_seqlen_k=max_seq_len,
+        seqused_k=seq_lens,
+        softmax_scale=scale,
+        causal=True,
+        # So many keys before the query's own, and none after it; (-1, -1) hides none but for the causal mask.
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=soft_cap,
+        block_table=block_table,
+        fa_version=version,
+    )
+
+
+def _clause(sentence: str) -> str:
+    """A sentence as part of another one."""
+    return sentence[0].lower() + sentence[1:].removesuffix(".")

@@ -1,0 +1,72 @@
+"""FlashAttention of vLLM's packages against our reference, and through the whole engine; skipped without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from greedy import assert_greedy, random_prompts
+
+from raylm import LLM, EngineConfig, SamplingParams
+from raylm.errors import ConfigError
+from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend
+from raylm.ops import fallback
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def flash() -> AttentionBackend:
+    try:
+        setting = Setting(torch.device("cuda"), torch.bfloat16, head_dim=64, block_size=16)
+        return choose_backend("flash_attn", setting)[0]
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (24, 0.0), (0, 20.0), (24, 20.0)])
+@pytest.mark.parametrize("lengths", [[(5, 5), (1, 40), (70, 90)], [(1, 1), (1, 90), (1, 33)]], ids=["mixed", "decode"])
+def test_it_computes_what_the_reference_does(
+    lengths: list[tuple[int, int]], window: int, soft_cap: float, dtype: torch.dtype, flash: AttentionBackend
+) -> None:
+    torch.manual_seed(0)
+    query_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
+    options = {"dtype": dtype, "device": "cuda"}
+    arguments = (
+        torch.randn(int(query_lens.sum()), 8, 64, **options)[:, :4],
+        torch.randn(20, 16, 2, 64, **options),
+        torch.randn(20, 16, 2, 64, **options),
+        torch.randperm(20, dtype=torch.int32)[:18].view(3, 6).cuda(),
+        torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0, dtype=torch.int32)]).cuda(),
+        seq_lens.cuda(),
+        int(query_lens.max()),
+        int(seq_lens.max()),
+        0.2,
+        window,
+        soft_cap,
+    )
+    found = flash.attend(*arguments)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, fallback.paged_attention(*arguments), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_family_equals_transformers(family: str, tmp_path: Path, flash: AttentionBackend) -> None:
+    folder = checkpoints.FAMILIES[family](tmp_path, head_dim=32)
+    reference = checkpoints.reference(folder)
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    data = {
+        "model": {"path": str(folder), "max_model_len": 64, "dtype": "bfloat16"},
+        "cache": {"block_size": 16, "num_blocks": 60},
+        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        "runtime": {"device": "cuda", "attention": flash.name},
+    }
+    llm = LLM(EngineConfig.model_validate(data), progress=False)
+    prompts = random_prompts(8, llm.info.vocab_size)
+    for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY, progress=False), strict=True):
+        assert_greedy(reference, prompt, completion.outputs[0].token_ids)
+    llm.close()

@@ -1,0 +1,56 @@
+"""A model gives the same tokens whatever its attention runs on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+from greedy import assert_greedy, random_prompts
+
+from raylm import LLM, EngineConfig, SamplingParams
+from raylm.errors import ConfigError
+from raylm.ops import extension, fallback
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+def load(folder: Path, attention: str) -> LLM:
+    return LLM(
+        EngineConfig.model_validate(
+            {
+                "model": {"path": str(folder), "max_model_len": 64},
+                "cache": {"block_size": 4, "num_blocks": 100},
+                "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+                "runtime": {"device": "cpu", "attention": attention},
+            }
+        ),
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("attention", ["raylm", "torch"])
+def test_each_backend_gives_transformers_tokens(attention: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if attention == "raylm" and "paged_attention" not in extension.load().ops.get("cpu", ()):
+        pytest.skip(str(extension.load()))
+    calls = []
+    attend = fallback.paged_attention
+    monkeypatch.setattr(fallback, "paged_attention", lambda *arguments: calls.append(1) or attend(*arguments))
+    llm = load(folder, attention)
+    prompts = random_prompts(6, llm.info.vocab_size)
+    reference = checkpoints.reference(folder)
+    for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY, progress=False), strict=True):
+        assert len(completion.outputs[0].token_ids) == 16
+        assert_greedy(reference, prompt, completion.outputs[0].token_ids)
+    llm.close()
+    assert bool(calls) == (attention == "torch")
+
+
+def test_a_backend_of_another_device_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="runtime.attention 'flash_attn' was asked for, but it runs on CUDA only"):
+        load(folder, "flash_attn")
