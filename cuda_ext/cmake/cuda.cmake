@@ -1,4 +1,10 @@
 # Included where a CUDA compiler is found.
+# Machine code alone: what is compiled for a newer GPU from an older one's PTX lacks the instructions that the launchers
+# expect there.
+list(TRANSFORM RAYLM_CUDA_ARCHS REPLACE "^([0-9]+[a-z]?)$" "\\1-real")
+if("${RAYLM_CUDA_ARCHS}" MATCHES "virtual|all|native")
+  message(FATAL_ERROR "RAYLM_CUDA_ARCHS is ${RAYLM_CUDA_ARCHS}; allowed: numbers such as 80, 90a or 90a-real")
+endif()
 set(CMAKE_CUDA_ARCHITECTURES ${RAYLM_CUDA_ARCHS})
 enable_language(CUDA)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} for ${RAYLM_CUDA_ARCHS}")

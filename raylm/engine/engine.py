@@ -15,7 +15,7 @@ from raylm.core.request import Request
 from raylm.core.sampling import MAX_SEED, SamplingParams
 from raylm.core.scheduler import Scheduler, SchedulerStats
 from raylm.core.step import ModelInfo, TokenDelta
-from raylm.errors import RequestRejected
+from raylm.errors import EngineDeadError, RequestRejected
 from raylm.executor.base import Executor
 
 _DEFAULT_OPTIONS = RequestOptions()
@@ -37,6 +37,7 @@ class Engine:
         self._window = plans_in_flight
         self._clock = clock
         self._num_in_flight = 0
+        self._failure: str | None = None
         self.info: ModelInfo = executor.start()
         self._events = EventLog() if config.cache.events else None
         self._cache = make_cache(config, self.info, self._events)
@@ -97,7 +98,20 @@ class Engine:
         return self._scheduler.abort_all()
 
     def step(self) -> list[TokenDelta]:
-        """Fill the window of plans, wait for the oldest result and return what it gave. Raises EngineDeadError."""
+        """Fill the window of plans, wait for the oldest result and return what it gave.
+
+        Raises EngineDeadError, and whatever a step raises; after that the engine can only be shut down.
+        """
+        if self._failure is not None:
+            raise EngineDeadError(f"a step failed: {self._failure}")
+        try:
+            return self._step()
+        except Exception as error:
+            # The scheduler counts on a step that never was, or never ended.
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _step(self) -> list[TokenDelta]:
         expired = self._scheduler.expire(self._clock())
         while self._num_in_flight < self._window:
             plan = self._scheduler.schedule(self._clock())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 from raylm.config.engine import EngineConfig
 from raylm.core.step import ModelInfo, StepPlan, StepResult
@@ -26,9 +27,16 @@ class LocalExecutor:
         self._steps.append(self._live_worker().submit(plan))
 
     def result(self) -> StepResult:
-        return self._steps.popleft().result()
+        # It leaves the queue once it is here: who interrupts the wait may ask again.
+        result = self._steps[0].result()
+        self._steps.popleft()
+        return result
 
     def shutdown(self) -> None:
+        # Copies between device and host may still be under way in memory that goes with the worker.
+        with suppress(RuntimeError):  # a device that has failed does nothing any more
+            for step in self._steps:
+                step.result()
         self._steps.clear()
         self._worker = None
 

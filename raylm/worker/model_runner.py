@@ -50,7 +50,8 @@ class ModelRunner:
         self._table.apply(plan)
         if plan.copies is not None:
             self._store.copy(plan.copies)
-        return PendingStep(plan.step, self._outputs(plan) if plan.rows else Outputs())
+        outputs = self._outputs(plan) if plan.rows else Outputs()
+        return PendingStep(plan.step, outputs, self._table.device)
 
     @torch.inference_mode()
     def warm_up_graphs(self) -> None:
@@ -106,7 +107,6 @@ class ModelRunner:
 
     def _report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
         """The same where some of the rows want more than a token, or candidates instead."""
-        logits = logits.float()
         searching = self._table.num_candidates[rows] > 0
         sampling, reporting = np.flatnonzero(~searching), np.flatnonzero(searching)
         wants = np.flatnonzero(self._table.logprob[rows[sampling]])
@@ -116,12 +116,14 @@ class ModelRunner:
             logits_of_own = logits.index_select(0, own)
             token_ids = self._sample(logits_of_own, rows[sampling], cells.index_select(0, own))
             if wants.size:
-                values = token_logprobs(logits_of_own.index_select(0, wanted), token_ids.index_select(0, wanted))
+                values = token_logprobs(
+                    logits_of_own.index_select(0, wanted).float(), token_ids.index_select(0, wanted)
+                )
                 logprobs = torch.zeros(sampling.size, dtype=values.dtype, device=values.device)
                 logprobs.index_copy_(0, wanted, values)
         if reporting.size:
             counts = self._table.num_candidates[rows[reporting]].tolist()
-            found = likeliest(logits.index_select(0, asking), counts)
+            found = likeliest(logits.index_select(0, asking).float(), counts)
         return Outputs(token_ids, logprobs, found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from raylm.core.step import Candidates, StepResult
@@ -34,11 +35,11 @@ class Outputs(NamedTuple):
 class PendingStep:
     """A step that the device has been given. `result` waits for this one and for no later one."""
 
-    def __init__(self, step: int, outputs: Outputs) -> None:
+    def __init__(self, step: int, outputs: Outputs, device: torch.device) -> None:
         self._step = step
         self._outputs = outputs
         tensors = [outputs.token_ids, outputs.logprobs, *(outputs.likeliest or (None, None))[:2]]
-        self._download = Download([tensor for tensor in tensors if isinstance(tensor, Tensor)])
+        self._download = Download([tensor for tensor in tensors if isinstance(tensor, Tensor)], device)
 
     @property
     def done(self) -> bool:

@@ -49,12 +49,15 @@ def unpack(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
 
 
 class Download:
-    """Tensors on their way to the host, in the order of the device's stream: an event says when they are there."""
+    """Tensors on their way to the host, in the order of the device's stream: an event says when they are there.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    With no tensors at all it says when the device has done what it was given until now.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
-        if tensors and tensors[0].is_cuda:
+        if device.type == "cuda":
             self._tensors = [_to_pinned(tensor) for tensor in tensors]
             self._event = torch.cuda.Event()
             self._event.record()

@@ -15,9 +15,10 @@ import torch
 from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
-from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan
+from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import ConfigError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
+from raylm.worker.pending import Outputs, PendingStep
 from raylm.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -238,3 +239,11 @@ def test_a_worker_takes_the_next_plan_while_its_gpu_computes(folder: Path) -> No
     found = [token for result in results if result is not None for token in result.token_ids]
     assert [result.step for result in results if result is not None] == [plan.step for plan in plans]
     assert_greedy(checkpoints.reference(folder), prompt, found)
+
+
+def test_a_step_that_samples_nothing_is_not_done_before_its_device_is():
+    torch.cuda._sleep(200_000_000)
+    step = PendingStep(1, Outputs(), torch.device("cuda"))
+    assert not step.done
+    assert step.result() == StepResult(1, [])
+    assert step.done

@@ -18,26 +18,32 @@ bool supported(const AttentionParams<T>& a) {
          whole_vectors(a.v_cache, {a.v_block_stride, a.v_slot_stride, a.v_head_stride});
 }
 
+// False where a block of this device cannot have the shared memory.
 template <typename T, int D>
-void launch(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
+bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
   using Shape = PrefillShape<D>;
   const int64_t tiles = most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
   const dim3 grid(a.num_heads, tiles > 0 ? tiles : 1);  // one row of blocks for the rows past the last sequence
-  cudaFuncSetAttribute(prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  if (cudaFuncSetAttribute(prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes) !=
+      cudaSuccess) {
+    cudaGetLastError();  // forgotten, or the next check would find it
+    return false;
+  }
   prefill_kernel<T, D><<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(
       prefill_params(a, sizes.num_tokens, sizes.min_query_len));
+  return true;
 }
 
 template <typename T>
 bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
   if (!supported(a)) return false;
   switch (a.head_dim) {
-    case 64: return launch<T, 64>(a, sizes, stream), true;
-    case 80: return launch<T, 80>(a, sizes, stream), true;
-    case 96: return launch<T, 96>(a, sizes, stream), true;
-    case 128: return launch<T, 128>(a, sizes, stream), true;
-    case 192: return launch<T, 192>(a, sizes, stream), true;
-    case 256: return launch<T, 256>(a, sizes, stream), true;
+    case 64: return launch<T, 64>(a, sizes, stream);
+    case 80: return launch<T, 80>(a, sizes, stream);
+    case 96: return launch<T, 96>(a, sizes, stream);
+    case 128: return launch<T, 128>(a, sizes, stream);
+    case 192: return launch<T, 192>(a, sizes, stream);
+    case 256: return launch<T, 256>(a, sizes, stream);
     default: return false;
   }
 }

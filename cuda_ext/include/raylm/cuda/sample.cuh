@@ -104,6 +104,7 @@ struct SampleLimits {
   __device__ bool allows(int count, double mass_above) const { return count < k && mass_above < mass; }
 };
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // One row, as one thread of its cluster sees it. What has no lane, warp or block in it is the same in all threads.
 struct SampleRow {
   const SampleParams& p;
@@ -421,6 +422,8 @@ __device__ inline void SampleRow::draw() {
   const int token = locate(sums, target, kept);
   if (token >= 0 && lane == 0) p.token_ids[row] = token;
 }
+
+#endif
 
 // kSampleCtas blocks a row, one cluster. Dynamic shared memory: kSampleWarps segments of floats.
 template <typename T>
