@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -42,7 +43,7 @@ def measure_steps(running: int, waiting: int, *, steps: int) -> SchedulerResult:
     for _ in range(steps):
         seconds, plan = decoding.step()
         times.append(seconds)
-        encode_times.append(_seconds(lambda: encode(plan)))  # noqa: B023
+        encode_times.append(_seconds(partial(encode, plan)))
     return SchedulerResult(
         bench="scheduler",
         running=running,
@@ -69,7 +70,7 @@ def measure_prefix(prompt_len: int) -> PrefixResult:
     for index in range(_LOOKUPS):
         request = _request(1 + index, prompt_ids, max_tokens=1)
         for times in (cold, warm):
-            times.append(_seconds(lambda: cache.attach_prefix(request)))  # noqa: B023
+            times.append(_seconds(partial(cache.attach_prefix, request)))
             cache.free(request)
             request.num_computed = 0
     return PrefixResult("prefix", prompt_len, median(cold) * 1e3, median(warm) * 1e3, ASKED_MS_PREFIX.get(prompt_len))

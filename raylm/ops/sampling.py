@@ -6,7 +6,7 @@ distribution with it: the same request gives the same tokens whatever shares its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ _FIRST_CANDIDATES = 1024
 """Likeliest tokens looked at first where top-p truncates; the whole vocabulary is sorted only when they fall short."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """How some rows sample; every array is [num_rows], on the host."""
+class Sampling(NamedTuple):
+    """How some rows sample their next token, in the order of sample's arguments; every array is [num_rows], on the
+    host."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -27,15 +27,15 @@ class _Settings:
     seed: np.ndarray
     position: np.ndarray
 
-    def of(self, rows: np.ndarray) -> _Settings:
+    def of(self, rows: np.ndarray) -> Sampling:
         """The settings of some of the rows."""
-        return _Settings(*(getattr(self, name)[rows] for name in self.__slots__))
+        return Sampling(*(values[rows] for values in self))
 
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
-    every = _Settings(*(x.cpu().numpy() for x in (temperature, top_k, top_p, min_p, seed, position)))
+    every = Sampling(*(x.cpu().numpy() for x in (temperature, top_k, top_p, min_p, seed, position)))
     greedy = every.temperature == 0
     token_ids = logits.argmax(dim=-1)
     if greedy.all():
@@ -51,12 +51,12 @@ def sample(
     return token_ids
 
 
-def _draw_full(probs: Tensor, settings: _Settings) -> Tensor:
+def _draw_full(probs: Tensor, settings: Sampling) -> Tensor:
     """Sample from the whole distribution."""
     return _invert(probs, settings)
 
 
-def _draw_truncated(probs: Tensor, settings: _Settings) -> Tensor:
+def _draw_truncated(probs: Tensor, settings: Sampling) -> Tensor:
     """Sample from the likeliest tokens that top-k, top-p (Holtzman et al., 2020) and min-p leave."""
     top_p = _column(settings.top_p, probs)
     top_k = _column(np.where(settings.top_k > 0, settings.top_k, probs.shape[1]), probs)
@@ -70,7 +70,7 @@ def _draw_truncated(probs: Tensor, settings: _Settings) -> Tensor:
     return token_ids.gather(1, choice[:, None])[:, 0]
 
 
-def _candidates(probs: Tensor, settings: _Settings, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _candidates(probs: Tensor, settings: Sampling, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest tokens, most likely first: few where they are enough for every row, else the whole vocabulary."""
     vocab = probs.shape[1]
     limits = np.where(settings.top_k > 0, settings.top_k, vocab)
@@ -88,7 +88,7 @@ def _candidates(probs: Tensor, settings: _Settings, top_p: Tensor) -> tuple[Tens
     return values, token_ids
 
 
-def _invert(weights: Tensor, settings: _Settings) -> Tensor:
+def _invert(weights: Tensor, settings: Sampling) -> Tensor:
     """First index whose cumulative weight passes u times the total; float64, so that long tails keep their share."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.from_numpy(uniform_numbers(settings.seed, settings.position)).to(weights.device)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from raylm.core.step import NewRow, StepPlan
+from raylm.ops.sampling import Sampling
 from raylm.worker.transfer import Uploader
 
 _NO_CELLS = np.empty(0, dtype=np.int64)
-
-
-class Sampling(NamedTuple):
-    """How rows sample their next token, as ops.sample takes it; each [num_rows]."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seed: np.ndarray
-    position: np.ndarray
 
 
 class RequestTable:
