@@ -116,10 +116,43 @@ class RuntimeConfig(FrozenConfig):
     """Loading a model may take this long."""
 
 
+class ParallelConfig(FrozenConfig):
+    """How many workers share one model: tensor * pipeline of them, a device each, in a placement group."""
+
+    tensor: int = Field(default=1, ge=1)
+    """Workers that split every layer between them."""
+    pipeline: int = Field(default=1, ge=1)
+    """Stages that split the list of layers."""
+    stage_layers: list[int] | None = None
+    """Layers of each stage, first to last; by default as even as can be."""
+    gpu_type: str | None = None
+    """Only GPUs of this type, as Ray names it in the node label ray.io/accelerator-type: H200, A100 ..."""
+    multicast: bool = False
+    """Let NCCL use NVLink multicast (NVLS) where the host has it."""
+    custom_all_reduce: bool = True
+    """Sum small tensors by raylm's own kernel where the GPUs of a tensor group can read each other's memory."""
+    check_ranks: bool = False
+    """Compare what the ranks are given, every step; for debugging, it costs a collective a step."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.tensor * self.pipeline
+
+    @model_validator(mode="after")
+    def _layers_fit_stages(self) -> ParallelConfig:
+        layers = self.stage_layers
+        if layers is not None and (len(layers) != self.pipeline or min(layers, default=0) < 1):
+            raise ValueError(
+                f"stage_layers must hold {self.pipeline} numbers of at least 1 (parallel.pipeline), got {layers}"
+            )
+        return self
+
+
 class EngineConfig(FrozenConfig):
     """One engine: one model on one device group."""
 
     model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
