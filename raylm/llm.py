@@ -29,6 +29,8 @@ from raylm.text.processor import TextDelta, TextProcessor, TextStream
 
 Message = dict[str, Any]
 """One chat message as OpenAI's clients send it: {"role": ..., "content": ...}."""
+_STEPS_AHEAD = 4
+"""Steps for which prompts wait in the engine while more of them are there to add."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -243,7 +245,9 @@ class _Job:
             self._engine.abort_all()
 
     def _feed(self) -> None:
-        while self._todo and self._has_room(self._todo[0]):
+        # No more at a time than the next steps can use: the device computes while the rest are added.
+        enough = _STEPS_AHEAD * self._limits.max_num_batched_tokens
+        while self._todo and self._engine.stats().waiting_tokens < enough and self._has_room(self._todo[0]):
             self._engine.add(*self._todo.popleft())
 
     def _has_room(self, group: _Group) -> bool:
