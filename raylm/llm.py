@@ -23,7 +23,7 @@ from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.engine import check_prompt
-from raylm.engine.factory import local_engine
+from raylm.engine.factory import offline_engine
 from raylm.errors import RequestRejected
 from raylm.text.processor import TextDelta, TextProcessor, TextStream
 
@@ -62,7 +62,8 @@ class Completion:
 
 
 class LLM:
-    """One model on one device of this machine. Batching happens inside: give it all prompts at once."""
+    """One model, on one device of this machine or on several of a Ray cluster. Batching happens inside: give it all
+    prompts at once."""
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         prefix_caching: bool = True,
         num_threads: int | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
         progress: bool = True,
     ) -> None:
         """Load a model: a folder, a .gguf file, a demo name, or a whole EngineConfig (the rest is then ignored).
@@ -92,6 +95,7 @@ class LLM:
                     "max_model_len": max_model_len,
                     "seed": seed,
                 },
+                "parallel": {"tensor": tensor, "pipeline": pipeline},
                 "cache": {"prefix_caching": prefix_caching},
                 "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
                 "runtime": {"device": device, "num_threads": num_threads},
@@ -101,7 +105,7 @@ class LLM:
         self.text = TextProcessor.load(locate(model.model.path))
         # Nobody follows an engine in this process: it would collect events for ever.
         quiet = model.model_copy(update={"cache": model.cache.model_copy(update={"events": False})})
-        self._engine = local_engine(quiet, progress=progress)
+        self._engine = offline_engine(quiet, progress=progress)
         # A model's objects live until it is closed: without them a collection takes microseconds, not a tenth of a
         # second in the middle of a step.
         gc.freeze()

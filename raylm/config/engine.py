@@ -108,8 +108,11 @@ class RuntimeConfig(FrozenConfig):
     """CPU threads of a worker; by default one a core."""
     cuda_graphs: bool = True
     """On a GPU, run steps in which every request decodes as CUDA graphs."""
-    plans_in_flight: int | None = Field(default=None, ge=1, le=2)
-    """Steps planned ahead: 2 overlaps scheduling with execution; by default 2 with Ray workers or a GPU, else 1."""
+    ray_workers: bool = False
+    """Offline: run the model in Ray actors even where one device is enough. Servers always do."""
+    plans_in_flight: int | None = Field(default=None, ge=1)
+    """Steps planned ahead: one a pipeline stage keeps all stages busy, one more overlaps scheduling with execution. By
+    default that many with Ray workers or a GPU, else 1."""
     step_timeout_s: float = Field(default=120.0, gt=0)
     """A step without a result for this long counts as the engine's death."""
     start_timeout_s: float = Field(default=600.0, gt=0)
@@ -127,6 +130,8 @@ class ParallelConfig(FrozenConfig):
     """Layers of each stage, first to last; by default as even as can be."""
     gpu_type: str | None = None
     """Only GPUs of this type, as Ray names it in the node label ray.io/accelerator-type: H200, A100 ..."""
+    placement_timeout_s: float = Field(default=60.0, ge=0)
+    """How long the cluster may take to find room for the workers; where nodes have yet to start, give it that time."""
     multicast: bool = False
     """Let NCCL use NVLink multicast (NVLS) where the host has it."""
     custom_all_reduce: bool = True
@@ -156,3 +161,12 @@ class EngineConfig(FrozenConfig):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _window_fits_stages(self) -> EngineConfig:
+        window, most = self.runtime.plans_in_flight, self.parallel.pipeline + 1
+        if window is not None and window > most:
+            raise ValueError(
+                f"runtime.plans_in_flight is {window}; with parallel.pipeline {most - 1} it may be {most} at most"
+            )
+        return self

@@ -45,6 +45,7 @@ class Request:
         "is_new",
         "is_reporting",
         "keys",
+        "last_turn",
         "max_len",
         "num_cached",
         "num_charged",
@@ -100,6 +101,8 @@ class Request:
         self.num_computed = 0
         self.num_cached = 0
         """Tokens of the prompt found in the cache; 0 again once the client has been told."""
+        self.last_turn = 0
+        """The step in which it last decoded, where running requests take turns."""
         self.is_new = False
         """It waits for its first step. Forks and beams never are: their prompt has had its turn."""
         self.num_charged = 0

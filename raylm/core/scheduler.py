@@ -27,6 +27,7 @@ from raylm.errors import ConfigError
 _WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted, so that the running ones can grow for a while."""
 _rank = attrgetter("rank")
+_last_turn = attrgetter("last_turn")
 _new = tuple.__new__
 _NO_LOGPROBS: list[float] = []
 
@@ -61,7 +62,11 @@ class Scheduler:
     too, so that whoever gives way is not part of it yet.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, *, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, *, max_model_len: int, num_stages: int = 1
+    ) -> None:
+        """With `num_stages` pipeline stages running requests take turns, so that each stage has a plan to work on.
+        Raises ConfigError when the cache is too small."""
         needed = cache.layout.blocks_for(max_model_len, chunk=config.max_num_batched_tokens)
         if needed > cache.num_usable:
             raise ConfigError(
@@ -74,6 +79,7 @@ class Scheduler:
         self._policy = make_policy(config)
         self._admission = Admission(config)
         self._pacer = PrefillPacer(config)
+        self._num_stages = num_stages
         self._timer = StepTimer()
         self._beams = Beams(self)
         self._running: list[Request] = []
@@ -251,7 +257,7 @@ class Scheduler:
         """Give running requests their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = draft.rows.append, draft.sampling.append
         preempted = False
-        for request in self._running:
+        for request in self._running if self._num_stages == 1 else self._turn():
             computed, known = request.num_computed, request.num_known
             if known - computed == 1 and computed < request.horizon:
                 request.num_computed = known
@@ -262,8 +268,27 @@ class Scheduler:
                 preempted = True
         return not preempted
 
+    def _turn(self) -> list[Request]:
+        """The running requests that this plan is for, in their order: those with prompts to compute, and of those that
+        decode a share, the ones whose last turn is longest ago.
+
+        A token reaches the first stage when its plan has passed all stages, so a request can compute its next one in
+        every num_stages-th plan; shares of equal size keep the stages equally busy. Where fewer requests run than there
+        are stages, one may come again early, and the first stage waits for its token.
+        """
+        decoding = [request for request in self._running if request.num_to_compute == 1]
+        share = -(-len(decoding) // self._num_stages)
+        waiting = sorted(decoding, key=_last_turn)[share:]
+        rows = {request.row for request in waiting}
+        turn = [request for request in self._running if request.row not in rows]
+        for request in turn:
+            request.last_turn = self._step + 1
+        return turn
+
     def _continue(self, request: Request, draft: Draft) -> bool:
         """Let a running request compute what it can. False when one had to be preempted for it."""
+        if request.row < 0:
+            return True  # It has given way to one before it in its turn.
         num_tokens = request.num_to_compute
         if num_tokens > 1:
             # Every running request after this one can still decode.
@@ -414,6 +439,7 @@ class Scheduler:
         """Take a running request's blocks and row, to the host where that is cheaper than to compute them again."""
         self._num_preemptions += 1
         del self._running[bisect_left(self._running, request.rank, key=_rank)]
+        request.horizon = 0
         self._cache.store_full(request)
         pairs = self._cache.swap_out(request)
         if pairs is None:

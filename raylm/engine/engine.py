@@ -41,7 +41,12 @@ class Engine:
         self.info: ModelInfo = executor.start()
         self._events = EventLog() if config.cache.events else None
         self._cache = make_cache(config, self.info, self._events)
-        self._scheduler = Scheduler(config.scheduler, self._cache, max_model_len=self.info.max_model_len)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self._cache,
+            max_model_len=self.info.max_model_len,
+            num_stages=config.parallel.pipeline,
+        )
         self._max_rows = config.scheduler.max_num_seqs
         self._eos = frozenset(self.info.eos_token_ids)
 
@@ -124,6 +129,10 @@ class Engine:
         result = self._executor.result()
         self._num_in_flight -= 1
         return expired + self._scheduler.update(result, self._clock())
+
+    def check(self) -> None:
+        """Look after the workers while there is no step to wait for. Raises EngineDeadError when one has gone."""
+        self._executor.check()
 
     def take_events(self) -> EventBatch | None:
         """What happened to the cached blocks since the last call; None where nothing did or cache.events is off."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from raylm.config.engine import EngineConfig
 from raylm.engine.engine import Engine
+from raylm.executor.local_ray import connect_to_ray
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -23,9 +25,34 @@ def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     return Engine(config, executor, plans_in_flight=window)
 
 
-def ray_engine(config: EngineConfig, *, group: PlacementGroup, resources: Bundle) -> Engine:
-    """An engine whose workers are Ray actors in `group`; the next plan is made while the last one runs."""
+def ray_engine(
+    config: EngineConfig, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None] = lambda: None
+) -> Engine:
+    """An engine whose workers are Ray actors in `group`; the next plans are made while the last ones run. `release` is
+    called when it has been shut down."""
     from raylm.executor.ray import RayExecutor
 
-    window = config.runtime.plans_in_flight or 2
-    return Engine(config, RayExecutor(config, group=group, resources=resources), plans_in_flight=window)
+    window = config.runtime.plans_in_flight or config.parallel.pipeline + 1
+    executor = RayExecutor(config, group=group, resources=resources, release=release)
+    return Engine(config, executor, plans_in_flight=window)
+
+
+def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
+    """An engine for this process to drive: in it where one device is enough, else with Ray actors, in the cluster that
+    this process is connected to or in one of its own. Raises ConfigError, EngineDeadError."""
+    if config.parallel.num_workers == 1 and not config.runtime.ray_workers:
+        return local_engine(config, progress=progress)
+    is_ours = connect_to_ray()
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    from raylm.executor.cluster import reserve
+
+    group, resources = reserve(config)
+
+    def release() -> None:
+        remove_placement_group(group)
+        if is_ours:
+            ray.shutdown()
+
+    return ray_engine(config, group=group, resources=resources, release=release)

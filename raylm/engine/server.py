@@ -75,6 +75,8 @@ class EngineServer:
         """Serve until stop(). When the engine dies every live request fails with its reason, and this raises it."""
         try:
             while not self._stopping:
+                if not self._engine.has_work:
+                    self._engine.check()
                 self._receive(0 if self._engine.has_work or self._unsent else _IDLE_POLL_MS)
                 self._deliver(self._engine.step())
                 self._followers.publish(self._engine.take_events())

@@ -35,6 +35,10 @@ class Executor(Protocol):
         """The result of the oldest plan not answered yet. Raises EngineDeadError."""
         ...
 
+    def check(self) -> None:
+        """Raise EngineDeadError when a worker has gone: nobody waits for a result that would tell."""
+        ...
+
     def shutdown(self) -> None:
         """Give back every process and all memory. May be called twice."""
         ...

@@ -32,6 +32,9 @@ class LocalExecutor:
         self._steps.popleft()
         return result
 
+    def check(self) -> None:
+        """The worker is this process."""
+
     def shutdown(self) -> None:
         # Copies between device and host may still be under way in memory that goes with the worker.
         with suppress(RuntimeError):  # a device that has failed does nothing any more

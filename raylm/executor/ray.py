@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -14,10 +16,30 @@ from raylm.config.engine import EngineConfig
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.placement import Bundle, worker_bundle_index
-from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
+from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
+
+T = TypeVar("T")
 
 _POLL_MS = 100
-"""How often a wait for a result looks whether the worker still lives."""
+"""How often a wait for a result looks whether the workers still live."""
+
+
+class WorkerPlace(NamedTuple):
+    """Where Ray has put a worker."""
+
+    node_id: str
+    node_ip: str
+    gpu_ids: list[str]
+
+
+class WorkerSeat(NamedTuple):
+    """A worker's number among those that share the model. As parallel.groups.Seat, in a process without torch."""
+
+    rank: int
+    node_ip: str
+    meeting_point: str
+    visible_gpus: list[str]
+    gpu: int
 
 
 class WorkerActor:
@@ -25,19 +47,38 @@ class WorkerActor:
 
     def __init__(self, config: EngineConfig) -> None:
         from raylm import log
-        from raylm.worker.worker import Worker
 
         log.configure()
-        self._worker = Worker(config, progress=False)
+        self._config = config
 
-    def start(self) -> ModelInfo:
+    def place(self) -> WorkerPlace:
+        context = ray.get_runtime_context()
+        gpu_ids = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return WorkerPlace(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids)
+
+    def meeting_point(self) -> str:
+        """Where the workers find each other, on this worker's node."""
+        from raylm.parallel.groups import MeetingPoint
+
+        self._meeting = MeetingPoint(ray.util.get_node_ip_address(), timeout_s=self._config.runtime.start_timeout_s)
+        return self._meeting.address
+
+    def start(self, seat: WorkerSeat | None) -> ModelInfo:
+        """Load the model, or the part of it that a worker with this seat has."""
+        if seat is not None and seat.visible_gpus:
+            # Read once, when CUDA starts. Ray shows each worker its own GPU alone; ranks read each other's memory.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.visible_gpus)
+        from raylm.parallel.groups import Seat
+        from raylm.worker.worker import Worker
+
+        self._worker = Worker(self._config, seat=None if seat is None else Seat(*seat), progress=False)
         return self._worker.start()
 
-    def serve_steps(self, address: str) -> None:
+    def serve_steps(self, address: StepAddress, answers: bool) -> None:
         """Run plans until the channel closes. A failure goes to the engine and ends the worker."""
         # What lives now lives as long as the worker: no collection in the middle of a step has to look through it.
         gc.freeze()
-        channel = PlanReceiver(address)
+        channel = PlanReceiver(address, answers=answers)
         try:
             serve(channel, self._worker.submit)
         except Exception as error:
@@ -48,49 +89,55 @@ class WorkerActor:
 
 
 class RayExecutor:
-    """One WorkerActor behind a step channel. Its death, its failure or its silence raises EngineDeadError."""
+    """WorkerActors behind a step channel. The death, failure or silence of one of them raises EngineDeadError."""
 
-    def __init__(self, config: EngineConfig, *, group: PlacementGroup, resources: Bundle) -> None:
+    def __init__(
+        self, config: EngineConfig, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None]
+    ) -> None:
+        """`release` is called once the workers have gone."""
         self._config = config
-        self._channel = PlanSender()
-        self._worker = _start_worker(config, group, resources)
-        self._serving: ray.ObjectRef[None] | None = None
+        self._release = release
+        self._workers = [_start_worker(config, group, resources, index) for index in range(config.parallel.num_workers)]
+        self._channel: PlanSender | None = None
+        self._serving: list[ray.ObjectRef[None]] = []
 
     def start(self) -> ModelInfo:
-        timeout = self._config.runtime.start_timeout_s
-        try:
-            info: ModelInfo = ray.get(self._worker.start.remote(), timeout=timeout)
-        except ray.exceptions.GetTimeoutError:
-            raise EngineDeadError(f"the worker was not ready after runtime.start_timeout_s {timeout:g} s") from None
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ConfigError):
-                raise ConfigError(str(error.cause)) from None
-            raise
-        except ray.exceptions.RayActorError as error:
-            raise EngineDeadError(f"the worker died while it loaded the model: {error}") from None
-        self._serving = self._worker.serve_steps.remote(self._channel.address)
-        return info
+        deadline = time.monotonic() + self._config.runtime.start_timeout_s
+        places: list[WorkerPlace] = self._all([worker.place.remote() for worker in self._workers], deadline)
+        places, self._workers = _in_order(places, self._workers)
+        if len(self._workers) == 1:
+            seats: list[WorkerSeat | None] = [None]
+        else:
+            met: list[str] = self._all([self._workers[0].meeting_point.remote()], deadline)
+            seats = [_seat(rank, places, met[0]) for rank in range(len(places))]
+        infos: list[ModelInfo] = self._all(
+            [worker.start.remote(seat) for worker, seat in zip(self._workers, seats, strict=True)], deadline
+        )
+        self._channel = PlanSender(_hosts(places))
+        answering = len(self._workers) - self._config.parallel.tensor
+        self._serving = [
+            worker.serve_steps.remote(address, rank == answering)
+            for rank, (worker, address) in enumerate(zip(self._workers, self._channel.addresses, strict=True))
+        ]
+        phases = {phase: max(info.phases[phase] for info in infos) for phase in infos[0].phases}
+        return infos[answering]._replace(phases=phases)
 
     def submit(self, plan: StepPlan) -> None:
-        self._channel.send(plan)
+        self._started().send(plan, look=self.check)
 
     def result(self) -> StepResult:
-        timeout = self._config.runtime.step_timeout_s
+        channel, timeout = self._started(), self._config.runtime.step_timeout_s
         deadline = time.monotonic() + timeout
         while True:
-            result = self._channel.receive(_POLL_MS)
+            result = channel.receive(_POLL_MS)
             if result is not None:
                 return result
-            self._check_worker()
+            self.check()
             if time.monotonic() > deadline:
                 raise EngineDeadError(f"no result after runtime.step_timeout_s {timeout:g} s")
 
-    def shutdown(self) -> None:
-        self._channel.close()
-        ray.kill(self._worker, no_restart=True)
-
-    def _check_worker(self) -> None:
-        done, _ = ray.wait([self._serving], timeout=0)
+    def check(self) -> None:
+        done, _ = ray.wait(self._serving, timeout=0)
         if not done:
             return
         try:
@@ -99,9 +146,52 @@ class RayExecutor:
             raise EngineDeadError(f"a worker died: {error}") from None
         raise EngineDeadError("a worker left its step loop")
 
+    def shutdown(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._give_up()
+        if self._workers:
+            self._workers = []
+            self._release()
 
-def _start_worker(config: EngineConfig, group: PlacementGroup, resources: Bundle) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=worker_bundle_index(0))
+    def _started(self) -> PlanSender:
+        if self._channel is None:
+            raise RuntimeError("the executor has not been started")
+        return self._channel
+
+    def _all(self, refs: Sequence[ray.ObjectRef[T]], deadline: float) -> list[T]:
+        """Every value. The first failure counts, however long the others would take: they may wait for who failed."""
+        timeout = self._config.runtime.start_timeout_s
+        waiting = list(refs)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+            if not done:
+                self._give_up()
+                raise EngineDeadError(
+                    f"{len(waiting)} of {len(self._workers)} workers were not ready after "
+                    f"runtime.start_timeout_s {timeout:g} s"
+                )
+            try:
+                ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                self._give_up()
+                if isinstance(error.cause, ConfigError):
+                    raise ConfigError(str(error.cause)) from None
+                raise
+            except ray.exceptions.RayActorError as error:
+                self._give_up()
+                raise EngineDeadError(f"a worker died while it loaded the model: {error}") from None
+        values: list[T] = ray.get(list(refs))
+        return values
+
+    def _give_up(self) -> None:
+        """End workers that may wait for each other for ever."""
+        for worker in self._workers:
+            ray.kill(worker, no_restart=True)
+
+
+def _start_worker(config: EngineConfig, group: PlacementGroup, resources: Bundle, index: int) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=worker_bundle_index(index))
     return (
         ray.remote(WorkerActor)
         .options(
@@ -109,3 +199,28 @@ def _start_worker(config: EngineConfig, group: PlacementGroup, resources: Bundle
         )
         .remote(config)
     )
+
+
+def _in_order(places: list[WorkerPlace], workers: list[Any]) -> tuple[list[WorkerPlace], list[Any]]:
+    """By node and GPU, the engine's node first, so that the ranks of a tensor group are neighbours."""
+    here = ray.get_runtime_context().get_node_id()
+
+    def key(index: int) -> tuple[bool, str, list[int], int]:
+        place = places[index]
+        return place.node_id != here, place.node_id, [int(gpu) for gpu in place.gpu_ids if gpu.isdecimal()], index
+
+    order = sorted(range(len(places)), key=key)
+    return [places[index] for index in order], [workers[index] for index in order]
+
+
+def _seat(rank: int, places: Sequence[WorkerPlace], meeting_point: str) -> WorkerSeat:
+    own = places[rank]
+    visible = [gpu for place in places if place.node_id == own.node_id for gpu in place.gpu_ids]
+    gpu = visible.index(own.gpu_ids[0]) if own.gpu_ids else 0
+    return WorkerSeat(rank, own.node_ip, meeting_point, visible, gpu)
+
+
+def _hosts(places: Sequence[WorkerPlace]) -> list[str | None]:
+    """For each worker the address of this node that it needs for its plans; None on this node itself."""
+    here, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    return [None if place.node_id == here else address for place in places]

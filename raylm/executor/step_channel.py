@@ -1,7 +1,8 @@
-"""The step channel: plans from the engine to a worker of its node, results back.
+"""The step channel: plans from the engine to all its workers at once, results back from the one that answers.
 
-A ZeroMQ pair over a Unix socket in a folder that only this user can enter. Messages are msgpack; a worker's failure
-comes back as a message of its own.
+A ZeroMQ pair for each worker: over a Unix socket in a folder that only this user can enter for workers of the
+engine's node, over TCP with CURVE keys for those of other nodes. Messages are msgpack, a plan is encoded once; a
+worker's failure comes back as a message of its own, from any of them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -23,6 +25,9 @@ from raylm.executor.base import StepOnItsWay
 _NAP_S = 20e-6
 """Between looks for a plan or a result while a device computes."""
 
+_LOOK_MS = 100
+"""Between looks for a worker that takes no plan."""
+
 
 class _Failure(msgspec.Struct, tag="failure", array_like=True):
     message: str
@@ -32,48 +37,91 @@ class _Done(msgspec.Struct, tag="done", array_like=True):
     result: StepResult
 
 
+class StepAddress(NamedTuple):
+    """Where one worker gets its plans. The keys are empty on a Unix socket."""
+
+    address: str
+    server_key: bytes = b""
+    public_key: bytes = b""
+    secret_key: bytes = b""
+
+
 class PlanSender:
     """The engine's end. One thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Sequence[str | None] = (None,)) -> None:
+        """One worker for each of `hosts`: None for one on this node, else the address of this node that it reaches."""
         self._folder = Path(tempfile.mkdtemp(prefix="raylm-steps-"))
-        self.address = f"ipc://{self._folder}/steps"
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self.address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[_Done | _Failure] = msgspec.msgpack.Decoder(_Done | _Failure)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        self.addresses = [self._bind(rank, host) for rank, host in enumerate(hosts)]
 
-    def send(self, plan: StepPlan) -> None:
-        self._socket.send(self._encoder.encode(plan))
+    def send(self, plan: StepPlan, *, look: Callable[[], None] = lambda: None) -> None:
+        """Send a plan to every worker. While one takes none, `look` is called again and again: it raises when the
+        worker has gone, for then there is nobody who ever will."""
+        message = self._encoder.encode(plan)
+        for socket in self._sockets:
+            while not socket.poll(0, zmq.POLLOUT):
+                look()
+                socket.poll(_LOOK_MS, zmq.POLLOUT)
+            socket.send(message)
 
     def receive(self, timeout_ms: int) -> StepResult | None:
-        """The next result, or None after `timeout_ms`. Raises EngineDeadError with what the worker said."""
-        if not self._socket.poll(timeout_ms):
-            return None
-        message = self._decoder.decode(self._socket.recv())
-        if isinstance(message, _Failure):
-            raise EngineDeadError(f"a worker failed in a step: {message.message}")
-        return message.result
+        """The next result, or None after `timeout_ms`. Raises EngineDeadError with what a worker said."""
+        for socket, _ in self._poller.poll(timeout_ms):
+            message = self._decoder.decode(socket.recv())
+            if isinstance(message, _Failure):
+                raise EngineDeadError(f"a worker failed in a step: {message.message}")
+            return message.result
+        return None
 
     def close(self) -> None:
-        """Close the channel; the worker's loop ends with the empty message that goes first."""
-        if not self._socket.closed:
-            if self._socket.poll(0, zmq.POLLOUT):
-                self._socket.send(b"", zmq.NOBLOCK)
-            self._socket.close(linger=100)
-            self._context.term()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Close the channel; the workers' loops end with the empty message that goes first."""
+        if self._context.closed:
+            return
+        for socket in self._sockets:
+            if socket.poll(0, zmq.POLLOUT):
+                socket.send(b"", zmq.NOBLOCK)
+            socket.close(linger=100)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _bind(self, rank: int, host: str | None) -> StepAddress:
+        socket = self._context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.LINGER, 0)
+        self._sockets.append(socket)
+        self._poller.register(socket, zmq.POLLIN)
+        if host is None:
+            address = f"ipc://{self._folder}/{rank}"
+            socket.bind(address)
+            return StepAddress(address)
+        # The keys prove the engine to the worker, and the worker's come from the engine: without an authenticator
+        # libzmq takes any client that has the server's key, which no one else is told.
+        server_public, server_secret = zmq.curve_keypair()
+        public, secret = zmq.curve_keypair()
+        socket.curve_server = True
+        socket.curve_secretkey = server_secret
+        socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+        port = socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        return StepAddress(f"tcp://{host}:{port}", server_public, public, secret)
 
 
 class PlanReceiver:
-    """The worker's end."""
+    """A worker's end."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: StepAddress, *, answers: bool = True) -> None:
+        """Only a worker that `answers` sends results; any says when it fails."""
+        self._answers = answers
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
-        self._socket.connect(address)
+        if address.server_key:
+            self._socket.curve_serverkey = address.server_key
+            self._socket.curve_publickey = address.public_key
+            self._socket.curve_secretkey = address.secret_key
+        self._socket.connect(address.address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
 
@@ -87,7 +135,8 @@ class PlanReceiver:
         return bool(self._socket.poll(0))
 
     def send(self, result: StepResult) -> None:
-        self._socket.send(self._encoder.encode(_Done(result)))
+        if self._answers:
+            self._socket.send(self._encoder.encode(_Done(result)))
 
     def fail(self, error: Exception) -> None:
         """Tell the engine why no more results will come."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -52,10 +53,11 @@ class CheckpointTensor:
     def num_bytes(self) -> int:
         return self.num_values // self.encoding.values_per_block * self.encoding.bytes_per_block
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Rows start..stop-1 (along the first dimension) in order, as pairs of first row and piece [rows, ...].
 
-        Raises ConfigError when the file ends too early or its blocks do not fit the rows.
+        `columns` takes of a matrix's rows the columns columns[0]..columns[1]-1 alone; no others are read where the
+        file's blocks allow it. Raises ConfigError when the file ends too early or its blocks do not fit the rows.
         """
         width = prod(self.shape[1:])
         if width % self.encoding.values_per_block:
@@ -63,16 +65,36 @@ class CheckpointTensor:
                 f"{self.path}: tensor {self.name} has rows of {width} values, which blocks of "
                 f"{self.encoding.values_per_block} cannot fill"
             )
-        row_bytes = width // self.encoding.values_per_block * self.encoding.bytes_per_block
+        first, last = columns or (0, width)
+        skips = (first, last) != (0, width) and not (first % self._block or last % self._block)
+        read = (first, last) if skips else (0, width)
+        shape = (last - first,) if skips else self.shape[1:]
         step = max(1, _CHUNK_VALUES // max(1, width) // self.row_unit) * self.row_unit
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self.offset + start * row_bytes)
             for row in range(start, stop, step):
                 rows = min(step, stop - row)
-                raw = np.empty(rows * row_bytes, dtype=np.uint8)
-                self._fill(file.readinto, raw)
-                piece = self.encoding.decode(raw).view(rows, *self.shape[1:])
+                raw = self._read(file, row, rows, self._bytes(read[0]), self._bytes(read[1]))
+                piece = self.encoding.decode(raw).view(rows, *shape)
+                if not skips and columns is not None:
+                    piece = piece[:, first:last]
                 yield row, piece if self.rearrange is None else self.rearrange(piece)
+
+    @property
+    def _block(self) -> int:
+        return self.encoding.values_per_block
+
+    def _bytes(self, num_values: int) -> int:
+        return num_values // self._block * self.encoding.bytes_per_block
+
+    def _read(self, file: FileIO, row: int, rows: int, first: int, last: int) -> np.ndarray:
+        """The bytes first..last-1 of each of the rows, one row behind the other."""
+        row_bytes = self._bytes(prod(self.shape[1:]))
+        runs, length = (1, rows * row_bytes) if last - first == row_bytes else (rows, last - first)
+        raw = np.empty((runs, length), dtype=np.uint8)
+        for i, run in enumerate(raw):
+            file.seek(self.offset + (row + i) * row_bytes + first)
+            self._fill(file.readinto, run)
+        return raw.reshape(-1)
 
     def _fill(self, readinto: Callable[[memoryview], int | None], raw: np.ndarray) -> None:
         view = memoryview(raw)

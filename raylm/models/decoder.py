@@ -80,6 +80,7 @@ class GatedMLP(nn.Module):
     def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype) -> None:
         super().__init__()
         size = arch.intermediate_size
+        context.split(size, "intermediate_size")
         self.gate_up_proj = MergedColumnParallelLinear(
             arch.hidden_size, {"gate": size, "up": size}, bias=arch.mlp_bias, context=context, dtype=dtype
         )
@@ -120,11 +121,12 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers, norm and head of one family, on one rank.
+    """Embedding, layers, norm and head of one family: the part of them that one rank has.
 
-    `WEIGHTS` maps the parts of a checkpoint tensor's name to this model's parameters, `GGUF_WEIGHTS` does so for GGUF
-    files. `PREFIXES` are what a checkpoint may put before its names, `IGNORED` prefixes of tensors that have no place
-    here, `LAYER` the class of a layer.
+    The first stage has the embedding, the last one norm and head, each its own layers, which keep their numbers in the
+    whole model. `WEIGHTS` maps the parts of a checkpoint tensor's name to this model's parameters, `GGUF_WEIGHTS` does
+    so for GGUF files. `PREFIXES` are what a checkpoint may put before its names, `IGNORED` prefixes of tensors that
+    have no place here, `LAYER` the class of a layer.
     """
 
     WEIGHTS: ClassVar[WeightTable] = HF_WEIGHTS
@@ -138,43 +140,65 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.arch = arch
+        self.context = context
+        self.dtype = dtype
+        self.layer_numbers = context.layers(arch.num_layers)
+        """The layers of this stage."""
         self._logits_soft_cap = arch.logits_soft_cap
         self._embedding_multiplier = _rounded(arch.embedding_multiplier, dtype)
-        tables = _rotary_tables(arch, context.device)
-        self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
-        self.layers = nn.ModuleList(
-            self.LAYER(arch, layer, tables[arch.rope(layer)], attention, context=context, dtype=dtype)
-            for layer in range(arch.num_layers)
+        tables = _rotary_tables(arch, self.layer_numbers, context.device)
+        if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): self.LAYER(arch, layer, tables[arch.rope(layer)], attention, context=context, dtype=dtype)
+                for layer in self.layer_numbers
+            }
         )
-        self.norm = layer_norm(arch, context, dtype)
-        if not arch.tie_embeddings:
-            self.lm_head = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
-        self._layer_list = list(self.layers)
-        self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
+        self._layer_list = list(self.layers.values())
+        if context.is_last_stage:
+            self.norm = layer_norm(arch, context, dtype)
+            if not arch.tie_embeddings:
+                self.lm_head = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+            self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
         self.eval()
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metas: list[AttentionMetadata]
+        self, given: Tensor, positions: Tensor, kv_caches: list[KVCache], metas: list[AttentionMetadata]
     ) -> Tensor:
-        """token_ids and positions, int64 [T] -> hidden states [T, hidden_size], normed.
+        """given: token ids, int64 [T], at the first stage, else the stage before's output, [T, hidden_size]; it may be
+        overwritten. positions: int64 [T]. Returns hidden states [T, hidden_size], normed at the last stage.
 
-        `kv_caches` and `metas` have one element a layer; the step's keys and values are written into the caches.
+        `kv_caches` and `metas` have one element a layer of this stage; the step's keys and values are written into the
+        caches.
         """
-        residual = self.embed_tokens(token_ids)
-        if self._embedding_multiplier != 1.0:
-            residual.mul_(self._embedding_multiplier)
+        residual = self._embed(given) if self.context.is_first_stage else given
         delta = None
         for layer, cache, meta in zip(self._layer_list, kv_caches, metas, strict=True):
             delta = layer(delta, residual, positions, cache, meta)
+        if not self.context.is_last_stage:
+            return residual if delta is None else residual.add_(delta)
         return self.norm(residual) if delta is None else self.norm(delta, residual)
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed_tokens(token_ids)
+        return embedded.mul_(self._embedding_multiplier) if self._embedding_multiplier != 1.0 else embedded
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden_size], as forward returns it -> [S, vocab_size] on every rank, of the model's type; float32
-        where the logits are capped."""
+        """hidden [S, hidden_size], as forward returns it at the last stage -> [S, vocab_size] on each of its ranks, of
+        the model's type; float32 where the logits are capped."""
         logits = self._head.logits(hidden)
         if self._logits_soft_cap:
             logits = torch.tanh(logits.float() / self._logits_soft_cap).mul_(self._logits_soft_cap)
         return logits
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        """Whether another stage has this parameter of the whole model."""
+        top, _, rest = parameter.partition(".")
+        if top == "layers":
+            number = rest.partition(".")[0]
+            return number.isdecimal() and int(number) < self.arch.num_layers and int(number) not in self.layer_numbers
+        return top in ("embed_tokens", "norm", "lm_head") and not hasattr(self, top)
 
     def slots(self) -> dict[SlotName, Slot]:
         """Every slot that a checkpoint must fill, by the full name of its parameter."""
@@ -190,9 +214,9 @@ def layer_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -
     return RMSNorm(arch.hidden_size, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
 
 
-def _rotary_tables(arch: ArchConfig, device: torch.device) -> dict[RopeSettings, Tensor]:
+def _rotary_tables(arch: ArchConfig, layers: range, device: torch.device) -> dict[RopeSettings, Tensor]:
     """One table for all layers of equal settings: at 131,072 positions it has 64 MiB."""
-    settings = {arch.rope(layer) for layer in range(arch.num_layers)}
+    settings = {arch.rope(layer) for layer in layers}
     return {
         rope: rotary_table(rope, head_dim=arch.head_dim, max_position=arch.max_position, device=device)
         for rope in settings

@@ -53,6 +53,8 @@ class WeightLoader:
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
             found.pop(("lm_head.weight", None), None)
+        for name in [name for name in found if name not in slots and self._model.is_elsewhere(name[0])]:
+            del found[name]
         problems = {
             "missing": [_label(name) for name in slots if name not in found],
             "without a place in this model": [t.name for name, ts in found.items() if name not in slots for t in ts],
@@ -73,9 +75,9 @@ class WeightLoader:
 
 
 def fill_dummy(model: DecoderModel, *, seed: int) -> None:
-    """Random weights: norms 1, everything else normal with a deviation of 0.02, the same for the same seed."""
-    device = model.norm.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
+    """Random weights: norms 1, everything else normal with a deviation of 0.02, the same for the same seed and rank."""
+    context = model.context
+    generator = torch.Generator(context.device).manual_seed(seed + context.rank)
     for (name, _), slot in model.slots().items():
         if name.endswith("norm.weight"):
             slot.destination.fill_(1.0)
@@ -102,9 +104,8 @@ def _copy(tensor: CheckpointTensor, slot: Slot) -> None:
             first = row - slot.start
             slot.destination[first : first + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
         return
-    for row, piece in tensor.pieces(0, tensor.shape[0]):
-        part = piece.narrow(slot.dim, slot.start, slot.length)
-        slot.destination[row : row + piece.shape[0]].copy_(_with_offset(part, slot.offset))
+    for row, piece in tensor.pieces(0, tensor.shape[0], (slot.start, slot.start + slot.length)):
+        slot.destination[row : row + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
 
 
 def _with_offset(piece: torch.Tensor, offset: float) -> torch.Tensor:

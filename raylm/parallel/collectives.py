@@ -1,4 +1,4 @@
-"""What tensor ranks say to each other. With one rank each is a no-op."""
+"""What ranks say to each other. With one rank each is a no-op."""
 
 from __future__ import annotations
 
@@ -8,18 +8,33 @@ from torch import Tensor
 
 from raylm.parallel.context import ParallelContext
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 has another name for it."""
+
 
 def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
-    """The sum of every rank's x, in place."""
-    if context.tensor_size > 1:
-        dist.all_reduce(x, group=context.group)
+    """The sum of every tensor rank's x, the same to the bit on all of them; x may be overwritten."""
+    if context.tensor_size == 1:
+        return x
+    if context.reducer is not None and context.reducer.takes(x):
+        return context.reducer(x)
+    dist.all_reduce(x, group=context.group)
     return x
 
 
 def all_gather(x: Tensor, context: ParallelContext) -> Tensor:
-    """Every rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size]."""
+    """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size]."""
     if context.tensor_size == 1:
         return x
-    parts = [torch.empty_like(x) for _ in range(context.tensor_size)]
-    dist.all_gather(parts, x.contiguous(), group=context.group)
-    return torch.cat(parts, dim=-1)
+    parts = x.new_empty((context.tensor_size * x.shape[0], *x.shape[1:]))
+    _all_gather(parts, x.contiguous(), group=context.group)
+    return parts.view(context.tensor_size, *x.shape).movedim(0, -2).flatten(-2)
+
+
+def agree_on_min(value: int, context: ParallelContext) -> int:
+    """The least value of all ranks. On the host: it waits for the others."""
+    if context.world is None:
+        return value
+    found = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=context.world)
+    return int(found)

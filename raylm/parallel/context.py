@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from raylm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from raylm.parallel.stages import StageLinks
+
+
+class Reducer(Protocol):
+    """Sums small tensors of a tensor group faster than the group's own collective."""
+
+    def takes(self, x: Tensor) -> bool: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """One rank's place. Tensor ranks split every layer between them, pipeline ranks split the list of layers.
+    """One rank's place. Tensor ranks split every layer between them, pipeline ranks (stages) split the list of layers.
 
-    `group` holds the tensor ranks of this pipeline rank; None at tensor_size 1, where no collective is needed.
+    Ranks count through the tensor ranks of the first stage, then those of the second. `group` holds the tensor ranks of
+    this stage, `world` all ranks; each is None where it would hold one rank alone. `stage_layers` says how many layers
+    each stage has; None shares them evenly.
     """
 
     rank: int
@@ -24,14 +39,53 @@ class ParallelContext:
     pipeline_size: int
     device: torch.device
     group: ProcessGroup | None = None
+    world: ProcessGroup | None = None
+    reducer: Reducer | None = None
+    links: StageLinks | None = None
+    stage_layers: tuple[int, ...] | None = None
 
     @classmethod
     def single(cls, device: torch.device) -> ParallelContext:
         """The only process of a model."""
         return cls(rank=0, tensor_rank=0, tensor_size=1, pipeline_rank=0, pipeline_size=1, device=device)
 
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank's results go to the engine: those of all tensor ranks of the last stage are the same."""
+        return self.is_last_stage and self.tensor_rank == 0
+
     def split(self, size: int, what: str) -> int:
         """The share of each tensor rank. Raises ConfigError, naming `what`, when the ranks cannot share it evenly."""
         if size % self.tensor_size:
-            raise ConfigError(f"{what} is {size}, which tensor parallelism over {self.tensor_size} ranks cannot divide")
+            raise ConfigError(f"{what} is {size}, which parallel.tensor {self.tensor_size} cannot divide")
         return size // self.tensor_size
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of this stage. Raises ConfigError when the stages cannot share so many."""
+        sizes = self._stage_sizes(num_layers)
+        first = sum(sizes[: self.pipeline_rank])
+        return range(first, first + sizes[self.pipeline_rank])
+
+    def _stage_sizes(self, num_layers: int) -> tuple[int, ...]:
+        if self.stage_layers is not None:
+            if sum(self.stage_layers) != num_layers:
+                raise ConfigError(
+                    f"parallel.stage_layers {list(self.stage_layers)} has {sum(self.stage_layers)} layers in all, "
+                    f"the model {num_layers}"
+                )
+            return self.stage_layers
+        if num_layers < self.pipeline_size:
+            raise ConfigError(f"parallel.pipeline is {self.pipeline_size}, but the model has {num_layers} layers only")
+        even, more = divmod(num_layers, self.pipeline_size)
+        # The last stage has the head as well, the first the embedding: what is over goes to those between, then to the
+        # first.
+        order = [*range(1, self.pipeline_size - 1), 0, self.pipeline_size - 1]
+        return tuple(even + (stage in order[:more]) for stage in range(self.pipeline_size))

@@ -10,7 +10,8 @@ from ray.serve import Application
 
 from raylm.config.application import AppConfig, ModelDeployment, load_app
 from raylm.config.source import locate
-from raylm.executor.placement import REPLICA_CPUS, STRATEGY, Bundle, engine_bundles, worker_resources
+from raylm.executor.cluster import plan_bundles, wait_for_room
+from raylm.executor.placement import REPLICA_CPUS, bundle_labels
 from raylm.serving.autoscaling import serve_autoscaling
 from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.replica import ModelReplica
@@ -52,14 +53,14 @@ def channel_host(choice: str) -> str:
 
 
 def _bind_model(model: ModelDeployment, host: str, directory: str) -> Application:
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    worker: Bundle = worker_resources(model.engine, cluster_has_gpu=has_gpu)
+    worker, bundles = plan_bundles(model.engine)
     deployment = serve.deployment(ModelReplica).options(
         name=f"ModelReplica:{model.engine.model.served_name}",
         autoscaling_config=serve_autoscaling(model.autoscaling, capacity=model.engine.scheduler.max_num_seqs),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=engine_bundles(worker),
-        placement_group_strategy=STRATEGY,
+        placement_group_bundles=bundles,
+        placement_group_strategy=wait_for_room(model.engine, bundles),
+        placement_group_bundle_label_selector=bundle_labels(model.engine, bundles),
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=model.drain_timeout_s + 30,

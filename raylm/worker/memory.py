@@ -32,14 +32,15 @@ class Profile(NamedTuple):
     """The pool that all graphs share, and what each of them takes of its own."""
 
 
-def block_bytes(arch: ArchConfig, *, group_size: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in `group_size` layers."""
-    return 2 * group_size * block_size * arch.num_kv_heads * arch.head_dim * dtype.itemsize
+def block_bytes(arch: ArchConfig, *, group_size: int, block_size: int, num_kv_heads: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank: keys and values of `block_size` tokens in `group_size` layers, for the
+    `num_kv_heads` heads that the rank holds."""
+    return 2 * group_size * block_size * num_kv_heads * arch.head_dim * dtype.itemsize
 
 
-def num_host_blocks(config: CacheConfig, *, bytes_per_block: int) -> int:
-    """Blocks of the swap pool; 0 where it is off. Raises ConfigError when it would hold none."""
-    count = int(config.swap_gib * _GIB) // bytes_per_block
+def num_host_blocks(config: CacheConfig, *, bytes_per_block: int, num_workers: int = 1) -> int:
+    """Blocks of one worker's swap pool; 0 where it is off. Raises ConfigError when it would hold none."""
+    count = int(config.swap_gib / num_workers * _GIB) // bytes_per_block
     if config.swap_gib and not count:
         raise ConfigError(
             f"cache.swap_gib {config.swap_gib:g} holds no block of the KV cache: one needs "
@@ -49,9 +50,14 @@ def num_host_blocks(config: CacheConfig, *, bytes_per_block: int) -> int:
 
 
 def num_blocks(
-    config: CacheConfig, *, bytes_per_block: int, device: torch.device, profile: Callable[[], Profile]
+    config: CacheConfig,
+    *,
+    bytes_per_block: int,
+    num_workers: int,
+    device: torch.device,
+    profile: Callable[[], Profile],
 ) -> int:
-    """Blocks of the cache: as configured, or as many as the memory left by a worst-case step holds.
+    """Blocks of one worker's cache: as configured, or as many as the memory left by a worst-case step holds.
 
     `profile` runs that step. Raises ConfigError with the numbers when not even two blocks fit.
     """
@@ -60,8 +66,10 @@ def num_blocks(
     if device.type == "cuda":
         available, limit = _cuda_bytes_left(config.gpu_memory_utilization, device, profile())
     else:
-        available = int(config.cpu_memory_gib * _GIB)
+        available = int(config.cpu_memory_gib / num_workers * _GIB)
         limit = f"cache.cpu_memory_gib {config.cpu_memory_gib:g}"
+        if num_workers > 1:
+            limit += f", shared by {num_workers} workers,"
     count = available // bytes_per_block
     if count < 2:
         raise ConfigError(

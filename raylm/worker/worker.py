@@ -1,4 +1,4 @@
-"""One device: loads the model, sizes the KV cache, runs steps."""
+"""One device: loads the model, or its part of it, sizes the KV cache, runs steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from raylm.config.source import locate
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
+from raylm.layers.linear import kv_heads_of_rank
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model
+from raylm.parallel.collectives import agree_on_min
 from raylm.parallel.context import ParallelContext
+from raylm.parallel.groups import Seat, connect
 from raylm.worker import memory, trial
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.graph_runner import CudaCapture, graph_sizes
@@ -51,10 +54,14 @@ class _CacheSize(NamedTuple):
 class Worker:
     """Owns one device from start to end; every step goes through the one ModelRunner."""
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, seat: Seat | None = None, progress: bool = True) -> None:
+        """`seat`: this worker's place among those that share the model; None for the only one. Raises ConfigError."""
         self._config = config
+        self._seat = seat
         self._progress = progress
         self._device = choose_device(config.runtime.device)
+        if seat is not None and self._device.type == "cuda":
+            self._device = torch.device("cuda", seat.gpu)
         self._runner: ModelRunner | None = None
 
     @property
@@ -67,8 +74,9 @@ class Worker:
         phases = Phases()
         with phases.timed("device"):
             self._prepare_device()
+            context = self._join()
         with phases.timed("weights"):
-            loaded = self._load()
+            loaded = self._load(context)
         with phases.timed("memory"):
             cache = self._size_cache(loaded)
             with memory.out_of_memory(
@@ -108,16 +116,25 @@ class Worker:
 
     def _prepare_device(self) -> None:
         if self._device.type == "cpu":
-            torch.set_num_threads(self._config.runtime.num_threads or len(os.sched_getaffinity(0)))
+            cores = len(os.sched_getaffinity(0)) // self._config.parallel.num_workers
+            torch.set_num_threads(self._config.runtime.num_threads or max(cores, 1))
             return
         torch.cuda.init()
+        if self._device.index is not None:
+            torch.cuda.set_device(self._device)
 
-    def _load(self) -> _Loaded:
+    def _join(self) -> ParallelContext:
+        """Meet the other workers of the model."""
+        if self._seat is None:
+            return ParallelContext.single(self._device)
+        timeout = self._config.runtime.start_timeout_s
+        return connect(self._config.parallel, self._seat, self._device, timeout_s=timeout)
+
+    def _load(self, context: ParallelContext) -> _Loaded:
         config = self._config.model
         source = locate(config.path)
         arch = ArchConfig.from_source(source)
         dtype = choose_dtype(config.dtype, arch.dtype, self._device)
-        context = ParallelContext.single(self._device)
         attention = self._choose_attention(arch, dtype)
         with memory.out_of_memory(self._device, f"the weights of {config.served_name}, {_name(dtype)}, did not fit"):
             model = load_model(
@@ -150,15 +167,27 @@ class Worker:
         if wanted is not None and wanted > arch.max_position:
             raise ConfigError(f"model.max_model_len {wanted} is over the model's own limit of {arch.max_position}")
         limit = wanted or arch.max_position
+        context, num_workers = loaded.model.context, self._config.parallel.num_workers
         groups = CacheGroups.choose(arch, block_size=config.block_size, max_len=limit)
-        block_bytes = memory.block_bytes(arch, group_size=groups.size, block_size=config.block_size, dtype=loaded.dtype)
-        num_host_blocks = memory.num_host_blocks(config, bytes_per_block=block_bytes)
+        groups = groups.of_stage(loaded.model.layer_numbers)
+        block_bytes = memory.block_bytes(
+            arch,
+            group_size=groups.size,
+            block_size=config.block_size,
+            num_kv_heads=kv_heads_of_rank(arch.num_kv_heads, context),
+            dtype=loaded.dtype,
+        )
+        num_host_blocks = memory.num_host_blocks(config, bytes_per_block=block_bytes, num_workers=num_workers)
         num_blocks = memory.num_blocks(
             config,
             bytes_per_block=block_bytes,
+            num_workers=num_workers,
             device=self._device,
             profile=lambda: self._profile(loaded, groups, limit),
         )
+        # All workers keep the same blocks, so the one with least room for them decides.
+        num_blocks = agree_on_min(num_blocks, context)
+        num_host_blocks = agree_on_min(num_host_blocks, context)
         max_len = memory.max_model_len(groups.layout, num_blocks, chunk=chunk, wanted=wanted, limit=arch.max_position)
         logger.info("%s", memory.describe(groups.layout, num_blocks, chunk=chunk, max_len=max_len))
         return _CacheSize(groups, num_blocks, num_host_blocks, max_len)
@@ -207,7 +236,11 @@ class Worker:
             group_size=cache.groups.size,
             num_blocks=cache.num_blocks,
             num_host_blocks=cache.num_host_blocks,
-            block_shape=(block_size, loaded.arch.num_kv_heads, loaded.arch.head_dim),
+            block_shape=(
+                block_size,
+                kv_heads_of_rank(loaded.arch.num_kv_heads, loaded.model.context),
+                loaded.arch.head_dim,
+            ),
             dtype=loaded.dtype,
             device=self._device,
         )

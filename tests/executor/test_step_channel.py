@@ -11,12 +11,12 @@ from raylm.config.engine import EngineConfig
 from raylm.core.step import Candidates, Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import engine_bundles, worker_resources
-from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
+from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
 SAMPLING = RowSampling(0.7, 0.9, 40, 0.05, 2**62)
 
 
-def worker(address: str, step) -> threading.Thread:
+def worker(address: StepAddress, step) -> threading.Thread:
     def loop() -> None:
         channel = PlanReceiver(address)
         try:
@@ -56,7 +56,7 @@ def test_plans_and_results_survive_the_trip():
         seen.append(plan)
         return Step(result_of(plan))
 
-    thread = worker(sender.address, step)
+    thread = worker(sender.addresses[0], step)
     plans = [
         StepPlan(1, [NewRow(0, [1, 2, 3], 0, SAMPLING)], [NewBlocks(0, 0, 0, [1, 2])], [0], [3]),
         StepPlan(2, [], [NewBlocks(5, 1, 7, [9])], [0, 5], [1, 1], Copies([(1, 0)], [(4, 5), (6, 7)], []), [(5, 17)]),
@@ -82,7 +82,7 @@ def test_the_next_plan_is_taken_while_a_step_computes():
         arrived.release()
         return steps[-1]
 
-    thread = worker(sender.address, step)
+    thread = worker(sender.addresses[0], step)
     plans = [StepPlan(number, [], [], [0], [1]) for number in (1, 2)]
     for plan in plans:
         sender.send(plan)
@@ -103,7 +103,7 @@ def test_a_failure_arrives_as_the_engines_death():
     def step(plan: StepPlan) -> Step:
         raise ValueError("no memory for 7 blocks")
 
-    thread = worker(sender.address, step)
+    thread = worker(sender.addresses[0], step)
     sender.send(StepPlan(1, [], [], [0], [1]))
     with pytest.raises(EngineDeadError, match="ValueError: no memory for 7 blocks"):
         sender.receive(5000)

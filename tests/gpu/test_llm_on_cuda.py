@@ -225,7 +225,7 @@ def test_a_worker_takes_the_next_plan_while_its_gpu_computes(folder: Path) -> No
     plans = [first, *(StepPlan(number, [], [], [0], [1]) for number in range(2, 10))]
 
     def work() -> None:
-        channel = PlanReceiver(sender.address)
+        channel = PlanReceiver(sender.addresses[0])
         serve(channel, worker.submit)
         channel.close()
 

@@ -122,7 +122,7 @@ def test_vocabulary_shards(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_sizes_that_ranks_cannot_share() -> None:
     context = contexts(3)[0]
-    with pytest.raises(ConfigError, match="num_attention_heads is 4, which tensor parallelism over 3 ranks"):
+    with pytest.raises(ConfigError, match="num_attention_heads is 4, which parallel.tensor 3 cannot divide"):
         QKVParallelLinear(6, num_heads=4, num_kv_heads=4, head_dim=2, bias=False, context=context, dtype=F32)
     with pytest.raises(ConfigError, match="num_key_value_heads is 2, .* over 3 ranks can neither divide nor copy"):
         kv_heads_of_rank(2, context)

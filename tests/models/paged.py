@@ -30,7 +30,7 @@ class PagedRun:
 
     def __init__(self, model: DecoderModel, *, block_size: int = 4, num_blocks: int = 64) -> None:
         arch = model.arch
-        shape = (num_blocks, block_size, model.layers[0].self_attn.qkv_proj.num_kv_heads, arch.head_dim)
+        shape = (num_blocks, block_size, model.layers["0"].self_attn.qkv_proj.num_kv_heads, arch.head_dim)
         self._caches = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(arch.num_layers)]
         self._model = model
         self._block_size = block_size

@@ -94,7 +94,7 @@ def test_gguf_rope_factors_are_those_of_llama3(tmp_path: Path) -> None:
     folder = checkpoints.llama(tmp_path / "hf", rope_parameters=LLAMA3)
     with_factors = checkpoints.write_gguf(folder, tmp_path / "model.gguf")
     hf, gguf_model = load(folder), load(with_factors)
-    tables = [model.layers[0].self_attn._rotary for model in (hf, gguf_model)]
+    tables = [model.layers["0"].self_attn._rotary for model in (hf, gguf_model)]
     torch.testing.assert_close(*tables, atol=1e-4, rtol=1e-4)
 
 

@@ -67,7 +67,15 @@ def test_a_bad_row_stays_where_it_is(op, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("most", "out_size", "in_size"),
-    [(16, 4096, 1024), (16, 1024, 3072), (16, 333, 2048), (16, 70000, 512), (8, 4096, 4096), (4, 4096, 14336), (2, 520, 14336)],
+    [
+        (16, 4096, 1024),
+        (16, 1024, 3072),
+        (16, 333, 2048),
+        (16, 70000, 512),
+        (8, 4096, 4096),
+        (4, 4096, 14336),
+        (2, 520, 14336),
+    ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, most, out_size, in_size):
     """Among the rows that the extension's own kernel takes; torch's library takes more."""

@@ -58,7 +58,7 @@ def test_groups_are_large_and_waste_little(gemma, kinds, size, num_full, num_sli
     assert sorted(layer for layers in groups.layers for layer in layers) == list(range(len(kinds)))
     for layers, window in zip(groups.layers, groups.layout.windows, strict=True):
         assert {kinds[layer] for layer in layers} == {"s" if window else "f"} and len(layers) <= size
-    for layer, group in enumerate(groups.group_of_layers()):
+    for layer, group in enumerate(group for group, _ in groups.places()):
         assert layer in groups.layers[group]
 
 
@@ -91,7 +91,10 @@ def test_the_longest_request_is_the_one_that_just_fits(gemma):
 
 
 def test_bytes_of_a_block(gemma):
-    assert memory.block_bytes(gemma, group_size=2, block_size=16, dtype=torch.bfloat16) == 2 * 2 * 16 * 2 * 16 * 2
+    assert (
+        memory.block_bytes(gemma, group_size=2, block_size=16, num_kv_heads=2, dtype=torch.bfloat16)
+        == 2 * 2 * 16 * 2 * 16 * 2
+    )
 
 
 def test_a_swap_pool_of_less_than_a_block_is_refused():

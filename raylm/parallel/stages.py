@@ -1,0 +1,96 @@
+"""What pipeline stages pass on: hidden states to the next stage, sampled tokens from the last one to the first.
+
+Each direction has a communicator and a stream of its own. A stage goes on to its next step while what it made is on its
+way, and a send that waits for its receiver holds up nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class StageLinks:
+    """One rank's links to the ranks of other stages that have its tensor rank.
+
+    Receives wait on the device's stream, not on the host; on a CPU they wait.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], stage: int, *, onward: ProcessGroup, back: ProcessGroup, device: torch.device
+    ) -> None:
+        """`ranks` are the ranks of all stages, first to last; `onward` and `back` are groups of these."""
+        self._device = device
+        make = _CudaLink if device.type == "cuda" else _HostLink
+        if stage > 0:
+            self._from_before = make(onward, ranks[stage - 1])
+        if stage < len(ranks) - 1:
+            self._to_next = make(onward, ranks[stage + 1])
+        self._tokens = make(back, ranks[-1] if stage == 0 else ranks[0])
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """To the next stage. Nobody may write into `hidden` any more."""
+        self._to_next.send(hidden)
+
+    def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """From the stage before: [num_tokens, hidden_size]."""
+        return self._from_before.receive((num_tokens, hidden_size), dtype, self._device)
+
+    def send_tokens(self, token_ids: Tensor) -> None:
+        """From the last stage: int64 [count]. Nobody may write into it any more."""
+        self._tokens.send(token_ids)
+
+    def receive_tokens(self, count: int) -> Tensor:
+        """At the first stage: int64 [count], in the order in which they were sent."""
+        return self._tokens.receive((count,), torch.int64, self._device)
+
+
+class _CudaLink:
+    """One peer over NCCL, on a stream beside the one that computes."""
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+        self._stream = torch.cuda.Stream()
+
+    def send(self, x: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            dist.send(x, self._peer, group=self._group)
+        x.record_stream(self._stream)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Made on the link's stream: memory of the other one may still be in use by what was queued there before.
+        with torch.cuda.stream(self._stream):
+            x = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(x, self._peer, group=self._group)
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._stream)
+        x.record_stream(current)
+        return x
+
+
+class _HostLink:
+    """One peer over gloo: sends are kept until they are through."""
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        work = dist.isend(x, self._peer, group=self._group)
+        assert work is not None, "a rank sends to another one"
+        self._sent.append((work, x))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        x = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(x, self._peer, group=self._group)
+        return x
