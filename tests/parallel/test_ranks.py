@@ -1,0 +1,144 @@
+"""Several workers give what one gives: every family, tensor and pipeline parallel, with all that a scheduler does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import checkpoints
+import pytest
+from ranks import ProcessExecutor, RankPool, rank_pool
+
+import raylm.llm
+from raylm import LLM, EngineConfig, SamplingParams
+from raylm.engine.engine import Engine
+from raylm.errors import ConfigError
+
+SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[3 + i, 5, 7, 9 + i] * (2 + i) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            changes = {} if family == "gemma3" else {"num_hidden_layers": 4}
+            made[family] = checkpoints.FAMILIES[family](tmp_path_factory.mktemp(family), **changes)
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def load(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """An LLM over ranks of the pool; over this process with one."""
+    opened: list[LLM] = []
+
+    def engine(config: EngineConfig, *, progress: bool) -> Engine:
+        if config.parallel.num_workers == 1:
+            return local(config, progress=progress)
+        return Engine(config, ProcessExecutor(pool, config), plans_in_flight=config.parallel.pipeline + 1)
+
+    local = raylm.llm.offline_engine
+    monkeypatch.setattr(raylm.llm, "offline_engine", engine)
+
+    def make(folder: Path, shape: tuple[int, int] = (1, 1), **sections: dict[str, object]) -> LLM:
+        data: dict[str, dict[str, object]] = {
+            "cache": {"block_size": 4, "num_blocks": 200},
+            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+            "runtime": {"device": "cpu", "num_threads": 1},
+        }
+        for name, section in sections.items():
+            data[name] = {**data.get(name, {}), **section}
+        data["model"] = {"path": str(folder), "max_model_len": 64, **data.get("model", {})}
+        data["parallel"] = {"tensor": shape[0], "pipeline": shape[1], **data.get("parallel", {})}
+        opened.append(LLM(EngineConfig.model_validate(data), progress=False))
+        return opened[-1]
+
+    yield make
+    for llm in opened:
+        llm.close()
+
+
+def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
+    found = llm.generate(prompts, params, progress=False)
+    return [[output.token_ids for output in completion.outputs] for completion in found]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", sorted(checkpoints.FAMILIES))
+def test_every_family_gives_the_same_tokens(family, shape, folders, load):
+    folder = folders(family)
+    assert tokens(load(folder, shape), PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_preempted_and_swapped_requests_go_on(shape, folders, load):
+    """Memory for about two of six requests: they give way to each other, by both ways of doing so."""
+    folder = folders("llama")
+    expected = tokens(load(folder), PROMPTS, GREEDY)
+    for swap in (0, 0.01):
+        llm = load(folder, shape, cache={"num_blocks": 18, "swap_gib": swap}, model={"max_model_len": 48})
+        assert tokens(llm, PROMPTS, GREEDY) == expected
+        assert llm._engine.stats().num_preemptions
+        llm.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_samples_beams_and_logprobs(shape, folders, load):
+    folder = folders("qwen3")
+    one, several = load(folder), load(folder, shape)
+    sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, n=3, ignore_eos=True)
+    assert tokens(several, PROMPTS, sampled) == tokens(one, PROMPTS, sampled)
+    beams = SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=6, ignore_eos=True)
+    assert tokens(several, PROMPTS[:3], beams) == tokens(one, PROMPTS[:3], beams)
+    wanted = SamplingParams(temperature=0, logprobs=True, max_tokens=6)
+    for expected, found in zip(
+        one.generate(PROMPTS, wanted, progress=False), several.generate(PROMPTS, wanted, progress=False), strict=True
+    ):
+        assert found.outputs[0].logprobs == pytest.approx(expected.outputs[0].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (1, 3)])
+def test_rows_are_used_again_while_tokens_are_on_their_way(shape, folders, load):
+    """Two rows for many short requests: a row's next request comes while the last one's surplus tokens travel."""
+    folder = folders("llama")
+    limits = {"scheduler": {"max_num_seqs": 2}}
+    params = [SamplingParams(temperature=0, max_tokens=1 + i % 4, ignore_eos=True) for i in range(12)]
+    prompts = [PROMPTS[i % 6][: 3 + i] for i in range(12)]
+    expected = [c.outputs[0].token_ids for c in load(folder, **limits).generate(prompts, params, progress=False)]
+    found = [c.outputs[0].token_ids for c in load(folder, shape, **limits).generate(prompts, params, progress=False)]
+    assert found == expected
+
+
+def test_stages_of_given_sizes(folders, load):
+    folder = folders("llama")
+    uneven = load(folder, (1, 2), parallel={"stage_layers": [3, 1]})
+    assert tokens(uneven, PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
+    uneven.close()
+    with pytest.raises(ConfigError, match=r"parallel.stage_layers \[3, 2\] has 5 layers in all, the model 4"):
+        load(folder, (1, 2), parallel={"stage_layers": [3, 2]})
+
+
+def test_what_ranks_cannot_share_is_refused_by_name(folders, load):
+    with pytest.raises(ConfigError, match="num_attention_heads is 4, which parallel.tensor 3 cannot divide"):
+        load(folders("llama"), (3, 1))
+
+
+def test_running_requests_take_turns(folders, load):
+    """Two stages: each plan decodes half of the requests, and no request is in two plans in a row."""
+    llm = load(folders("llama"), (1, 2), scheduler={"max_num_batched_tokens": 64})
+    tokens(llm, [prompt[:5] for prompt in PROMPTS], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    plans = list(llm._engine._executor.plans)[4:-6]
+    assert {len(plan.rows) for plan in plans} == {3}
+    for before, after in zip(plans, plans[1:], strict=False):
+        assert not set(before.rows) & set(after.rows)

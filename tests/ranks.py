@@ -1,0 +1,126 @@
+"""Real workers in processes of their own, without Ray: what ranks compute is tested with one start of the processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from raylm.config.engine import EngineConfig
+from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.errors import EngineDeadError
+from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
+from raylm.parallel.groups import MeetingPoint, Seat
+
+_TIMEOUT_S = 60
+
+
+class _Job(NamedTuple):
+    config: EngineConfig
+    seat: Seat
+    address: StepAddress
+    answers: bool
+
+
+def _work(control: Connection) -> None:
+    """One rank: a model after the other, until told to stop."""
+    import torch.distributed as dist
+
+    from raylm.worker.worker import Worker
+
+    warnings.simplefilter("error")
+    while (job := control.recv()) is not None:
+        channel = PlanReceiver(job.address, answers=job.answers)
+        try:
+            worker = Worker(job.config, seat=job.seat, progress=False)
+            control.send(worker.start())
+            serve(channel, worker.submit)
+        except Exception as error:
+            control.send(error)
+            channel.fail(error)
+        finally:
+            channel.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        control.send("ended")
+
+
+class RankPool:
+    """Processes that wait for models to run."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.controls: list[Connection] = []
+        self._processes = []
+        for _ in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self.controls.append(mine)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        for control in self.controls:
+            control.send(None)
+        for process in self._processes:
+            process.join(_TIMEOUT_S)
+            assert process.exitcode == 0
+
+
+class ProcessExecutor:
+    """An Executor over the first ranks of a pool."""
+
+    def __init__(self, pool: RankPool, config: EngineConfig) -> None:
+        self._config = config
+        self._controls = pool.controls[: config.parallel.num_workers]
+        self._sender = PlanSender([None] * len(self._controls))
+        self._meeting = MeetingPoint("127.0.0.1", timeout_s=_TIMEOUT_S)
+        self.plans: deque[StepPlan] = deque()
+
+    def start(self) -> ModelInfo:
+        answering = len(self._controls) - self._config.parallel.tensor
+        for rank, (control, address) in enumerate(zip(self._controls, self._sender.addresses, strict=True)):
+            seat = Seat(rank, "127.0.0.1", self._meeting.address)
+            control.send(_Job(self._config, seat, address, rank == answering))
+        infos = [_received(control) for control in self._controls]
+        if failed := [info for info in infos if isinstance(info, Exception)]:
+            self.shutdown()
+            raise failed[0]
+        assert all(info.layout == infos[0].layout and info.num_blocks == infos[0].num_blocks for info in infos)
+        return infos[answering]
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._sender.send(plan)
+
+    def result(self) -> StepResult:
+        result = self._sender.receive(_TIMEOUT_S * 1000)
+        if result is None:
+            raise EngineDeadError("no result")
+        return result
+
+    def check(self) -> None:
+        """Whoever asks looks at the results."""
+
+    def shutdown(self) -> None:
+        self._sender.close()
+        for control in self._controls:
+            while _received(control) != "ended":
+                pass
+        self._controls = []
+
+
+@contextmanager
+def rank_pool(size: int) -> Iterator[RankPool]:
+    pool = RankPool(size)
+    yield pool
+    pool.close()
+
+
+def _received(control: Connection) -> object:
+    assert control.poll(_TIMEOUT_S), "a rank hangs"
+    return control.recv()
