@@ -122,6 +122,7 @@ def choices(config: EngineConfig | None) -> list[Choice]:
     where = "torch sees a CUDA device" if device.type == "cuda" else "torch sees no CUDA device"
     found = [Choice("device", str(device), f"runtime.device is {wanted}" + (f"; {where}" if wanted == "auto" else ""))]
     found += _model_choices(config, device) if config is not None else [_attention_of_a_usual_model(device)]
+    found += _step_choices(config, device) if config is not None else []
     if device.type == "cpu":
         found.append(_threads(config.runtime.num_threads if config is not None else None))
     return found
@@ -151,6 +152,19 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
         ),
         _attention(config.runtime.attention, setting),
+    ]
+
+
+def _step_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
+    """How large a step may be. Raises ConfigError."""
+    from raylm.config.resolve import resolve
+
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    scheduler = resolve(config, kind).scheduler
+    numbers = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.max_num_batched_tokens}
+    return [
+        Choice(key, str(number), f"scheduler.{key}" if getattr(config.scheduler, key) else f"the default on {kind}")
+        for key, number in numbers.items()
     ]
 
 

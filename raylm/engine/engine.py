@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from raylm.config.engine import EngineConfig
+from raylm.config.resolve import ResolvedEngine
 from raylm.core.block_hash import HASHES
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedEngine,
         executor: Executor,
         *,
         plans_in_flight: int,
@@ -153,7 +153,7 @@ class Engine:
         self._executor.shutdown()
 
 
-def make_cache(config: EngineConfig, info: ModelInfo, events: EventLog | None) -> KVCacheManager:
+def make_cache(config: ResolvedEngine, info: ModelInfo, events: EventLog | None) -> KVCacheManager:
     """The cache manager of a model as its workers report it."""
     return KVCacheManager(
         info.layout,
