@@ -229,7 +229,7 @@ class _Job:
 
     def __init__(self, llm: LLM, completions: list[Completion], params: list[SamplingParams]) -> None:
         self._engine = llm._engine
-        self._limits = llm.config.scheduler
+        self._limits = llm._engine.limits
         self._live: dict[str, _Sequence] = {}
         self._todo: deque[_Group] = deque()
         for index, (completion, own) in enumerate(zip(completions, params, strict=True)):

@@ -1,4 +1,5 @@
-"""raylm doctor: what this machine has, what raylm would choose on it and why, and whether a configuration is right."""
+"""raylm doctor: what this machine has, what raylm would choose on it and why, and whether a configuration is right.
+With --plan, what a model would need elsewhere (raylm.cli.plan)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import raylm
+from raylm.cli import plan
 from raylm.cli.options import Subparsers, add_engine_options, engine_config, is_config_file
 from raylm.errors import RaylmError
 
@@ -68,10 +70,13 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_options(parser)
+    plan.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plan:
+        return plan.run(args)
     findings = examine()
     try:
         if args.model is not None and _is_serve_config(args.model):

@@ -47,7 +47,8 @@ class Engine:
             max_model_len=self.info.max_model_len,
             num_stages=config.parallel.pipeline,
         )
-        self._max_rows = config.scheduler.max_num_seqs
+        self.limits = config.scheduler
+        """What one step may hold and how many requests may wait."""
         self._eos = frozenset(self.info.eos_token_ids)
 
     @property

@@ -1,0 +1,63 @@
+"""raylm doctor --plan as it is called."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raylm.cli import main
+
+
+def plan(capsys, *words):
+    code = main(["doctor", "--plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_of_a_shape(capsys):
+    code, found = plan(capsys, "llama-3.1-8b", "--gpu", "H200", "--context", "4096")
+    assert code == 0 and found["problem"] is None
+    assert (found["weight_bytes"], found["kv_bytes_token"]) == (16_060_522_496, 131_072)
+    assert (found["context"], found["attempts"]) == (4096, {"1": None})
+    assert found["gpu"]["memory_gib"] == 139.8
+
+
+def test_gpus_are_shared_out_and_a_dtype_counts(capsys):
+    _, found = plan(capsys, "llama-3.1-8b", "--gpu", "h100", "--gpus", "4", "--pipeline", "2", "--dtype", "float32")
+    assert (found["tensor"], found["pipeline"], found["prefill_tokens_s"]) == (2, 2, None)
+    assert found["weight_bytes"] == 2 * 16_060_522_496 and found["kv_bytes_token_gpu"] == 2 * 131_072 // 4
+
+
+def test_a_plan_of_an_engine_file_and_of_a_gguf_file(capsys, tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: llama-3.1-8b}\nparallel: {pipeline: 2, stage_layers: [31, 1]}\n")
+    _, found = plan(capsys, str(path), "--gpu", "A100-40")
+    assert found["pipeline"] == 2 and found["kv_bytes_token_gpu"] == 131_072 * 31 // 32
+    _, found = plan(capsys, "smollm2-135m", "--gpu", "L4")
+    assert found["weight_bytes"] == 2 * 134_515_008 and found["kv_bytes_token"] == 23_040
+
+
+def test_what_does_not_fit_is_exit_code_1(capsys):
+    assert main(["doctor", "--plan", "llama-3.1-70b", "--gpu", "H100"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit        131.4 GiB of weights a GPU" in out
+    assert "tensor 2            is the smallest that fits" in out
+    assert main(["doctor", "--plan", "llama-3.1-70b", "--gpu", "H100", "--tensor", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "141.11 GB in all, 70.56 GB a GPU" in out and "tensor 1            131.4 GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "doctor --plan needs a MODEL and --gpu NAME"),
+        (["llama-3.1-8b"], "doctor --plan needs a MODEL and --gpu NAME"),
+        (["llama-3.1-8b", "--gpu", "TPU"], "--gpu 'TPU' is unknown; allowed: L4, "),
+        (["nothing/here", "--gpu", "L4"], "model.path 'nothing/here' does not exist"),
+        (["llama-3.1-8b", "--gpu", "L4", "--gpus", "3", "--tensor", "2"], "--gpus is 3, but tensor 2 times pipeline 1"),
+        (["llama-3.1-8b", "--gpu", "L4", "--tensor", "3"], "num_attention_heads is 32, which parallel.tensor 3"),
+    ],
+)
+def test_a_mistake_is_one_line(words, problem, capsys):
+    assert main(["doctor", "--plan", *words]) == 2
+    assert problem in capsys.readouterr().err
