@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,29 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
 def test_a_mistake_is_one_line(words, problem, capsys):
     assert main(["doctor", "--plan", *words]) == 2
     assert problem in capsys.readouterr().err
+
+
+COLUMNS = (
+    "| model | GPU | T | weights a GPU | KV bytes a token | GiB of cache | tokens of cache | requests | decode |"
+)
+
+
+def row(found) -> str:
+    """The line of docs/deploy.md that a plan makes."""
+    cells = [
+        found["model"], found["gpu"]["name"], found["tensor"], f"{found['weight_bytes_gpu'] / 1e9:.2f} GB",
+        f"{found['kv_bytes_token_gpu']:,}", f"{found['cache_bytes'] / 2**30:.1f}", f"{found['cache_tokens']:,}",
+        f"{found['concurrency']:.1f}", f"{found['decode_tokens_s']:,.0f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def test_the_documented_plans_are_what_it_prints(capsys):
+    lines = Path("docs/deploy.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index(COLUMNS) + 2
+    rows = [line for line in lines[start : start + 20] if line.startswith("| ")]
+    assert len(rows) >= 12
+    for line in rows:
+        model, gpu, tensor = line.strip("| ").split(" | ")[:3]
+        code, found = plan(capsys, model, "--gpu", gpu, "--tensor", tensor)
+        assert (code, row(found)) == (0, line)
