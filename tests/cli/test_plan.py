@@ -64,9 +64,7 @@ def test_a_mistake_is_one_line(words, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
-COLUMNS = (
-    "| model | GPU | T | weights a GPU | KV bytes a token | GiB of cache | tokens of cache | requests | decode |"
-)
+COLUMNS = "| model | GPU | T | weights a GPU | KV bytes a token | GiB of cache | tokens of cache | requests | decode |"
 
 
 def row(found) -> str:
