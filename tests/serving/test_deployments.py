@@ -84,8 +84,8 @@ def test_a_queue_brings_a_second_replica(serve_url):
             return "done"
 
         assert engines() == 1
-        with ThreadPoolExecutor(24) as pool:
-            answers = [pool.submit(ask, index) for index in range(24)]
+        with ThreadPoolExecutor(12) as pool:
+            answers = [pool.submit(ask, index) for index in range(12)]
             try:
                 wait_for(lambda: engines() == 2, seconds=180)
             finally:
