@@ -74,8 +74,8 @@ class LLM:
         load_format: str = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         prefix_caching: bool = True,
         num_threads: int | None = None,
         tensor: int = 1,
@@ -229,7 +229,7 @@ class _Job:
 
     def __init__(self, llm: LLM, completions: list[Completion], params: list[SamplingParams]) -> None:
         self._engine = llm._engine
-        self._limits = llm.config.scheduler
+        self._limits = llm._engine.limits
         self._live: dict[str, _Sequence] = {}
         self._todo: deque[_Group] = deque()
         for index, (completion, own) in enumerate(zip(completions, params, strict=True)):

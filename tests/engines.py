@@ -6,7 +6,8 @@ from collections import Counter
 
 from fakes import FakeExecutor
 
-from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from raylm.config.engine import CacheConfig, ModelConfig
+from raylm.config.resolve import ResolvedEngine, ResolvedScheduler
 from raylm.core.request import Status
 from raylm.engine.engine import Engine
 
@@ -23,10 +24,10 @@ def make_engine(
     **scheduler,
 ) -> Engine:
     executor.budget = budget
-    config = EngineConfig(
+    config = ResolvedEngine(
         model=ModelConfig(path="fake"),
         cache=CacheConfig(block_size=executor.block_size, prefix_caching=prefix_caching, events=True),
-        scheduler=SchedulerConfig(
+        scheduler=ResolvedScheduler(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue, **scheduler
         ),
     )

@@ -10,7 +10,7 @@ from time import perf_counter
 import msgspec
 
 from raylm.bench.report import PrefixResult, SchedulerResult
-from raylm.config.engine import SchedulerConfig
+from raylm.config.resolve import ResolvedScheduler
 from raylm.core.block_hash import HASHES
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.request import Request
@@ -84,7 +84,7 @@ class _Decoding:
         max_len = _PROMPT_LEN + _BLOCK_SIZE + running + steps + 64
         num_blocks = 2 + (running + 1) * (max_len // _BLOCK_SIZE + 2)
         num_blocks += num_blocks // 50
-        config = SchedulerConfig(
+        config = ResolvedScheduler(
             max_num_seqs=running,
             max_num_batched_tokens=max(running, 8192),
             max_queued_requests=max(1, running, waiting),

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import TraceResult
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import resolve
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
@@ -49,7 +50,7 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
 
     Raises ConfigError where there is no GPU, or a batch is larger than the engine takes.
     """
-    limit = config.scheduler.max_num_seqs
+    limit = resolve(config, "cuda").scheduler.max_num_seqs
     if max(batches) > limit:
         raise ConfigError(f"a batch of {max(batches)} is over scheduler.max_num_seqs {limit}")
     engine = local_engine(config, progress=False)

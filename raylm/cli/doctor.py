@@ -1,4 +1,5 @@
-"""raylm doctor: what this machine has, what raylm would choose on it and why, and whether a configuration is right."""
+"""raylm doctor: what this machine has, what raylm would choose on it and why, and whether a configuration is right.
+With --plan, what a model would need elsewhere (raylm.cli.plan)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import raylm
+from raylm.cli import plan
 from raylm.cli.options import Subparsers, add_engine_options, engine_config, is_config_file
 from raylm.errors import RaylmError
 
@@ -68,10 +70,13 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_options(parser)
+    plan.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plan:
+        return plan.run(args)
     findings = examine()
     try:
         if args.model is not None and _is_serve_config(args.model):
@@ -122,6 +127,7 @@ def choices(config: EngineConfig | None) -> list[Choice]:
     where = "torch sees a CUDA device" if device.type == "cuda" else "torch sees no CUDA device"
     found = [Choice("device", str(device), f"runtime.device is {wanted}" + (f"; {where}" if wanted == "auto" else ""))]
     found += _model_choices(config, device) if config is not None else [_attention_of_a_usual_model(device)]
+    found += _step_choices(config, device) if config is not None else []
     if device.type == "cpu":
         found.append(_threads(config.runtime.num_threads if config is not None else None))
     return found
@@ -151,6 +157,19 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
         ),
         _attention(config.runtime.attention, setting),
+    ]
+
+
+def _step_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
+    """How large a step may be. Raises ConfigError."""
+    from raylm.config.resolve import resolve
+
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    scheduler = resolve(config, kind).scheduler
+    numbers = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.max_num_batched_tokens}
+    return [
+        Choice(key, str(number), f"scheduler.{key}" if getattr(config.scheduler, key) else f"the default on {kind}")
+        for key, number in numbers.items()
     ]
 
 

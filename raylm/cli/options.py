@@ -48,8 +48,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
     group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of one request")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at the same time")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step")
+    group.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="requests that run at the same time (64; 256 on a GPU)"
+    )
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (2048; 8192 on a GPU)")
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
 
 

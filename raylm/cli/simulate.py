@@ -11,7 +11,7 @@ from raylm.cli.options import Subparsers
 from raylm.sim.traces import TRACES
 
 if TYPE_CHECKING:
-    from raylm.config.engine import SchedulerConfig
+    from raylm.config.resolve import ResolvedScheduler
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -103,10 +103,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _scheduler(args: argparse.Namespace, policy: str, target_itl_ms: float | None) -> SchedulerConfig:
+def _scheduler(args: argparse.Namespace, policy: str, target_itl_ms: float | None) -> ResolvedScheduler:
     """Raises ConfigError."""
     from raylm.config.base import parse
-    from raylm.config.engine import SchedulerConfig
+    from raylm.config.resolve import ResolvedScheduler
 
     keys = {
         "policy": policy,
@@ -115,7 +115,7 @@ def _scheduler(args: argparse.Namespace, policy: str, target_itl_ms: float | Non
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
     }
-    return parse(SchedulerConfig, keys, source="raylm simulate")
+    return parse(ResolvedScheduler, keys, source="raylm simulate")
 
 
 def _positive(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 BlockHash = Literal["xxhash", "sha256"]
 Policy = Literal["fcfs", "priority", "fair"]
+NumSeqs = Annotated[int, Field(ge=1, le=4096)]
+NumBatchedTokens = Annotated[int, Field(ge=1)]
 AttentionName = Literal["auto", "raylm", "flash_attn", "torch"]
 
 
@@ -63,10 +65,10 @@ class CacheConfig(FrozenConfig):
 class SchedulerConfig(FrozenConfig):
     """What one step may hold and how many requests may wait."""
 
-    max_num_seqs: int = Field(default=64, ge=1, le=4096)
-    """Requests that run at the same time."""
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    """The token budget of a step, for prefill and decode together."""
+    max_num_seqs: NumSeqs | None = None
+    """Requests that run at the same time; by default 64 on a CPU, 256 on a GPU."""
+    max_num_batched_tokens: NumBatchedTokens | None = None
+    """The token budget of a step, for prefill and decode together; by default 2,048 on a CPU, 8,192 on a GPU."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests that may wait; one more is refused with 503."""
     max_queued_tokens: int | None = Field(default=None, ge=1)
@@ -86,10 +88,11 @@ class SchedulerConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _budget_covers_decode(self) -> SchedulerConfig:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        budget, rows = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is not None and rows is not None and budget < rows:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that a step can decode every running request"
+                f"max_num_batched_tokens ({budget}) must be at least "
+                f"max_num_seqs ({rows}), so that a step can decode every running request"
             )
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < math.inf:

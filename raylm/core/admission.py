@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from heapq import heapify, heappop, heappush
 
-from raylm.config.engine import SchedulerConfig
+from raylm.config.resolve import ResolvedScheduler
 from raylm.core.pacing import StepCost
 from raylm.core.request import Request, Status
 from raylm.errors import Overloaded
@@ -29,7 +29,7 @@ class Admission:
     policy than fcfs a newcomer may go before those who wait, so its wait counts as none.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: ResolvedScheduler) -> None:
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
         self._max_running = config.max_num_seqs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from raylm.config.engine import SchedulerConfig
+from raylm.config.resolve import ResolvedScheduler
 
 _AIM = 0.9
 """Share of the target that steps are planned for; the rest is for noise."""
@@ -79,7 +79,7 @@ class PrefillPacer:
     take longer than the target.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: ResolvedScheduler) -> None:
         self._full = config.max_num_batched_tokens
         self._least = min(_MIN_TOKENS, self._full)
         self._share = config.max_prompt_share

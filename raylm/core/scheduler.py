@@ -13,7 +13,7 @@ from collections import deque
 from operator import attrgetter
 from typing import NamedTuple
 
-from raylm.config.engine import SchedulerConfig
+from raylm.config.resolve import ResolvedScheduler
 from raylm.core.admission import Admission
 from raylm.core.beam import Beams
 from raylm.core.draft import Draft
@@ -63,7 +63,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, *, max_model_len: int, num_stages: int = 1
+        self, config: ResolvedScheduler, cache: KVCacheManager, *, max_model_len: int, num_stages: int = 1
     ) -> None:
         """With `num_stages` pipeline stages running requests take turns, so that each stage has a plan to work on.
         Raises ConfigError when the cache is too small."""

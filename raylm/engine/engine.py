@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from raylm.config.engine import EngineConfig
+from raylm.config.resolve import ResolvedEngine
 from raylm.core.block_hash import HASHES
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedEngine,
         executor: Executor,
         *,
         plans_in_flight: int,
@@ -47,7 +47,8 @@ class Engine:
             max_model_len=self.info.max_model_len,
             num_stages=config.parallel.pipeline,
         )
-        self._max_rows = config.scheduler.max_num_seqs
+        self.limits = config.scheduler
+        """What one step may hold and how many requests may wait."""
         self._eos = frozenset(self.info.eos_token_ids)
 
     @property
@@ -153,7 +154,7 @@ class Engine:
         self._executor.shutdown()
 
 
-def make_cache(config: EngineConfig, info: ModelInfo, events: EventLog | None) -> KVCacheManager:
+def make_cache(config: ResolvedEngine, info: ModelInfo, events: EventLog | None) -> KVCacheManager:
     """The cache manager of a model as its workers report it."""
     return KVCacheManager(
         info.layout,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import resolve
 from raylm.engine.engine import Engine
 from raylm.executor.local_ray import connect_to_ray
 
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     """An engine in this process. On a CPU scheduling has nothing to hide behind, so one plan is in flight; on a GPU the
     next plan is made while the last one runs."""
-    from raylm.executor.local import LocalExecutor
+    from raylm.executor.local import LocalExecutor, local_device
 
-    executor = LocalExecutor(config, progress=progress)
+    resolved = resolve(config, local_device(config))
+    executor = LocalExecutor(resolved, progress=progress)
     window = config.runtime.plans_in_flight or (2 if executor.overlaps else 1)
-    return Engine(config, executor, plans_in_flight=window)
+    return Engine(resolved, executor, plans_in_flight=window)
 
 
 def ray_engine(
@@ -30,11 +32,13 @@ def ray_engine(
 ) -> Engine:
     """An engine whose workers are Ray actors in `group`; the next plans are made while the last ones run. `release` is
     called when it has been shut down."""
+    from raylm.executor.placement import worker_device
     from raylm.executor.ray import RayExecutor
 
+    resolved = resolve(config, worker_device(resources))
     window = config.runtime.plans_in_flight or config.parallel.pipeline + 1
-    executor = RayExecutor(config, group=group, resources=resources, release=release)
-    return Engine(config, executor, plans_in_flight=window)
+    executor = RayExecutor(resolved, group=group, resources=resources, release=release)
+    return Engine(resolved, executor, plans_in_flight=window)
 
 
 def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:

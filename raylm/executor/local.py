@@ -6,15 +6,16 @@ from collections import deque
 from contextlib import suppress
 
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import DeviceKind, ResolvedEngine
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.executor.base import StepOnItsWay
-from raylm.worker.worker import Worker
+from raylm.worker.worker import Worker, choose_device
 
 
 class LocalExecutor:
     """One Worker, called directly. A GPU is given a plan's work when it is submitted; a CPU does it then."""
 
-    def __init__(self, config: EngineConfig, *, progress: bool) -> None:
+    def __init__(self, config: ResolvedEngine, *, progress: bool) -> None:
         self._worker: Worker | None = Worker(config, progress=progress)
         self._steps: deque[StepOnItsWay] = deque()
         self.overlaps = self._worker.overlaps
@@ -47,3 +48,8 @@ class LocalExecutor:
         if self._worker is None:
             raise RuntimeError("the executor has been shut down")
         return self._worker
+
+
+def local_device(config: EngineConfig) -> DeviceKind:
+    """The device that a worker in this process would take. Raises ConfigError."""
+    return "cuda" if choose_device(config.runtime.device).type == "cuda" else "cpu"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import DeviceKind
 from raylm.errors import ConfigError
 
 REPLICA_CPUS = 0.1
@@ -39,6 +40,11 @@ def worker_resources(config: EngineConfig, *, cluster_has_gpu: bool) -> Bundle:
     if device == "cuda" or (device == "auto" and cluster_has_gpu):
         return {"CPU": GPU_WORKER_CPUS, "GPU": 1.0}
     return {"CPU": CPU_WORKER_CPUS}
+
+
+def worker_device(resources: Bundle) -> DeviceKind:
+    """The device that Ray sets aside for one worker."""
+    return "cuda" if resources.get("GPU") else "cpu"
 
 
 def engine_bundles(worker: Bundle, *, num_workers: int = 1) -> list[Bundle]:

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylm.config.engine import EngineConfig
+from raylm.config.resolve import ResolvedEngine
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.placement import Bundle, worker_bundle_index
@@ -45,7 +45,7 @@ class WorkerSeat(NamedTuple):
 class WorkerActor:
     """Ray's face of one Worker: start it, then let it serve the step channel until the engine closes it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: ResolvedEngine) -> None:
         from raylm import log
 
         log.configure()
@@ -92,7 +92,7 @@ class RayExecutor:
     """WorkerActors behind a step channel. The death, failure or silence of one of them raises EngineDeadError."""
 
     def __init__(
-        self, config: EngineConfig, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None]
+        self, config: ResolvedEngine, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None]
     ) -> None:
         """`release` is called once the workers have gone."""
         self._config = config
@@ -190,7 +190,7 @@ class RayExecutor:
             ray.kill(worker, no_restart=True)
 
 
-def _start_worker(config: EngineConfig, group: PlacementGroup, resources: Bundle, index: int) -> Any:
+def _start_worker(config: ResolvedEngine, group: PlacementGroup, resources: Bundle, index: int) -> Any:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=worker_bundle_index(index))
     return (
         ray.remote(WorkerActor)

@@ -9,9 +9,10 @@ from ray import serve
 from ray.serve import Application
 
 from raylm.config.application import AppConfig, ModelDeployment, load_app
+from raylm.config.resolve import resolve
 from raylm.config.source import locate
 from raylm.executor.cluster import plan_bundles, wait_for_room
-from raylm.executor.placement import REPLICA_CPUS, bundle_labels
+from raylm.executor.placement import REPLICA_CPUS, bundle_labels, worker_device
 from raylm.serving.autoscaling import serve_autoscaling
 from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.replica import ModelReplica
@@ -54,9 +55,10 @@ def channel_host(choice: str) -> str:
 
 def _bind_model(model: ModelDeployment, host: str, directory: str) -> Application:
     worker, bundles = plan_bundles(model.engine)
+    capacity = resolve(model.engine, worker_device(worker)).scheduler.max_num_seqs
     deployment = serve.deployment(ModelReplica).options(
         name=f"ModelReplica:{model.engine.model.served_name}",
-        autoscaling_config=serve_autoscaling(model.autoscaling, capacity=model.engine.scheduler.max_num_seqs),
+        autoscaling_config=serve_autoscaling(model.autoscaling, capacity=capacity),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=bundles,
         placement_group_strategy=wait_for_room(model.engine, bundles),

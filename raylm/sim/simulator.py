@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from raylm.config.engine import ModelConfig
+from raylm.config.resolve import ResolvedEngine, ResolvedScheduler
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
@@ -25,7 +26,7 @@ _OWN_TOKENS = 1 << 16
 class Setup:
     """The simulated engine. `deadline_s` is every request's own."""
 
-    scheduler: SchedulerConfig
+    scheduler: ResolvedScheduler
     cost: DeviceCost
     num_blocks: int
     block_size: int = 16
@@ -83,7 +84,7 @@ class Simulation:
             block_size=setup.block_size,
             max_model_len=max(one.prompt_len + one.output_len for one in arrivals),
         )
-        config = EngineConfig(model=ModelConfig(path="simulated"), scheduler=setup.scheduler)
+        config = ResolvedEngine(model=ModelConfig(path="simulated"), scheduler=setup.scheduler)
         self._engine = Engine(config, self._executor, plans_in_flight=_PLANS_IN_FLIGHT, clock=self._executor.clock)
 
     def run(self) -> Outcome:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from raylm.config.engine import EngineConfig, RuntimeConfig
+from raylm.config.engine import RuntimeConfig
+from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import locate
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError
@@ -54,7 +55,7 @@ class _CacheSize(NamedTuple):
 class Worker:
     """Owns one device from start to end; every step goes through the one ModelRunner."""
 
-    def __init__(self, config: EngineConfig, *, seat: Seat | None = None, progress: bool = True) -> None:
+    def __init__(self, config: ResolvedEngine, *, seat: Seat | None = None, progress: bool = True) -> None:
         """`seat`: this worker's place among those that share the model; None for the only one. Raises ConfigError."""
         self._config = config
         self._seat = seat

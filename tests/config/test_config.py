@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from raylm.config.application import AppConfig, load_app
 from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import resolve
 from raylm.config.source import locate
 from raylm.errors import ConfigError
 
@@ -117,3 +118,25 @@ def test_models_that_are_not_there(tmp_path: Path):
         locate(str(tmp_path))
     with pytest.raises(ConfigError, match="does not exist"):
         locate("no/such/model")
+
+
+@pytest.mark.parametrize(("device", "rows", "budget"), [("cpu", 64, 2048), ("cuda", 256, 8192)])
+def test_a_steps_size_is_by_default_the_devices(device, rows, budget):
+    config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"policy": "fair"}})
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (None, None)
+    resolved = resolve(config, device)
+    assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == (rows, budget)
+    assert resolved.scheduler.policy == "fair" and resolved.model == config.model
+    assert resolve(resolved, "cpu") == resolve(resolved, "cuda") == resolved
+
+
+def test_a_given_number_must_go_with_the_others_default():
+    config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"max_num_batched_tokens": 128}})
+    assert resolve(config, "cpu").scheduler.max_num_seqs == 64
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, "cuda")
+    assert "by default on cuda: max_num_seqs 256" in str(caught.value)
+    assert "max_num_batched_tokens (128) must be at least max_num_seqs (256)" in str(caught.value)
+    config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"max_num_seqs": 4096}})
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(2048\) must be at least max_num_seqs \(4096\)"):
+        resolve(config, "cpu")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import prompts
 
-from raylm.config.engine import SchedulerConfig
+from raylm.config.resolve import ResolvedScheduler
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -107,7 +107,7 @@ def test_what_can_never_be_served_is_refused_at_once(prompt, max_tokens, message
 def test_a_cache_too_small_for_one_request_is_a_configuration_error():
     cache = KVCacheManager(CacheLayout(4, [0]), num_blocks=3)
     with pytest.raises(ConfigError, match="has 2 blocks of 4 tokens, but one request of model.max_model_len 9 needs 3"):
-        Scheduler(SchedulerConfig(), cache, max_model_len=9)
+        Scheduler(ResolvedScheduler(max_num_seqs=4, max_num_batched_tokens=64), cache, max_model_len=9)
 
 
 def test_a_result_out_of_order_is_an_error():

@@ -10,6 +10,7 @@ import zmq
 from fakes import FakeExecutor
 
 from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from raylm.config.resolve import resolve
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
@@ -30,7 +31,7 @@ class Served:
             scheduler=SchedulerConfig(max_queued_requests=queue),
         )
         self.executor = executor
-        self.engine = Engine(config, executor, plans_in_flight=2)
+        self.engine = Engine(resolve(config, "cpu"), executor, plans_in_flight=2)
         self.server = EngineServer(self.engine, host="127.0.0.1")
         self.keys = KeyPair(*zmq.curve_keypair())
         self.server.clients.allow(self.keys.public)

@@ -10,7 +10,7 @@ import pytest
 from raylm.config.engine import EngineConfig
 from raylm.core.step import Candidates, Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import EngineDeadError
-from raylm.executor.placement import engine_bundles, worker_resources
+from raylm.executor.placement import engine_bundles, worker_device, worker_resources
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
 SAMPLING = RowSampling(0.7, 0.9, 40, 0.05, 2**62)
@@ -128,6 +128,7 @@ def test_a_worker_asks_for_a_gpu_where_it_will_use_one(device, has_gpu, expected
     config = EngineConfig.model_validate({"model": {"path": "x"}, "runtime": {"device": device}})
     resources = worker_resources(config, cluster_has_gpu=has_gpu)
     assert resources.get("GPU", 0) == expected
+    assert worker_device(resources) == ("cuda" if expected else "cpu")
     bundles = engine_bundles(resources, num_workers=2)
     assert len(bundles) == 3 and bundles[1] == bundles[2] == resources and "GPU" not in bundles[0]
 

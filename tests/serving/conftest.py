@@ -23,7 +23,7 @@ def serve_url() -> Iterator[str]:
 
         from raylm.serving.run import deploy, serve_config
 
-        ray.init("local", num_cpus=2, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+        ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
         config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=port)
         model = config["applications"][0]["args"]["models"][0]
         model["engine"] = {

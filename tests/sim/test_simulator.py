@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raylm.config.engine import SchedulerConfig
+from raylm.config.resolve import ResolvedScheduler
 from raylm.core.step import NewRow, RowSampling, StepPlan
 from raylm.errors import ConfigError
 from raylm.sim.cost import PRESETS, DeviceCost
@@ -21,7 +22,7 @@ def arrival(at, prompt_len, output_len, *, tenant="all", priority=0, shared=0):
 
 
 def simulate(arrivals, *, cost=PLAIN, num_blocks=1000, deadline_s=None, **scheduler):
-    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 512, **scheduler})
+    config = ResolvedScheduler(**{"max_num_seqs": 8, "max_num_batched_tokens": 512, **scheduler})
     return Simulation(arrivals, Setup(config, cost, num_blocks, deadline_s=deadline_s)).run()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from raylm.config.engine import EngineConfig, RuntimeConfig
+from raylm.config.resolve import resolve
 from raylm.config.source import locate
 from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
 from raylm.errors import ConfigError
@@ -36,7 +37,7 @@ def make_worker(folder: Path, *, max_model_len: int | None = None, **cache: obje
             "runtime": {"device": "cpu", "num_threads": 1},
         }
     )
-    return Worker(config, progress=False)
+    return Worker(resolve(config, "cpu"), progress=False)
 
 
 def start(folder: Path, **options: object) -> ModelInfo:
@@ -103,7 +104,8 @@ def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(
 ) -> None:
     monkeypatch.setattr(extension, "load", lambda: extension.ExtensionStatus(None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    worker = Worker(EngineConfig.model_validate({"model": {"path": str(folder)}, "runtime": {"device": "cuda"}}))
+    config = EngineConfig.model_validate({"model": {"path": str(folder)}, "runtime": {"device": "cuda"}})
+    worker = Worker(resolve(config, "cuda"))
     attention = worker._choose_attention(ArchConfig.from_source(locate(str(folder))), torch.float32)
     assert attention.name == "torch"
     [line] = caplog.messages

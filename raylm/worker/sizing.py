@@ -1,0 +1,231 @@
+"""What a model needs of GPUs, worked out where there is none: weights and cache by the code that the workers run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from raylm.config.engine import ParallelConfig
+from raylm.config.resolve import ResolvedEngine
+from raylm.errors import ConfigError
+from raylm.layers.linear import kv_heads_of_rank
+from raylm.models.arch import ArchConfig
+from raylm.models.registry import model_class
+from raylm.parallel.context import ParallelContext
+from raylm.worker import memory
+from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.gpus import Gpu
+from raylm.worker.worker import choose_dtype
+
+GIB = 1 << 30
+CUDA_BYTES = 2 * GIB
+"""Set aside for CUDA itself, the libraries' workspaces and the CUDA graphs. A worker measures it; a plan cannot."""
+TENSOR_SIZES = (1, 2, 4, 8, 16)
+
+
+class _Stage(NamedTuple):
+    """Bytes on one GPU of a pipeline stage."""
+
+    held: int
+    """The weights."""
+    read: int
+    """The weights that a decode step reads: of an embedding that is no head, only a few rows."""
+    layers: int
+    """The layers' weights."""
+    block: int
+    """One block of the cache."""
+    kv: int
+    """Keys and values that one request of `context` tokens makes a step read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What a model takes and gives on tensor * pipeline GPUs. Bytes a GPU are those of the stage with most of them."""
+
+    dtype: str
+    tensor: int
+    pipeline: int
+    context: int
+    """Tokens of one request, for what follows."""
+    weight_bytes: int
+    """Of the whole model."""
+    weight_bytes_gpu: int
+    kv_bytes_token: int
+    """Of the whole model, for a token that every layer keeps."""
+    kv_bytes_token_gpu: int
+    memory_bytes: int
+    """What cache.gpu_memory_utilization allows on one GPU."""
+    step_bytes: int
+    """An estimate of the largest step's activations and logits, and of the rotary tables."""
+    cuda_bytes: int
+    cache_bytes: int
+    """What is left for the cache on the fullest GPU; below 0 where the rest does not fit."""
+    num_blocks: int
+    cache_tokens: int
+    concurrency: float
+    """Requests of `context` tokens that the cache holds at once."""
+    problem: str | None
+    """Why it does not fit."""
+    decode_tokens_s: float
+    """Bound from the memory's bandwidth for one short request."""
+    batch: int
+    """Requests of `context` tokens that run at once, by the cache and scheduler.max_num_seqs."""
+    batch_tokens_s: float
+    """The same bound for all of them together."""
+    prefill_tokens_s: float | None
+    """Bound from the rate of products, of the layers alone; None for float32."""
+
+
+class Sizing:
+    """One model and one kind of GPU; plans for as many of them as are asked for."""
+
+    def __init__(self, config: ResolvedEngine, arch: ArchConfig, gpu: Gpu, *, context: int) -> None:
+        """Raises ConfigError when the model does not take requests of `context` tokens."""
+        limit = config.model.max_model_len or arch.max_position
+        if not 2 <= context <= limit:
+            raise ConfigError(f"--context is {context}, but this model takes requests of 2 to {limit} tokens")
+        self._config = config
+        self._arch = arch
+        self._gpu = gpu
+        self._context = context
+        self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
+        self._groups = CacheGroups.choose(arch, block_size=config.cache.block_size, max_len=limit)
+
+    def plan(self, parallel: ParallelConfig) -> Plan:
+        """Raises ConfigError when the model cannot be split so."""
+        stages, whole = self._stages(parallel), self._stages(ParallelConfig())[0]
+        budget = int(self._gpu.memory_gib * GIB * self._config.cache.gpu_memory_utilization)
+        step = self._step_bytes(parallel.tensor)
+        left = [budget - stage.held - step - CUDA_BYTES for stage in stages]
+        fitting = min(here // stage.block for here, stage in zip(left, stages, strict=True))
+        num_blocks = self._config.cache.num_blocks or max(fitting, 0)
+        per_request = self._groups.layout.blocks_for(self._context, chunk=self._chunk)
+        concurrency = max(num_blocks - 1, 0) / per_request
+        batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
+        return Plan(
+            dtype=str(self._dtype).removeprefix("torch."),
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            context=self._context,
+            weight_bytes=whole.held,
+            weight_bytes_gpu=max(stage.held for stage in stages),
+            kv_bytes_token=self._token_bytes(whole.block),
+            kv_bytes_token_gpu=self._token_bytes(max(stage.block for stage in stages)),
+            memory_bytes=budget,
+            step_bytes=step,
+            cuda_bytes=CUDA_BYTES,
+            cache_bytes=min(left),
+            num_blocks=num_blocks,
+            cache_tokens=int(concurrency * self._context),
+            concurrency=concurrency,
+            problem=self._problem(max(stage.held for stage in stages), min(left), fitting, concurrency),
+            decode_tokens_s=self._gpu.bandwidth_gb_s * 1e9 / sum(stage.read for stage in stages),
+            batch=batch,
+            batch_tokens_s=self._batch_tokens_s(stages, batch),
+            prefill_tokens_s=self._prefill_tokens_s(whole.layers, parallel.num_workers),
+        )
+
+    def attempts(self, pipeline: int) -> dict[int, str | None]:
+        """Tensor ranks, up to the first number of them that fits, each with why it does not."""
+        found: dict[int, str | None] = {}
+        for tensor in TENSOR_SIZES:
+            try:
+                found[tensor] = self.plan(ParallelConfig(tensor=tensor, pipeline=pipeline)).problem
+            except ConfigError as error:
+                found[tensor] = str(error)
+            if found[tensor] is None:
+                break
+        return found
+
+    @property
+    def _chunk(self) -> int:
+        return self._config.scheduler.max_num_batched_tokens
+
+    def _stages(self, parallel: ParallelConfig) -> list[_Stage]:
+        """The stages of a pipeline, as the first tensor rank of each has them; of all ranks it holds most."""
+        sizes = tuple(parallel.stage_layers) if parallel.stage_layers is not None else None
+        return [
+            self._stage(
+                ParallelContext(
+                    rank=rank * parallel.tensor,
+                    tensor_rank=0,
+                    tensor_size=parallel.tensor,
+                    pipeline_rank=rank,
+                    pipeline_size=parallel.pipeline,
+                    device=torch.device("meta"),
+                    stage_layers=sizes,
+                )
+            )
+            for rank in range(parallel.pipeline)
+        ]
+
+    def _stage(self, context: ParallelContext) -> _Stage:
+        """Measured on the model itself, built without memory. Raises ConfigError as building it does."""
+        with torch.inference_mode():
+            # The rotary tables are counted apart, and take time to compute.
+            arch = dataclasses.replace(self._arch, max_position=1)
+            model = model_class(arch.architecture)(arch, context, self._dtype)
+        held = _bytes(model)
+        is_head = context.is_last_stage and arch.tie_embeddings
+        unread = _bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0
+        kv_heads = kv_heads_of_rank(arch.num_kv_heads, context)
+        block = memory.block_bytes(
+            arch,
+            group_size=self._groups.of_stage(model.layer_numbers).size,
+            block_size=self._config.cache.block_size,
+            num_kv_heads=kv_heads,
+            dtype=self._dtype,
+        )
+        seen = sum(min(arch.window(layer) or self._context, self._context) for layer in model.layer_numbers)
+        kv = 2 * kv_heads * arch.head_dim * self._dtype.itemsize * seen
+        return _Stage(held, held - unread, _bytes(model.layers), block, kv)
+
+    def _token_bytes(self, block_bytes: int) -> int:
+        """A token has a block's share in every group."""
+        return block_bytes * len(self._groups.layers) // self._config.cache.block_size
+
+    def _step_bytes(self, tensor: int) -> int:
+        arch, item = self._arch, self._dtype.itemsize
+        mlp = 3 * arch.intermediate_size // tensor
+        heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
+        hidden = 3 * arch.hidden_size
+        # Logits in the model's type, and twice in float32 while they are sampled from.
+        logits = self._config.scheduler.max_num_seqs * arch.vocab_size * (item + 8)
+        rotary = len(set(arch.ropes[kind] for kind in arch.layer_kinds)) * arch.max_position * arch.head_dim * 4
+        return self._chunk * (max(mlp, heads) + hidden) * item + logits + rotary
+
+    def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
+        """Every stage is busy with its part of the batch; the slowest sets the pace."""
+        part = batch / len(stages)
+        return part * self._gpu.bandwidth_gb_s * 1e9 / max(stage.read + part * stage.kv for stage in stages)
+
+    def _prefill_tokens_s(self, layer_bytes: int, num_gpus: int) -> float | None:
+        if self._dtype.itemsize != 2:
+            return None
+        return num_gpus * self._gpu.bf16_tflops * 1e12 / (2 * layer_bytes / self._dtype.itemsize)
+
+    def _problem(self, held: int, left: int, fitting: int, concurrency: float) -> str | None:
+        utilization, num_blocks = self._config.cache.gpu_memory_utilization, self._config.cache.num_blocks
+        if left < 0:
+            budget = int(self._gpu.memory_gib * GIB * utilization)
+            beside = budget - left - held
+            return (
+                f"{held / GIB:.1f} GiB of weights a GPU and {beside / GIB:.1f} for the largest step and CUDA are more "
+                f"than the {budget / GIB:.1f} GiB that cache.gpu_memory_utilization {utilization:g} of "
+                f"{self._gpu.memory_gib:g} GiB allows"
+            )
+        if num_blocks is not None and num_blocks > fitting:
+            return f"cache.num_blocks {num_blocks} is more than the {fitting} that {left / GIB:.1f} GiB hold"
+        if concurrency < 1:
+            tokens = int(concurrency * self._context)
+            return (
+                f"the {left / GIB:.1f} GiB left for the KV cache hold {tokens:,} tokens, "
+                f"less than one request of {self._context:,}"
+            )
+        return None
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

@@ -1,0 +1,88 @@
+"""raylm doctor --plan as it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raylm.cli import main
+
+
+def plan(capsys, *words):
+    code = main(["doctor", "--plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_of_a_shape(capsys):
+    code, found = plan(capsys, "llama-3.1-8b", "--gpu", "H200", "--context", "4096")
+    assert code == 0 and found["problem"] is None
+    assert (found["weight_bytes"], found["kv_bytes_token"]) == (16_060_522_496, 131_072)
+    assert (found["context"], found["attempts"]) == (4096, {"1": None})
+    assert found["gpu"]["memory_gib"] == 139.8
+
+
+def test_gpus_are_shared_out_and_a_dtype_counts(capsys):
+    _, found = plan(capsys, "llama-3.1-8b", "--gpu", "h100", "--gpus", "4", "--pipeline", "2", "--dtype", "float32")
+    assert (found["tensor"], found["pipeline"], found["prefill_tokens_s"]) == (2, 2, None)
+    assert found["weight_bytes"] == 2 * 16_060_522_496 and found["kv_bytes_token_gpu"] == 2 * 131_072 // 4
+
+
+def test_a_plan_of_an_engine_file_and_of_a_gguf_file(capsys, tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: llama-3.1-8b}\nparallel: {pipeline: 2, stage_layers: [31, 1]}\n")
+    _, found = plan(capsys, str(path), "--gpu", "A100-40")
+    assert found["pipeline"] == 2 and found["kv_bytes_token_gpu"] == 131_072 * 31 // 32
+    _, found = plan(capsys, "smollm2-135m", "--gpu", "L4")
+    assert found["weight_bytes"] == 2 * 134_515_008 and found["kv_bytes_token"] == 23_040
+
+
+def test_what_does_not_fit_is_exit_code_1(capsys):
+    assert main(["doctor", "--plan", "llama-3.1-70b", "--gpu", "H100"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit        131.4 GiB of weights a GPU" in out
+    assert "tensor 2            is the smallest that fits" in out
+    assert main(["doctor", "--plan", "llama-3.1-70b", "--gpu", "H100", "--tensor", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "141.11 GB in all, 70.56 GB a GPU" in out and "tensor 1            131.4 GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "doctor --plan needs a MODEL and --gpu NAME"),
+        (["llama-3.1-8b"], "doctor --plan needs a MODEL and --gpu NAME"),
+        (["llama-3.1-8b", "--gpu", "TPU"], "--gpu 'TPU' is unknown; allowed: L4, "),
+        (["nothing/here", "--gpu", "L4"], "model.path 'nothing/here' does not exist"),
+        (["llama-3.1-8b", "--gpu", "L4", "--gpus", "3", "--tensor", "2"], "--gpus is 3, but tensor 2 times pipeline 1"),
+        (["llama-3.1-8b", "--gpu", "L4", "--tensor", "3"], "num_attention_heads is 32, which parallel.tensor 3"),
+    ],
+)
+def test_a_mistake_is_one_line(words, problem, capsys):
+    assert main(["doctor", "--plan", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+COLUMNS = "| model | GPU | T | weights a GPU | KV bytes a token | GiB of cache | tokens of cache | requests | decode |"
+
+
+def row(found) -> str:
+    """The line of docs/deploy.md that a plan makes."""
+    cells = [
+        found["model"], found["gpu"]["name"], found["tensor"], f"{found['weight_bytes_gpu'] / 1e9:.2f} GB",
+        f"{found['kv_bytes_token_gpu']:,}", f"{found['cache_bytes'] / 2**30:.1f}", f"{found['cache_tokens']:,}",
+        f"{found['concurrency']:.1f}", f"{found['decode_tokens_s']:,.0f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def test_the_documented_plans_are_what_it_prints(capsys):
+    lines = Path("docs/deploy.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index(COLUMNS) + 2
+    rows = [line for line in lines[start : start + 20] if line.startswith("| ")]
+    assert len(rows) >= 12
+    for line in rows:
+        model, gpu, tensor = line.strip("| ").split(" | ")[:3]
+        code, found = plan(capsys, model, "--gpu", gpu, "--tensor", tensor)
+        assert (code, row(found)) == (0, line)

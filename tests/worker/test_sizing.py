@@ -1,0 +1,115 @@
+"""Plans of GPUs against numbers that are known, and against the worker's own arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+
+from raylm.bench.dummy import write_shape
+from raylm.config.engine import EngineConfig, ParallelConfig
+from raylm.config.resolve import resolve
+from raylm.config.source import locate
+from raylm.errors import ConfigError
+from raylm.models.arch import ArchConfig
+from raylm.models.registry import model_class
+from raylm.parallel.context import ParallelContext
+from raylm.worker.gpus import GPUS, find_gpu
+from raylm.worker.sizing import Sizing
+
+LLAMA_8B = 16_060_522_496
+"""Bytes of its 8,030,261,248 parameters in bfloat16."""
+
+
+def arch_of(name: str, folder: Path) -> ArchConfig:
+    return ArchConfig.from_source(locate(str(write_shape(name, folder))))
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> ArchConfig:
+    return arch_of("llama-3.1-8b", tmp_path_factory.mktemp("8b"))
+
+
+def sizing(arch: ArchConfig, gpu: str = "H200", context: int = 8192, **sections: object) -> Sizing:
+    config = EngineConfig.model_validate({"model": {"path": "x"}, **sections})
+    return Sizing(resolve(config, "cuda"), arch, find_gpu(gpu), context=context)
+
+
+def test_llama_8b_on_one_gpu(llama_8b: ArchConfig) -> None:
+    plan = sizing(llama_8b).plan(ParallelConfig())
+    assert (plan.weight_bytes, plan.weight_bytes_gpu) == (LLAMA_8B, LLAMA_8B)
+    assert (plan.kv_bytes_token, plan.kv_bytes_token_gpu) == (131_072, 131_072)
+    assert plan.problem is None and plan.dtype == "bfloat16"
+    assert plan.memory_bytes == int(0.9 * GPUS["H200"].memory_gib * 2**30)
+    left = plan.memory_bytes - LLAMA_8B - plan.step_bytes - plan.cuda_bytes
+    assert plan.cache_bytes == left and plan.num_blocks == left // (16 * 131_072)
+    assert plan.concurrency == (plan.num_blocks - 1) / 512 and plan.cache_tokens == (plan.num_blocks - 1) * 16
+    # An H200 was found to have room for some 55,000 blocks beside this model.
+    assert plan.num_blocks == pytest.approx(55_000, rel=0.02)
+    # All that a step reads but the embedding, of which it reads a row: 128,256 * 4,096 numbers.
+    assert plan.decode_tokens_s == pytest.approx(4.8e12 / (LLAMA_8B - 2 * 128_256 * 4096))
+
+
+@pytest.mark.parametrize(("tensor", "kv_bytes"), [(2, 65_536), (8, 16_384), (16, 16_384)])
+def test_tensor_ranks_split_weights_and_heads_and_copy_what_they_cannot_split(llama_8b, tensor, kv_bytes) -> None:
+    plan = sizing(llama_8b).plan(ParallelConfig(tensor=tensor))
+    assert plan.kv_bytes_token == 131_072 and plan.kv_bytes_token_gpu == kv_bytes
+    assert plan.weight_bytes == LLAMA_8B
+    context = ParallelContext(0, 0, tensor, 0, 1, torch.device("meta"))
+    model = model_class(llama_8b.architecture)(llama_8b, context, torch.bfloat16)
+    assert plan.weight_bytes_gpu == sum(parameter.nbytes for parameter in model.parameters())
+    assert LLAMA_8B / tensor < plan.weight_bytes_gpu < 1.03 * LLAMA_8B / tensor + 2 * 2 * 32 * 4096 * 1024
+
+
+def test_stages_hold_their_layers_and_their_end_of_the_model(llama_8b: ArchConfig) -> None:
+    plan = sizing(llama_8b).plan(ParallelConfig(pipeline=2))
+    # Equal halves but for the last norm, which the stage with the head has.
+    assert plan.weight_bytes_gpu == (LLAMA_8B - 2 * 4096) // 2 + 2 * 4096
+    assert plan.kv_bytes_token_gpu == 65_536
+    uneven = sizing(llama_8b).plan(ParallelConfig(pipeline=2, stage_layers=[24, 8]))
+    assert uneven.kv_bytes_token_gpu == 131_072 * 24 // 32
+
+
+def test_a_tied_embedding_is_held_at_both_ends(tmp_path: Path) -> None:
+    arch = arch_of("qwen3-0.6b", tmp_path)
+    one, two = (sizing(arch).plan(ParallelConfig(pipeline=pipeline)) for pipeline in (1, 2))
+    embedding = 151_936 * 1024 * 2
+    assert one.weight_bytes == 2 * 596_049_920 and one.kv_bytes_token == 114_688
+    assert two.weight_bytes_gpu == (one.weight_bytes - embedding - 2048) // 2 + embedding + 2048
+    assert one.decode_tokens_s == pytest.approx(4.8e12 / one.weight_bytes)
+
+
+def test_what_does_not_fit_says_why_and_what_would(llama_8b: ArchConfig, tmp_path: Path) -> None:
+    big = sizing(arch_of("llama-3.1-70b", tmp_path), "H100")
+    attempts = big.attempts(1)
+    assert list(attempts) == [1, 2] and attempts[2] is None
+    assert "131.4 GiB of weights a GPU" in attempts[1] and "gpu_memory_utilization 0.9 of 79.1 GiB" in attempts[1]
+    long = sizing(llama_8b, "L4", context=131_072)
+    assert "less than one request of 131,072" in long.plan(ParallelConfig()).problem
+    blocks = sizing(llama_8b, cache={"num_blocks": 60_000}).plan(ParallelConfig())
+    assert blocks.num_blocks == 60_000 and "cache.num_blocks 60000 is more than the 55117" in blocks.problem
+
+
+def test_windows_make_requests_smaller(tmp_path: Path) -> None:
+    arch = ArchConfig.from_source(locate(str(checkpoints.gemma3(tmp_path))))
+    config = {"cache": {"block_size": 4, "num_blocks": 101}, "scheduler": {"max_num_seqs": 4}}
+    scheduler = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    plan = sizing(arch, context=128, **{**config, "scheduler": scheduler}).plan(ParallelConfig())
+    # As the worker says of the same model and cache: 2.1 requests of 128 tokens.
+    assert plan.concurrency == pytest.approx(100 / 48)
+    assert plan.kv_bytes_token == 6 * 2 * 2 * 16 * 2
+
+
+def test_what_cannot_be_split(llama_8b: ArchConfig) -> None:
+    odd = dataclasses.replace(llama_8b, num_kv_heads=3, num_heads=6)
+    with pytest.raises(ConfigError, match="num_key_value_heads is 3"):
+        sizing(odd).plan(ParallelConfig(tensor=2))
+    with pytest.raises(ConfigError, match="parallel.pipeline is 40, but the model has 32 layers only"):
+        sizing(llama_8b).plan(ParallelConfig(pipeline=40))
+    with pytest.raises(ConfigError, match="--context is 200000"):
+        sizing(llama_8b, context=200_000)
+    with pytest.raises(ConfigError, match="--gpu 'H2' is unknown; allowed: L4"):
+        find_gpu("H2")
