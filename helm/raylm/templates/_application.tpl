@@ -34,21 +34,6 @@ Everything listens on the pod's address; engines too, because `auto` would look 
 {{- toYaml $config -}}
 {{- end }}
 
-{{/* Refuses what raylm could only get wrong: `auto` picks a device while the GPU pods may not be up yet. */}}
-{{- define "raylm.checkDevices" -}}
-{{- $gpus := 0 -}}
-{{- range .Values.workerGroups -}}{{- $gpus = add $gpus (default 0 .gpus) -}}{{- end -}}
-{{- range $app := (include "raylm.deployment" . | fromYaml).applications -}}
-{{- range $index, $model := (default dict $app.args).models -}}
-{{- if and (gt $gpus 0) (kindIs "map" $model.engine) -}}
-{{- if eq (dig "runtime" "device" "auto" $model.engine) "auto" -}}
-{{- fail (printf "service.args.models[%d].engine.runtime.device is \"auto\"; with GPU worker groups it must be \"cuda\" or \"cpu\", because it is decided when the GPU pods may not be up yet" $index) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end }}
-
 {{/* Seconds of the longest drain_timeout_s of the models (60 where none is given), and what Serve adds to it. */}}
 {{- define "raylm.modelDrainSeconds" -}}
 {{- $longest := 0 -}}

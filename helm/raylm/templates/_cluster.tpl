@@ -14,7 +14,7 @@ enableInTreeAutoscaling: {{ $values.autoscaler.enabled }}
 autoscalerOptions:
   version: {{ $values.autoscaler.version }}
   upscalingMode: {{ $values.autoscaler.upscalingMode }}
-  idleTimeoutSeconds: {{ $values.autoscaler.idleTimeoutSeconds }}
+  idleTimeoutSeconds: {{ int64 $values.autoscaler.idleTimeoutSeconds }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
   resources: {{- toYaml $values.autoscaler.resources | nindent 4 }}
   securityContext: {{- include "raylm.containerSecurity" $root | nindent 4 }}
@@ -31,7 +31,7 @@ headGroupSpec:
 workerGroupSpecs:
   {{- range .groups }}
   - groupName: {{ .name }}
-    replicas: {{ default .minReplicas .replicas }}
+    replicas: {{ dig "replicas" .minReplicas . }}
     minReplicas: {{ .minReplicas }}
     maxReplicas: {{ .maxReplicas }}
     numOfHosts: {{ default 1 .hosts }}
