@@ -98,6 +98,9 @@ volumeMounts: {{- include "raylm.mounts" .root | nindent 2 }}
 {{- $_ := set $env "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP" "0" -}}
 {{- end -}}
 {{- $lines := list -}}
+{{- range $name, $source := dict "RAY_AUTH_MODE" "auth.mode" "RAY_SERVE_ENABLE_HA_PROXY" "service.haProxy" "HOME" "the volume of the home" -}}
+{{- if hasKey $values.env $name -}}{{- fail (printf "env.%s is not to be set: it comes from %s" $name $source) -}}{{- end -}}
+{{- end -}}
 {{- range $name, $value := merge (dict) $values.env $env -}}
 {{- $lines = append $lines (printf "- {name: %s, value: %q}" $name (toString $value)) -}}
 {{- end -}}
