@@ -24,8 +24,8 @@ _LONELY_AFTER_S = 60.0
 _POLL_S = 1.0
 NAMESPACE = "raylm"
 _HEAD = "node:__internal_head__"
-"""A resource that Ray's head node has. The Directory lives there: elsewhere it would hold up a node that drains, and in a
-replica's placement group it would end with the replica."""
+"""A resource that Ray's head node has. The Directory lives there: elsewhere it would hold up a node that drains, and in
+a replica's placement group it would end with the replica."""
 
 
 class EngineEntry(NamedTuple):

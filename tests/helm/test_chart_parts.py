@@ -56,7 +56,7 @@ def test_a_nightly_batch_has_a_schedule_and_workers_of_its_own():
 def test_long_times_are_numbers_and_options_follow():
     spec = document("everything", "RayJob")["spec"]
     assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (2592000, 604800)
-    assert spec["suspend"] is True and shlex.split(spec["entrypoint"])[-1] == "--unordered"
+    assert spec["suspend"] is True and shlex.split(spec["entrypoint"])[-1] == "--no-keep-order"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("raylm.batch") is None, reason="raylm.batch is not there yet")

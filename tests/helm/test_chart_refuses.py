@@ -39,6 +39,7 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("service.args.models.0.engine", {**MODEL, "scheduler": {"max_num_seqs": 0}}, ["/max_num_seqs", "want 1"]),
         ("service.args.models.0.engine", {**MODEL, "parallel": {"tensor": 0}}, ["/parallel/tensor", "want 1"]),
         ("service.args.models.0.engine", MODEL, ["service.args.models[0].engine.runtime.device", '"cuda" or "cpu"']),
+        ("service", {"deployment": "llm"}, ["deployments/llm.yaml: args.models[0].engine.runtime.device", '"cuda"']),
         ("service.args.models.0.drain_timeout_s", -1, ["/drain_timeout_s", "want 0"]),
         ("workerGroups", [], ["/workerGroups", "minItems"]),
         ("workerGroups.0.gpus", "one", ["/workerGroups/0/gpus", "want integer"]),

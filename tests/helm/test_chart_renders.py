@@ -12,10 +12,11 @@ import rendered
 import yaml
 from helm_python.chart import Chart, lint, package
 
-from raylm.config.application import ModelDeployment, load_app
+from raylm.config.application import AppConfig, ModelDeployment, load_app
 from raylm.config.source import DEMO_MODELS
 
-DEPLOYMENTS = sorted(path.stem for path in (rendered.ROOT / "deployments").glob("*.yaml"))
+LINKED = [*rendered.ROOT.glob("deployments/*.yaml"), *rendered.ROOT.glob("configs/*.yaml")]
+DEPLOYMENTS = sorted(path.stem for path in LINKED if path.parent.name == "deployments")
 SETS = ["defaults", *rendered.EXAMPLES]
 
 
@@ -80,9 +81,9 @@ def test_golden_files(name):
 def test_the_packaged_chart_renders_the_same(tmp_path):
     path = package(rendered.CHART, destination=tmp_path)
     with Chart.load(path) as packed:
-        # The deployments are a link in the repository, and files in the package.
-        carried = {file["name"] for file in packed.files if file["name"].startswith("deployments/")}
-        assert carried == {f"deployments/{name}.yaml" for name in DEPLOYMENTS}
+        # Links in the repository, files in the package.
+        carried = {file["name"] for file in packed.files if file["name"].startswith(("deployments/", "configs/"))}
+        assert carried == {str(path.relative_to(rendered.ROOT)) for path in LINKED}
         files = packed.render(name="demo", namespace="llm")
     assert files == rendered.chart().render(name="demo", namespace="llm")
 
@@ -93,30 +94,49 @@ def test_the_values_schema_is_up_to_date():
     )
 
 
+def same_but_waiting(got: AppConfig, expected: AppConfig, seconds: float) -> bool:
+    """Whether `got` is `expected` with engines that listen on their nodes and wait so long for room."""
+    models = []
+    for model in expected.models:
+        given = "placement_timeout_s" in model.engine.parallel.model_fields_set
+        wait = {} if given else {"placement_timeout_s": seconds}
+        engine = model.engine.model_copy(update={"parallel": model.engine.parallel.model_copy(update=wait)})
+        models.append(model.model_copy(update={"engine": engine}))
+    host = expected.channel_host if "channel_host" in expected.model_fields_set else "node"
+    return got == expected.model_copy(update={"models": models, "channel_host": host})
+
+
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_serve_config_is_the_deployment_itself(name):
     deployment = yaml.safe_load((rendered.ROOT / "deployments" / f"{name}.yaml").read_text(encoding="utf-8"))
     config = rendered.serve_config({"service": {"deployment": name}})
     assert (config["proxy_location"], config["http_options"]["host"]) == ("EveryNode", "0.0.0.0")
     for application, original in zip(config["applications"], deployment["applications"], strict=True):
-        assert application["args"].pop("channel_host") == "node"
+        got = load_app(application.pop("args"), source="the chart")
+        assert same_but_waiting(got, load_app(original.pop("args"), source=name), 1800)
         assert application == original
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "batch"])
 def test_raylm_loads_every_serve_config(name):
-    values = rendered.values_of(name)
-    config = rendered.serve_config(values)
+    service = rendered.values_of(name).get("service", {})
+    config = rendered.serve_config(rendered.values_of(name))
     (application,) = config["applications"]
     app = load_app(application["args"], source=name)
-    assert app.channel_host == "node"
-    assert config["http_options"]["port"] == values.get("service", {}).get("port", 8000)
-    if given := values.get("service", {}).get("args"):
-        assert app.models == load_app(given, source=name).models and app.ingress == load_app(given, source=name).ingress
+    assert config["http_options"]["port"] == service.get("port", 8000)
+    if args := service.get("args"):
+        assert same_but_waiting(app, load_app(args, source=name), service.get("placementSeconds", 1800))
     # A model is one of the image or lies in the volume.
     for model in app.models:
         path = model.engine.model.path
         assert path in DEMO_MODELS or path.startswith("/models/")
+
+
+def test_an_engine_file_that_only_the_image_has_is_left_to_it():
+    (application,) = rendered.serve_config({"service": {"args": {"models": [{"engine": "mine/x.yaml"}]}}})[
+        "applications"
+    ]
+    assert application["args"]["models"] == [{"engine": "mine/x.yaml"}]
 
 
 @pytest.mark.parametrize("name", ["defaults", "gpu", "everything"])

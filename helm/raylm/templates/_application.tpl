@@ -17,7 +17,10 @@ Everything listens on the pod's address; engines too, because `auto` would look 
 {{- toYaml $config -}}
 {{- end }}
 
-{{/* deployments/<service.deployment>.yaml, with service.args in place of its args. */}}
+{{/*
+deployments/<service.deployment>.yaml, with service.args in place of its args, and each engine as its content where it is
+one of configs/ and not a file that only the image has. Engines wait for pods: images are pulled, models fetched.
+*/}}
 {{- define "raylm.deployment" -}}
 {{- $name := .Values.service.deployment -}}
 {{- $text := .Files.Get (printf "deployments/%s.yaml" $name) -}}
@@ -31,7 +34,28 @@ Everything listens on the pod's address; engines too, because `auto` would look 
 {{- $application := set (first $config.applications) "args" .Values.service.args -}}
 {{- $_ := set $config "applications" (list $application) -}}
 {{- end -}}
+{{- range $application := $config.applications -}}
+{{- $args := default dict $application.args -}}
+{{- $models := list -}}
+{{- range $model := $args.models -}}
+{{- $models = append $models (set (deepCopy $model) "engine" (include "raylm.engine" (dict "root" $ "engine" $model.engine) | fromYaml).engine) -}}
+{{- end -}}
+{{- $_ := set $application "args" (set (deepCopy $args) "models" $models) -}}
+{{- end -}}
 {{- toYaml $config -}}
+{{- end }}
+
+{{/* (dict "root" $ "engine" its content or a file's name) */}}
+{{- define "raylm.engine" -}}
+{{- $engine := .engine -}}
+{{- if kindIs "string" $engine -}}
+{{- with .root.Files.Get $engine -}}{{- $engine = fromYaml . -}}{{- end -}}
+{{- end -}}
+{{- if kindIs "map" $engine -}}
+{{- $wait := dict "placement_timeout_s" .root.Values.service.placementSeconds -}}
+{{- $engine = set (deepCopy $engine) "parallel" (merge (dict) (default dict $engine.parallel) $wait) -}}
+{{- end -}}
+{{- toYaml (dict "engine" $engine) -}}
 {{- end }}
 
 {{/* Seconds of the longest drain_timeout_s of the models (60 where none is given), and what Serve adds to it. */}}

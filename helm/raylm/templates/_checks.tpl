@@ -24,10 +24,13 @@
 {{- define "raylm.checkDevices" -}}
 {{- $gpus := 0 -}}
 {{- range .Values.workerGroups -}}{{- $gpus = add $gpus (default 0 .gpus) -}}{{- end -}}
-{{- range $index, $model := .Values.service.args.models -}}
+{{- $place := ternary "service.args" (printf "deployments/%s.yaml: args" .Values.service.deployment) (not (empty .Values.service.args)) -}}
+{{- range $application := (include "raylm.deployment" . | fromYaml).applications -}}
+{{- range $index, $model := $application.args.models -}}
 {{- if and (gt $gpus 0) (kindIs "map" $model.engine) -}}
 {{- if eq (dig "runtime" "device" "auto" $model.engine) "auto" -}}
-{{- fail (printf "service.args.models[%d].engine.runtime.device is \"auto\"; with GPU worker groups it must be \"cuda\" or \"cpu\", because it is decided when the GPU pods may not be up yet" $index) -}}
+{{- fail (printf "%s.models[%d].engine.runtime.device is \"auto\"; with GPU worker groups it must be \"cuda\" or \"cpu\", because it is decided when the GPU pods may not be up yet" $place $index) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
