@@ -21,6 +21,8 @@ INGRESS_CPUS = 0.1
 _MAX_ONGOING_REQUESTS = 100_000
 """The queue is the engine's: it knows what waiting costs, and refuses with a reason."""
 _HEALTH_CHECK_PERIOD_S = 2.0
+_AFTER_DRAIN_S = 30.0
+"""What Serve waits for longer than the drain: an engine stops its workers in it."""
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -41,6 +43,8 @@ def assemble(config: AppConfig) -> Application:
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        # An ingress that goes holds streams of engines that stay: it gets the time that a draining engine has.
+        graceful_shutdown_timeout_s=max(model.drain_timeout_s for model in config.models) + _AFTER_DRAIN_S,
         logging_config={"enable_access_log": False},
     )
     return ingress.bind(config, directory, models)
@@ -65,6 +69,6 @@ def _bind_model(model: ModelDeployment, host: str, directory: str) -> Applicatio
         placement_group_bundle_label_selector=bundle_labels(model.engine, bundles),
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        graceful_shutdown_timeout_s=model.drain_timeout_s + 30,
+        graceful_shutdown_timeout_s=model.drain_timeout_s + _AFTER_DRAIN_S,
     )
     return deployment.bind(model, worker, host, directory)

@@ -23,6 +23,9 @@ EXPIRE_AFTER_S = 10.0
 _LONELY_AFTER_S = 60.0
 _POLL_S = 1.0
 NAMESPACE = "raylm"
+_HEAD = "node:__internal_head__"
+"""A resource that Ray's head node has. The Directory lives there: elsewhere it would hold up a node that drains, and in
+a replica's placement group it would end with the replica."""
 
 
 class EngineEntry(NamedTuple):
@@ -104,8 +107,9 @@ def find_directory(name: str) -> Any:
     """A handle to the application's Directory, made when there is none. Raises RayError when there is none to have."""
     name = f"directory:{name}"
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+    place = {"num_cpus": 0, "resources": {_HEAD: 0.001}, "scheduling_strategy": "DEFAULT"}
     try:
-        return ray.remote(Directory).options(num_cpus=0, max_concurrency=1000, **options).remote()
+        return ray.remote(Directory).options(max_concurrency=1000, **options, **place).remote()
     except ValueError:
         # Another process has made it between Ray's look and its own try.
         return ray.get_actor(name, namespace=NAMESPACE)

@@ -208,7 +208,10 @@ def test_a_dead_engine_is_replaced(serve_url, client):
     with httpx.stream("POST", f"{serve_url}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
-        victims = [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::WorkerActor" in " ".join(p.cmdline()[:1])]
+        ours = {child.pid for child in psutil.Process().children(recursive=True)}
+        # A process that ends meanwhile has no command line.
+        first_words = {p.pid: (p.info["cmdline"] or [""])[0] for p in psutil.process_iter(["cmdline"])}
+        victims = [pid for pid, word in first_words.items() if pid in ours and "ray::WorkerActor" in word]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         rest = list(lines)

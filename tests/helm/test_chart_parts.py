@@ -1,0 +1,163 @@
+"""What the chart says beside pods: batch jobs, models, metrics, and the image's recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rendered
+
+from raylm.serving.metrics import HttpMetrics
+from raylm.serving.served_model import EngineStats
+
+DOCKERFILE = rendered.ROOT / "deployments" / "Dockerfile"
+
+
+class NoModels:
+    """A catalog before any engine is known."""
+
+    def stats(self) -> list[EngineStats]:
+        return []
+
+
+def document(name: str, kind: str) -> dict:
+    return next(one for one in rendered.documents(rendered.values_of(name)) if one["kind"] == kind)
+
+
+def test_a_batch_is_a_job_that_survives_its_clusters():
+    spec = document("batch", "RayJob")["spec"]
+    words = shlex.split(spec["entrypoint"])
+    assert words[:3] == ["python", "-m", "raylm.batch"]
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options == {
+        "--input": "s3://bucket/in.jsonl",
+        "--output": "s3://bucket/out.jsonl",
+        "--model": "/models/qwen3-0.6b",
+    }
+    assert spec["backoffLimit"] == 2 and spec["shutdownAfterJobFinishes"] and spec["submissionMode"] == "HTTPMode"
+
+
+def test_a_nightly_batch_has_a_schedule_and_workers_of_its_own():
+    spec = document("nightly", "RayCronJob")["spec"]
+    assert (spec["schedule"], spec["timeZone"]) == ("0 2 * * *", "Europe/Zurich")
+    job = spec["jobTemplate"]
+    # A quote in a name is no end of a word.
+    assert "/data/today's requests.jsonl" in shlex.split(job["entrypoint"])
+    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    assert (workers["groupName"], workers["replicas"], workers["maxReplicas"]) == ("batch", 2, 4)
+
+
+def test_long_times_are_numbers_and_options_follow():
+    spec = document("everything", "RayJob")["spec"]
+    assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (2592000, 604800)
+    assert spec["suspend"] is True and shlex.split(spec["entrypoint"])[-1] == "--no-keep-order"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("raylm.batch") is None, reason="raylm.batch is not there yet")
+def test_the_batch_program_has_the_options_of_the_entrypoint():
+    words = shlex.split(document("batch", "RayJob")["spec"]["entrypoint"])
+    help_text = subprocess.run([sys.executable, *words[1:3], "--help"], capture_output=True, text=True, check=True)
+    assert all(word in help_text.stdout for word in words if word.startswith("--"))
+
+
+def test_a_group_of_hosts_is_one_replica():
+    (group,) = document("multi-host", "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (group["numOfHosts"], group["replicas"], group["maxReplicas"]) == (2, 1, 2)
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 8 and limits["rdma/ib"] == 8
+    assert group["labels"] == {"ray.io/accelerator-type": "H200"}
+
+
+def test_models_are_fetched_into_every_pod():
+    cluster = document("everything", "RayService")["spec"]["rayClusterConfig"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        store, hub = group["template"]["spec"]["initContainers"]
+        assert store["command"] == [
+            *("aws", "--endpoint-url", "https://store.example.com", "s3", "sync", "--no-progress"),
+            *("s3://bucket/llama", "/models/llama"),
+        ]
+        assert store["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
+        assert hub["command"] == [
+            *("hf", "download", "Qwen/Qwen3-0.6B", "--revision", "v1", "--local-dir", "/models/qwen")
+        ]
+        token = next(entry for entry in hub["env"] if entry["name"] == "HF_TOKEN")
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "HF_TOKEN"}
+        mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in mounts
+
+
+def test_hub_downloads_are_what_the_installed_program_takes():
+    program = Path(sys.executable).with_name("hf")
+    answer = subprocess.run([program, "download", "--help"], capture_output=True, text=True, check=True)
+    assert "--revision" in answer.stdout and "--local-dir" in answer.stdout
+
+
+@pytest.mark.parametrize(("volume", "source"), [
+    ({"type": "hostPath", "hostPath": "/m"}, {"hostPath": {"path": "/m", "type": "DirectoryOrCreate"}}),
+    ({"type": "pvc", "claimName": "mine"}, {"persistentVolumeClaim": {"claimName": "mine"}}),
+    ({"type": "pvc"}, {"persistentVolumeClaim": {"claimName": "demo-raylm-models"}}),
+    ({"size": "9Gi"}, {"emptyDir": {"sizeLimit": "9Gi"}}),
+])  # fmt: skip
+def test_where_models_lie(volume, source):
+    documents = rendered.documents({"models": {"volume": volume}})
+    service = next(one for one in documents if one["kind"] == "RayService")
+    pod = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    assert {"name": "models", **source} in pod["volumes"]
+    made = [one["metadata"]["name"] for one in documents if one["kind"] == "PersistentVolumeClaim"]
+    assert made == (["demo-raylm-models"] if volume == {"type": "pvc"} else [])
+
+
+@pytest.mark.parametrize(("choice", "path"), [("serve", "/-/healthz"), ("model", "/health")])
+def test_what_makes_a_worker_ready(choice, path):
+    service = next(one for one in rendered.documents({"readiness": choice}) if one["kind"] == "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    worker = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert worker["readinessProbe"]["httpGet"] == {"path": path, "port": "serve"}
+    # KubeRay submits the application to a ready head: the head cannot wait for it.
+    assert head["readinessProbe"]["httpGet"]["path"] == "/api/healthz"
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    (text,) = document("everything", "ConfigMap")["data"].values()
+    dashboard = json.loads(text)
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for expression in expressions for name in re.findall(r"raylm:\w+", expression)}
+    metrics = HttpMetrics(NoModels())
+    # A family's name is on its # TYPE line even where nothing has been counted yet.
+    families = dict(re.findall(r"^# TYPE (\S+) (\w+)$", metrics.render().decode(), re.MULTILINE))
+    given = {name for name, kind in families.items() if kind != "histogram"}
+    given |= {f"{name}_bucket" for name, kind in families.items() if kind == "histogram"}
+    assert asked and asked <= given
+
+
+def test_routes_lead_to_the_service_that_kuberay_makes():
+    rule = document("everything", "Ingress")["spec"]["rules"][0]["http"]["paths"][0]
+    assert rule["backend"]["service"] == {"name": "chat-serve-svc", "port": {"number": 9000}}
+    assert document("everything", "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0] == {
+        "name": "chat-serve-svc",
+        "port": 9000,
+    }
+
+
+def test_the_linter_passes_the_dockerfile():
+    program = Path(sys.executable).with_name("hadolint")
+    command = [program, "--failure-threshold", "style", str(DOCKERFILE)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_dockerfile_takes_what_is_there_and_what_docker_is_sent():
+    sent = (rendered.ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert {"pyproject.toml", "raylm", "cuda_ext", "configs", "deployments", "README.md"} == set(names)
+    for name in names:
+        assert (rendered.ROOT / name).exists() and f"!{name}" in sent
+    assert "\nUSER 1000:1000\n" in DOCKERFILE.read_text(encoding="utf-8")

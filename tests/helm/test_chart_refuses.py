@@ -1,0 +1,71 @@
+"""Wrong values end in a message that names the value, before anything is rendered."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import rendered
+from helm_python.errors import HelmError
+
+GPU = rendered.values_of("gpu")
+MODEL = {"model": {"path": "/models/x"}}
+
+
+def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[str, object]:
+    """`base` with one value changed; a number in the path is a place in a list."""
+    values = copy.deepcopy(base)
+    place: dict | list = values
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    for part in parents:
+        place = place[part] if isinstance(place, list) else place.setdefault(part, {})
+    place[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("replicas", 3, ["additional properties 'replicas' not allowed"]),
+        ("image.digest", "sha256:12", ["/image/digest", "sha256:[0-9a-f]{64}"]),
+        ("image.pullPolicy", "Sometimes", ["/image/pullPolicy", "'IfNotPresent'"]),
+        ("auth.mode", "none", ["/auth/mode", "'token', 'disabled'"]),
+        ("rayVersion", "2.40.0", ["/rayVersion"]),
+        ("service.deployment", "lllm", ['service.deployment is "lllm"; the chart has', "llm"]),
+        ("service.port", 80, ["/service/port", "want 1,024"]),
+        ("service.args", {"models": []}, ["/service/args/models", "minItems"]),
+        ("service.args.models.0.engine", {}, ["/service/args/models/0/engine", "missing property 'model'"]),
+        ("service.args.models.0.engine", {**MODEL, "cahce": {}}, ["/engine", "'cahce' not allowed"]),
+        ("service.args.models.0.engine", {**MODEL, "scheduler": {"max_num_seqs": 0}}, ["/max_num_seqs", "want 1"]),
+        ("service.args.models.0.engine", {**MODEL, "parallel": {"tensor": 0}}, ["/parallel/tensor", "want 1"]),
+        ("service.args.models.0.engine", MODEL, ["service.args.models[0].engine.runtime.device", '"cuda" or "cpu"']),
+        ("service", {"deployment": "llm"}, ["deployments/llm.yaml: args.models[0].engine.runtime.device", '"cuda"']),
+        ("service.args.models.0.drain_timeout_s", -1, ["/drain_timeout_s", "want 0"]),
+        ("workerGroups", [], ["/workerGroups", "minItems"]),
+        ("workerGroups.0.gpus", "one", ["/workerGroups/0/gpus", "want integer"]),
+        ("workerGroups.0.hosts", 0, ["/workerGroups/0/hosts", "want 1"]),
+        ("workerGroups.0.sharedMemory", "16 GB", ["/workerGroups/0/sharedMemory", "16 GB"]),
+        ("workerGroups.0.resources", {"limits": {}}, ["/workerGroups/0/resources", "missing property 'requests'"]),
+        ("workerGroups.0.minReplicas", 9, ["workerGroups[0].minReplicas is 9; at most its maxReplicas, 8"]),
+        ("workerGroups.0.replicas", 9, ["workerGroups[0].replicas is 9; from its minReplicas, 1"]),
+        ("workerGroups", GPU["workerGroups"] * 2, ['workerGroups[1].name is "h200", which another group has too']),
+        ("models.volume.type", "nfs", ["/models/volume/type", "'hostPath'"]),
+        ("models.volume", {"type": "hostPath"}, ["/models/volume/hostPath", "minLength"]),
+        ("models.fetch.0", {"folder": "x"}, ["/models/fetch/0", "oneOf"]),
+        ("models.fetch.0.folder", "../x", ["/models/fetch/0/folder"]),
+        ("readiness", "always", ["/readiness", "'serve', 'model'"]),
+        ("security.runAsUser", 0, ["/security/runAsUser", "want 1"]),
+        ("env", {"RAY_AUTH_MODE": "disabled"}, ["env.RAY_AUTH_MODE is not to be set: it comes from auth.mode"]),
+        ("networkPolicy.operator", [], ["/networkPolicy/operator", "minItems"]),
+        ("ingress", {"enabled": True}, ["/ingress/host", "minLength"]),
+        ("httpRoute", {"enabled": True}, ["/httpRoute/parentRefs", "minItems"]),
+        ("batch", {"enabled": True}, ["/batch/input", "/batch/output"]),
+        ("batch", {"schedule": "every night"}, ["/batch/schedule"]),
+    ],
+)
+def test_a_wrong_value_is_named(path, value, said):
+    with pytest.raises(HelmError) as caught:
+        rendered.documents(with_value(path, value))
+    for part in said:
+        assert part in str(caught.value)
+    assert rendered.documents(GPU)

@@ -1,0 +1,207 @@
+"""The chart through real Helm: what it renders is what Kubernetes, KubeRay and raylm take."""
+
+from __future__ import annotations
+
+import sys
+
+import chart_schema
+import jsonschema
+import kube_schemas
+import pytest
+import rendered
+import yaml
+from helm_python.chart import Chart, lint, package
+
+from raylm.config.application import AppConfig, ModelDeployment, load_app
+from raylm.config.source import DEMO_MODELS
+
+LINKED = [*rendered.ROOT.glob("deployments/*.yaml"), *rendered.ROOT.glob("configs/*.yaml")]
+DEPLOYMENTS = sorted(path.stem for path in LINKED if path.parent.name == "deployments")
+SETS = ["defaults", *rendered.EXAMPLES]
+
+
+def pods(values: dict[str, object]) -> list[dict]:
+    """The pod specifications of all Ray clusters in it, heads first."""
+    found = []
+    for document in rendered.documents(values):
+        spec = document["spec"].get("jobTemplate", document["spec"]) if "spec" in document else {}
+        cluster = spec.get("rayClusterConfig") or spec.get("rayClusterSpec")
+        if cluster:
+            groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+            found += [group["template"]["spec"] for group in groups]
+    return found
+
+
+def containers(values: dict[str, object]) -> list[dict]:
+    return [one for pod in pods(values) for one in [*pod.get("initContainers", []), *pod["containers"]]]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_lint_has_nothing_to_say(name):
+    report = lint(rendered.CHART, rendered.values_of(name), strict=True)
+    said = [message for message in report["messages"] if "icon is recommended" not in message["error"]]
+    assert report["errors"] == [] and said == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_document_is_what_its_kind_allows(name):
+    documents = rendered.documents(rendered.values_of(name))
+    assert documents
+    for document in documents:
+        kube_schemas.check(document)
+    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("RayService", ["rayClusterConfig", "headGroupSpec", "template", "spec", "dnsPolice"], "x"),
+        ("RayService", ["rayClusterConfig", "autoscalerOption"], {}),
+        ("PodDisruptionBudget", ["maxUnavailble"], 1),
+        ("NetworkPolicy", ["policyTypes"], "Ingress"),
+    ],
+)
+def test_the_check_of_documents_sees_what_it_should(kind, path, value):
+    document = next(one for one in rendered.documents({}) if one["kind"] == kind)
+    place = document["spec"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        kube_schemas.check(document)
+
+
+@pytest.mark.parametrize("name", rendered.GOLDEN)
+def test_golden_files(name):
+    again = f"if this is meant: {sys.executable} tests/helm/rendered.py"
+    assert rendered.text(rendered.values_of(name)) == rendered.GOLDEN[name].read_text(encoding="utf-8"), again
+
+
+def test_the_packaged_chart_renders_the_same(tmp_path):
+    path = package(rendered.CHART, destination=tmp_path)
+    with Chart.load(path) as packed:
+        # Links in the repository, files in the package.
+        carried = {file["name"] for file in packed.files if file["name"].startswith(("deployments/", "configs/"))}
+        assert carried == {str(path.relative_to(rendered.ROOT)) for path in LINKED}
+        files = packed.render(name="demo", namespace="llm")
+    assert files == rendered.chart().render(name="demo", namespace="llm")
+
+
+def test_the_values_schema_is_up_to_date():
+    assert chart_schema.TARGET.read_text(encoding="utf-8") == chart_schema.values_schema(), (
+        f"run: {sys.executable} helm/chart_schema.py"
+    )
+
+
+def same_but_waiting(got: AppConfig, expected: AppConfig, seconds: float) -> bool:
+    """Whether `got` is `expected` with engines that listen on their nodes and wait so long for room."""
+    models = []
+    for model in expected.models:
+        given = "placement_timeout_s" in model.engine.parallel.model_fields_set
+        wait = {} if given else {"placement_timeout_s": seconds}
+        engine = model.engine.model_copy(update={"parallel": model.engine.parallel.model_copy(update=wait)})
+        models.append(model.model_copy(update={"engine": engine}))
+    host = expected.channel_host if "channel_host" in expected.model_fields_set else "node"
+    return got == expected.model_copy(update={"models": models, "channel_host": host})
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_serve_config_is_the_deployment_itself(name):
+    deployment = yaml.safe_load((rendered.ROOT / "deployments" / f"{name}.yaml").read_text(encoding="utf-8"))
+    config = rendered.serve_config({"service": {"deployment": name}})
+    assert (config["proxy_location"], config["http_options"]["host"]) == ("EveryNode", "0.0.0.0")
+    for application, original in zip(config["applications"], deployment["applications"], strict=True):
+        got = load_app(application.pop("args"), source="the chart")
+        assert same_but_waiting(got, load_app(original.pop("args"), source=name), 1800)
+        assert application == original
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "batch"])
+def test_raylm_loads_every_serve_config(name):
+    service = rendered.values_of(name).get("service", {})
+    config = rendered.serve_config(rendered.values_of(name))
+    (application,) = config["applications"]
+    app = load_app(application["args"], source=name)
+    assert config["http_options"]["port"] == service.get("port", 8000)
+    if args := service.get("args"):
+        assert same_but_waiting(app, load_app(args, source=name), service.get("placementSeconds", 1800))
+    # A model is one of the image or lies in the volume.
+    for model in app.models:
+        path = model.engine.model.path
+        assert path in DEMO_MODELS or path.startswith("/models/")
+
+
+def test_an_engine_file_that_only_the_image_has_is_left_to_it():
+    (application,) = rendered.serve_config({"service": {"args": {"models": [{"engine": "mine/x.yaml"}]}}})[
+        "applications"
+    ]
+    assert application["args"]["models"] == [{"engine": "mine/x.yaml"}]
+
+
+@pytest.mark.parametrize("name", ["defaults", "gpu", "everything"])
+def test_the_grace_period_covers_the_drain_and_serves_own_end(name):
+    values = rendered.values_of(name)
+    args = values.get("service", {}).get("args") or {"models": [{}]}
+    default = ModelDeployment.model_fields["drain_timeout_s"].default
+    drain = max(model.get("drain_timeout_s", default) for model in args["models"])
+    wait = values.get("drain", {}).get("replacementSeconds", 60)
+    service = next(one for one in rendered.documents(values) if one["kind"] == "RayService")
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] >= drain + 30
+    for pod in pods({**values, "batch": {}}):
+        hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+        deadline = int(hook.rsplit(" ", 1)[1])
+        # Serve stops a replica its graceful_shutdown_timeout_s, drain + 30, before the deadline.
+        assert deadline >= wait + drain + 30
+        assert pod["terminationGracePeriodSeconds"] >= deadline + 32
+        if pod["containers"][0]["name"] == "ray-worker":
+            assert hook.startswith("ray drain-node ") and f"--deadline-remaining-seconds {deadline} " in hook
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_no_container_has_more_rights_than_it_needs(name):
+    for pod in pods(rendered.values_of(name)):
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        autoscales = rendered.values_of(name).get("autoscaler", {}).get("enabled", False)
+        is_head = pod["containers"][0]["name"] == "ray-head"
+        assert pod["automountServiceAccountToken"] is (autoscales and is_head)
+        assert pod["serviceAccountName"].endswith("-head") is is_head
+    for container in containers(rendered.values_of(name)):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["resources"]["requests"].keys() >= {"cpu", "memory"}
+        # What Ray writes to.
+        assert {"/tmp", "/home/raylm"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+    for account in (one for one in rendered.documents({}) if one["kind"] == "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_only_the_clusters_own_pods_reach_the_token_channel():
+    for document in rendered.documents(rendered.values_of("everything")):
+        if document["kind"] != "NetworkPolicy":
+            continue
+        inside, *outside = document["spec"]["ingress"]
+        assert inside == {"from": [{"podSelector": document["spec"]["podSelector"]}]}
+        # Engines listen on ports of the system's choice: whoever else may come in is held to named ones.
+        allowed = {port["port"] for rule in outside for port in rule["ports"]}
+        assert allowed <= {"serve", "dashboard", "metrics"} and all(rule["ports"] for rule in outside)
+
+
+def test_gpu_pods():
+    head, worker = pods(rendered.values_of("gpu"))
+    resources = worker["containers"][0]["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 1
+    assert worker["tolerations"] == [{"effect": "NoSchedule", "key": "nvidia.com/gpu", "operator": "Exists"}]
+    assert "tolerations" not in head and "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    digest = rendered.values_of("gpu")["image"]["digest"]
+    assert all(one["image"].endswith(f"@{digest}") for one in containers(rendered.values_of("gpu")))
+
+
+def test_environment_is_said_explicitly():
+    for name, mode, proxy in (("defaults", "token", "1"), ("everything", "token", "0")):
+        for pod in pods({**rendered.values_of(name), "batch": {}}):
+            env = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+            assert env["RAY_AUTH_MODE"] == mode and env["RAY_SERVE_ENABLE_HA_PROXY"] == proxy
+    assert (env["LIMIT"], env["FLAG"]) == ("3", "true")
