@@ -147,9 +147,10 @@ def peer_all_reduce(
     """x = the sum of every rank's x, in place: the same bits on every rank, from either kind of shot.
 
     Every rank calls it with a contiguous x of the same shape (a multiple of 16 bytes, at most `capacity`), in the same
-    order on one stream. `windows` (int64 [ranks], on the CPU) are the addresses of raylm.ops.peer_memory's windows, each
-    of `capacity` bytes, in the order of ranks. A rank that waits longer than limit_s for another one fails: its CUDA
-    context is lost. On CUDA with the compiled extension only; raylm.parallel.peer_reduce.PeerReducer sets all of it up.
+    order on one stream. `windows` (int64 [ranks], on the CPU) are the addresses of the ranks' windows, each of
+    `capacity` bytes (raylm.ops.peer_memory), in the order of ranks. A rank that waits for another one longer than
+    limit_s fails: its CUDA context is lost. On CUDA with the compiled extension only;
+    raylm.parallel.peer_reduce.PeerReducer sets all of it up.
     """
     _peer_all_reduce(x, windows, rank, capacity, limit_s, two_shot)
 

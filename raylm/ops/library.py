@@ -33,9 +33,7 @@ SCHEMAS = {
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
     ),
-    "peer_all_reduce": (
-        "(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"
-    ),
+    "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
 }
 
 LIBRARY = Library(NAMESPACE, "DEF")
