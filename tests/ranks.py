@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ class Ranks:
         """check(rank, *args) on all ranks at once; returns what each returns. Raises AssertionError with tracebacks."""
         for end in self._ends:
             end.send((check, args))
-        answers = [self._answer(rank) for rank in range(len(self._ends))]
+        deadline = monotonic() + _TIMEOUT_S
+        answers = [self._answer(rank, deadline) for rank in range(len(self._ends))]
         if failures := [answer for failed, answer in answers if failed]:
             raise AssertionError("\n".join(map(str, failures)))
         return [answer for _, answer in answers]
@@ -49,9 +51,9 @@ class Ranks:
                 process.kill()
                 process.join()
 
-    def _answer(self, rank: int) -> tuple[bool, object]:
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, object]:
         end = self._ends[rank]
-        if not end.poll(_TIMEOUT_S):
+        if not end.poll(max(0.0, deadline - monotonic())):
             return True, f"rank {rank} did not answer within {_TIMEOUT_S} s"
         try:
             failed, answer = end.recv()

@@ -28,6 +28,7 @@ _gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
 _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
+_peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -153,6 +154,24 @@ def peer_all_reduce(
     raylm.parallel.peer_reduce.PeerReducer sets all of it up.
     """
     _peer_all_reduce(x, windows, rank, capacity, limit_s, two_shot)
+
+
+def peer_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    windows: Tensor,
+    rank: int,
+    capacity: int,
+    limit_s: float,
+) -> Tensor:
+    """residual [T, H] += the sum of every rank's x [T, H], in place; returns the norm of the new residual.
+
+    As peer_all_reduce and add_rms_norm one after the other, for T up to 64 and rows of a multiple of 16 bytes, up to
+    32 KiB. x itself stays as it is.
+    """
+    return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 
 
 def sample_is_async(device: torch.device) -> bool:

@@ -2,7 +2,8 @@
 
 `torch.library` keeps them under the namespace "raylm". The kernels live elsewhere and torch's dispatcher picks one by
 device: raylm.ops.fallback has a torch implementation for every device, the compiled extension has faster ones for CPU
-and CUDA, which win wherever it is loaded. Only peer_all_reduce is the extension's alone: torch's is a process group.
+and CUDA, which win wherever it is loaded. Only those over peer memory are the extension's alone: torch's way is a
+process group.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ SCHEMAS = {
         "-> Tensor"
     ),
     "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
+    "peer_add_rms_norm": (
+        "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
+        "float limit_s) -> Tensor"
+    ),
 }
 
 LIBRARY = Library(NAMESPACE, "DEF")
@@ -73,6 +78,7 @@ _FAKES = {
     "linear": _linear,
     "sample": _token_each,
     "peer_all_reduce": _nothing,
+    "peer_add_rms_norm": _like,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)

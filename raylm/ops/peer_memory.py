@@ -10,6 +10,8 @@ import ctypes
 import functools
 from dataclasses import dataclass
 
+import torch
+
 from raylm.ops import extension
 
 
@@ -24,15 +26,14 @@ class Window:
     @classmethod
     def allocate(cls, device: int, capacity: int) -> Window:
         """A window with two slots of `capacity` bytes on CUDA device number `device`. Raises RuntimeError."""
-        library = _library()
-        address, handle = ctypes.c_void_p(), ctypes.create_string_buffer(library.raylm_peer_handle_bytes())
-        _check(library.raylm_peer_allocate(device, ctypes.c_int64(capacity), ctypes.byref(address), handle))
+        address, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_library().raylm_peer_handle_bytes())
+        _call("allocate", device, ctypes.c_int64(capacity), ctypes.byref(address), handle)
         assert address.value is not None
         return cls(device, address.value, handle.raw)
 
     def free(self) -> None:
         """Raises RuntimeError."""
-        _check(_library().raylm_peer_free(self.device, ctypes.c_void_p(self.address)))
+        _call("free", self.device, ctypes.c_void_p(self.address))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,13 @@ class PeerWindow:
     def open(cls, device: int, handle: bytes) -> PeerWindow:
         """Map the window to kernels on CUDA device number `device`. Raises RuntimeError where the GPUs cannot."""
         address = ctypes.c_void_p()
-        _check(_library().raylm_peer_open(device, handle, ctypes.byref(address)))
+        _call("open", device, handle, ctypes.byref(address))
         assert address.value is not None
         return cls(device, address.value)
 
     def close(self) -> None:
         """Raises RuntimeError."""
-        _check(_library().raylm_peer_close(self.device, ctypes.c_void_p(self.address)))
+        _call("close", self.device, ctypes.c_void_p(self.address))
 
 
 def missing() -> str | None:
@@ -73,6 +74,9 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _check(error: bytes | None) -> None:
+def _call(name: str, device: int, *arguments: object) -> None:
+    # The library has a CUDA runtime of its own: torch's puts back the device that it knows as the current one.
+    with torch.cuda.device(device):
+        error: bytes | None = getattr(_library(), f"raylm_peer_{name}")(device, *arguments)
     if error is not None:
         raise RuntimeError(f"CUDA peer memory: {error.decode()}")

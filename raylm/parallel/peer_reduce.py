@@ -26,6 +26,8 @@ from raylm.ops.peer_memory import PeerWindow, Window
 Item = TypeVar("Item")
 
 MAX_RANKS = 8
+MAX_NORM_ROWS = 64
+MAX_NORM_ROW_BYTES = 32 * 1024
 _KIB = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -102,6 +104,28 @@ class PeerReducer:
         two_shot = x.nbytes > self.limits.one_shot
         ops.peer_all_reduce(x, self._windows, self._rank, self.limits.most, self._limit_s, two_shot=two_shot)
         return x
+
+    def takes_norm(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether add_rms_norm can do x and residual [T, H]."""
+        return (
+            self.takes(x)
+            and x.nbytes <= self.limits.one_shot
+            and len(x) <= MAX_NORM_ROWS
+            and x[0].nbytes <= MAX_NORM_ROW_BYTES
+            and x[0].nbytes % 16 == 0
+            and residual.is_contiguous()
+            and residual.data_ptr() % 16 == 0
+        )
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual [T, H] += the sum of every rank's x [T, H] in place; returns the norm of the new residual.
+
+        Only for an x and a residual that it `takes_norm`; the residual is the same on all ranks. In one kernel, where
+        a sum and a norm take two.
+        """
+        return ops.peer_add_rms_norm(
+            x, residual, weight, eps, self._windows, self._rank, self.limits.most, self._limit_s
+        )
 
     def close(self) -> None:
         """Give the memory back, on all ranks together; graphs that hold calls must not run any more. Where a rank or

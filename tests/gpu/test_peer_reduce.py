@@ -15,7 +15,7 @@ from ranks import Ranks
 from torch import Tensor
 
 from raylm import ops
-from raylm.ops import peer_memory
+from raylm.ops import fallback, peer_memory
 from raylm.ops.peer_memory import Window
 from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, connect_peers
 
@@ -61,6 +61,12 @@ def test_thousands_of_calls_with_delays(ranks: Ranks, limits: SizeLimits) -> Non
 @pytest.mark.parametrize("limits", [ONE_SHOT, TWO_SHOT, MIXED], ids=["one-shot", "two-shot", "mixed"])
 def test_graphs_replay_between_eager_calls(ranks: Ranks, limits: SizeLimits) -> None:
     ranks.run(_check_graphs, limits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_in_the_same_kernel(ranks: Ranks, dtype: torch.dtype) -> None:
+    digests = ranks.run(_check_norms, dtype)
+    assert all(digest == digests[0] for digest in digests)
 
 
 def test_two_reducers_on_two_streams(ranks: Ranks) -> None:
@@ -121,6 +127,13 @@ def test_bad_arguments_are_named() -> None:
         ops.peer_all_reduce(x, windows, 2, 256, 1.0)
     with pytest.raises(RuntimeError, match="peer_all_reduce: limit_s is 0"):
         ops.peer_all_reduce(x, windows, 0, 256, 0.0)
+    norm = (1e-6, windows, 0, 256, 1.0)
+    with pytest.raises(RuntimeError, match="peer_add_rms_norm: x has 65 rows, must have at most 64"):
+        ops.peer_add_rms_norm(torch.zeros(65, 8, device="cuda"), torch.zeros(65, 8, device="cuda"), x[:8], *norm)
+    with pytest.raises(RuntimeError, match="peer_add_rms_norm: x has 10 columns, must have a multiple of 4"):
+        ops.peer_add_rms_norm(x[:20].view(2, 10), x[20:40].view(2, 10), x[:10], *norm)
+    with pytest.raises(RuntimeError, match="must start at multiples of 16 bytes"):
+        ops.peer_add_rms_norm(x[1:9].view(1, 8), x[:8].view(1, 8), x[:8], *norm)
 
 
 # What each rank does.
@@ -218,6 +231,30 @@ def _check_graphs(rank: int, limits: SizeLimits, replays: int = 300) -> None:
             for out, sums in zip(outputs, expected, strict=True):
                 wrong += (out != sums * scale).any()
         assert int(wrong) == 0
+
+
+def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
+    """Between calls of other kinds and sizes, so that slots and flags change hands."""
+    digests = []
+    with _reducer(rank, SizeLimits(2 << 20, CAPACITY)) as reducer:
+        shapes = [(1, 8), (1, 4096), (3, 576), (64, 4096), (2, 8192), (17, 16_384 // (dtype.itemsize // 2)), (64, 64)]
+        for seed, (rows, hidden) in enumerate(shapes * 20):
+            parts = [_random(r, seed, rows * hidden, dtype).view(rows, hidden) for r in range(dist.get_world_size())]
+            residual = _random(90, seed, rows * hidden, dtype).view(rows, hidden)
+            weight, x = _random(91, seed, hidden, dtype), parts[rank].clone()
+            expected = (_in_order(parts).float() + residual.float()).to(dtype)
+            assert reducer.takes_norm(x, residual)
+            out = reducer.add_rms_norm(x, residual, weight, 1e-5)
+            assert torch.equal(residual, expected) and torch.equal(x, parts[rank])
+            norm = fallback.rms_norm(expected, weight, 1e-5)
+            tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(out.float(), norm.float(), atol=tolerance, rtol=tolerance)
+            digests.append(sha256(out.view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
+            numel = (32, 3 << 20, 16 << 10)[seed % 3] // dtype.itemsize
+            assert torch.equal(reducer(_pattern(rank, seed, numel, dtype)), _expected(seed, numel, dtype))
+        x = torch.zeros(65, 64, dtype=dtype, device="cuda")
+        assert not reducer.takes_norm(x, x) and reducer.takes_norm(x[:64], x[:64])
+    return digests
 
 
 def _check_two_reducers(rank: int, calls: int = 300) -> None:

@@ -1,6 +1,6 @@
 // Windows of memory that processes of one host share (raylm/cuda/peer.cuh), for raylm/ops/peer_memory.py. They are
 // allocated past torch's caching allocator: a block of that one would take all its neighbours along to the peers.
-// Each function returns null, or the text of what went wrong.
+// Each function makes its device the thread's, and returns null or the text of what went wrong.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -9,28 +9,10 @@
 
 namespace {
 
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    cudaGetDevice(&before_);
-    error_ = cudaSetDevice(device);
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  cudaError_t error_;
-};
-
 // Runs the calls until one fails; its error is not left for the next kernel launch to find.
 template <typename... Calls>
 const char* run(int device, const Calls&... calls) {
-  const OnDevice on(device);
-  cudaError_t error = on.error();
+  cudaError_t error = cudaSetDevice(device);
   ((error = error == cudaSuccess ? calls() : error), ...);
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();

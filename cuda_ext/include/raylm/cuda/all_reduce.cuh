@@ -22,7 +22,7 @@ __device__ inline uint4 summed(const Parts<kMost>& parts, int ranks) {
 }
 
 template <typename T, int kMost>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 1)
     one_shot_all_reduce_kernel(const __grid_constant__ Peers peers, uint4* x, int64_t vecs) {
   start_dependents();
   wait_for_dependencies();
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kReduceThreads)
 // Vector i of every part is block b's on every rank. Part r of rank r's slot is read by rank r alone until the second
 // meeting, so that its sum can take its place; the thread that overwrites a vector is the one that has read it.
 template <typename T, int kMost>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 1)
     two_shot_all_reduce_kernel(const __grid_constant__ Peers peers, uint4* x, int64_t vecs) {
   constexpr int kUnroll = kReduceUnroll<kMost>;
   start_dependents();

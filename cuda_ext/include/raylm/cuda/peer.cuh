@@ -20,9 +20,9 @@
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
 // still behind.
 //
-// Nothing waits for the whole grid: a block needs its peers of the same index alone, and each rank's scheduler starts
-// blocks in the order of their indices at the latest as others end. A kernel launched early beside this one takes no
-// place from it: that happens when all blocks of this one run.
+// Nothing waits for a whole grid, and a grid is small: a block needs only its peers of the same index, and other kernels
+// on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this one needs: it
+// starts when all blocks of this one run.
 #pragma once
 
 #include "raylm/cuda/grid_dependency.cuh"
