@@ -1,8 +1,8 @@
 // x = the sum of all ranks' x, over memory that they share (peer.cuh).
 //
-// One shot: every rank reads all of every rank's data, after one meeting. Two shots: rank r sums part r of the data, and
-// reads the other parts' sums after a second meeting: less to read from 3 ranks on, for a longer way. Both give the same
-// bits, on every rank.
+// One shot: every rank reads all of every rank's data, after one meeting. Two shots: rank r sums part r of the data,
+// and reads the other parts' sums after a second meeting: less to read from 3 ranks on, for a longer way. Both give
+// the same bits, on every rank.
 #pragma once
 
 #include "raylm/cuda/peer.cuh"

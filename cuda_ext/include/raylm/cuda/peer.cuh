@@ -6,23 +6,24 @@
 // Why a staged value is the one that a peer reads: all threads of a block stage, bar.sync orders that before the
 // release at system scope by which one thread raises the peer's flag; the peer's thread sees the flag by an acquire at
 // system scope, and its own bar.sync orders that before its block's reads. Causality passes along this chain, from
-// every stager to every reader. Only blocks of the same index may rely on each other's data, whatever the parts are into
-// which a call divides it.
+// every stager to every reader. Only blocks of the same index may rely on each other's data, whatever the parts are
+// into which a call divides it.
 //
-// Why two slots are enough with one meeting a call: slot n % 2 is written again in call n + 2, which on this rank begins
-// when call n + 1 has ended (one stream, or streams ordered by events; early launched blocks wait for the kernels before
-// them). Every block of call n + 1 met its peers of that index, and a peer raises a flag of call n + 1 only after its own
-// kernel of call n has ended, with all its reads. So nobody reads slot n % 2 any more, in whatever sizes and parts calls
-// n and n + 2 use it. This needs a call to have the same number, hence the same slot, in all blocks: a call of few blocks
-// counts for those it does without as well (PeerCall::end). A second meeting in a call adds order, and takes none away.
+// Why two slots are enough with one meeting a call: slot n % 2 is written again in call n + 2, which on this rank
+// begins when call n + 1 has ended (one stream, or streams ordered by events; early launched blocks wait for the
+// kernels before them). Every block of call n + 1 met its peers of that index, and a peer raises a flag of call n + 1
+// only after its own kernel of call n has ended, with all its reads. So nobody reads slot n % 2 any more, in whatever
+// sizes and parts calls n and n + 2 use it. This needs a call to have the same number, hence the same slot, in all
+// blocks: a call of few blocks counts for those it does without as well (PeerCall::end). A second meeting in a call
+// adds order, and takes none away.
 //
 // A flag holds the number of the last call for which it was raised; it never falls. A peer may be one call ahead, so
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
 // still behind.
 //
-// Nothing waits for a whole grid, and a grid is small: a block needs only its peers of the same index, and other kernels
-// on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this one needs: it
-// starts when all blocks of this one run.
+// Nothing waits for a whole grid, and a grid is small: a block needs only its peers of the same index, and other
+// kernels on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this
+// one needs: it starts when all blocks of this one run.
 #pragma once
 
 #include "raylm/cuda/grid_dependency.cuh"
@@ -98,8 +99,8 @@ class PeerCall {
     __syncthreads();
   }
 
-  // Counts the call, after a meeting (by then every thread has read the number): here, and in block 0 for the blocks that
-  // this grid does not have.
+  // Counts the call, after a meeting (by then every thread has read the number): here, and in block 0 for the blocks
+  // that this grid does not have.
   __device__ void end() const {
     uint64_t* calls = header(peers_.rank)->calls;
     if (threadIdx.x == 0) calls[blockIdx.x] = number_;
@@ -129,8 +130,8 @@ class PeerCall {
   const int64_t slot_;
 };
 
-// Vectors i < count, strided over the grid: part = load(i), then store(i, part). Unrolled by hand, all loads first: the
-// compiler must assume that a store changes what the next load reads.
+// Vectors i < count, strided over the grid: part = load(i), then store(i, part). Unrolled by hand, all loads first:
+// the compiler must assume that a store changes what the next load reads.
 template <int kUnroll, typename Load, typename Store>
 __device__ inline void for_my_vecs(int64_t count, const Load& load, const Store& store) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
