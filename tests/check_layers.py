@@ -18,7 +18,8 @@ MAX_FUNCTION_LINES = 60
 LAYERS = [
     ["errors", "log"],
     ["config"],
-    ["core", "ops", "parallel"],
+    ["core", "ops"],
+    ["parallel"],
     ["layers"],
     ["models"],
     ["worker"],

@@ -133,6 +133,18 @@ class TraceResult:
     kernels_us: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class AllReduceResult:
+    """A sum of `bytes` over `ranks` GPUs: microseconds a call in a CUDA graph."""
+
+    bench: str
+    ranks: int
+    bytes: int
+    us_one_shot: float
+    us_two_shot: float
+    us_nccl: float
+
+
 Result = (
     OfflineResult
     | ServeResult
@@ -141,6 +153,7 @@ Result = (
     | SchedulerResult
     | PrefixResult
     | TraceResult
+    | AllReduceResult
     | SimResult
 )
 

@@ -1,4 +1,4 @@
-"""raylm bench: throughput, latency, serve, startup, scheduler, trace, shape."""
+"""raylm bench: throughput, latency, serve, startup, scheduler, trace, all-reduce, shape."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
     _add_trace(kinds.add_parser("trace", help="what a GPU does in a step, and how much of the time it waits"))
+    _add_all_reduce(kinds.add_parser("all-reduce", help="sums over this host's GPUs, by size and by way"))
     _add_shape(kinds.add_parser("shape", help="write the shape of a public model, to measure with random weights"))
 
 
@@ -97,6 +98,13 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
     _add_report(parser)
     parser.set_defaults(run=run, measure=_trace, draws=True)
+
+
+def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="GPUs (default: all, up to 8)")
+    parser.add_argument("--sizes", type=_batches, metavar="N[,N...]", help="bytes (default: 4 KiB to 8 MiB, doubling)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
+    parser.set_defaults(run=run, measure=_all_reduce, plot=None)
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +222,13 @@ def _trace(args: argparse.Namespace, emit: Emit) -> None:
         emit(result)
     if args.plot is not None:
         draw_trace(found, args.plot)
+
+
+def _all_reduce(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.all_reduce import DEFAULT_SIZES, measure_all_reduce
+
+    for result in measure_all_reduce(args.ranks, args.sizes or DEFAULT_SIZES):
+        emit(result)
 
 
 def _shape(args: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ _silu_mul: Callable[..., Tensor] = torch.ops.raylm.silu_mul.default
 _gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
 _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
+_peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
+_peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,6 +140,38 @@ def sample(
     if logits.is_cuda and not _has_clusters(logits.device):
         return fallback.sample(logits, temperature, top_k, top_p, min_p, seed, position)
     return _sample(logits, temperature, top_k, top_p, min_p, seed, position)
+
+
+def peer_all_reduce(
+    x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float, *, two_shot: bool = False
+) -> None:
+    """x = the sum of every rank's x, in place: the same bits on every rank, from either kind of shot.
+
+    Every rank calls it with a contiguous x of the same shape (a multiple of 16 bytes, at most `capacity`), in the same
+    order on one stream. `windows` (int64 [ranks], on the CPU) are the addresses of the ranks' windows, each of
+    `capacity` bytes (raylm.ops.peer_memory), in the order of ranks. A rank that waits for another one longer than
+    limit_s fails: its CUDA context is lost. On CUDA with the compiled extension only;
+    raylm.parallel.peer_reduce.PeerReducer sets all of it up.
+    """
+    _peer_all_reduce(x, windows, rank, capacity, limit_s, two_shot)
+
+
+def peer_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    windows: Tensor,
+    rank: int,
+    capacity: int,
+    limit_s: float,
+) -> Tensor:
+    """residual [T, H] += the sum of every rank's x [T, H], in place; returns the norm of the new residual.
+
+    As peer_all_reduce and add_rms_norm one after the other, for T up to 64 and rows of a multiple of 16 bytes, up to
+    32 KiB. x itself stays as it is.
+    """
+    return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 
 
 def sample_is_async(device: torch.device) -> bool:

@@ -2,7 +2,8 @@
 
 `torch.library` keeps them under the namespace "raylm". The kernels live elsewhere and torch's dispatcher picks one by
 device: raylm.ops.fallback has a torch implementation for every device, the compiled extension has faster ones for CPU
-and CUDA, which win wherever it is loaded.
+and CUDA, which win wherever it is loaded. Only those over peer memory are the extension's alone: torch's way is a
+process group.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ SCHEMAS = {
     "sample": (
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
+    ),
+    "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
+    "peer_add_rms_norm": (
+        "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
+        "float limit_s) -> Tensor"
     ),
 }
 
@@ -71,6 +77,8 @@ _FAKES = {
     "gelu_tanh_mul": _half_width,
     "linear": _linear,
     "sample": _token_each,
+    "peer_all_reduce": _nothing,
+    "peer_add_rms_norm": _like,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)

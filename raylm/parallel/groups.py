@@ -14,10 +14,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
 
 from raylm.config.engine import ParallelConfig
-from raylm.parallel.context import ParallelContext
+from raylm.log import get_logger
+from raylm.parallel.context import ParallelContext, Reducer
+from raylm.parallel.peer_reduce import connect_peers
 from raylm.parallel.stages import StageLinks
 
 _SIOCGIFADDR = 0x8915
+
+logger = get_logger(__name__)
 
 
 class Seat(NamedTuple):
@@ -74,6 +78,7 @@ def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeo
     )
     # Every rank makes all groups, in the same order, those that it is not part of as well.
     groups = [_group(range(first, first + tensor)) for first in range(0, tensor * stages, tensor)]
+    host_groups = [_group(range(first, first + tensor), "gloo") for first in range(0, tensor * stages, tensor)]
     columns = [list(range(first, tensor * stages, tensor)) for first in range(tensor)]
     onward = [_group(column) for column in columns]
     back = [_group(column) for column in columns]
@@ -91,17 +96,29 @@ def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeo
         device=device,
         group=groups[stage],
         world=dist.group.WORLD,
+        reducer=_reducer(parallel, host_groups[stage], device, timeout_s),
         links=links,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
     )
 
 
-def _group(ranks: range | list[int]) -> ProcessGroup | None:
+def _group(ranks: range | list[int], backend: str | None = None) -> ProcessGroup | None:
     """A group of these ranks; None for one alone. On ranks outside of it, what is returned is not to be used."""
     if len(ranks) < 2:
         return None
-    group: ProcessGroup = dist.new_group(list(ranks))
+    group: ProcessGroup = dist.new_group(list(ranks), backend=backend)
     return group
+
+
+def _reducer(
+    parallel: ParallelConfig, group: ProcessGroup | None, device: torch.device, timeout_s: float
+) -> Reducer | None:
+    """The kernel for small sums, where it is wanted and the GPUs of the tensor `group` (gloo) can run it."""
+    if group is None or device.type != "cuda" or not parallel.custom_all_reduce:
+        return None
+    reducer, reason = connect_peers(group, device, limit_s=timeout_s)
+    logger.info("sums over tensor ranks: %s (%s)", "raylm's kernel and NCCL" if reducer else "NCCL", reason)
+    return reducer
 
 
 def _set_up_libraries(parallel: ParallelConfig, node_ip: str) -> None:

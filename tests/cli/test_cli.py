@@ -56,6 +56,7 @@ def test_starting_the_command_imports_nothing_heavy():
         (["bench", "throughput", "m", "--case", "x"], "--case 'x' must be"),
         (["bench", "throughput", "m", "--dataset", "x", "--case", "a:1:1:1"], "leave out --case"),
         (["bench", "startup"], "needs a MODEL, or --serve"),
+        (["bench", "all-reduce", "--ranks", "9"], "needs 2 to 8 GPUs: --ranks is 9"),
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1"], "did not answer"),
         (["bench", "latency", "m", "--plot", "x.txt"], "must end with .png"),
     ],

@@ -19,8 +19,8 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # Sampling on a CPU is torch's.
-        assert set(status.ops["cpu"]) == set(SCHEMAS) - {"sample"}
+        # Sampling on a CPU is torch's, and CPUs reduce through a process group.
+        assert set(status.ops["cpu"]) == set(SCHEMAS) - {"sample", "peer_all_reduce", "peer_add_rms_norm"}
         assert str(status.path) in str(status)
 
 
@@ -36,6 +36,10 @@ def test_a_build_for_cuda_has_every_kernel():
         "prefill_hopper_kernel",
         "skinny_linear_kernel",
         "sample_kernel",
+        "one_shot_all_reduce_kernel",
+        "two_shot_all_reduce_kernel",
+        "peer_add_rms_norm_kernel",
+        "raylm_peer_allocate",
     ):
         assert kernel.encode() in library
 

@@ -1,0 +1,47 @@
+#include "raylm/cuda/all_reduce.cuh"
+
+#include "peers.h"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr const char* kOp = "peer_all_reduce";
+constexpr int64_t kFewThreads = 128;  // of a block, until all blocks are in use: a small message is quickest spread out
+
+void check(const Tensor& x, int64_t bytes, int64_t capacity) {
+  Arg(kOp, "x", x).floating().on_device_of(x).contiguous();
+  if (!is_aligned(x.data_ptr()) || bytes % 16 != 0) {
+    fail(kOp, "x has ", bytes, " bytes at ", x.data_ptr(), ", must be a multiple of 16 at a multiple of 16");
+  }
+  if (bytes > capacity) fail(kOp, "x has ", bytes, " bytes, must have at most ", capacity, " (capacity)");
+}
+
+// Follows from the number of vectors alone, so that it is the same on every rank.
+template <typename T>
+void launch(const Peers& peers, void* x, int64_t vecs, bool two_shot, cudaStream_t stream) {
+  const int64_t spread = two_shot ? (vecs + peers.ranks - 1) / peers.ranks : vecs;
+  const int64_t blocks = std::min<int64_t>(kPeerBlocks, (spread + kFewThreads - 1) / kFewThreads);
+  const dim3 grid(static_cast<unsigned>(blocks)), block(threads_for((spread + blocks - 1) / blocks, kReduceThreads));
+  by_ranks(peers.ranks, [&](auto most) {
+    const auto kernel = two_shot ? two_shot_all_reduce_kernel<T, most> : one_shot_all_reduce_kernel<T, most>;
+    launch_dependent(kernel, grid, block, stream, peers, static_cast<uint4*>(x), vecs);
+  });
+}
+
+void peer_all_reduce(Tensor x, Tensor windows, int64_t rank, int64_t capacity, double limit_s, bool two_shot) {
+  const Peers peers = make_peers(kOp, windows, rank, capacity, limit_s);
+  const Guard guard(x.get_device_index());
+  by_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    const int64_t bytes = x.numel() * static_cast<int64_t>(sizeof(T));
+    check(x, bytes, capacity);
+    if (bytes > 0) launch<T>(peers, x.data_ptr(), bytes / 16, two_shot, current_stream(x));
+  });
+  check_launch(kOp);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("peer_all_reduce", TORCH_BOX(&peer_all_reduce)); }
+
+}  // namespace raylm::cuda
