@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import warnings
 from collections import deque
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from raylm.config.engine import EngineConfig
+from raylm.config.resolve import ResolvedEngine
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import EngineDeadError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
@@ -20,7 +21,7 @@ _TIMEOUT_S = 60
 
 
 class _Job(NamedTuple):
-    config: EngineConfig
+    config: ResolvedEngine
     seat: Seat
     address: StepAddress
     answers: bool
@@ -44,6 +45,9 @@ def _work(control: Connection) -> None:
             channel.fail(error)
         finally:
             channel.close()
+            # CUDA graphs that hold collectives must go before the groups of these.
+            worker = None
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
         control.send("ended")
@@ -74,7 +78,7 @@ class RankPool:
 class ProcessExecutor:
     """An Executor over the first ranks of a pool."""
 
-    def __init__(self, pool: RankPool, config: EngineConfig) -> None:
+    def __init__(self, pool: RankPool, config: ResolvedEngine) -> None:
         self._config = config
         self._controls = pool.controls[: config.parallel.num_workers]
         self._sender = PlanSender([None] * len(self._controls))
@@ -84,7 +88,7 @@ class ProcessExecutor:
     def start(self) -> ModelInfo:
         answering = len(self._controls) - self._config.parallel.tensor
         for rank, (control, address) in enumerate(zip(self._controls, self._sender.addresses, strict=True)):
-            seat = Seat(rank, "127.0.0.1", self._meeting.address)
+            seat = Seat(rank, "127.0.0.1", self._meeting.address, gpu=rank)
             control.send(_Job(self._config, seat, address, rank == answering))
         infos = [_received(control) for control in self._controls]
         if failed := [info for info in infos if isinstance(info, Exception)]:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
 from ranks import ProcessExecutor, RankPool, rank_pool
 
 import raylm.llm
 from raylm import LLM, EngineConfig, SamplingParams
+from raylm.config.resolve import resolve
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError
 
@@ -38,28 +40,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("there are no two CUDA devices")
+    return str(request.param)
+
+
 @pytest.fixture
-def load(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+def load(pool: RankPool, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     """An LLM over ranks of the pool; over this process with one."""
     opened: list[LLM] = []
 
     def engine(config: EngineConfig, *, progress: bool) -> Engine:
         if config.parallel.num_workers == 1:
             return local(config, progress=progress)
-        return Engine(config, ProcessExecutor(pool, config), plans_in_flight=config.parallel.pipeline + 1)
+        if device == "cuda" and torch.cuda.device_count() < config.parallel.num_workers:
+            pytest.skip(f"there are no {config.parallel.num_workers} CUDA devices")
+        resolved = resolve(config, "cuda" if device == "cuda" else "cpu")
+        return Engine(resolved, ProcessExecutor(pool, resolved), plans_in_flight=config.parallel.pipeline + 1)
 
     local = raylm.llm.offline_engine
     monkeypatch.setattr(raylm.llm, "offline_engine", engine)
 
     def make(folder: Path, shape: tuple[int, int] = (1, 1), **sections: dict[str, object]) -> LLM:
         data: dict[str, dict[str, object]] = {
-            "cache": {"block_size": 4, "num_blocks": 200},
+            "cache": {"block_size": 16 if device == "cuda" else 4, "num_blocks": 200},
             "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
-            "runtime": {"device": "cpu", "num_threads": 1},
+            "runtime": {"device": device, "num_threads": 1},
         }
         for name, section in sections.items():
             data[name] = {**data.get(name, {}), **section}
-        data["model"] = {"path": str(folder), "max_model_len": 64, **data.get("model", {})}
+        data["model"] = {"path": str(folder), "max_model_len": 64, "dtype": "float32", **data.get("model", {})}
         data["parallel"] = {"tensor": shape[0], "pipeline": shape[1], **data.get("parallel", {})}
         opened.append(LLM(EngineConfig.model_validate(data), progress=False))
         return opened[-1]
@@ -82,12 +94,13 @@ def test_every_family_gives_the_same_tokens(family, shape, folders, load):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_preempted_and_swapped_requests_go_on(shape, folders, load):
+def test_preempted_and_swapped_requests_go_on(shape, folders, load, device):
     """Memory for about two of six requests: they give way to each other, by both ways of doing so."""
     folder = folders("llama")
     expected = tokens(load(folder), PROMPTS, GREEDY)
     for swap in (0, 0.01):
-        llm = load(folder, shape, cache={"num_blocks": 18, "swap_gib": swap}, model={"max_model_len": 48})
+        blocks = 18 if device == "cpu" else 6
+        llm = load(folder, shape, cache={"num_blocks": blocks, "swap_gib": swap}, model={"max_model_len": 48})
         assert tokens(llm, PROMPTS, GREEDY) == expected
         assert llm._engine.stats().num_preemptions
         llm.close()
