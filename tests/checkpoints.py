@@ -195,7 +195,7 @@ def write_tokenizer(folder: Path) -> None:
 def _save(model_class: type, config_class: type, folder: Path, changes: dict[str, object]) -> Path:
     config = config_class(**{**_SIZES, **changes})
     config.dtype = torch.float32
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class(config)
         for name, parameter in model.named_parameters():
