@@ -188,8 +188,10 @@ class Scheduler:
         self._fork_off()
         prefill_budget = self._pacer.prefill_budget(self._num_decodes)
         draft = Draft(self._config.max_num_batched_tokens, prefill_budget, self._swapped_out)
-        if self._schedule_running(draft):
+        if self._schedule_running(self._turn(), draft):
             self._admit(draft)
+        if not draft.rows and self._num_stages > 1:
+            self._schedule_running(self._turn(early=True), draft)
         if not draft.rows and not self._in_flight and self._unblock(draft):
             self._admit(draft)
         if not draft.rows:
@@ -253,11 +255,11 @@ class Scheduler:
             self.finish(request)
         return TokenDelta(request.id, [token_id], reason, num_cached_tokens=num_cached)
 
-    def _schedule_running(self, draft: Draft) -> bool:
-        """Give running requests their tokens. False when one had to be preempted for it."""
+    def _schedule_running(self, turn: list[Request], draft: Draft) -> bool:
+        """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = draft.rows.append, draft.sampling.append
         preempted = False
-        for request in self._running if self._num_stages == 1 else self._turn():
+        for request in turn:
             computed, known = request.num_computed, request.num_known
             if known - computed == 1 and computed < request.horizon:
                 request.num_computed = known
@@ -268,21 +270,26 @@ class Scheduler:
                 preempted = True
         return not preempted
 
-    def _turn(self) -> list[Request]:
-        """The running requests that this plan is for, in their order: those with prompts to compute, and of those that
-        decode a share, the ones whose last turn is longest ago.
+    def _turn(self, *, early: bool = False) -> list[Request]:
+        """The running requests that this plan is for, in their order.
 
-        A token reaches the first stage when its plan has passed all stages, so a request can compute its next one in
-        every num_stages-th plan; shares of equal size keep the stages equally busy. Where fewer requests run than there
-        are stages, one may come again early, and the first stage waits for its token.
+        A token reaches the first stage when its plan has passed all stages, so with several a request decodes in every
+        num_stages-th plan at most, and of all that decode a plan has an equal share: that keeps the stages equally
+        busy. `early` lets requests come before their token is there: the first stage waits for it, which is better
+        than a stage without a plan.
         """
+        if self._num_stages == 1:
+            return self._running
+        number = self._step + 1
         decoding = [request for request in self._running if request.num_to_compute == 1]
+        ready = [request for request in decoding if early or request.last_turn <= number - self._num_stages]
         share = -(-len(decoding) // self._num_stages)
-        waiting = sorted(decoding, key=_last_turn)[share:]
-        rows = {request.row for request in waiting}
+        rows = {request.row for request in decoding} - {
+            request.row for request in sorted(ready, key=_last_turn)[:share]
+        }
         turn = [request for request in self._running if request.row not in rows]
         for request in turn:
-            request.last_turn = self._step + 1
+            request.last_turn = number
         return turn
 
     def _continue(self, request: Request, draft: Draft) -> bool:
@@ -345,6 +352,7 @@ class Scheduler:
         self._forked.pop(request, None)
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
+        request.last_turn = self._step + 1
         request.rank = self._policy.rank(request)
         insort(self._running, request, key=_rank)
         if request.is_new:
