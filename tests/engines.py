@@ -6,7 +6,7 @@ from collections import Counter
 
 from fakes import FakeExecutor
 
-from raylm.config.engine import CacheConfig, ModelConfig
+from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedScheduler
 from raylm.core.request import Status
 from raylm.engine.engine import Engine
@@ -16,6 +16,7 @@ def make_engine(
     executor: FakeExecutor,
     *,
     window: int = 1,
+    num_stages: int = 1,
     max_num_seqs: int = 8,
     budget: int = 64,
     queue: int = 1024,
@@ -30,6 +31,7 @@ def make_engine(
         scheduler=ResolvedScheduler(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue, **scheduler
         ),
+        parallel=ParallelConfig(pipeline=num_stages),
     )
     return Engine(config, executor, plans_in_flight=window, clock=clock)
 

@@ -12,7 +12,8 @@ class Draft:
     Decode steps that need no thought are added to `rows` and `sampling` directly; everything else goes through add().
     """
 
-    def __init__(self, budget: int, prefill_budget: int, swapped_out: list[tuple[int, int]]) -> None:
+    def __init__(self, budget: int, prefill_budget: int, swapped_out: dict[int, int]) -> None:
+        """`swapped_out`: the device block that the step copies into each host block; swap_out() adds to it."""
         self.rows: list[int] = []
         self.sampling: list[Request] = []
         self.reporting: list[Request] = []
@@ -22,7 +23,9 @@ class Draft:
         self._longer: list[tuple[int, int]] = []
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[NewBlocks] = []
-        self._copies = Copies(swapped_out, [], [])
+        self._swapped_out = swapped_out
+        self._forked: list[tuple[int, int]] = []
+        self._swapped_in: list[tuple[int, int]] = []
 
     @property
     def num_longer(self) -> int:
@@ -66,17 +69,19 @@ class Draft:
         self._new_blocks += [one for one in blocks if one.block_ids]
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        self._copies.swap_out.extend(pairs)
+        self._swapped_out.update((host, block) for block, host in pairs)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        self._copies.swap_in.extend(pairs)
+        self._swapped_in += pairs
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        self._copies.forked.extend(pairs)
+        self._forked += pairs
 
     def plan(self, step: int, chosen: list[tuple[int, int]]) -> StepPlan:
         num_tokens = [1] * len(self.rows)
         for index, count in self._longer:
             num_tokens[index] = count
-        copies = self._copies if any(self._copies) else None
+        swapped_out = [(block, host) for host, block in self._swapped_out.items()]
+        moves = Copies(swapped_out, self._forked, self._swapped_in)
+        copies = moves if any(moves) else None
         return StepPlan(step, self._new_rows, self._new_blocks, self.rows, num_tokens, copies, chosen)

@@ -86,8 +86,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._forked: dict[Request, None] = {}
         self._to_fork: list[Request] = []
-        self._swapped_out: list[tuple[int, int]] = []
-        """Copies to the host that the next plan makes: there may be none to make them at once."""
+        self._swapped_out: dict[int, int] = {}
+        """The device block that the next plan copies into each host block: there may be no plan to do it at once. When
+        a request ends before that, the copies of the next one that gets its host blocks take the place of its own."""
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[_InFlight] = deque()
         self._reserve = int(cache.num_usable * _WATERMARK)
@@ -196,7 +197,7 @@ class Scheduler:
             self._admit(draft)
         if not draft.rows:
             return None
-        self._swapped_out = []
+        self._swapped_out = {}
         self._step += 1
         plan = draft.plan(self._step, self._beams.take_chosen())
         self._num_decodes = len(draft.rows) - draft.num_longer

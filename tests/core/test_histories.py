@@ -22,7 +22,8 @@ class Histories(RuleBasedStateMachine):
     """Random adds of every kind, steps and aborts, with little memory, so that preemption is common."""
 
     @initialize(
-        window=st.integers(1, 2),
+        num_stages=st.integers(1, 3),
+        overlaps=st.booleans(),
         num_blocks=st.integers(8, 20),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6),
@@ -35,7 +36,7 @@ class Histories(RuleBasedStateMachine):
         max_prompt_share=st.sampled_from([1.0, 0.3]),
         target_itl_ms=st.sampled_from([None, 1.0]),
     )
-    def build(self, window, num_blocks, block_size, max_num_seqs, budget, windows, num_host_blocks, **settings):
+    def build(self, num_stages, overlaps, num_blocks, block_size, budget, windows, num_host_blocks, **settings):
         layout = CacheLayout(block_size, list(windows))
         num_blocks = num_blocks * len(windows)
         self.max_len = layout.longest(num_blocks - 1, chunk=budget, limit=30)
@@ -50,7 +51,12 @@ class Histories(RuleBasedStateMachine):
         )
         self.time = 0.0
         self.engine = make_engine(
-            self.executor, window=window, max_num_seqs=max_num_seqs, budget=budget, clock=self.clock, **settings
+            self.executor,
+            window=num_stages + overlaps,
+            num_stages=num_stages,
+            budget=budget,
+            clock=self.clock,
+            **settings,
         )
         self.expected: dict[str, tuple[list[int], str]] = {}
         self.together: dict[str, list[str]] = {}

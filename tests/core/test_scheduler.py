@@ -215,6 +215,23 @@ def test_swapped_requests_compute_nothing_twice():
     assert computed[1] == 3 * 15 < computed[0]
 
 
+def test_a_host_block_is_given_again_before_anything_was_copied_into_it():
+    """No plan follows when "a" gives way: its copy to the host still waits when it ends and a search gets the block."""
+    executor = FakeExecutor(num_blocks=6, block_size=2, max_model_len=10, num_host_blocks=2)
+    engine = make_engine(executor, window=2, prefix_caching=False)
+    search = SamplingParams(max_tokens=4, beam_width=1, ignore_eos=True)
+    for id in ("first", "second"):
+        engine.add([id], [len(id)] * 4, search)
+    engine.add(["a"], [1, 2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    engine.step()
+    assert engine.stats().num_swaps == 1
+    engine.abort("a")
+    collected = run_to_end(engine)
+    assert engine.stats().num_swaps == 2, "the second search takes the host blocks of the request that ended"
+    for id in ("first", "second"):
+        assert (collected.tokens[id], collected.reasons[id]) == expected_beams([len(id)] * 4, search, 10)[0]
+
+
 def test_a_deadline_ends_a_running_request_and_says_so():
     times = iter(range(1000))
     engine = make_engine(FakeExecutor(), clock=lambda: float(next(times)))
@@ -247,6 +264,28 @@ def test_priority_goes_first_and_the_lowest_gives_way():
     for id, priority in (("low", 5), ("high", -5), ("mid", 0)):
         engine.add([id], [len(id)] * 4, params, RequestOptions(priority=priority))
     assert list(run_to_end(engine).reasons) == ["high", "mid", "low"]
+
+
+def test_with_stages_each_request_decodes_in_every_so_manyth_plan():
+    executor = FakeExecutor()
+    engine = make_engine(executor, window=4, num_stages=3)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for index in range(6):
+        engine.add([str(index)], [index + 1] * 4, params)
+    rows = []
+    submit = executor.submit
+
+    def noting(plan):
+        rows.append(sorted(plan.rows))
+        submit(plan)
+
+    executor.submit = noting
+    for _ in range(10):
+        engine.step()
+    assert rows[0] == [0, 1, 2, 3, 4, 5], "the prompts"
+    for turn in range(1, 10, 3):
+        assert sorted(rows[turn] + rows[turn + 1] + rows[turn + 2]) == rows[0]
+        assert rows[turn : turn + 3] == rows[1:4], "everybody's turn comes after equally many plans"
 
 
 def test_a_long_prompt_takes_only_its_share_of_a_step():
