@@ -111,12 +111,20 @@ class QKVParallelLinear(_FusedColumnLinear):
 
 class RowParallelLinear(nn.Module):
     """Inputs are split between the ranks, which sum their results: takes [T, in_size / tensor_size], returns the full
-    [T, out_size] on every rank."""
+    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that."""
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, context: ParallelContext, dtype: torch.dtype
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        norm_follows: bool = False,
     ) -> None:
         super().__init__()
+        self._norm_follows = norm_follows
         self._context = context
         self._in_size = in_size
         share = context.split(in_size, "a linear layer's input size")
@@ -126,7 +134,12 @@ class RowParallelLinear(nn.Module):
         self._adds_bias = context.tensor_rank == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None)
+        bias = self.bias if self._adds_bias else None
+        if collectives.overlaps(x, self._context):
+            return collectives.sum_of_products(x, self.weight, bias, self._context)
+        out = ops.linear(x, self.weight, bias)
+        if self._norm_follows and collectives.norm_sums(out, self._context):
+            return out
         return collectives.all_reduce(out, self._context)
 
     def slots(self) -> dict[SlotName, Slot]:

@@ -19,6 +19,7 @@ from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Loadable, Slot, SlotName
 from raylm.models.arch import ArchConfig
 from raylm.models.names import GGUF_WEIGHTS, HF_WEIGHTS, WeightTable
+from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 
 
@@ -34,6 +35,7 @@ class SelfAttention(nn.Module):
         *,
         context: ParallelContext,
         dtype: torch.dtype,
+        norm_follows: bool,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -46,7 +48,12 @@ class SelfAttention(nn.Module):
             dtype=dtype,
         )
         self.o_proj = RowParallelLinear(
-            arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.o_bias, context=context, dtype=dtype
+            arch.num_heads * arch.head_dim,
+            arch.hidden_size,
+            bias=arch.o_bias,
+            context=context,
+            dtype=dtype,
+            norm_follows=norm_follows,
         )
         self.q_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
         self.k_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
@@ -77,14 +84,16 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype) -> None:
+    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype, norm_follows: bool) -> None:
         super().__init__()
         size = arch.intermediate_size
         context.split(size, "intermediate_size")
         self.gate_up_proj = MergedColumnParallelLinear(
             arch.hidden_size, {"gate": size, "up": size}, bias=arch.mlp_bias, context=context, dtype=dtype
         )
-        self.down_proj = RowParallelLinear(size, arch.hidden_size, bias=arch.mlp_bias, context=context, dtype=dtype)
+        self.down_proj = RowParallelLinear(
+            size, arch.hidden_size, bias=arch.mlp_bias, context=context, dtype=dtype, norm_follows=norm_follows
+        )
         self._activation = GATED_ACTIVATIONS[arch.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +101,12 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place."""
+    """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place.
+
+    `NORMS_SUM`: what attention and MLP return goes straight into the next norm, which may sum it over the ranks.
+    """
+
+    NORMS_SUM: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -105,10 +119,11 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(arch, layer, rotary, attention, context=context, dtype=dtype)
-        self.mlp = GatedMLP(arch, context=context, dtype=dtype)
-        self.input_layernorm = layer_norm(arch, context, dtype)
-        self.post_attention_layernorm = layer_norm(arch, context, dtype)
+        sums = self.NORMS_SUM
+        self.self_attn = SelfAttention(arch, layer, rotary, attention, context=context, dtype=dtype, norm_follows=sums)
+        self.mlp = GatedMLP(arch, context=context, dtype=dtype, norm_follows=sums)
+        self.input_layernorm = layer_norm(arch, context, dtype, sums=sums)
+        self.post_attention_layernorm = layer_norm(arch, context, dtype, sums=sums)
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
@@ -157,7 +172,7 @@ class DecoderModel(nn.Module):
         )
         self._layer_list = list(self.layers.values())
         if context.is_last_stage:
-            self.norm = layer_norm(arch, context, dtype)
+            self.norm = layer_norm(arch, context, dtype, sums=self.LAYER.NORMS_SUM)
             if not arch.tie_embeddings:
                 self.lm_head = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
             self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
@@ -177,8 +192,13 @@ class DecoderModel(nn.Module):
         for layer, cache, meta in zip(self._layer_list, kv_caches, metas, strict=True):
             delta = layer(delta, residual, positions, cache, meta)
         if not self.context.is_last_stage:
-            return residual if delta is None else residual.add_(delta)
+            return residual if delta is None else residual.add_(self._summed(delta))
         return self.norm(residual) if delta is None else self.norm(delta, residual)
+
+    def _summed(self, delta: Tensor) -> Tensor:
+        """What the last layer of a stage returned, without a norm behind it to sum it."""
+        left = self.LAYER.NORMS_SUM and collectives.norm_sums(delta, self.context)
+        return collectives.all_reduce(delta, self.context) if left else delta
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(token_ids)
@@ -209,9 +229,11 @@ class DecoderModel(nn.Module):
         return slots
 
 
-def layer_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
+def layer_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, *, sums: bool = False) -> RMSNorm:
     """A norm over the hidden size."""
-    return RMSNorm(arch.hidden_size, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
+    return RMSNorm(
+        arch.hidden_size, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums
+    )
 
 
 def _rotary_tables(arch: ArchConfig, layers: range, device: torch.device) -> dict[RopeSettings, Tensor]:

@@ -16,6 +16,8 @@ from raylm.parallel.context import ParallelContext
 class Gemma3Layer(DecoderLayer):
     """A layer that also norms what attention and MLP return, before it joins the residual stream."""
 
+    NORMS_SUM = False
+
     def __init__(
         self,
         arch: ArchConfig,

@@ -22,6 +22,10 @@ class Reducer(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def takes_norm(self, x: Tensor, residual: Tensor) -> bool: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
