@@ -134,10 +134,7 @@ class RowParallelLinear(nn.Module):
         self._adds_bias = context.tensor_rank == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias if self._adds_bias else None
-        if collectives.overlaps(x, self._context):
-            return collectives.sum_of_products(x, self.weight, bias, self._context)
-        out = ops.linear(x, self.weight, bias)
+        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None)
         if self._norm_follows and collectives.norm_sums(out, self._context):
             return out
         return collectives.all_reduce(out, self._context)

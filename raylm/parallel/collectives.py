@@ -12,8 +12,6 @@ from raylm.parallel.context import ParallelContext
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has another name for it."""
 
-_CHUNK_ROWS = 2048
-
 
 def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
     """The sum of every tensor rank's x, the same to the bit on all of them; x may be overwritten."""
@@ -23,30 +21,6 @@ def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
         return context.reducer(x)
     dist.all_reduce(x, group=context.group)
     return x
-
-
-def sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None, context: ParallelContext) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N], summed over the tensor ranks: [T, N].
-
-    For many rows on GPUs: they are cut into chunks, and while one is summed the next is computed.
-    """
-    out = x.new_empty((len(x), len(weight)))
-    num_chunks = -(-len(x) // _CHUNK_ROWS)
-    works = []
-    for rows, part in zip(x.chunk(num_chunks), out.chunk(num_chunks), strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=part)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=part)
-        works.append(dist.all_reduce(part, group=context.group, async_op=True))
-    for work in works:
-        work.wait()
-    return out
-
-
-def overlaps(x: Tensor, context: ParallelContext) -> bool:
-    """Whether x [T, K] has rows enough for sum_of_products to gain anything."""
-    return context.tensor_size > 1 and x.is_cuda and len(x) >= 2 * _CHUNK_ROWS
 
 
 def norm_sums(x: Tensor, context: ParallelContext) -> bool:
