@@ -29,6 +29,7 @@ LAYERS = [
     ["sim"],
     ["llm"],
     ["bench"],
+    ["openai"],
     ["serving"],
     ["cli"],
 ]
@@ -39,6 +40,7 @@ NEVER = {
     "text": {"torch", "ray"},
     "engine": {"torch"},
     "sim": {"torch", "ray", "numpy", "time"},
+    "openai": {"torch", "ray", "starlette"},
 }
 # Who may import a package that the others must not.
 ONLY_IN = {
