@@ -30,6 +30,7 @@ LAYERS = [
     ["llm"],
     ["bench"],
     ["openai"],
+    ["batch"],
     ["serving"],
     ["cli"],
 ]
@@ -45,7 +46,7 @@ NEVER = {
 # Who may import a package that the others must not.
 ONLY_IN = {
     "ray": ["raylm/executor/ray.py", "raylm/executor/cluster.py", "raylm/executor/local_ray.py",
-            "raylm/engine/", "raylm/serving/", "raylm/bench/",
+            "raylm/engine/", "raylm/serving/", "raylm/batch/", "raylm/bench/",
             "raylm/cli"],
     "ray.serve": ["raylm/serving/"],
     "fastapi": ["raylm/serving/"],
@@ -108,6 +109,8 @@ def _house_import(name: str, package: str, line: int, module: str) -> Iterator[s
 
 
 def _package(name: str) -> str:
+    if name.endswith("/__main__.py"):
+        return "cli"  # A program, wherever it lies.
     parts = name.removeprefix("raylm/").split("/")
     return parts[0].removesuffix(".py").replace("__init__", "") if len(parts) == 1 else parts[0]
 

@@ -1,0 +1,81 @@
+"""How many engines a cluster has room for, what each takes of it, and how one is opened."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raylm.config.engine import EngineConfig
+from raylm.engine.engine import Engine
+from raylm.engine.factory import local_engine, ray_engine
+from raylm.errors import ConfigError
+from raylm.executor.placement import ENGINE_CPUS, STRATEGY, Bundle, engine_bundles, worker_resources
+
+
+class Pool(NamedTuple):
+    """`engines` engines of one configuration, each in an actor that takes `resources`."""
+
+    engines: int
+    resources: Bundle
+    config: EngineConfig
+
+
+def plan_pool(config: EngineConfig, engines: int | None, nodes: list[Bundle]) -> Pool:
+    """`engines`, or as many as the nodes have room for: one for each group of GPUs, or one a node without GPUs (more
+    where runtime.num_threads leaves cores). Raises ConfigError when there is room for none."""
+    worker = worker_resources(config, cluster_has_gpu=any(node.get("GPU") for node in nodes))
+    room = sum(_room(config, worker, node) for node in nodes)
+    if engines is None and not room:
+        kind = "GPUs" if "GPU" in worker else "CPUs"
+        raise ConfigError(
+            f"no node of the cluster has the {config.parallel.num_workers:g} {kind} of one engine; where the cluster "
+            "grows by itself, say how many engines to wait for with --engines"
+        )
+    count = engines or room
+    if "GPU" not in worker:
+        config = _with_threads(config, count, [node for node in nodes if node.get("CPU", 0) >= 1])
+    # The workers of several devices have a placement group of their own.
+    resources = worker if config.parallel.num_workers == 1 else {"CPU": ENGINE_CPUS}
+    return Pool(count, resources, config)
+
+
+def _room(config: EngineConfig, worker: Bundle, node: Bundle) -> int:
+    if "GPU" in worker:
+        return int(node.get("GPU", 0) // (worker["GPU"] * config.parallel.num_workers))
+    cores = int(node.get("CPU", 0))
+    if config.runtime.num_threads is None:
+        return min(cores, 1)
+    return cores // (config.runtime.num_threads * config.parallel.num_workers)
+
+
+def _with_threads(config: EngineConfig, engines: int, nodes: list[Bundle]) -> EngineConfig:
+    """Share a node's cores where it gets several engines that were not told how many threads to use."""
+    if config.runtime.num_threads is not None or engines <= len(nodes) or not nodes:
+        return config
+    each = -(-engines // len(nodes))
+    threads = max(1, int(min(node["CPU"] for node in nodes)) // each)
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"num_threads": threads})})
+
+
+def open_engine(config: EngineConfig) -> Engine:
+    """The engine of the actor that this is called in."""
+    # Nobody follows it: it would collect events for ever.
+    quiet = config.model_copy(update={"cache": config.cache.model_copy(update={"events": False})})
+    if config.parallel.num_workers == 1:
+        return local_engine(quiet, progress=False)
+    return _engine_of_workers(quiet)
+
+
+def _engine_of_workers(config: EngineConfig) -> Engine:
+    """An engine whose workers have a placement group, named after this actor so that the next life of it finds it."""
+    import ray
+    from ray.util import get_placement_group, placement_group
+
+    worker = worker_resources(config, cluster_has_gpu=bool(ray.cluster_resources().get("GPU")))
+    name = f"raylm-batch-{ray.get_runtime_context().get_actor_id()}"
+    try:
+        group = get_placement_group(name)
+    except ValueError:
+        bundles = engine_bundles(worker, num_workers=config.parallel.num_workers)
+        group = placement_group(bundles, strategy=STRATEGY, name=name)
+    ray.get(group.ready(), timeout=config.runtime.start_timeout_s)
+    return ray_engine(config, group=group, resources=worker)

@@ -1,0 +1,165 @@
+"""Stages of Ray Data: an actor with an engine, and batches in flight side by side so that the engine stays full."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import pyarrow as pa
+from ray.data import ActorPoolStrategy, Dataset
+
+from raylm import log
+from raylm.batch.answer import Answerer
+from raylm.batch.files import Place
+from raylm.batch.pool import Pool, open_engine
+from raylm.batch.requests import BadLine, BatchRequest, Result, parse_row
+from raylm.batch.shards import Shard, requests_of
+from raylm.batch.work import Report, Totals, WorkFolder, count
+from raylm.config.engine import EngineConfig
+from raylm.errors import ConfigError, EngineDeadError
+
+logger = log.get_logger(__name__)
+
+MAX_RESTARTS = 16
+"""How often one actor is replaced: a line that kills every engine must not be tried for ever."""
+ANSWER_COLUMNS = ("answer", "response", "error")
+
+
+class Stage(NamedTuple):
+    """A stage of a pipeline: the class of its actors and what that is made with; `size` rows make a batch."""
+
+    actor: type
+    arguments: dict[str, object]
+    size: int
+    batch_format: str
+
+
+def run_stage(dataset: Dataset, stage: Stage, pool: Pool, *, in_flight: int) -> Dataset:
+    """Put the stage behind a dataset; `in_flight` batches are at each engine at a time. An actor that dies is replaced
+    and its batches are run again."""
+    return dataset.map_batches(
+        stage.actor,
+        batch_size=stage.size,
+        batch_format=stage.batch_format,
+        fn_constructor_kwargs={"config": pool.config, **stage.arguments},
+        compute=ActorPoolStrategy(
+            size=pool.engines,
+            max_concurrent_calls_per_actor=in_flight,
+            max_tasks_in_flight_per_actor=in_flight + 1,
+        ),
+        num_cpus=pool.resources["CPU"],
+        num_gpus=pool.resources.get("GPU"),
+        scheduling_strategy="SPREAD",
+        max_restarts=MAX_RESTARTS,
+        max_task_retries=MAX_RESTARTS,
+    )
+
+
+def full_batches(config: EngineConfig, size: int) -> int:
+    """Batches of `size` requests that keep an engine's rows full while the oldest of them comes to its end."""
+    return 1 + max(1, -(-2 * config.scheduler.max_num_seqs // size))
+
+
+class ShardStage:
+    """Answers shards and keeps their results; what comes out is a report of each."""
+
+    def __init__(self, *, config: EngineConfig, folder: str, max_tokens: int, keep_order: bool) -> None:
+        log.configure()
+        self._folder = WorkFolder(Place(folder))
+        self._keep_order = keep_order
+        self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
+        gc.freeze()
+
+    async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        shards = [msgspec.json.decode(data, type=Shard) for data in batch["shard"]]
+        reports = [await self._run(shard) for shard in shards]
+        return {"report": [msgspec.json.encode(report) for report in reports]}
+
+    async def _run(self, shard: Shard) -> Report:
+        started = time.time()
+        if await asyncio.to_thread(self._folder.has, shard):
+            # The task is one that is run again, and it had got beyond this shard.
+            return Report(shard.index, shard.num_requests, Totals(), started, started)
+        requests = await asyncio.to_thread(list, requests_of(shard, model=self._answerer.name))
+        results = await answer_all(self._answerer, requests, keep_order=self._keep_order)
+        lines = [msgspec.json.encode(result) for result in results]
+        await asyncio.to_thread(self._folder.write, shard, lines)
+        totals = Totals()
+        for line in lines:
+            count(line, totals)
+        return Report(shard.index, shard.num_requests, totals, started, time.time())
+
+
+class RowStage:
+    """Answers the rows of a table and adds the columns answer, response and error."""
+
+    def __init__(self, *, config: EngineConfig, max_tokens: int) -> None:
+        log.configure()
+        self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
+        gc.freeze()
+
+    async def __call__(self, table: pa.Table) -> pa.Table:
+        if taken := [name for name in ANSWER_COLUMNS if name in table.column_names]:
+            raise ConfigError(f"the rows have a column {taken[0]!r} already; rename it, or drop it")
+        requests = [self._request(row, number) for number, row in enumerate(table.to_pylist(), 1)]
+        results = await answer_all(self._answerer, requests, keep_order=True)
+        for name, values in zip(ANSWER_COLUMNS, zip(*map(_columns, results), strict=True), strict=True):
+            table = table.append_column(name, pa.array(values, pa.string()))
+        return table
+
+    def _request(self, row: dict[str, object], number: int) -> BatchRequest | BadLine:
+        # In a pipeline a row is its own name.
+        row = {"custom_id": "row", **row} if "body" in row else row
+        try:
+            return parse_row(row, number, model=self._answerer.name)
+        except BadLine as error:
+            return error
+
+
+async def answer_all(answerer: Answerer, requests: list[BatchRequest | BadLine], *, keep_order: bool) -> list[Result]:
+    """The results of all requests, in their order or in that of their ends. A dead engine ends this process."""
+    tasks = [asyncio.create_task(answerer.answer(request)) for request in requests]
+    try:
+        return [await task for task in (tasks if keep_order else asyncio.as_completed(tasks))]
+    except EngineDeadError as error:
+        _exit(error)
+
+
+def _exit(error: EngineDeadError) -> NoReturn:
+    """Ray starts this actor again and gives it the same batches. An exception would fail the dataset instead."""
+    logger.error("this engine's process ends, to be replaced: %s", error)
+    os._exit(1)
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    message: _Message | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+def _columns(result: Result) -> tuple[str | None, str | None, str | None]:
+    """The first choice's text, the body of the response, and the error's message."""
+    if result.response is None:
+        return None, None, result.error.message if result.error else None
+    raw = bytes(result.response.body)
+    body = msgspec.json.decode(raw, type=_Body)
+    if body.error is not None or not body.choices:
+        return None, raw.decode(), body.error.message if body.error else None
+    choice = body.choices[0]
+    return choice.message.content if choice.message else choice.text, raw.decode(), None
