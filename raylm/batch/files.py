@@ -77,10 +77,14 @@ class Place(NamedTuple):
             return file.read()
 
     @contextmanager
-    def writer(self) -> Iterator[BinaryIO]:
-        """Write the whole file. It has its name once the block has ended well; killed earlier, it never was."""
+    def writer(self, *, drafts: Place | None = None) -> Iterator[BinaryIO]:
+        """Write the whole file. It has its name once the block has ended well; killed earlier, it never was.
+
+        What a killed process leaves behind is in `drafts`, a folder of the same storage, or beside the file.
+        """
         fs, path = _find(self.url)
-        temporary = f"{path}{TEMPORARY}{uuid.uuid4().hex}"
+        draft = _find((drafts / path.rsplit("/", 1)[-1]).url)[1] if drafts is not None else path
+        temporary = f"{draft}{TEMPORARY}{uuid.uuid4().hex}"
         try:
             with fs.open(temporary, "wb") as file:
                 yield cast(BinaryIO, file)

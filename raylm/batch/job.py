@@ -19,6 +19,8 @@ from raylm.errors import ConfigError, RaylmError
 
 MAX_BLOCKS = 10_000
 """Shards share Ray Data's blocks where there are more of them."""
+MAX_RESTARTS = 16
+"""Engines that may die in one run."""
 _SUFFIXES: dict[str, Kind] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -74,7 +76,8 @@ def run_batch(settings: BatchSettings, distribute: Distribute | None = None) -> 
     folder = WorkFolder(Place(f"{output.url}.batch"))
     if settings.overwrite:
         folder.clear()
-    _check_output(output, folder)
+    else:
+        _check_output(output, folder)
     plan = _plan(settings, folder)
     folder.begin(_identity(settings, plan))
     manifest = folder.manifest()
@@ -166,7 +169,9 @@ def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) 
         "folder": folder.place.url,
         "max_tokens": settings.max_tokens,
         "keep_order": settings.keep_order,
+        "max_lives": pool.engines + MAX_RESTARTS,
     }
+    folder.forget_lives()
     items = [{"shard": msgspec.json.encode(shard)} for shard in todo]
     dataset = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS))
     in_flight = full_batches(settings.config, settings.shard_size)

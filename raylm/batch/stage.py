@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
-import time
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -17,15 +15,14 @@ from raylm.batch.answer import Answerer
 from raylm.batch.files import Place
 from raylm.batch.pool import Pool, open_engine
 from raylm.batch.requests import BadLine, BatchRequest, Result, parse_row
-from raylm.batch.shards import Shard, requests_of
-from raylm.batch.work import Report, Totals, WorkFolder, count
+from raylm.batch.running import answer_all, run_shard
+from raylm.batch.shards import Shard
+from raylm.batch.work import Report, WorkFolder
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError, EngineDeadError
 
 logger = log.get_logger(__name__)
 
-MAX_RESTARTS = 16
-"""How often one actor is replaced: a line that kills every engine must not be tried for ever."""
 ANSWER_COLUMNS = ("answer", "response", "error")
 
 
@@ -39,8 +36,10 @@ class Stage(NamedTuple):
 
 
 def run_stage(dataset: Dataset, stage: Stage, pool: Pool, *, in_flight: int) -> Dataset:
-    """Put the stage behind a dataset; `in_flight` batches are at each engine at a time. An actor that dies is replaced
-    and its batches are run again."""
+    """Put the stage behind a dataset; `in_flight` batches are at each engine at a time.
+
+    Ray Data spreads the actors over the nodes, replaces one that dies and runs its batches again.
+    """
     return dataset.map_batches(
         stage.actor,
         batch_size=stage.size,
@@ -53,9 +52,6 @@ def run_stage(dataset: Dataset, stage: Stage, pool: Pool, *, in_flight: int) -> 
         ),
         num_cpus=pool.resources["CPU"],
         num_gpus=pool.resources.get("GPU"),
-        scheduling_strategy="SPREAD",
-        max_restarts=MAX_RESTARTS,
-        max_task_retries=MAX_RESTARTS,
     )
 
 
@@ -67,31 +63,27 @@ def full_batches(config: EngineConfig, size: int) -> int:
 class ShardStage:
     """Answers shards and keeps their results; what comes out is a report of each."""
 
-    def __init__(self, *, config: EngineConfig, folder: str, max_tokens: int, keep_order: bool) -> None:
+    def __init__(self, *, config: EngineConfig, folder: str, max_tokens: int, keep_order: bool, max_lives: int) -> None:
+        """Raises RaylmError when the engines of this run have died so often that something must be wrong."""
         log.configure()
         self._folder = WorkFolder(Place(folder))
+        self._folder.note_life(max_lives)
         self._keep_order = keep_order
         self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
         gc.freeze()
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         shards = [msgspec.json.decode(data, type=Shard) for data in batch["shard"]]
-        reports = [await self._run(shard) for shard in shards]
+        try:
+            reports = [
+                await run_shard(self._answerer, self._folder, shard, keep_order=self._keep_order) for shard in shards
+            ]
+        except EngineDeadError as error:
+            _exit(error)
         return {"report": [msgspec.json.encode(report) for report in reports]}
 
     async def _run(self, shard: Shard) -> Report:
-        started = time.time()
-        if await asyncio.to_thread(self._folder.has, shard):
-            # The task is one that is run again, and it had got beyond this shard.
-            return Report(shard.index, shard.num_requests, Totals(), started, started)
-        requests = await asyncio.to_thread(list, requests_of(shard, model=self._answerer.name))
-        results = await answer_all(self._answerer, requests, keep_order=self._keep_order)
-        lines = [msgspec.json.encode(result) for result in results]
-        await asyncio.to_thread(self._folder.write, shard, lines)
-        totals = Totals()
-        for line in lines:
-            count(line, totals)
-        return Report(shard.index, shard.num_requests, totals, started, time.time())
+        return await run_shard(self._answerer, self._folder, shard, keep_order=self._keep_order)
 
 
 class RowStage:
@@ -106,7 +98,10 @@ class RowStage:
         if taken := [name for name in ANSWER_COLUMNS if name in table.column_names]:
             raise ConfigError(f"the rows have a column {taken[0]!r} already; rename it, or drop it")
         requests = [self._request(row, number) for number, row in enumerate(table.to_pylist(), 1)]
-        results = await answer_all(self._answerer, requests, keep_order=True)
+        try:
+            results = await answer_all(self._answerer, requests, keep_order=True)
+        except EngineDeadError as error:
+            _exit(error)
         for name, values in zip(ANSWER_COLUMNS, zip(*map(_columns, results), strict=True), strict=True):
             table = table.append_column(name, pa.array(values, pa.string()))
         return table
@@ -118,15 +113,6 @@ class RowStage:
             return parse_row(row, number, model=self._answerer.name)
         except BadLine as error:
             return error
-
-
-async def answer_all(answerer: Answerer, requests: list[BatchRequest | BadLine], *, keep_order: bool) -> list[Result]:
-    """The results of all requests, in their order or in that of their ends. A dead engine ends this process."""
-    tasks = [asyncio.create_task(answerer.answer(request)) for request in requests]
-    try:
-        return [await task for task in (tasks if keep_order else asyncio.as_completed(tasks))]
-    except EngineDeadError as error:
-        _exit(error)
 
 
 def _exit(error: EngineDeadError) -> NoReturn:

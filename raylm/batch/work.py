@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -14,6 +15,7 @@ from raylm.errors import ConfigError, RaylmError
 
 _MANIFEST = "manifest.json"
 _ROWS = "rows.jsonl"
+_LIFE = "engine-"
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -92,6 +94,23 @@ class WorkFolder:
         names = [name for name in self.place.names() if name.startswith("shard-") and TEMPORARY not in name]
         return {int(name.removeprefix("shard-").removesuffix(".jsonl")) for name in names}
 
+    def note_life(self, most: int) -> None:
+        """An engine begins to live. Raises RaylmError when more than `most` have in this run.
+
+        Ray replaces engines for ever, and a line that kills each of them would keep it busy with that.
+        """
+        with (self.place / f"{_LIFE}{uuid.uuid4().hex}").writer():
+            pass
+        lives = sum(name.startswith(_LIFE) and TEMPORARY not in name for name in self.place.names())
+        if lives > most:
+            raise RaylmError(f"{lives - 1} engines were started in this run, and died; Ray's logs tell of what")
+
+    def forget_lives(self) -> None:
+        """A new run begins."""
+        for name in self.place.names():
+            if name.startswith(_LIFE):
+                (self.place / name).remove()
+
     def has(self, shard: Shard) -> bool:
         return self._shard(shard).exists()
 
@@ -103,7 +122,7 @@ class WorkFolder:
     def merge(self, plan: Plan, output: Place) -> Totals:
         """Write the output from all shards. Raises RaylmError when a shard does not have one result a line."""
         totals = Totals()
-        with output.writer() as target:
+        with output.writer(drafts=self.place) as target:
             if output.url.endswith(".parquet"):
                 write_table(target, (line for shard in plan.shards for line in self._lines(shard, totals)))
             else:

@@ -1,0 +1,83 @@
+"""A small cluster as `ray start` makes it, in processes of its own, with what `ray job submit` needs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Cluster(NamedTuple):
+    """`env` is for processes that are to reach the cluster; `process` is the parent of all of its own."""
+
+    address: str
+    dashboard: str
+    env: dict[str, str]
+    process: psutil.Process
+
+    def processes(self, words: str) -> list[psutil.Process]:
+        """Processes of the cluster whose command line holds `words`."""
+        found = []
+        for child in self.process.children(recursive=True):
+            try:
+                if words in " ".join(child.cmdline()):
+                    found.append(child)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """Look again and again, for a minute and a half."""
+    for _ in range(900):
+        if condition():
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"waited in vain for {what}")
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    port, dashboard = free_port(), free_port()
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = os.environ | token | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(ROOT)}
+    env.pop("RAY_ADDRESS", None)
+    options = {
+        "node-ip-address": "127.0.0.1",
+        "port": port,
+        "num-cpus": 2,
+        "include-dashboard": "true",
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": dashboard,
+        "object-store-memory": 100 * 2**20,
+    }
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    log = tmp_path_factory.mktemp("ray") / "start.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    started = psutil.Process(process.pid)
+    family: list[psutil.Process] = []
+    try:
+        wait_for(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, "ray start")
+        assert process.poll() is None, log.read_text()
+        yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env, started)
+    finally:
+        family = started.children(recursive=True) if process.poll() is None else family
+        process.terminate()
+        process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for child in alive:
+            child.kill()
+        psutil.wait_procs(alive, timeout=10)
