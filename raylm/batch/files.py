@@ -38,7 +38,6 @@ class Place(NamedTuple):
     def names(self) -> set[str]:
         """Names of the files in this folder; none where there is no folder."""
         fs, path = _find(self.url)
-        fs.invalidate_cache()
         try:
             return {entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False)}
         except FileNotFoundError:
@@ -107,4 +106,6 @@ def _find(url: str) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{url!r} cannot be opened: {error}") from None
+    # Some keep listings for as long as they live, and others write to the same folders.
+    fs.invalidate_cache()
     return fs, str(path)

@@ -75,9 +75,7 @@ class ShardStage:
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         shards = [msgspec.json.decode(data, type=Shard) for data in batch["shard"]]
         try:
-            reports = [
-                await run_shard(self._answerer, self._folder, shard, keep_order=self._keep_order) for shard in shards
-            ]
+            reports = [await self._run(shard) for shard in shards]
         except EngineDeadError as error:
             _exit(error)
         return {"report": [msgspec.json.encode(report) for report in reports]}

@@ -15,6 +15,7 @@ from raylm.errors import ConfigError, RaylmError
 
 _MANIFEST = "manifest.json"
 _ROWS = "rows.jsonl"
+_SHARD = "shard-"
 _LIFE = "engine-"
 
 
@@ -85,14 +86,15 @@ class WorkFolder:
         self.clear(but=_MANIFEST)
 
     def clear(self, *, but: str = "") -> None:
-        """Remove all files, the manifest first, because without it the rest means nothing."""
+        """Remove all files of a batch, the manifest first, because without it the rest means nothing."""
         for name in sorted(self.place.names() - {but}, key=lambda name: name != _MANIFEST):
-            (self.place / name).remove()
+            if name.startswith((_MANIFEST, _ROWS, _SHARD, _LIFE)) or TEMPORARY in name:
+                (self.place / name).remove()
 
     def finished(self) -> set[int]:
         """The shards whose results are here."""
-        names = [name for name in self.place.names() if name.startswith("shard-") and TEMPORARY not in name]
-        return {int(name.removeprefix("shard-").removesuffix(".jsonl")) for name in names}
+        names = [name for name in self.place.names() if name.startswith(_SHARD) and TEMPORARY not in name]
+        return {int(name.removeprefix(_SHARD).removesuffix(".jsonl")) for name in names}
 
     def note_life(self, most: int) -> None:
         """An engine begins to live. Raises RaylmError when more than `most` have in this run.
@@ -149,7 +151,7 @@ class WorkFolder:
             )
 
     def _shard(self, shard: Shard) -> Place:
-        return self.place / f"shard-{shard.index:08d}.jsonl"
+        return self.place / f"{_SHARD}{shard.index:08d}.jsonl"
 
     def _write_manifest(self, manifest: Manifest) -> None:
         with (self.place / _MANIFEST).writer() as file:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "include-dashboard": "true",
         "dashboard-host": "127.0.0.1",
         "dashboard-port": dashboard,
+        "ray-client-server-port": free_port(),
         "object-store-memory": 100 * 2**20,
     }
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
@@ -68,16 +70,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with log.open("w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     started = psutil.Process(process.pid)
-    family: list[psutil.Process] = []
     try:
         wait_for(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, "ray start")
         assert process.poll() is None, log.read_text()
         yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env, started)
     finally:
-        family = started.children(recursive=True) if process.poll() is None else family
-        process.terminate()
-        process.wait(60)
-        _, alive = psutil.wait_procs(family, timeout=20)
-        for child in alive:
-            child.kill()
-        psutil.wait_procs(alive, timeout=10)
+        # All at once: a polite end takes half a minute.
+        family = started.children(recursive=True)
+        process.kill()
+        for child in family:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait(30)
+        psutil.wait_procs(family, timeout=30)

@@ -36,40 +36,62 @@ def requests() -> list[object]:
     return [*lines, "The capital of Italy is"]
 
 
+class Job:
+    """`ray job submit`, as a user runs it, with what it prints."""
+
+    def __init__(self, cluster: Cluster, command: list[str], log: Path) -> None:
+        self._log = log
+        submit = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", cluster.dashboard, "--"]
+        with log.open("w") as out:
+            self.process = subprocess.Popen([*submit, *command], env=cluster.env, stdout=out, stderr=out)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+def submit(cluster: Cluster, command: list[str], log: Path) -> Job:
+    """A job that runs. The head answers before its agent takes jobs, and says so."""
+    while True:
+        job = Job(cluster, command, log)
+        wait_for(lambda job=job: job.has_ended or "submitted successfully" in job.output, "a job")
+        if "submitted successfully" in job.output:
+            return job
+        assert "No available agent" in job.output, job.output
+
+
 def test_a_job_survives_the_death_of_its_engine_and_its_own(cluster: Cluster, tmp_path: Path):
     source = write_lines(tmp_path / "in.jsonl", requests())
     output = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "raylm.batch", "--input", str(source), "--output", str(output), *MODEL]
     command += ["--shard-size", str(SHARD), "--max-tokens", "12"]
-    submit = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", cluster.dashboard]
-
-    def job() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*submit, "--", *command], env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
 
     def shards() -> int:
         return len(list(tmp_path.glob("out.jsonl.batch/shard-*.jsonl")))
 
-    first = job()
-    wait_for(lambda: shards() or first.poll() is not None, "the first shard")
-    (engine,) = cluster.processes("ray::MapWorker(MapBatches(ShardStage))")
-    engine.kill()
+    first = submit(cluster, command, tmp_path / "first.log")
+    wait_for(lambda: shards() or first.has_ended, "the first shard")
+    assert not first.has_ended, first.output
+    for engine in cluster.processes("ray::MapWorker(MapBatches(ShardStage))"):
+        engine.kill()
     before = shards()
-    wait_for(lambda: shards() > before or first.poll() is not None, "the first shard of the next engine")
-    (driver,) = [one for one in cluster.processes("-m raylm.batch") if one.cmdline()[1:3] == ["-m", "raylm.batch"]]
-    driver.kill()
-    out, _ = first.communicate(timeout=60)
-    assert first.returncode != 0, out
+    wait_for(lambda: shards() > before or first.has_ended, "the first shard of the next engine")
+    assert not first.has_ended, first.output
+    for driver in cluster.processes("-m raylm.batch"):
+        driver.kill()
+    assert first.process.wait(60) != 0, first.output
     assert not output.exists()
 
     done = shards()
-    assert 2 <= done < len(requests()) / SHARD, out
-    second = job()
-    out, _ = second.communicate(timeout=120)
-    assert second.returncode == 0, out
-    assert f"out.jsonl: {len(requests())} results, 4 of them errors" in out
-    assert f"{done * SHARD} lines were done before" in out
+    assert 2 <= done < len(requests()) / SHARD, first.output
+    second = submit(cluster, command, tmp_path / "second.log")
+    assert second.process.wait(120) == 0, second.output
+    assert f"out.jsonl: {len(requests())} results, 4 of them errors" in second.output
+    assert "lines were done before" in second.output
     check(read_results(output))
 
 
