@@ -157,14 +157,14 @@ def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) 
     import ray
     from ray.data import DataContext
 
-    from raylm.batch.cluster import nodes
     from raylm.batch.pool import plan_pool
     from raylm.batch.stage import ShardStage, Stage, full_batches, run_stage
+    from raylm.executor.cluster import cluster_nodes
 
     context = DataContext.get_current()
     context.enable_progress_bars = False  # Ours counts lines.
     context.print_on_execution_start = False
-    pool = plan_pool(settings.config, settings.engines, nodes())
+    pool = plan_pool(settings.config, settings.engines, cluster_nodes())
     arguments: dict[str, object] = {
         "folder": folder.place.url,
         "max_tokens": settings.max_tokens,

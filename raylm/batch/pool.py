@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from raylm.config.engine import EngineConfig
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine, ray_engine
 from raylm.errors import ConfigError
-from raylm.executor.placement import ENGINE_CPUS, STRATEGY, Bundle, engine_bundles, worker_resources
+from raylm.executor.placement import ENGINE_CPUS, Bundle, NodeResources, worker_resources
 
 
 class Pool(NamedTuple):
@@ -19,10 +21,10 @@ class Pool(NamedTuple):
     config: EngineConfig
 
 
-def plan_pool(config: EngineConfig, engines: int | None, nodes: list[Bundle]) -> Pool:
+def plan_pool(config: EngineConfig, engines: int | None, nodes: list[NodeResources]) -> Pool:
     """`engines`, or as many as the nodes have room for: one for each group of GPUs, or one a node without GPUs (more
     where runtime.num_threads leaves cores). Raises ConfigError when there is room for none."""
-    worker = worker_resources(config, cluster_has_gpu=any(node.get("GPU") for node in nodes))
+    worker = worker_resources(config, cluster_has_gpu=any(node.gpus for node in nodes))
     room = sum(_room(config, worker, node) for node in nodes)
     if engines is None and not room:
         kind = "GPUs" if "GPU" in worker else "CPUs"
@@ -32,27 +34,27 @@ def plan_pool(config: EngineConfig, engines: int | None, nodes: list[Bundle]) ->
         )
     count = engines or room
     if "GPU" not in worker:
-        config = _with_threads(config, count, [node for node in nodes if node.get("CPU", 0) >= 1])
+        config = _with_threads(config, count, [node for node in nodes if node.cpus >= 1])
     # The workers of several devices have a placement group of their own.
-    resources = worker if config.parallel.num_workers == 1 else {"CPU": ENGINE_CPUS}
+    resources = {"CPU": ENGINE_CPUS} if _has_workers(config) else worker
     return Pool(count, resources, config)
 
 
-def _room(config: EngineConfig, worker: Bundle, node: Bundle) -> int:
+def _room(config: EngineConfig, worker: Bundle, node: NodeResources) -> int:
     if "GPU" in worker:
-        return int(node.get("GPU", 0) // (worker["GPU"] * config.parallel.num_workers))
-    cores = int(node.get("CPU", 0))
+        return int(node.gpus // (worker["GPU"] * config.parallel.num_workers))
+    cores = int(node.cpus)
     if config.runtime.num_threads is None:
         return min(cores, 1)
     return cores // (config.runtime.num_threads * config.parallel.num_workers)
 
 
-def _with_threads(config: EngineConfig, engines: int, nodes: list[Bundle]) -> EngineConfig:
+def _with_threads(config: EngineConfig, engines: int, nodes: list[NodeResources]) -> EngineConfig:
     """Share a node's cores where it gets several engines that were not told how many threads to use."""
     if config.runtime.num_threads is not None or engines <= len(nodes) or not nodes:
         return config
     each = -(-engines // len(nodes))
-    threads = max(1, int(min(node["CPU"] for node in nodes)) // each)
+    threads = max(1, int(min(node.cpus for node in nodes)) // each)
     return config.model_copy(update={"runtime": config.runtime.model_copy(update={"num_threads": threads})})
 
 
@@ -60,22 +62,24 @@ def open_engine(config: EngineConfig) -> Engine:
     """The engine of the actor that this is called in."""
     # Nobody follows it: it would collect events for ever.
     quiet = config.model_copy(update={"cache": config.cache.model_copy(update={"events": False})})
-    if config.parallel.num_workers == 1:
-        return local_engine(quiet, progress=False)
-    return _engine_of_workers(quiet)
+    return _engine_of_workers(quiet) if _has_workers(config) else local_engine(quiet, progress=False)
+
+
+def _has_workers(config: EngineConfig) -> bool:
+    """Whether the model runs in actors of its own, in a placement group, not in the stage's actor."""
+    return config.parallel.num_workers > 1 or config.runtime.ray_workers
 
 
 def _engine_of_workers(config: EngineConfig) -> Engine:
-    """An engine whose workers have a placement group, named after this actor so that the next life of it finds it."""
+    """Ray ends a dead actor's workers, but keeps its placement group when the actor is started again. So the group has
+    the actor's name, and the next life takes it back."""
     import ray
-    from ray.util import get_placement_group, placement_group
+    from ray.util.placement_group import remove_placement_group
 
-    worker = worker_resources(config, cluster_has_gpu=bool(ray.cluster_resources().get("GPU")))
+    from raylm.executor.cluster import reserve
+
     name = f"raylm-batch-{ray.get_runtime_context().get_actor_id()}"
-    try:
-        group = get_placement_group(name)
-    except ValueError:
-        bundles = engine_bundles(worker, num_workers=config.parallel.num_workers)
-        group = placement_group(bundles, strategy=STRATEGY, name=name)
-    ray.get(group.ready(), timeout=config.runtime.start_timeout_s)
-    return ray_engine(config, group=group, resources=worker)
+    with suppress(ValueError):
+        remove_placement_group(ray.util.get_placement_group(name))
+    group, resources = reserve(config, name=name)
+    return ray_engine(config, group=group, resources=resources, release=partial(remove_placement_group, group))

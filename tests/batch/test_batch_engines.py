@@ -13,10 +13,15 @@ from raylm.batch.requests import BatchRequest, parse_line
 from raylm.cli import main, make_parser
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError, EngineDeadError
+from raylm.executor.placement import NodeResources
 
 
 def config(**sections) -> EngineConfig:
     return EngineConfig.model_validate({"model": {"path": "fake"}, **sections})
+
+
+def machine(**resources: float) -> NodeResources:
+    return NodeResources(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
 
 
 @pytest.mark.parametrize(
@@ -29,20 +34,21 @@ def config(**sections) -> EngineConfig:
         ({}, 4, [{"CPU": 2.0}], 4, {"CPU": 0.5}, 1),
         ({}, None, [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}, {"GPU": 2.0}], 6, {"CPU": 0.5, "GPU": 1.0}, None),
         ({"parallel": {"tensor": 4}}, None, [{"CPU": 9.0, "GPU": 8.0}, {"GPU": 3.0}], 2, {"CPU": 0.1}, None),
+        ({"runtime": {"ray_workers": True}}, 1, [{"CPU": 8.0}], 1, {"CPU": 0.1}, None),
         ({"runtime": {"device": "cpu"}}, None, [{"CPU": 8.0, "GPU": 4.0}], 1, {"CPU": 0.5}, None),
         ({"runtime": {"device": "cuda"}}, 3, [{"CPU": 1.0}], 3, {"CPU": 0.5, "GPU": 1.0}, None),
     ],
 )
 def test_engines_by_what_the_cluster_has(sections, engines, nodes, count, resources, threads):
-    pool = plan_pool(config(**sections), engines, nodes)
+    pool = plan_pool(config(**sections), engines, [machine(**node) for node in nodes])
     assert (pool.engines, pool.resources, pool.config.runtime.num_threads) == (count, resources, threads)
 
 
 def test_no_room_is_a_sentence():
     with pytest.raises(ConfigError, match="no node of the cluster has the 1 GPUs of one engine.*--engines"):
-        plan_pool(config(runtime={"device": "cuda"}), None, [{"CPU": 4.0}])
+        plan_pool(config(runtime={"device": "cuda"}), None, [machine(CPU=4.0)])
     with pytest.raises(ConfigError, match="has the 4 GPUs"):
-        plan_pool(config(parallel={"tensor": 4}), None, [{"GPU": 2.0}, {"GPU": 2.0}])
+        plan_pool(config(parallel={"tensor": 4}), None, [machine(GPU=2.0), machine(GPU=2.0)])
 
 
 async def test_an_engines_death_is_no_lines_result():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ from fakes import FakeExecutor, expected_tokens
 from raylm.config.engine import SchedulerConfig
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
+from raylm.core.step import StepResult
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError, RequestRejected
 
@@ -43,15 +45,30 @@ async def test_much_more_than_the_queue_holds_is_generated_and_each_comes_as_one
     assert found == [[expected_tokens(prompt, params, 64)[0]] for prompt in prompts]
 
 
+class Paused(FakeExecutor):
+    """Gives as many results as it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(0)
+
+    def result(self) -> StepResult:
+        self.allowed.acquire()
+        return super().result()
+
+
 async def test_with_stop_strings_tokens_come_as_they_are_made_and_the_reader_may_leave():
-    executor = FakeExecutor()
+    executor = Paused()
     async with client(executor) as local:
         sequences = local.generate(["a"], [1, 2], SamplingParams(max_tokens=60, stop=("x",), ignore_eos=True), OPTIONS)
+        executor.allowed.release()
         first = await anext(sequences)
-        assert 1 <= len(first.token_ids) < 60 and first.finish_reason is None
+        assert (len(first.token_ids), first.finish_reason) == (1, None)
         sequences.end("a")
-        assert await collect(local, "b", [3], SamplingParams(max_tokens=2, ignore_eos=True))
-        assert local._engine.stats().running == 0
+        executor.allowed.release(20)
+        found = await collect(local, "b", [3], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert len(found[0]) == 2
+        assert executor.num_steps < 10
 
 
 async def test_what_is_still_waiting_here_can_be_left_too():
