@@ -25,12 +25,13 @@ def plan_pool(config: EngineConfig, engines: int | None, nodes: list[NodeResourc
     """`engines`, or as many as the nodes have room for: one for each group of GPUs, or one a node without GPUs (more
     where runtime.num_threads leaves cores). Raises ConfigError when there is room for none."""
     worker = worker_resources(config, cluster_has_gpu=any(node.gpus for node in nodes))
-    room = sum(_room(config, worker, node) for node in nodes)
+    # A tensor group belongs on one node, the stages of a pipeline may be apart.
+    room = sum(_tensor_groups(config, worker, node) for node in nodes) // config.parallel.pipeline
     if engines is None and not room:
         kind = "GPUs" if "GPU" in worker else "CPUs"
         raise ConfigError(
-            f"no node of the cluster has the {config.parallel.num_workers:g} {kind} of one engine; where the cluster "
-            "grows by itself, say how many engines to wait for with --engines"
+            f"the cluster's nodes do not have the {config.parallel.num_workers:g} {kind} of one engine; where the "
+            "cluster grows by itself, say how many engines to wait for with --engines"
         )
     count = engines or room
     if "GPU" not in worker:
@@ -40,13 +41,13 @@ def plan_pool(config: EngineConfig, engines: int | None, nodes: list[NodeResourc
     return Pool(count, resources, config)
 
 
-def _room(config: EngineConfig, worker: Bundle, node: NodeResources) -> int:
+def _tensor_groups(config: EngineConfig, worker: Bundle, node: NodeResources) -> int:
     if "GPU" in worker:
-        return int(node.gpus // (worker["GPU"] * config.parallel.num_workers))
+        return int(node.gpus // (worker["GPU"] * config.parallel.tensor))
     cores = int(node.cpus)
     if config.runtime.num_threads is None:
         return min(cores, 1)
-    return cores // (config.runtime.num_threads * config.parallel.num_workers)
+    return cores // (config.runtime.num_threads * config.parallel.tensor)
 
 
 def _with_threads(config: EngineConfig, engines: int, nodes: list[NodeResources]) -> EngineConfig:

@@ -34,6 +34,7 @@ def machine(**resources: float) -> NodeResources:
         ({}, 4, [{"CPU": 2.0}], 4, {"CPU": 0.5}, 1),
         ({}, None, [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}, {"GPU": 2.0}], 6, {"CPU": 0.5, "GPU": 1.0}, None),
         ({"parallel": {"tensor": 4}}, None, [{"CPU": 9.0, "GPU": 8.0}, {"GPU": 3.0}], 2, {"CPU": 0.1}, None),
+        ({"parallel": {"tensor": 2, "pipeline": 2}}, None, [{"GPU": 3.0}, {"GPU": 2.0}], 1, {"CPU": 0.1}, None),
         ({"runtime": {"ray_workers": True}}, 1, [{"CPU": 8.0}], 1, {"CPU": 0.1}, None),
         ({"runtime": {"device": "cpu"}}, None, [{"CPU": 8.0, "GPU": 4.0}], 1, {"CPU": 0.5}, None),
         ({"runtime": {"device": "cuda"}}, 3, [{"CPU": 1.0}], 3, {"CPU": 0.5, "GPU": 1.0}, None),
@@ -45,9 +46,9 @@ def test_engines_by_what_the_cluster_has(sections, engines, nodes, count, resour
 
 
 def test_no_room_is_a_sentence():
-    with pytest.raises(ConfigError, match="no node of the cluster has the 1 GPUs of one engine.*--engines"):
+    with pytest.raises(ConfigError, match="do not have the 1 GPUs of one engine.*--engines"):
         plan_pool(config(runtime={"device": "cuda"}), None, [machine(CPU=4.0)])
-    with pytest.raises(ConfigError, match="has the 4 GPUs"):
+    with pytest.raises(ConfigError, match="do not have the 4 GPUs"):
         plan_pool(config(parallel={"tensor": 4}), None, [machine(GPU=2.0), machine(GPU=2.0)])
 
 
