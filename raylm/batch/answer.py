@@ -50,7 +50,7 @@ class Answerer:
     def __init__(self, config: EngineConfig, engine: Engine, *, max_tokens: int, text: Text | None = None) -> None:
         """`max_tokens` is for plain prompts that say nothing; `text` is the model's own where it is None."""
         self.name = config.model.served_name
-        self._client = LocalClient(engine, config.scheduler)
+        self._client = LocalClient(engine)
         model = ServedModel(
             name=self.name,
             created=int(time.time()),

@@ -63,8 +63,7 @@ class LetterText:
 def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4) -> Answerer:
     """An answerer whose engine has room for few requests at a time."""
     engine = make_engine(executor or FakeExecutor(), queue=queue)
-    config = CONFIG.model_copy(update={"scheduler": CONFIG.scheduler.model_copy(update={"max_queued_requests": queue})})
-    return Answerer(config, engine, max_tokens=6, text=LetterText())
+    return Answerer(CONFIG, engine, max_tokens=6, text=LetterText())
 
 
 def in_process(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Iterator[Report]:

@@ -11,7 +11,6 @@ import pytest
 from engines import make_engine
 from fakes import FakeExecutor, expected_tokens
 
-from raylm.config.engine import SchedulerConfig
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import StepResult
@@ -23,8 +22,7 @@ OPTIONS = RequestOptions()
 
 @asynccontextmanager
 async def client(executor: FakeExecutor | None = None, *, queue: int = 2) -> AsyncIterator[LocalClient]:
-    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_queued_requests=queue)
-    made = LocalClient(make_engine(executor or FakeExecutor(), queue=queue), limits)
+    made = LocalClient(make_engine(executor or FakeExecutor(), queue=queue))
     try:
         yield made
     finally:
