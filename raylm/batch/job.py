@@ -158,7 +158,7 @@ def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) 
     from ray.data import DataContext
 
     from raylm.batch.pool import plan_pool
-    from raylm.batch.stage import ShardStage, Stage, full_batches, run_stage
+    from raylm.batch.stage import ShardStage, Stage, run_stage
     from raylm.executor.cluster import cluster_nodes
 
     context = DataContext.get_current()
@@ -174,8 +174,7 @@ def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) 
     folder.forget_lives()
     items = [{"shard": msgspec.json.encode(shard)} for shard in todo]
     dataset = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS))
-    in_flight = full_batches(settings.config, settings.shard_size)
-    done = run_stage(dataset, Stage(ShardStage, arguments, 1, "numpy"), pool, in_flight=in_flight)
+    done = run_stage(dataset, Stage(ShardStage, arguments, 1, "numpy"), pool, batch_requests=settings.shard_size)
     try:
         for row in done.iter_rows():
             yield msgspec.json.decode(row["report"], type=Report)

@@ -23,12 +23,12 @@ class Processor:
 
     def __call__(self, dataset: Dataset) -> Dataset:
         from raylm.batch.pool import plan_pool
-        from raylm.batch.stage import RowStage, Stage, full_batches, run_stage
+        from raylm.batch.stage import RowStage, Stage, run_stage
         from raylm.executor.cluster import cluster_nodes
 
         stage = Stage(RowStage, {"max_tokens": self.max_tokens}, self.batch_size, "pyarrow")
         pool = plan_pool(self.config, self.engines, cluster_nodes())
-        return run_stage(dataset, stage, pool, in_flight=full_batches(self.config, self.batch_size))
+        return run_stage(dataset, stage, pool, batch_requests=self.batch_size)
 
 
 def processor(

@@ -7,18 +7,25 @@ from functools import partial
 from typing import NamedTuple
 
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import resolve
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine, ray_engine
 from raylm.errors import ConfigError
-from raylm.executor.placement import ENGINE_CPUS, Bundle, NodeResources, worker_resources
+from raylm.executor.placement import ENGINE_CPUS, Bundle, NodeResources, worker_device, worker_resources
 
 
 class Pool(NamedTuple):
-    """`engines` engines of one configuration, each in an actor that takes `resources`."""
+    """`engines` engines of one configuration, each in an actor that takes `resources` and runs `rows` requests at a
+    time."""
 
     engines: int
     resources: Bundle
     config: EngineConfig
+    rows: int
+
+    def full_batches(self, size: int) -> int:
+        """Batches of `size` requests that keep an engine's rows full while the oldest of them comes to its end."""
+        return 1 + max(1, -(-2 * self.rows // size))
 
 
 def plan_pool(config: EngineConfig, engines: int | None, nodes: list[NodeResources]) -> Pool:
@@ -38,7 +45,8 @@ def plan_pool(config: EngineConfig, engines: int | None, nodes: list[NodeResourc
         config = _with_threads(config, count, [node for node in nodes if node.cpus >= 1])
     # The workers of several devices have a placement group of their own.
     resources = {"CPU": ENGINE_CPUS} if _has_workers(config) else worker
-    return Pool(count, resources, config)
+    rows = resolve(config, worker_device(worker)).scheduler.max_num_seqs
+    return Pool(count, resources, config, rows)
 
 
 def _tensor_groups(config: EngineConfig, worker: Bundle, node: NodeResources) -> int:

@@ -35,11 +35,12 @@ class Stage(NamedTuple):
     batch_format: str
 
 
-def run_stage(dataset: Dataset, stage: Stage, pool: Pool, *, in_flight: int) -> Dataset:
-    """Put the stage behind a dataset; `in_flight` batches are at each engine at a time.
+def run_stage(dataset: Dataset, stage: Stage, pool: Pool, *, batch_requests: int) -> Dataset:
+    """Put the stage behind a dataset, with as many batches of `batch_requests` at each engine as keep it full.
 
     Ray Data spreads the actors over the nodes, replaces one that dies and runs its batches again.
     """
+    in_flight = pool.full_batches(batch_requests)
     return dataset.map_batches(
         stage.actor,
         batch_size=stage.size,
@@ -53,11 +54,6 @@ def run_stage(dataset: Dataset, stage: Stage, pool: Pool, *, in_flight: int) -> 
         num_cpus=pool.resources["CPU"],
         num_gpus=pool.resources.get("GPU"),
     )
-
-
-def full_batches(config: EngineConfig, size: int) -> int:
-    """Batches of `size` requests that keep an engine's rows full while the oldest of them comes to its end."""
-    return 1 + max(1, -(-2 * config.scheduler.max_num_seqs // size))
 
 
 class ShardStage:

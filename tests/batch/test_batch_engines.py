@@ -45,6 +45,12 @@ def test_engines_by_what_the_cluster_has(sections, engines, nodes, count, resour
     assert (pool.engines, pool.resources, pool.config.runtime.num_threads) == (count, resources, threads)
 
 
+@pytest.mark.parametrize(("rows", "size", "batches"), [(8, 64, 2), (64, 128, 2), (64, 64, 3), (256, 10, 53)])
+def test_batches_fill_an_engines_rows_twice(rows, size, batches):
+    scheduler = {"max_num_seqs": rows, "max_num_batched_tokens": 1024}
+    assert plan_pool(config(scheduler=scheduler), 1, [machine(CPU=2.0)]).full_batches(size) == batches
+
+
 def test_no_room_is_a_sentence():
     with pytest.raises(ConfigError, match="do not have the 1 GPUs of one engine.*--engines"):
         plan_pool(config(runtime={"device": "cuda"}), None, [machine(CPU=4.0)])
