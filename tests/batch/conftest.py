@@ -62,6 +62,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "dashboard-host": "127.0.0.1",
         "dashboard-port": dashboard,
         "ray-client-server-port": free_port(),
+        # Jobs go through the agent, and without a port of its own it has none beside another cluster's.
+        "dashboard-agent-listen-port": free_port(),
         "object-store-memory": 100 * 2**20,
     }
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]

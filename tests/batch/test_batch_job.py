@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def requests() -> list[object]:
     lines += [chat(f"sum-{number}", f"What is {number} plus 2?") for number in range(70)]
     lines += [b"{bad", chat("capital", "again"), chat("long", "word " * 300)]
     lines += [{"custom_id": "score", "url": "/v1/score", "body": {}}]
-    return [*lines, "The capital of Italy is"]
+    return [*lines, {"prompt": "The capital of Italy is", "temperature": 0}]
 
 
 class Job:
@@ -54,26 +55,42 @@ class Job:
         return self.process.poll() is not None
 
 
-def submit(cluster: Cluster, command: list[str], log: Path) -> Job:
-    """A job that runs. The head answers before its agent takes jobs, and says so."""
-    while True:
-        job = Job(cluster, command, log)
-        wait_for(lambda job=job: job.has_ended or "submitted successfully" in job.output, "a job")
-        if "submitted successfully" in job.output:
-            return job
-        assert "No available agent" in job.output, job.output
+Submit = Callable[[list[str], Path], Job]
 
 
-def test_a_job_survives_the_death_of_its_engine_and_its_own(cluster: Cluster, tmp_path: Path):
+@pytest.fixture
+def submit(cluster: Cluster) -> Iterator[Submit]:
+    """Starts jobs; none outlives the test."""
+    started: list[Job] = []
+
+    def running(command: list[str], log: Path) -> Job:
+        # The head answers before its agent takes jobs, and says so.
+        for _ in range(20):
+            job = Job(cluster, command, log)
+            started.append(job)
+            wait_for(lambda job=job: job.has_ended or "submitted successfully" in job.output, "a job")
+            if "submitted successfully" in job.output:
+                return job
+            assert "No available agent" in job.output, job.output
+        raise AssertionError(job.output)
+
+    yield running
+    for job in started:
+        job.process.kill()
+        job.process.wait(30)
+
+
+def test_a_job_survives_the_death_of_its_engine_and_its_own(cluster: Cluster, submit: Submit, tmp_path: Path):
     source = write_lines(tmp_path / "in.jsonl", requests())
     output = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "raylm.batch", "--input", str(source), "--output", str(output), *MODEL]
-    command += ["--shard-size", str(SHARD), "--max-tokens", "12"]
+    # The address, because a job looks for any cluster of its machine, and there may be another.
+    command += ["--shard-size", str(SHARD), "--max-tokens", "12", "--address", cluster.address]
 
     def shards() -> int:
         return len(list(tmp_path.glob("out.jsonl.batch/shard-*.jsonl")))
 
-    first = submit(cluster, command, tmp_path / "first.log")
+    first = submit(command, tmp_path / "first.log")
     wait_for(lambda: shards() or first.has_ended, "the first shard")
     assert not first.has_ended, first.output
     for engine in cluster.processes("ray::MapWorker(MapBatches(ShardStage))"):
@@ -88,7 +105,7 @@ def test_a_job_survives_the_death_of_its_engine_and_its_own(cluster: Cluster, tm
 
     done = shards()
     assert 2 <= done < len(requests()) / SHARD, first.output
-    second = submit(cluster, command, tmp_path / "second.log")
+    second = submit(command, tmp_path / "second.log")
     assert second.process.wait(120) == 0, second.output
     assert f"out.jsonl: {len(requests())} results, 4 of them errors" in second.output
     assert "lines were done before" in second.output
