@@ -99,7 +99,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="GPUs (default: all, up to 8)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="GPUs (default: all, up to 8)")
     parser.add_argument("--sizes", type=_batches, metavar="N[,N...]", help="bytes (default: 4 KiB to 8 MiB, doubling)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_all_reduce, plot=None)
