@@ -6,46 +6,16 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
 from ports import free_port
+from ray_cluster import Cluster, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Cluster(NamedTuple):
-    """`env` is for processes that are to reach the cluster; `process` is the parent of all of its own."""
-
-    address: str
-    dashboard: str
-    env: dict[str, str]
-    process: psutil.Process
-
-    def processes(self, words: str) -> list[psutil.Process]:
-        """Processes of the cluster whose command line holds `words`."""
-        found = []
-        for child in self.process.children(recursive=True):
-            try:
-                if words in " ".join(child.cmdline()):
-                    found.append(child)
-            except psutil.NoSuchProcess:
-                continue
-        return found
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Look again and again, for a minute and a half."""
-    for _ in range(900):
-        if condition():
-            return
-        threading.Event().wait(0.1)
-    raise AssertionError(f"waited in vain for {what}")
 
 
 @pytest.fixture(scope="package")

