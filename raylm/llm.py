@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -24,13 +23,12 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.engine import check_prompt
 from raylm.engine.factory import offline_engine
+from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RequestRejected
 from raylm.text.processor import TextDelta, TextProcessor, TextStream
 
 Message = dict[str, Any]
 """One chat message as OpenAI's clients send it: {"role": ..., "content": ...}."""
-_STEPS_AHEAD = 4
-"""Steps for which prompts wait in the engine while more of them are there to add."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -216,51 +214,29 @@ class _Sequence:
         return True
 
 
-class _Group(NamedTuple):
-    """The sequences of one prompt, which go to the engine together."""
-
-    ids: list[str]
-    prompt_ids: list[int]
-    params: SamplingParams
-
-
 class _Job:
     """One call's sequences: fed to the engine as its queue has room, driven until all are complete."""
 
     def __init__(self, llm: LLM, completions: list[Completion], params: list[SamplingParams]) -> None:
         self._engine = llm._engine
-        self._limits = llm._engine.limits
+        self._feeder = Feeder(llm._engine)
         self._live: dict[str, _Sequence] = {}
-        self._todo: deque[_Group] = deque()
         for index, (completion, own) in enumerate(zip(completions, params, strict=True)):
             ids = [f"{index}.{choice}" for choice in range(own.n)]
             for request_id in ids:
                 self._live[request_id] = _Sequence(completion, llm.text.stream(own), logprobs=own.logprobs)
-            self._todo.append(_Group(ids, completion.prompt_token_ids, own))
+            self._feeder.put(Group(ids, completion.prompt_token_ids, own))
 
     def run(self, *, progress: bool) -> None:
         try:
             with tqdm(total=len(self._live), desc="generating", unit="seq", disable=not progress) as bar:
                 while self._live:
-                    self._feed()
+                    for group in self._feeder.ready():
+                        self._engine.add(*group)
                     for delta in self._engine.step():
                         bar.update(self._take(delta))
         finally:
             self._engine.abort_all()
-
-    def _feed(self) -> None:
-        # No more at a time than the next steps can use: the device computes while the rest are added.
-        enough = _STEPS_AHEAD * self._limits.max_num_batched_tokens
-        while self._todo and self._engine.stats().waiting_tokens < enough and self._has_room(self._todo[0]):
-            self._engine.add(*self._todo.popleft())
-
-    def _has_room(self, group: _Group) -> bool:
-        stats = self._engine.stats()
-        if not stats.waiting:
-            return True  # What does not fit now never will, and the engine says so.
-        tokens = stats.waiting_tokens + len(group.ids) * len(group.prompt_ids)
-        most = self._limits.max_queued_tokens
-        return stats.waiting + len(group.ids) <= self._limits.max_queued_requests and (most is None or tokens <= most)
 
     def _take(self, delta: TokenDelta) -> bool:
         sequence = self._live.get(delta.request_id)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import raylm
-from raylm.cli import bench, chat, doctor, generate, serve, simulate
+from raylm.cli import batch, bench, chat, doctor, generate, serve, simulate
 from raylm.errors import RaylmError
 from raylm.log import configure
 
-_COMMANDS = (serve, generate, chat, bench, simulate, doctor)
+_COMMANDS = (serve, generate, chat, batch, bench, simulate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylm.cli.options import Subparsers, add_engine_options, add_model, engine_config
+from raylm.cli.options import Subparsers, add_engine_options, add_model, engine_config, positive
 from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
 def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
     add_model(parser)
     _add_cases(parser)
-    parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="measure N times, report the median")
+    parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="measure N times, report the median")
     parser.add_argument(
         "--compare", choices=("transformers",), help="run the same cases with this too, in turns, on the same weights"
     )
@@ -60,7 +60,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits, as in ttft:200 itl:50")
     parser.add_argument(
-        "--vocab-size", type=_positive, default=32000, help="random prompts use token ids below this (%(default)s)"
+        "--vocab-size", type=positive, default=32000, help="random prompts use token ids below this (%(default)s)"
     )
     parser.add_argument("--no-ignore-eos", action="store_true", help="for servers that do not know ignore_eos")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (%(default)s)")
@@ -71,7 +71,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_startup(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=False)
     parser.add_argument("--serve", metavar="TARGET", help="start `raylm serve TARGET` instead of loading MODEL")
-    parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="one line each")
+    parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="one line each")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one start (%(default)s)")
     add_engine_options(parser)
     _add_report(parser)
@@ -81,8 +81,8 @@ def _add_startup(parser: argparse.ArgumentParser) -> None:
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=_sizes, default=[64, 256, 1024], metavar="N[,N...]", help="decoding requests")
     parser.add_argument("--waiting", type=_sizes, default=[0, 10000], metavar="N[,N...]", help="requests in the queue")
-    parser.add_argument("--prompt-len", type=_positive, default=32768, metavar="N", help="of the prefix looked up")
-    parser.add_argument("--steps", type=_positive, default=300, metavar="N", help="steps to measure (%(default)s)")
+    parser.add_argument("--prompt-len", type=positive, default=32768, metavar="N", help="of the prefix looked up")
+    parser.add_argument("--steps", type=positive, default=300, metavar="N", help="steps to measure (%(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_scheduler, plot=None)
 
@@ -90,10 +90,8 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--batch", type=_batches, default=[1, 64], metavar="N[,N...]", help="requests at a time")
-    parser.add_argument(
-        "--steps", type=_positive, default=20, metavar="N", help="decode steps to look at (%(default)s)"
-    )
-    parser.add_argument("--prompt-len", type=_positive, default=128, metavar="N", help="of a request (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="decode steps to look at (%(default)s)")
+    parser.add_argument("--prompt-len", type=positive, default=128, metavar="N", help="of a request (%(default)s)")
     parser.add_argument("--prefill", action="store_true", help="look at the steps of the prompts instead")
     add_engine_options(parser)
     _add_report(parser)
@@ -101,7 +99,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="GPUs (default: all, up to 8)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="GPUs (default: all, up to 8)")
     parser.add_argument("--sizes", type=_batches, metavar="N[,N...]", help="bytes (default: 4 KiB to 8 MiB, doubling)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_all_reduce, plot=None)
@@ -248,19 +246,12 @@ def _cases(args: argparse.Namespace, default: str) -> list[Case | Dataset]:
     return [load_dataset(args.dataset)]
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _counts(text: str) -> list[int | None]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def _batches(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def _sizes(text: str) -> list[int]:

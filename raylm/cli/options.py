@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Subparsers = Any
 """argparse gives the result of add_subparsers no public type."""
 
-_MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or an engine configuration (.yaml)"
+MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or an engine configuration (.yaml)"
 
 # Option's destination -> section and key of EngineConfig.
 _ENGINE_KEYS = {
@@ -38,7 +38,15 @@ _SAMPLING_KEYS = (
 
 
 def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=_MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=MODEL_HELP)
+
+
+def positive(text: str) -> int:
+    """An option's value that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

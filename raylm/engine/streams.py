@@ -41,7 +41,7 @@ class Sequences:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
-        return _merged(self._pending.pop(next(iter(self._pending))))
+        return merged(self._pending.pop(next(iter(self._pending))))
 
     def end(self, request_id: str) -> None:
         """The reader needs no more of this sequence: the engine is told at once. No error when it has ended."""
@@ -77,7 +77,8 @@ class Sequences:
             self._release(request_id, abort)
 
 
-def _merged(deltas: list[TokenDelta]) -> TokenDelta:
+def merged(deltas: list[TokenDelta]) -> TokenDelta:
+    """Deltas of one sequence, in order, as one."""
     if len(deltas) == 1:
         return deltas[0]
     return deltas[-1]._replace(

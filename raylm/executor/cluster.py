@@ -63,11 +63,15 @@ def wait_for_room(config: EngineConfig, bundles: Sequence[Bundle]) -> Strategy:
             request_resources(bundles=[])
 
 
-def reserve(config: EngineConfig) -> tuple[PlacementGroup, Bundle]:
-    """A placement group for one engine, ready to use. Raises ConfigError when it cannot be had in time."""
+def reserve(config: EngineConfig, *, name: str = "") -> tuple[PlacementGroup, Bundle]:
+    """A placement group for one engine, ready to use; `name` is for finding it again.
+
+    Raises ConfigError when it cannot be had in time.
+    """
     worker, bundles = plan_bundles(config)
     strategy = wait_for_room(config, bundles)
-    group = placement_group(bundles, strategy=strategy, bundle_label_selector=bundle_labels(config, bundles))
+    labels = bundle_labels(config, bundles)
+    group = placement_group(bundles, strategy=strategy, name=name, bundle_label_selector=labels)
     timeout = config.parallel.placement_timeout_s
     if not group.wait(timeout):
         remove_placement_group(group)

@@ -14,8 +14,8 @@ from raylm.engine.client import EngineClient
 from raylm.engine.streams import Sequences
 from raylm.errors import Overloaded
 from raylm.log import get_logger
+from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.serving.directory import EngineEntry, Snapshot, find_directory
-from raylm.serving.served_model import EngineStats, ServedModel, Text
 
 logger = get_logger(__name__)
 

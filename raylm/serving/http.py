@@ -15,10 +15,10 @@ from starlette.websockets import WebSocketClose
 
 from raylm import __version__
 from raylm.config.serving import HttpConfig
-from raylm.serving.errors import HttpError, http_error
-from raylm.serving.metrics import HttpMetrics
-from raylm.serving.openai_service import Events, OpenAIService
-from raylm.serving.served_model import ModelCatalog
+from raylm.openai.errors import HttpError, http_error
+from raylm.openai.metrics import HttpMetrics
+from raylm.openai.served_model import ModelCatalog
+from raylm.openai.service import Events, OpenAIService
 from raylm.serving.streams import DisconnectGuard
 
 MAX_REQUEST_ID_CHARS = 128

@@ -7,8 +7,8 @@ from typing import Any
 from raylm import log
 from raylm.config.application import AppConfig
 from raylm.config.source import locate
+from raylm.openai.served_model import Text
 from raylm.serving.catalog import LiveCatalog
-from raylm.serving.served_model import Text
 from raylm.text.processor import TextProcessor
 
 

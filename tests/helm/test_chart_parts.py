@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import rendered
-
 from raylm.serving.metrics import HttpMetrics
 from raylm.serving.served_model import EngineStats
 

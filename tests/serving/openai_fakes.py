@@ -15,8 +15,8 @@ from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.engine.messages import Load
+from raylm.openai.served_model import EngineStats, ServedModel
 from raylm.serving.http import build_http_app
-from raylm.serving.served_model import EngineStats, ServedModel
 from raylm.text.chat import ChatTemplate
 
 END = 256

@@ -13,8 +13,8 @@ from openai_fakes import Server, ended, sse
 
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError, Overloaded, RequestRejected
-from raylm.serving.openai_parser import UNSUPPORTED as UNSUPPORTED_FIELDS
-from raylm.serving.openai_protocol import GenerationRequest
+from raylm.openai.parser import UNSUPPORTED as UNSUPPORTED_FIELDS
+from raylm.openai.protocol import GenerationRequest
 
 
 def check(response: httpx.Response, status: int, *, code: str | None = None, param: str | None = None) -> str:

@@ -10,10 +10,10 @@ import msgspec
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.errors import RequestRejected
-from raylm.serving.errors import HttpError
-from raylm.serving.openai_params import TokenLimit, Wanted
-from raylm.serving.openai_protocol import ChatAnswer, ChatChoice, Completion, PromptDetails, TextChoice, Usage
-from raylm.serving.served_model import ServedModel
+from raylm.openai.errors import HttpError
+from raylm.openai.params import TokenLimit, Wanted
+from raylm.openai.protocol import ChatAnswer, ChatChoice, Completion, PromptDetails, TextChoice, Usage
+from raylm.openai.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import MAX_BEAM_WIDTH, SamplingParams
 from raylm.errors import RequestRejected
-from raylm.serving.openai_protocol import ChatRequest, GenerationRequest
+from raylm.openai.protocol import ChatRequest, GenerationRequest
 
 MAX_BEST_OF = 20
 """OpenAI's limit."""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from raylm.core.step import TokenDelta
 from raylm.errors import DeadlineExceeded, EngineDeadError
-from raylm.serving.errors import HttpError
-from raylm.serving.metrics import ChoiceMeter, ModelMetrics
-from raylm.serving.openai_adapter import ChoiceDelta, Job, PromptJob, usage_of
-from raylm.serving.openai_protocol import Usage
-from raylm.serving.served_model import ServedModel, TextPieces
+from raylm.openai.adapter import ChoiceDelta, Job, PromptJob, usage_of
+from raylm.openai.errors import HttpError
+from raylm.openai.metrics import ChoiceMeter, ModelMetrics
+from raylm.openai.protocol import Usage
+from raylm.openai.served_model import ServedModel, TextPieces
 
 
 class Origin(NamedTuple):

@@ -92,7 +92,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. `prompt` has four forms; openai_parser.prompts_of sorts them out."""
+    """POST /v1/completions. `prompt` has four forms; parser.prompts_of sorts them out."""
 
     prompt: object
     echo: bool | None = None

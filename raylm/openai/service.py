@@ -15,10 +15,7 @@ import msgspec
 
 from raylm.config.serving import HttpConfig
 from raylm.errors import Overloaded
-from raylm.serving.errors import HttpError, http_error
-from raylm.serving.generation import Origin, Tally, gather, text_deltas
-from raylm.serving.metrics import HttpMetrics
-from raylm.serving.openai_adapter import (
+from raylm.openai.adapter import (
     DONE,
     ChoiceDelta,
     ChunkEncoder,
@@ -30,11 +27,14 @@ from raylm.serving.openai_adapter import (
     error_event,
     plan,
 )
-from raylm.serving.openai_params import check_num_sequences, wanted
-from raylm.serving.openai_parser import parse, prompts_of
-from raylm.serving.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
-from raylm.serving.served_model import ModelCatalog, ServedModel
-from raylm.serving.streams import merged
+from raylm.openai.errors import HttpError, http_error
+from raylm.openai.generation import Origin, Tally, gather, text_deltas
+from raylm.openai.merge import merged
+from raylm.openai.metrics import HttpMetrics
+from raylm.openai.params import check_num_sequences, wanted
+from raylm.openai.parser import parse, prompts_of
+from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
+from raylm.openai.served_model import ModelCatalog, ServedModel
 
 LONG_TEXT_CHARS = 20_000
 """Longer prompts are tokenised in a thread (the tokenizer drops the GIL), so that other streams' tokens go on."""

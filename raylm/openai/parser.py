@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from raylm.errors import RequestRejected
-from raylm.serving.openai_protocol import GenerationRequest
+from raylm.openai.protocol import GenerationRequest
 
 MAX_VALUE_CHARS = 100
 """How much of a wrong value a message quotes."""

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from raylm.serving.served_model import EngineStats, ModelCatalog
+from raylm.openai.served_model import EngineStats, ModelCatalog
 
 # Upper bounds in seconds; those of vLLM, so that its dashboards fit.
 TTFT_BOUNDS = (

@@ -1,0 +1,90 @@
+"""Answerer: one engine of this process with OpenAI's operations on top, line in, result out."""
+
+from __future__ import annotations
+
+import time
+
+from raylm.batch.requests import (
+    CHAT,
+    BadLine,
+    BatchRequest,
+    Result,
+    answered,
+    failure,
+)
+from raylm.config.engine import EngineConfig
+from raylm.config.serving import HttpConfig
+from raylm.config.source import locate
+from raylm.engine.engine import Engine
+from raylm.engine.local_client import LocalClient
+from raylm.errors import EngineDeadError
+from raylm.openai.errors import HttpError, http_error
+from raylm.openai.metrics import HttpMetrics
+from raylm.openai.served_model import EngineStats, ServedModel, Text
+from raylm.openai.service import OpenAIService
+from raylm.text.processor import TextProcessor
+
+
+class OneModel:
+    """A catalog of one model, which is always there."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    def get(self, name: str) -> ServedModel | None:
+        return self._model if name == self._model.name else None
+
+    def names(self) -> list[str]:
+        return [self._model.name]
+
+    def ready(self) -> bool:
+        return True
+
+    def stats(self) -> list[EngineStats]:
+        return []
+
+
+class Answerer:
+    """Answers batch requests as the server would, many at a time. Belongs to one event loop, once it has answered."""
+
+    def __init__(self, config: EngineConfig, engine: Engine, *, max_tokens: int, text: Text | None = None) -> None:
+        """`max_tokens` is for plain prompts that say nothing; `text` is the model's own where it is None."""
+        self.name = config.model.served_name
+        self._client = LocalClient(engine)
+        model = ServedModel(
+            name=self.name,
+            created=int(time.time()),
+            max_model_len=engine.info.max_model_len,
+            vocab_size=engine.info.vocab_size,
+            text=text or TextProcessor.load(locate(config.model.path)),
+            generator=self._client,
+        )
+        catalog = OneModel(model)
+        metrics = HttpMetrics(catalog)
+        self._service = OpenAIService(catalog, HttpConfig(), metrics)
+        self._plain = OpenAIService(catalog, HttpConfig(default_max_tokens=max_tokens), metrics)
+
+    async def answer(self, request: BatchRequest | BadLine) -> Result:
+        """The result of one line, an error too. Raises EngineDeadError when nothing can be answered any more."""
+        if isinstance(request, BadLine):
+            return failure(request)
+        try:
+            return answered(request.custom_id, 200, await self._ask(request))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            problem = http_error(error)
+            return answered(request.custom_id, problem.status, problem.body())
+
+    def close(self) -> None:
+        """Give back the engine's memory."""
+        self._client.close()
+
+    async def _ask(self, request: BatchRequest) -> bytes:
+        service = self._plain if request.is_plain else self._service
+        operation = service.chat if request.url == CHAT else service.complete
+        reply = await operation(request.body)
+        if isinstance(reply, bytes):
+            return reply
+        await reply.aclose()
+        raise HttpError(400, "stream must be false in a batch", param="stream", code="unsupported_parameter")

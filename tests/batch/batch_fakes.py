@@ -1,0 +1,114 @@
+"""A batch without Ray and without a model: the fake worker's engine answers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engines import make_engine
+from fakes import VOCAB, FakeExecutor
+
+from raylm.batch.answer import Answerer
+from raylm.batch.job import BatchSettings
+from raylm.batch.running import run_shard
+from raylm.batch.shards import Shard
+from raylm.batch.work import Report, WorkFolder
+from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from raylm.core.sampling import SamplingParams
+
+CONFIG = EngineConfig(
+    model=ModelConfig(path="fake"), scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+)
+LETTERS = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
+assert len(LETTERS) == VOCAB
+
+
+class Piece(NamedTuple):
+    text: str
+    finish_reason: str | None
+    num_tokens: int
+
+
+class LetterStream:
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+
+    def push(self, token_ids: list[int], finish_reason: str | None) -> Piece:
+        text = "".join(LETTERS[token] for token in token_ids if token)
+        for stop in self._stop:
+            if stop in text:
+                return Piece(text[: text.index(stop)], "stop", len(token_ids))
+        return Piece(text, finish_reason, len(token_ids))
+
+
+class LetterText:
+    """A token is a letter; what is none of them is a blank."""
+
+    def encode(self, prompt: str) -> list[int]:
+        return [max(LETTERS.find(letter), 1) for letter in prompt]
+
+    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+        return self.encode(" ".join(str(message["content"]) for message in messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(LETTERS[token] for token in ids)
+
+    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> LetterStream:
+        return LetterStream(params.stop)
+
+
+def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4) -> Answerer:
+    """An answerer whose engine has room for few requests at a time."""
+    engine = make_engine(executor or FakeExecutor(), queue=queue)
+    return Answerer(CONFIG, engine, max_tokens=6, text=LetterText())
+
+
+def in_process(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Iterator[Report]:
+    """What on_ray_data does, without Ray: one shard after another."""
+    with asyncio.Runner() as runner:
+        answerer = fake_answerer()
+        try:
+            for shard in todo:
+                yield runner.run(run_shard(answerer, folder, shard, keep_order=settings.keep_order))
+        finally:
+            answerer.close()
+
+
+def settings(source: Path | str, output: Path | str, **changes: Any) -> BatchSettings:
+    return BatchSettings(
+        **{"input": str(source), "output": str(output), "config": CONFIG, "shard_size": 4, "progress": False, **changes}
+    )
+
+
+def chat_line(custom_id: str, text: str = "hello", **fields: Any) -> dict[str, Any]:
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": 5, **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completion_line(custom_id: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 5, **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def write_lines(path: Path, lines: Sequence[object]) -> Path:
+    """JSON lines; bytes are written as they are."""
+    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(line + b"\n" for line in data))
+    return path
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def answer_of(result: Mapping[str, Any]) -> object:
+    """What of a result is the same in every run."""
+    response = result["response"]
+    if response is None:
+        return result["custom_id"], result["error"]
+    body = response["body"]
+    tokens = body["usage"]["total_tokens"] if "usage" in body else 0
+    return result["custom_id"], response["status_code"], body.get("choices"), body.get("error"), tokens

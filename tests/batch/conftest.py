@@ -1,0 +1,57 @@
+"""A small cluster as `ray start` makes it, in processes of its own, with what `ray job submit` needs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from ports import free_port
+from ray_cluster import Cluster, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    port, dashboard = free_port(), free_port()
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = os.environ | token | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(ROOT)}
+    env.pop("RAY_ADDRESS", None)
+    options = {
+        "node-ip-address": "127.0.0.1",
+        "port": port,
+        "num-cpus": 2,
+        "include-dashboard": "true",
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": dashboard,
+        "ray-client-server-port": free_port(),
+        # Jobs go through the agent, and without a port of its own it has none beside another cluster's.
+        "dashboard-agent-listen-port": free_port(),
+        "object-store-memory": 100 * 2**20,
+    }
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    log = tmp_path_factory.mktemp("ray") / "start.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    started = psutil.Process(process.pid)
+    try:
+        wait_for(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, "ray start")
+        assert process.poll() is None, log.read_text()
+        yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env, started)
+    finally:
+        # All at once: a polite end takes half a minute.
+        family = started.children(recursive=True)
+        process.kill()
+        for child in family:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait(30)
+        psutil.wait_procs(family, timeout=30)

@@ -1,0 +1,101 @@
+"""LocalClient: an engine of this process behind the channel's interface, fed only as its queue has room."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from engines import make_engine
+from fakes import FakeExecutor, expected_tokens
+
+from raylm.core.options import RequestOptions
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import StepResult
+from raylm.engine.local_client import LocalClient
+from raylm.errors import EngineDeadError, RequestRejected
+
+OPTIONS = RequestOptions()
+
+
+@asynccontextmanager
+async def client(executor: FakeExecutor | None = None, *, queue: int = 2) -> AsyncIterator[LocalClient]:
+    made = LocalClient(make_engine(executor or FakeExecutor(), queue=queue))
+    try:
+        yield made
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+async def collect(local: LocalClient, name: str, prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    """The tokens of every delta."""
+    return [delta.token_ids async for delta in local.generate([name], prompt, params, OPTIONS)]
+
+
+async def test_much_more_than_the_queue_holds_is_generated_and_each_comes_as_one_delta():
+    params = SamplingParams(max_tokens=9)
+    prompts = [[1 + number % 40, 2, 3] for number in range(60)]
+    async with client() as local:
+        jobs = [collect(local, str(number), prompt, params) for number, prompt in enumerate(prompts)]
+        found = await asyncio.gather(*jobs)
+    assert found == [[expected_tokens(prompt, params, 64)[0]] for prompt in prompts]
+
+
+class Paused(FakeExecutor):
+    """Gives as many results as it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(0)
+
+    def result(self) -> StepResult:
+        self.allowed.acquire()
+        return super().result()
+
+
+async def test_with_stop_strings_tokens_come_as_they_are_made_and_the_reader_may_leave():
+    executor = Paused()
+    async with client(executor) as local:
+        sequences = local.generate(["a"], [1, 2], SamplingParams(max_tokens=60, stop=("x",), ignore_eos=True), OPTIONS)
+        executor.allowed.release()
+        first = await anext(sequences)
+        assert (len(first.token_ids), first.finish_reason) == (1, None)
+        sequences.end("a")
+        executor.allowed.release(20)
+        found = await collect(local, "b", [3], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert len(found[0]) == 2
+        assert executor.num_steps < 10
+
+
+async def test_what_is_still_waiting_here_can_be_left_too():
+    async with client(queue=1) as local:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        many = [local.generate([str(number)], [1], params, OPTIONS) for number in range(30)]
+        for sequences in many[1:]:
+            await sequences.aclose()
+        assert len((await anext(many[0])).token_ids) == 20
+        assert await collect(local, "next", [2], params)
+
+
+async def test_a_refusal_reaches_its_reader_alone():
+    async with client() as local:
+        good = collect(local, "good", [1], SamplingParams(max_tokens=2, ignore_eos=True))
+        bad = collect(local, "bad", [1] * 64, SamplingParams())
+        results = await asyncio.gather(good, bad, return_exceptions=True)
+    assert isinstance(results[1], RequestRejected)
+    assert len(results[0][0]) == 2
+
+
+async def test_a_dead_engine_fails_all_that_live_and_all_that_come():
+    executor = FakeExecutor()
+    executor.fail_at = 3
+    async with client(executor) as local:
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        jobs = [collect(local, str(number), [number + 1], params) for number in range(20)]
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        assert {type(result) for result in results} == {EngineDeadError}
+        assert "told to fail" in str(results[0])
+        with pytest.raises(EngineDeadError, match="told to fail"):
+            local.generate(["late"], [1], params, OPTIONS)
