@@ -16,7 +16,8 @@ from raylm.config.resolve import resolve
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError
 
-SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3)]
+SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3), (4, 1)]
+"""The last one has more ranks than key/value heads."""
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[3 + i, 5, 7, 9 + i] * (2 + i) for i in range(6)]
 
