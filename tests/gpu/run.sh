@@ -13,18 +13,19 @@ shift
 if ! "$python" -c "import raylm_cuda" 2>/dev/null && command -v nvcc >/dev/null; then
     "$python" -m pip install --no-index --no-deps --no-build-isolation ./cuda_ext
 fi
-"$python" -m pytest tests/gpu tests/ops tests/worker "$@"
+"$python" -m pytest tests/gpu tests/ops tests/worker tests/parallel "$@"
 [ "$results" = -t ] && exit
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 : >"$results"
+parallel=()
 measure() { # NAME SEQS TOKENS CASE...: one process, one JSON line a case
     local name=$1 seqs=$2 tokens=$3 cases=()
     shift 3
     for case in "$@"; do cases+=(--case "$case"); done
     "$python" -m raylm.cli bench throughput "$folder/$name" --load-format dummy --max-model-len 8192 \
-        --max-num-batched-tokens "$tokens" --max-num-seqs "$seqs" "${cases[@]}" >>"$results"
+        --max-num-batched-tokens "$tokens" --max-num-seqs "$seqs" "${parallel[@]}" "${cases[@]}" >>"$results"
 }
 for name in llama-3.1-8b qwen3-0.6b; do
     "$python" -m raylm.cli bench shape "$name" "$folder/$name"
@@ -36,4 +37,13 @@ done
 measure llama-3.1-8b 256 8192 dec256:256:128:512
 measure llama-3.1-8b 512 8192 thr:512:1024:128 pre:64:4096:1
 measure qwen3-0.6b 1024 8192 thr:1024:256:256
+gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+if [ "$gpus" -ge 2 ]; then
+    "$python" -m raylm.cli bench all-reduce >>"$results"
+    parallel=(--tensor 2)
+    measure llama-3.1-8b 256 8192 lat1:1:128:256 lat32:32:128:256 dec256:256:128:512
+    measure llama-3.1-8b 512 8192 thr:512:1024:128
+    parallel=(--pipeline 2)
+    measure llama-3.1-8b 1024 8192 thr:512:1024:128
+fi
 cat "$results"
