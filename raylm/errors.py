@@ -38,3 +38,7 @@ class DeadlineExceeded(RaylmError):
 
 class EngineDeadError(RaylmError):
     """The engine or one of its workers died or stopped making progress; every live request of it has failed."""
+
+
+class TransferError(RaylmError):
+    """Data could not be copied from or to another process's GPU; both sides can go on without it."""

@@ -156,10 +156,21 @@ class ParallelConfig(FrozenConfig):
         return self
 
 
+class LoadConfig(FrozenConfig):
+    """Where a new replica gets its weights from."""
+
+    from_peer: bool = False
+    """Copy them over NCCL from the GPUs of a replica that already serves the model, while it goes on serving; from
+    files where there is none, or where that fails. The replicas lend their weights to new ones in turn."""
+    peer_timeout_s: float = Field(default=60.0, gt=0)
+    """What such a copy may take in all; then the files are read."""
+
+
 class EngineConfig(FrozenConfig):
     """One engine: one model on one device group."""
 
     model: ModelConfig
+    load: LoadConfig = LoadConfig()
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

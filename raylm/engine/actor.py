@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylm import log
 from raylm.config.engine import EngineConfig
@@ -31,10 +32,13 @@ class EngineAddress(NamedTuple):
 class EngineActor:
     """Owns the engine, its workers and the thread that drives them. Imports no torch."""
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup, resources: Bundle, host: str) -> None:
-        """Load the model in worker actors and start serving on `host`. Raises ConfigError, EngineDeadError."""
+    def __init__(
+        self, config: EngineConfig, group: PlacementGroup, resources: Bundle, host: str, peers: Sequence[Any] = ()
+    ) -> None:
+        """Load the model in worker actors and start serving on `host`. `peers`: the workers of another engine, to get
+        the weights from. Raises ConfigError, EngineDeadError."""
         log.configure()
-        self._engine = ray_engine(config, group=group, resources=resources)
+        self._engine, self._executor = ray_engine(config, group=group, resources=resources, peers=peers)
         self._server = EngineServer(self._engine, host=host)
         # What lives now lives as long as the actor: no collection in the middle of a step has to look through it.
         gc.freeze()
@@ -45,6 +49,10 @@ class EngineActor:
     def address(self) -> EngineAddress:
         """Returns once the engine is ready, since the constructor makes it so."""
         return EngineAddress(self._server.address, self._server.public_key, self._engine.info)
+
+    def workers(self) -> list[Any]:
+        """Handles of the workers, by rank: for another engine, which may get its weights from them."""
+        return self._executor.workers
 
     def allow(self, public_key: bytes) -> None:
         """Let clients with this CURVE key connect."""

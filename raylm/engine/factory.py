@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from raylm.executor.placement import Bundle
+    from raylm.executor.ray import RayExecutor
 
 
 def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
@@ -28,17 +29,23 @@ def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
 
 
 def ray_engine(
-    config: EngineConfig, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None] = lambda: None
-) -> Engine:
-    """An engine whose workers are Ray actors in `group`; the next plans are made while the last ones run. `release` is
-    called when it has been shut down."""
+    config: EngineConfig,
+    *,
+    group: PlacementGroup,
+    resources: Bundle,
+    release: Callable[[], None] = lambda: None,
+    peers: Sequence[Any] = (),
+) -> tuple[Engine, RayExecutor]:
+    """An engine whose workers are Ray actors in `group`, and what holds these; the next plans are made while the last
+    ones run. `release` is called when it has been shut down. `peers`: the workers of a live engine, by rank, to get the
+    weights from."""
     from raylm.executor.placement import worker_device
     from raylm.executor.ray import RayExecutor
 
     resolved = resolve(config, worker_device(resources))
     window = config.runtime.plans_in_flight or config.parallel.pipeline + 1
-    executor = RayExecutor(resolved, group=group, resources=resources, release=release)
-    return Engine(resolved, executor, plans_in_flight=window)
+    executor = RayExecutor(resolved, group=group, resources=resources, release=release, peers=peers)
+    return Engine(resolved, executor, plans_in_flight=window), executor
 
 
 def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
@@ -59,4 +66,5 @@ def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         if is_ours:
             ray.shutdown()
 
-    return ray_engine(config, group=group, resources=resources, release=release)
+    engine, _ = ray_engine(config, group=group, resources=resources, release=release)
+    return engine

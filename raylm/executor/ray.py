@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -14,9 +15,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.step import ModelInfo, StepPlan, StepResult
-from raylm.errors import ConfigError, EngineDeadError
+from raylm.errors import ConfigError, EngineDeadError, TransferError
+from raylm.executor.peers import WEIGHTS, PeerWorker, ask, watch
 from raylm.executor.placement import Bundle, worker_bundle_index
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
+from raylm.log import get_logger
+
+if TYPE_CHECKING:
+    from raylm.models.from_peer import Manifest, WeightSender
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -50,6 +58,7 @@ class WorkerActor:
 
         log.configure()
         self._config = config
+        self._tried_to_start = threading.Event()
 
     def place(self) -> WorkerPlace:
         context = ray.get_runtime_context()
@@ -63,16 +72,44 @@ class WorkerActor:
         self._meeting = MeetingPoint(ray.util.get_node_ip_address(), timeout_s=self._config.runtime.start_timeout_s)
         return self._meeting.address
 
-    def start(self, seat: WorkerSeat | None) -> ModelInfo:
-        """Load the model, or the part of it that a worker with this seat has."""
+    def start(self, seat: WorkerSeat | None, peer: Any = None) -> ModelInfo:
+        """Load the model, or the part of it that a worker with this seat has: from `peer`, the handle of the worker
+        with this seat in another engine, if there is one and it can be done."""
         if seat is not None and seat.visible_gpus:
             # Read once, when CUDA starts. Ray shows each worker its own GPU alone; ranks read each other's memory.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.visible_gpus)
-        from raylm.parallel.groups import Seat
+        from raylm.parallel.groups import Seat, set_up_libraries
         from raylm.worker.worker import Worker
 
-        self._worker = Worker(self._config, seat=None if seat is None else Seat(*seat), progress=False)
-        return self._worker.start()
+        if self._config.load.from_peer:
+            set_up_libraries(self._config.parallel, ray.util.get_node_ip_address())
+        try:
+            self._worker = Worker(
+                self._config,
+                seat=None if seat is None else Seat(*seat),
+                peer=None if peer is None else PeerWorker(peer),
+                progress=False,
+            )
+            return self._worker.start()
+        finally:
+            self._tried_to_start.set()
+
+    def wait_for_start(self) -> None:
+        """Returns once `start` has ended, well or not. That this call fails tells a peer that this worker died."""
+        self._tried_to_start.wait()
+
+    def manifest(self) -> Manifest:
+        """What this worker can lend. Raises TransferError."""
+        return self._weights().manifest
+
+    def send_weights(self, unique_id: bytes, limit_s: float, borrower: Any) -> None:
+        """Connect to `borrower`, the WorkerActor that made the id, and send it the weights. Raises TransferError."""
+        self._weights().send(unique_id, limit_s=limit_s, look=watch(ask(borrower.wait_for_start)))
+
+    def _weights(self) -> WeightSender:
+        if self._worker.weights is None:
+            raise TransferError("load.from_peer is off here")
+        return self._worker.weights
 
     def serve_steps(self, address: StepAddress, answers: bool) -> None:
         """Run plans until the channel closes. A failure goes to the engine and ends the worker."""
@@ -92,10 +129,18 @@ class RayExecutor:
     """WorkerActors behind a step channel. The death, failure or silence of one of them raises EngineDeadError."""
 
     def __init__(
-        self, config: ResolvedEngine, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None]
+        self,
+        config: ResolvedEngine,
+        *,
+        group: PlacementGroup,
+        resources: Bundle,
+        release: Callable[[], None],
+        peers: Sequence[Any] = (),
     ) -> None:
-        """`release` is called once the workers have gone."""
+        """`release` is called once the workers have gone. `peers` are the workers of a live engine, by rank, to get the
+        weights from."""
         self._config = config
+        self._peers = peers
         self._release = release
         self._workers = [_start_worker(config, group, resources, index) for index in range(config.parallel.num_workers)]
         self._channel: PlanSender | None = None
@@ -111,7 +156,11 @@ class RayExecutor:
             met: list[str] = self._all([self._workers[0].meeting_point.remote()], deadline)
             seats = [_seat(rank, places, met[0]) for rank in range(len(places))]
         infos: list[ModelInfo] = self._all(
-            [worker.start.remote(seat) for worker, seat in zip(self._workers, seats, strict=True)], deadline
+            [
+                worker.start.remote(seat, peer)
+                for worker, seat, peer in zip(self._workers, seats, self._peer_of_each(), strict=True)
+            ],
+            deadline,
         )
         self._channel = PlanSender(_hosts(places))
         answering = len(self._workers) - self._config.parallel.tensor
@@ -154,6 +203,18 @@ class RayExecutor:
             self._workers = []
             self._release()
 
+    @property
+    def workers(self) -> list[Any]:
+        """Their handles, by rank once `start` has returned."""
+        return list(self._workers)
+
+    def _peer_of_each(self) -> list[Any]:
+        peers, self._peers = self._peers, ()
+        if peers and len(peers) != len(self._workers):
+            logger.warning("load.from_peer: the peer has %d workers, this engine %d", len(peers), len(self._workers))
+            peers = ()
+        return list(peers) or [None] * len(self._workers)
+
     def _started(self) -> PlanSender:
         if self._channel is None:
             raise RuntimeError("the executor has not been started")
@@ -193,7 +254,7 @@ class RayExecutor:
 def _start_worker(config: ResolvedEngine, group: PlacementGroup, resources: Bundle, index: int) -> Any:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=worker_bundle_index(index))
     return (
-        ray.remote(WorkerActor)
+        ray.remote(concurrency_groups={WEIGHTS: 1})(WorkerActor)
         .options(
             num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy, max_restarts=0
         )

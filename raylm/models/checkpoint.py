@@ -5,8 +5,9 @@ No file is mapped and no tensor is held whole, so that loading needs little more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -108,3 +109,16 @@ class CheckpointTensor:
 def plain(dtype: torch.dtype) -> Encoding:
     """Values one after another, little-endian."""
     return Encoding(1, dtype.itemsize, lambda raw: torch.from_numpy(raw).view(dtype))
+
+
+def digest(tensors: Iterable[CheckpointTensor]) -> str:
+    """Tells checkpoints apart without reading all of them: by the name, the shape and the first row of every tensor.
+    Training, merging and conversion change some of these."""
+    found = sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        found.update(f"{tensor.name} {list(tensor.shape)} ".encode())
+        # A row of a vector is one value: all of them.
+        rows = tensor.shape[0] if len(tensor.shape) == 1 else tensor.row_unit
+        for _, piece in tensor.pieces(0, rows) if tensor.shape else ():
+            found.update(piece.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()

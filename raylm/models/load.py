@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.log import get_logger
+from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
+from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
 from raylm.models.registry import model_class
 from raylm.models.weights import WeightLoader, fill_dummy
@@ -15,6 +21,8 @@ from raylm.parallel.context import ParallelContext
 
 _FORMATS = {"gguf": "gguf", "folder": "safetensors"}
 """Kind of source -> the format of its weights."""
+
+logger = get_logger(__name__)
 
 
 @torch.inference_mode()
@@ -28,24 +36,42 @@ def load_model(
     attention: AttentionBackend = RAYLM,
     seed: int = 0,
     progress: bool = True,
+    fill: Callable[[DecoderModel], bool] = lambda model: False,
 ) -> DecoderModel:
     """Build the model of `arch` on the context's device and fill it from `source`; it is ready for inference.
 
-    `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`.
+    `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. `fill` is
+    tried first and may fill the model from elsewhere; it says whether it has.
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     native = _FORMATS[source.kind]
     if load_format not in ("auto", "dummy", native):
         raise ConfigError(f"model.load_format is {load_format!r}, but {source.path} allows: auto, dummy, {native}")
     model = model_class(arch.architecture)(arch, context, dtype, attention)
+    if fill(model):
+        return model
+    began = time.monotonic()
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
-    elif source.kind == "gguf":
+    else:
+        table = model.GGUF_WEIGHTS if source.kind == "gguf" else model.WEIGHTS
+        WeightLoader(model, progress=progress).load(_tensors(source, arch), table)
+    seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
+    origin = f"seed {seed}" if load_format == "dummy" else source.path
+    logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
+    return model
+
+
+def checkpoint_digest(source: ModelSource, arch: ArchConfig, load_format: str, *, seed: int) -> str:
+    """Equal for equal weights, read here or on another node. Raises ConfigError where the checkpoint is damaged."""
+    return f"seed {seed}" if load_format == "dummy" else checkpoint.digest(_tensors(source, arch))
+
+
+def _tensors(source: ModelSource, arch: ArchConfig) -> list[CheckpointTensor]:
+    if source.kind == "gguf":
         from raylm.models.gguf import gguf_tensors
 
-        WeightLoader(model, progress=progress).load(gguf_tensors(source.path, arch), model.GGUF_WEIGHTS)
-    else:
-        from raylm.models.safetensors import folder_tensors
+        return gguf_tensors(source.path, arch)
+    from raylm.models.safetensors import folder_tensors
 
-        WeightLoader(model, progress=progress).load(folder_tensors(source.path), model.WEIGHTS)
-    return model
+    return folder_tensors(source.path)

@@ -68,7 +68,7 @@ def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeo
     timeout = timedelta(seconds=timeout_s)
     tensor, stages = parallel.tensor, parallel.pipeline
     stage, tensor_rank = divmod(seat.rank, tensor)
-    _set_up_libraries(parallel, seat.node_ip)
+    set_up_libraries(parallel, seat.node_ip)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=TCPStore(host, int(port), is_master=False, timeout=timeout),
@@ -121,7 +121,7 @@ def _reducer(
     return reducer
 
 
-def _set_up_libraries(parallel: ParallelConfig, node_ip: str) -> None:
+def set_up_libraries(parallel: ParallelConfig, node_ip: str) -> None:
     """NCCL and gloo are told through the environment alone; what a user has set there wins, but for multicast."""
     os.environ["NCCL_NVLS_ENABLE"] = "1" if parallel.multicast else "0"
     interface = interface_of(node_ip)

@@ -17,7 +17,8 @@ from raylm.engine.messages import Load
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle
 from raylm.serving.autoscaling import RUNNING, WAITING
-from raylm.serving.directory import REPORT_EVERY_S, EngineEntry, find_directory
+from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, EngineEntry, find_directory
+from raylm.serving.peers import engine_name, find_peers
 
 logger = log.get_logger(__name__)
 
@@ -36,12 +37,20 @@ class ModelReplica:
         self._directory_name = directory
         self._reporter: asyncio.Task[None] | None = None
         self._allowed: set[bytes] = set()
+        peers = await self._peers()
         group = ray.util.get_current_placement_group()
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         self._engine = (
             ray.remote(EngineActor)
-            .options(num_cpus=ENGINE_CPUS, scheduling_strategy=strategy, max_concurrency=8, max_restarts=0)
-            .remote(config.engine, group, resources, _listen_address(host))
+            .options(
+                num_cpus=ENGINE_CPUS,
+                scheduling_strategy=strategy,
+                max_concurrency=8,
+                max_restarts=0,
+                name=engine_name(self._engine_id),
+                namespace=NAMESPACE,
+            )
+            .remote(config.engine, group, resources, _listen_address(host), peers)
         )
         self._address: EngineAddress = await self._engine.address.remote()
         self._load = Load(0, 0, 0.0)
@@ -78,6 +87,13 @@ class ModelReplica:
             logger.warning("engine %s ended before its drain did: %s", self._engine_id, error)
         finally:
             ray.kill(self._engine)
+
+    async def _peers(self) -> list[Any]:
+        """The workers of a replica that serves the model already, where the weights may come from one."""
+        load = self._config.engine.load
+        if not load.from_peer:
+            return []
+        return await find_peers(self._directory(), self._name, limit_s=load.peer_timeout_s)
 
     async def _drained(self) -> None:
         deadline = time.monotonic() + self._config.drain_timeout_s

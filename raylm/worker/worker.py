@@ -14,13 +14,14 @@ from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import locate
 from raylm.core.step import ModelInfo, StepPlan, StepResult
-from raylm.errors import ConfigError
+from raylm.errors import ConfigError, TransferError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
-from raylm.models.load import load_model
+from raylm.models.from_peer import Peer, WeightSender, receive_weights
+from raylm.models.load import checkpoint_digest, load_model
 from raylm.parallel.collectives import agree_on_min
 from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
@@ -55,15 +56,26 @@ class _CacheSize(NamedTuple):
 class Worker:
     """Owns one device from start to end; every step goes through the one ModelRunner."""
 
-    def __init__(self, config: ResolvedEngine, *, seat: Seat | None = None, progress: bool = True) -> None:
-        """`seat`: this worker's place among those that share the model; None for the only one. Raises ConfigError."""
+    def __init__(
+        self,
+        config: ResolvedEngine,
+        *,
+        seat: Seat | None = None,
+        peer: Peer | None = None,
+        progress: bool = True,
+    ) -> None:
+        """`seat`: this worker's place among those that share the model; None for the only one. `peer`: the worker of
+        the same place in a live engine, for load.from_peer. Raises ConfigError."""
         self._config = config
         self._seat = seat
+        self._peer = peer
         self._progress = progress
         self._device = choose_device(config.runtime.device)
         if seat is not None and self._device.type == "cuda":
             self._device = torch.device("cuda", seat.gpu)
         self._runner: ModelRunner | None = None
+        self.weights: WeightSender | None = None
+        """What a new replica's worker of this place gets its weights from; with load.from_peer, once they are here."""
 
     @property
     def overlaps(self) -> bool:
@@ -137,6 +149,9 @@ class Worker:
         arch = ArchConfig.from_source(source)
         dtype = choose_dtype(config.dtype, arch.dtype, self._device)
         attention = self._choose_attention(arch, dtype)
+        digest = None
+        if self._config.load.from_peer:
+            digest = checkpoint_digest(source, arch, config.load_format, seed=config.seed)
         with memory.out_of_memory(self._device, f"the weights of {config.served_name}, {_name(dtype)}, did not fit"):
             model = load_model(
                 source,
@@ -147,8 +162,23 @@ class Worker:
                 attention=attention,
                 seed=config.seed,
                 progress=self._progress,
+                fill=lambda model: digest is not None and self._receive(model, digest),
             )
+        if digest is not None:
+            self.weights = WeightSender(model, digest)
         return _Loaded(model, arch, dtype, captures_graphs(self._config.runtime, self._device, attention))
+
+    def _receive(self, model: DecoderModel, digest: str) -> bool:
+        """Get the weights from the peer; where they do not come from it, the log says why."""
+        peer, self._peer = self._peer, None
+        try:
+            if peer is None:
+                raise TransferError("there is none")
+            receive_weights(model, digest, peer, limit_s=self._config.load.peer_timeout_s)
+        except TransferError as error:
+            logger.warning("weights: not from a live peer (load.from_peer): %s", error)
+            return False
+        return True
 
     def _choose_attention(self, arch: ArchConfig, dtype: torch.dtype) -> AttentionBackend:
         """What attention runs on. Raises ConfigError."""
