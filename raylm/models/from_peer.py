@@ -138,6 +138,8 @@ class WeightSender:
 
         Raises TransferError after `limit_s` at the latest.
         """
+        if (problem := self._wires.missing(self._device)) is not None:
+            raise TransferError(problem)
         deadline = time.monotonic() + limit_s
         with self._wires.connect(
             unique_id, rank=_SENDER, size=2, device=self._device, limit_s=limit_s, look=look

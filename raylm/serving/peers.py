@@ -28,20 +28,23 @@ async def find_peers(directory: Any, model: str, *, limit_s: float) -> list[Any]
         return await asyncio.wait_for(_find(directory, model), limit_s)
     except TimeoutError:
         logger.warning("load.from_peer: no replica of %s has answered within %g s", model, limit_s)
-    except (ray.exceptions.RayError, ValueError) as error:
-        logger.warning("load.from_peer: a replica of %s has just ended: %s", model, error)
+    except ray.exceptions.RayError as error:
+        logger.warning("load.from_peer: the directory did not answer: %s", error)
     return []
 
 
 async def _find(directory: Any, model: str) -> list[Any]:
     snapshot: Snapshot = await directory.watch.remote(0)
     ready = [entry for entry in snapshot.entries if entry.model == model and entry.state == "ready"]
-    if not ready:
-        logger.info("load.from_peer: no other replica serves %s", model)
-        return []
-    engine = ray.get_actor(engine_name(min(ready, key=_busy).engine_id), namespace=NAMESPACE)
-    workers: list[Any] = await engine.workers.remote()
-    return workers
+    for entry in sorted(ready, key=_busy):
+        try:
+            engine = ray.get_actor(engine_name(entry.engine_id), namespace=NAMESPACE)
+            workers: list[Any] = await engine.workers.remote()
+            return workers
+        except (ray.exceptions.RayError, ValueError) as error:
+            logger.warning("load.from_peer: engine %s has just ended: %s", entry.engine_id, error)
+    logger.info("load.from_peer: no other replica serves %s", model)
+    return []
 
 
 def _busy(entry: EngineEntry) -> tuple[int, float]:

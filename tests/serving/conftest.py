@@ -28,6 +28,7 @@ def serve_url() -> Iterator[str]:
         model = config["applications"][0]["args"]["models"][0]
         model["engine"] = {
             "model": {"path": "smollm2-135m", "max_model_len": 2048},
+            "load": {"from_peer": True},  # Which a CPU cannot do: it reads files, after all that comes before.
             "cache": {"cpu_memory_gib": 0.25},
             "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 256, "max_queued_requests": QUEUE},
         }
