@@ -21,7 +21,7 @@ class PeerWorker:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._look: Callable[[], None] = lambda: None
+        self._sent: ray.ObjectRef[None] | None = None
 
     def manifest(self, limit_s: float) -> Manifest:
         found: Manifest = _get(ask(self._worker.manifest), limit_s)
@@ -29,10 +29,15 @@ class PeerWorker:
 
     def start_sending(self, unique_id: bytes, limit_s: float) -> None:
         this_worker = ray.get_runtime_context().current_actor
-        self._look = watch(ask(self._worker.send_weights, unique_id, limit_s, this_worker))
+        self._sent = ask(self._worker.send_weights, unique_id, limit_s, this_worker)
 
     def check(self) -> None:
-        self._look()
+        if self._sent is not None:
+            watch(self._sent)()
+
+    def wait_sent(self, limit_s: float) -> None:
+        if self._sent is not None:
+            _get(self._sent, limit_s)
 
 
 def ask(method: Any, *args: object) -> ray.ObjectRef[Any]:

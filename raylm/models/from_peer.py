@@ -89,6 +89,10 @@ class Peer(Protocol):
         """Raise TransferError when it has failed or died."""
         ...
 
+    def wait_sent(self, limit_s: float) -> None:
+        """Return when it knows that all has been received."""
+        ...
+
 
 class Link(AbstractContextManager["Link"], Protocol):
     """What a transfer needs of a Communicator."""
@@ -145,6 +149,7 @@ class WeightSender:
             unique_id, rank=_SENDER, size=2, device=self._device, limit_s=limit_s, look=look
         ) as link:
             link.send(self._parameters, _RECEIVER)
+            link.receive([_receipt(self._device)], _RECEIVER)
             link.wait(max(deadline - time.monotonic(), 0), look)
 
 
@@ -178,8 +183,10 @@ def receive_weights(
         connected = time.monotonic()
         parameters = [x.data for x in model.parameters()]
         link.receive(parameters, _SENDER)
+        link.send([_receipt(device)], _SENDER)
         link.wait(left(), peer.check)
-    seconds = time.monotonic() - connected
+        seconds = time.monotonic() - connected
+        peer.wait_sent(left())
     size = sum(x.nbytes for x in parameters)
     logger.info(
         "weights: %.2f GB from a live peer: %.2f s to connect, %.3f s to copy (%.1f GB/s)",
@@ -188,6 +195,11 @@ def receive_weights(
         seconds,
         size / 1e9 / seconds,
     )
+
+
+def _receipt(device: torch.device) -> Tensor:
+    """What the receiver sends back once it has everything: the sender must not close its end before."""
+    return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
 def _place(rank: list[int]) -> str:

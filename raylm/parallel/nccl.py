@@ -122,7 +122,8 @@ class Communicator:
             raise
 
     def close(self) -> None:
-        """Give everything back, after the work that is queued."""
+        """Give everything back, after the work that is queued. Others may still read what this rank has sent out of its
+        memory: close only once they are known to have received it."""
         self._comm.destroy()
 
     def abort(self) -> None:
