@@ -171,9 +171,10 @@ class Worker:
     def _receive(self, model: DecoderModel, digest: str) -> bool:
         """Get the weights from the peer; where they do not come from it, the log says why."""
         peer, self._peer = self._peer, None
+        if peer is None:
+            logger.info("weights: not from a live peer (load.from_peer): there is none")
+            return False
         try:
-            if peer is None:
-                raise TransferError("there is none")
             receive_weights(model, digest, peer, limit_s=self._config.load.peer_timeout_s)
         except TransferError as error:
             logger.warning("weights: not from a live peer (load.from_peer): %s", error)

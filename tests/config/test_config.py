@@ -30,6 +30,7 @@ MODEL = {"path": "smollm2-135m"}
         ({"model": {**MODEL, "dtype": "int3"}}, ["'model.dtype'", "'int3'", "'float32'", "'bfloat16'"]),
         ({"model": MODEL, "runtime": {"attention": "xformers"}}, ["'runtime.attention'", "'flash_attn'", "'torch'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
+        ({"model": MODEL, "load": {"peer_timeout_s": 0}}, ["'load.peer_timeout_s'", "value 0", "greater than 0"]),
         ({"model": MODEL, "cache": {"gpu_memory_utilization": 1.5}}, ["'cache.gpu_memory_utilization'", "1.5"]),
         ({"model": MODEL, "cache": {"cpu_memory_gib": float("nan")}}, ["'cache.cpu_memory_gib'", "finite"]),
         (
