@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raylm import log
 from raylm.config.engine import EngineConfig
 from raylm.core.step import ModelInfo
-from raylm.engine.factory import ray_engine
+from raylm.engine.factory import engine_over, ray_executor
 from raylm.engine.messages import Load
 from raylm.engine.server import EngineServer
 from raylm.errors import EngineDeadError
@@ -38,7 +38,8 @@ class EngineActor:
         """Load the model in worker actors and start serving on `host`. `peers`: the workers of another engine, to get
         the weights from. Raises ConfigError, EngineDeadError."""
         log.configure()
-        self._engine, self._executor = ray_engine(config, group=group, resources=resources, peers=peers)
+        self._executor = ray_executor(config, group=group, resources=resources, peers=peers)
+        self._engine = engine_over(self._executor)
         self._server = EngineServer(self._engine, host=host)
         # What lives now lives as long as the actor: no collection in the middle of a step has to look through it.
         gc.freeze()

@@ -29,23 +29,34 @@ def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
 
 
 def ray_engine(
+    config: EngineConfig, *, group: PlacementGroup, resources: Bundle, release: Callable[[], None] = lambda: None
+) -> Engine:
+    """An engine whose workers are Ray actors in `group`; the next plans are made while the last ones run. `release` is
+    called when it has been shut down."""
+    return engine_over(ray_executor(config, group=group, resources=resources, release=release))
+
+
+def ray_executor(
     config: EngineConfig,
     *,
     group: PlacementGroup,
     resources: Bundle,
     release: Callable[[], None] = lambda: None,
     peers: Sequence[Any] = (),
-) -> tuple[Engine, RayExecutor]:
-    """An engine whose workers are Ray actors in `group`, and what holds these; the next plans are made while the last
-    ones run. `release` is called when it has been shut down. `peers`: the workers of a live engine, by rank, to get the
-    weights from."""
+) -> RayExecutor:
+    """Workers in `group`, not started yet. `peers`: those of a live engine, by rank, to get the weights from."""
     from raylm.executor.placement import worker_device
     from raylm.executor.ray import RayExecutor
 
     resolved = resolve(config, worker_device(resources))
+    return RayExecutor(resolved, group=group, resources=resources, release=release, peers=peers)
+
+
+def engine_over(executor: RayExecutor) -> Engine:
+    """The engine of these workers, which it starts."""
+    config = executor.config
     window = config.runtime.plans_in_flight or config.parallel.pipeline + 1
-    executor = RayExecutor(resolved, group=group, resources=resources, release=release, peers=peers)
-    return Engine(resolved, executor, plans_in_flight=window), executor
+    return Engine(config, executor, plans_in_flight=window)
 
 
 def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
@@ -66,5 +77,4 @@ def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         if is_ours:
             ray.shutdown()
 
-    engine, _ = ray_engine(config, group=group, resources=resources, release=release)
-    return engine
+    return ray_engine(config, group=group, resources=resources, release=release)

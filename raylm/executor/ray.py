@@ -204,6 +204,10 @@ class RayExecutor:
             self._release()
 
     @property
+    def config(self) -> ResolvedEngine:
+        return self._config
+
+    @property
     def workers(self) -> list[Any]:
         """Their handles, by rank once `start` has returned."""
         return list(self._workers)

@@ -91,7 +91,7 @@ def start(folder: Path, peers: Sequence[Any] = ()) -> tuple[Any, Any, float]:
     """An engine, what holds its workers, and the seconds that its start took."""
     from ray.util.placement_group import remove_placement_group
 
-    from raylm.engine.factory import ray_engine
+    from raylm.engine.factory import engine_over, ray_executor
     from raylm.executor.cluster import reserve
 
     config = EngineConfig.model_validate(
@@ -103,9 +103,10 @@ def start(folder: Path, peers: Sequence[Any] = ()) -> tuple[Any, Any, float]:
     )
     group, worker = reserve(config)
     began = time.perf_counter()
-    engine, executor = ray_engine(
+    executor = ray_executor(
         config, group=group, resources=worker, release=lambda: remove_placement_group(group), peers=peers
     )
+    engine = engine_over(executor)
     return engine, executor, time.perf_counter() - began
 
 

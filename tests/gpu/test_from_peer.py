@@ -85,7 +85,7 @@ def test_an_engine_starts_with_a_busy_ones_weights(tmp_path: Path, cluster: None
     """Dummy weights, changed in the live engine, so that they can come from nowhere else."""
     from ray.util.placement_group import remove_placement_group
 
-    from raylm.engine.factory import ray_engine
+    from raylm.engine.factory import engine_over, ray_executor
     from raylm.executor.cluster import reserve
 
     config = EngineConfig.model_validate(
@@ -98,26 +98,27 @@ def test_an_engine_starts_with_a_busy_ones_weights(tmp_path: Path, cluster: None
         }
     )
     (first_group, worker), (second_group, _) = reserve(config), reserve(config)
-    live, executor = ray_engine(
+    executor = ray_executor(
         config, group=first_group, resources=worker, release=lambda: remove_placement_group(first_group)
     )
+    live = engine_over(executor)
     drawn = _in_worker(executor.workers[0], _change)
     changed = _in_worker(executor.workers[0], _digest)
     assert not set(drawn) & set(changed)
     with ThreadPoolExecutor(1) as thread:
-        started = thread.submit(
-            ray_engine,
+        new_executor = ray_executor(
             config,
             group=second_group,
             resources=worker,
             release=lambda: remove_placement_group(second_group),
             peers=executor.workers,
         )
+        started = thread.submit(engine_over, new_executor)
         # Ever new numbers of rows: their graphs are captured while the weights are sent.
         meanwhile = []
         while not started.done():
             meanwhile.append(_generate(live, 1 + len(meanwhile) % 24))
-        new, new_executor = started.result()
+        new = started.result()
     try:
         assert _in_worker(new_executor.workers[0], _digest) == changed
         assert _in_worker(executor.workers[0], _digest) == changed
