@@ -134,7 +134,8 @@ class WeightSender:
         """`checkpoint` is the digest of what `model` was loaded from."""
         self.manifest = Manifest.of(model, checkpoint)
         self._parameters = [x.data for x in model.parameters()]
-        self._device = model.context.device
+        # With its index, which the context's may lack.
+        self._device = self._parameters[0].device
         self._wires = wires
 
     def send(self, unique_id: bytes, *, limit_s: float, look: Callable[[], None]) -> None:
@@ -148,8 +149,9 @@ class WeightSender:
         with self._wires.connect(
             unique_id, rank=_SENDER, size=2, device=self._device, limit_s=limit_s, look=look
         ) as link:
+            receipt = _receipt(self._device)
             link.send(self._parameters, _RECEIVER)
-            link.receive([_receipt(self._device)], _RECEIVER)
+            link.receive([receipt], _RECEIVER)
             link.wait(max(deadline - time.monotonic(), 0), look)
 
 
@@ -165,7 +167,8 @@ def receive_weights(
 
     Raises TransferError with the reason, after some `limit_s` at the latest; the model's weights are undefined then.
     """
-    device = model.context.device
+    parameters = [x.data for x in model.parameters()]
+    device = parameters[0].device
     if (problem := wires.missing(device)) is not None:
         raise TransferError(problem)
     began = time.monotonic()
@@ -181,9 +184,9 @@ def receive_weights(
     peer.start_sending(unique_id, left())
     with wires.connect(unique_id, rank=_RECEIVER, size=2, device=device, limit_s=left(), look=peer.check) as link:
         connected = time.monotonic()
-        parameters = [x.data for x in model.parameters()]
+        receipt = _receipt(device)
         link.receive(parameters, _SENDER)
-        link.send([_receipt(device)], _SENDER)
+        link.send([receipt], _SENDER)
         link.wait(left(), peer.check)
         seconds = time.monotonic() - connected
         peer.wait_sent(left())

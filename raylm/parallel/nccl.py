@@ -54,8 +54,8 @@ def make_id() -> bytes:
 class Communicator:
     """One process's end. One thread at a time may use it, but for `abort`.
 
-    Work is queued on a stream of its own, which knows nothing of the streams that wrote what is sent or will read what
-    is received: `stream` is there to wait on and for. Tensors must live until `wait` has returned.
+    Work is queued on a stream of its own, `stream`, behind what the caller's current stream has been given by then.
+    What is received may be read once `wait` has returned, or behind `stream`. Tensors must live until then.
     """
 
     def __init__(self, comm: NcclCommunicator, *, rank: int, size: int, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Communicator:
         look: Callable[[], None] = lambda: None,
     ) -> Communicator:
         """Meet the other ranks and say a byte to each, which makes all connections: nothing that is queued later waits
-        for another process on the host.
+        for another process on the host. `device` is a GPU with its index.
 
         `look` is called ten times a second meanwhile; what it raises ends the wait. Raises TransferError, after
         `limit_s` at the latest.
@@ -149,7 +149,6 @@ class Communicator:
     def _greet(self) -> None:
         with torch.cuda.device(self._device), _translated():
             said, heard = torch.zeros(2, self.size, dtype=torch.uint8, device=self._device)
-            self.stream.wait_stream(torch.cuda.current_stream())
             others = [rank for rank in range(self.size) if rank != self.rank]
             self._exchange(
                 [(self._comm.send, said[rank : rank + 1], rank) for rank in others]
@@ -167,6 +166,7 @@ class Communicator:
             if not x.is_contiguous() or x.device != self._device:
                 raise ValueError(f"a tensor {tuple(x.shape)} on {x.device} is not contiguous on {self._device}")
         with torch.cuda.device(self._device), _translated():
+            self.stream.wait_stream(torch.cuda.current_stream())
             nccl.groupStart()
             try:
                 for call, x, rank in calls:
