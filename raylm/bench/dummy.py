@@ -1,5 +1,6 @@
 """Models without weights to measure with (load_format dummy): one of no cost, for the stack around it, and the shapes
-of public ones. Their tokenizer has one token a byte."""
+of public ones. Their tokenizer has one token a byte, and a word of its own for every other id: what a random model says
+is text, so that each token reaches a client as it would from a trained one."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 def write_dummy(folder: Path, *, num_layers: int = 1, max_position: int = 8192) -> Path:
     """Write a folder with config.json and a tokenizer; load it with load_format dummy."""
-    _write_tokenizer(folder)
+    _write_tokenizer(folder, _VOCAB)
     _write(folder / "config.json", _config(num_layers, max_position))
     return folder
 
@@ -85,14 +86,15 @@ def write_shape(name: str, folder: Path) -> Path:
     """Write a folder with the config.json of a public model, one of SHAPES. Raises ConfigError."""
     if name not in SHAPES:
         raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
-    _write_tokenizer(folder)
+    _write_tokenizer(folder, int(str(SHAPES[name]["vocab_size"])))
     _write(folder / "config.json", {**SHAPES[name], "torch_dtype": "bfloat16", "hidden_act": "silu"})
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate(_BYTES)} | {_EOS: _VOCAB - 1}
+    vocab |= {f"\u0120w{index}": index for index in range(_VOCAB, vocab_size)}  # \u0120 stands for a space.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

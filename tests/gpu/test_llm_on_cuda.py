@@ -15,6 +15,7 @@ import torch
 from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
+from raylm.config.resolve import resolve
 from raylm.config.source import locate
 from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import ConfigError
@@ -217,7 +218,7 @@ def test_a_worker_takes_the_next_plan_while_its_gpu_computes(folder: Path) -> No
     config = EngineConfig.model_validate(
         {"model": {"path": str(folder), "max_model_len": 64}, "runtime": {"device": "cuda"}, "cache": {"num_blocks": 9}}
     )
-    worker = Worker(config, progress=False)
+    worker = Worker(resolve(config, "cuda"), progress=False)
     worker.start()
     sender = PlanSender()
     prompt = [5, 6, 7]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import rendered
-from raylm.serving.metrics import HttpMetrics
+from raylm.openai.metrics import HttpMetrics
 from raylm.serving.served_model import EngineStats
 
 DOCKERFILE = rendered.ROOT / "deployments" / "Dockerfile"

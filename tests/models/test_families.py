@@ -115,7 +115,7 @@ def test_gemma3_inside_a_checkpoint_with_vision(tmp_path: Path) -> None:
 
 
 def test_one_rotary_table_for_equal_settings(tmp_path: Path) -> None:
-    tables = [layer.self_attn._rotary.data_ptr() for layer in load(checkpoints.gemma3(tmp_path)).layers]
+    tables = [layer.self_attn._rotary.data_ptr() for layer in load(checkpoints.gemma3(tmp_path)).layers.values()]
     assert len(set(tables)) == 2
     assert tables[0] == tables[1] == tables[3] != tables[2]
 
