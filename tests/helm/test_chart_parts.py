@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import rendered
-from raylm.openai.metrics import HttpMetrics
 from raylm.serving.served_model import EngineStats
+
+from raylm.openai.metrics import HttpMetrics
 
 DOCKERFILE = rendered.ROOT / "deployments" / "Dockerfile"
 
