@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import rendered
-from raylm.serving.served_model import EngineStats
 
 from raylm.openai.metrics import HttpMetrics
+from raylm.openai.served_model import EngineStats
 
 DOCKERFILE = rendered.ROOT / "deployments" / "Dockerfile"
 
