@@ -184,3 +184,9 @@ class EngineConfig(FrozenConfig):
                 f"runtime.plans_in_flight is {window}; with parallel.pipeline {most - 1} it may be {most} at most"
             )
         return self
+
+    @model_validator(mode="after")
+    def _gpu_type_needs_gpus(self) -> EngineConfig:
+        if self.parallel.gpu_type is not None and self.runtime.device == "cpu":
+            raise ValueError(f"parallel.gpu_type is {self.parallel.gpu_type}, but runtime.device is cpu")
+        return self

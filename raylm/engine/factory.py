@@ -70,7 +70,12 @@ def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
 
     from raylm.executor.cluster import reserve
 
-    group, resources = reserve(config)
+    try:
+        group, resources = reserve(config)
+    except BaseException:
+        if is_ours:
+            ray.shutdown()
+        raise
 
     def release() -> None:
         remove_placement_group(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import ray
 from ray.autoscaler.sdk import request_resources
@@ -14,15 +13,16 @@ from raylm.errors import ConfigError
 from raylm.executor.placement import (
     Bundle,
     NodeResources,
-    Strategy,
-    bundle_labels,
-    choose_strategy,
+    Placement,
+    choose_placement,
     describe_shortage,
-    engine_bundles,
+    stage_bundles,
     worker_resources,
 )
 
 _POLL_S = 0.5
+_LEAST_WAIT_S = 5.0
+"""What Ray may take to place bundles for which there is room."""
 
 
 def cluster_nodes() -> list[NodeResources]:
@@ -36,26 +36,26 @@ def cluster_nodes() -> list[NodeResources]:
     ]
 
 
-def plan_bundles(config: EngineConfig) -> tuple[Bundle, list[Bundle]]:
-    """What Ray sets aside for one worker, and all bundles of one engine."""
-    worker = worker_resources(config, cluster_has_gpu=any(node.gpus for node in cluster_nodes()))
-    return worker, engine_bundles(worker, num_workers=config.parallel.num_workers)
+def plan_worker(config: EngineConfig) -> Bundle:
+    """What Ray sets aside for one worker."""
+    return worker_resources(config, cluster_has_gpu=any(node.gpus for node in cluster_nodes()))
 
 
-def wait_for_room(config: EngineConfig, bundles: Sequence[Bundle]) -> Strategy:
-    """How to spread the bundles over the cluster. Where no node is large enough the autoscaler is asked for them, if
-    there is one. Raises ConfigError with the cluster's resources after parallel.placement_timeout_s."""
+def wait_for_room(config: EngineConfig, worker: Bundle) -> Placement:
+    """How to spread the engine over the cluster. Where its nodes are too small or too few the autoscaler is asked for
+    others, if there is one. Raises ConfigError with the cluster's resources after parallel.placement_timeout_s."""
     deadline = time.monotonic() + config.parallel.placement_timeout_s
     asked = False
     try:
         while True:
             try:
-                return choose_strategy(config, bundles, cluster_nodes())
-            except ConfigError:
+                return choose_placement(config, worker, cluster_nodes())
+            except ConfigError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    waited = f"after parallel.placement_timeout_s {config.parallel.placement_timeout_s:g} s"
+                    raise ConfigError(f"{error}, {waited}") from None
             if not asked:
-                request_resources(bundles=[dict(bundle) for bundle in bundles])
+                request_resources(bundles=stage_bundles(config, worker))
                 asked = True
             time.sleep(_POLL_S)
     finally:
@@ -64,20 +64,21 @@ def wait_for_room(config: EngineConfig, bundles: Sequence[Bundle]) -> Strategy:
 
 
 def reserve(config: EngineConfig, *, name: str = "") -> tuple[PlacementGroup, Bundle]:
-    """A placement group for one engine, ready to use; `name` is for finding it again.
+    """A placement group for one engine, ready to use, and what it has for each worker; `name` is for finding it again.
 
     Raises ConfigError when it cannot be had in time.
     """
-    worker, bundles = plan_bundles(config)
-    strategy = wait_for_room(config, bundles)
-    labels = bundle_labels(config, bundles)
-    group = placement_group(bundles, strategy=strategy, name=name, bundle_label_selector=labels)
+    worker = plan_worker(config)
     timeout = config.parallel.placement_timeout_s
-    if not group.wait(timeout):
-        remove_placement_group(group)
+    deadline = time.monotonic() + timeout
+    bundles, strategy, labels = wait_for_room(config, worker)
+    group = placement_group(bundles, strategy=strategy, name=name, bundle_label_selector=labels)
+    if not group.wait(max(deadline - time.monotonic(), _LEAST_WAIT_S)):
         free = ray.available_resources()
+        remove_placement_group(group)
         raise ConfigError(
-            f"{describe_shortage(config, bundles, cluster_nodes())}; after parallel.placement_timeout_s {timeout:g} s "
-            f"there were free: {free.get('GPU', 0):g} GPU, {free.get('CPU', 0):g} CPU"
+            f"{describe_shortage(config, worker, cluster_nodes())}; others use them: after "
+            f"parallel.placement_timeout_s {timeout:g} s {free.get('GPU', 0):g} GPU and {free.get('CPU', 0):g} CPU "
+            "were free in all"
         )
     return group, worker

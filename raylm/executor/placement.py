@@ -1,10 +1,13 @@
-"""The placement group of one engine: pure arithmetic, used by the executor and by the Serve replica alike.
+"""Where an engine's processes go: pure arithmetic, used by the executor and by the Serve replica alike.
 
-Bundle 0 holds the processes without a device (the replica and the engine actor), bundle 1 + i a worker.
+Bundle 0 of a placement group holds the processes without a device (the replica and the engine actor). Each of the
+others holds one worker, or, where no node is large enough for all, the tensor group of one stage: Ray never cuts a
+bundle in two, so the ranks of a tensor group share a node wherever the stages go.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -19,7 +22,19 @@ GPU_WORKER_CPUS = 0.5
 GPU_TYPE_LABEL = "ray.io/accelerator-type"
 
 Bundle = dict[str, float]
+_ENGINE: Bundle = {"CPU": REPLICA_CPUS + ENGINE_CPUS}
 Strategy = Literal["STRICT_PACK", "PACK"]
+_ROUNDING = 1e-6
+"""Ray counts in ten thousandths; sums of tenths are off by less."""
+
+
+class Placement(NamedTuple):
+    """A placement group to ask Ray for."""
+
+    bundles: list[Bundle]
+    strategy: Strategy
+    labels: list[dict[str, str]] | None
+    """The node labels that each bundle asks for; None where none asks for any."""
 
 
 class NodeResources(NamedTuple):
@@ -29,15 +44,41 @@ class NodeResources(NamedTuple):
     gpus: float
     labels: dict[str, str] = {}
 
-    def holds(self, bundles: Sequence[Bundle]) -> bool:
-        cpus = sum(bundle.get("CPU", 0) for bundle in bundles)
-        return cpus <= self.cpus and sum(bundle.get("GPU", 0) for bundle in bundles) <= self.gpus
+    def room_for(self, bundle: Bundle) -> int:
+        """How many such bundles fit at once."""
+        has = {"CPU": self.cpus, "GPU": self.gpus}
+        return min(int(has[name] / amount + _ROUNDING) for name, amount in bundle.items() if amount)
+
+    def without(self, bundle: Bundle) -> NodeResources:
+        return self._replace(cpus=self.cpus - bundle.get("CPU", 0), gpus=self.gpus - bundle.get("GPU", 0))
+
+    def __str__(self) -> str:
+        kind = f" ({self.labels[GPU_TYPE_LABEL]})" if GPU_TYPE_LABEL in self.labels else ""
+        return f"{self.gpus:g} GPU{kind}, {self.cpus:g} CPU"
+
+
+class WorkerPlace(NamedTuple):
+    """Where Ray has put a worker."""
+
+    node_id: str
+    node_ip: str
+    gpu_ids: list[str]
+
+
+class WorkerSeat(NamedTuple):
+    """A worker's number among those that share the model. As parallel.groups.Seat, in a process without torch."""
+
+    rank: int
+    node_ip: str
+    meeting_point: str
+    visible_gpus: list[str]
+    gpu: int
 
 
 def worker_resources(config: EngineConfig, *, cluster_has_gpu: bool) -> Bundle:
-    """What Ray sets aside for one worker. `auto` takes a GPU where the cluster has any."""
+    """What Ray sets aside for one worker. `auto` takes a GPU where the cluster has any, or where one type is wanted."""
     device = config.runtime.device
-    if device == "cuda" or (device == "auto" and cluster_has_gpu):
+    if device == "cuda" or (device == "auto" and (cluster_has_gpu or config.parallel.gpu_type is not None)):
         return {"CPU": GPU_WORKER_CPUS, "GPU": 1.0}
     return {"CPU": CPU_WORKER_CPUS}
 
@@ -47,59 +88,91 @@ def worker_device(resources: Bundle) -> DeviceKind:
     return "cuda" if resources.get("GPU") else "cpu"
 
 
-def engine_bundles(worker: Bundle, *, num_workers: int = 1) -> list[Bundle]:
-    """Bundles of one model replica, its engine and its workers."""
-    return [{"CPU": REPLICA_CPUS + ENGINE_CPUS}, *([dict(worker)] * num_workers)]
+def worker_bundles(config: EngineConfig, worker: Bundle) -> list[Bundle]:
+    """The engine's bundle and one for each worker."""
+    return [dict(_ENGINE), *(dict(worker) for _ in range(config.parallel.num_workers))]
 
 
-def bundle_labels(config: EngineConfig, bundles: Sequence[Bundle]) -> list[dict[str, str]] | None:
-    """The node labels that each bundle asks for; None where none asks for any."""
-    wanted = config.parallel.gpu_type
-    if wanted is None:
-        return None
-    return [{GPU_TYPE_LABEL: wanted} if bundle.get("GPU") else {} for bundle in bundles]
+def stage_bundles(config: EngineConfig, worker: Bundle) -> list[Bundle]:
+    """The engine's bundle and one for each stage, with room for its tensor group."""
+    stage = {name: amount * config.parallel.tensor for name, amount in worker.items()}
+    return [dict(_ENGINE), *(dict(stage) for _ in range(config.parallel.pipeline))]
 
 
-def worker_bundle_index(worker_index: int) -> int:
-    return 1 + worker_index
+def bundle_of_worker(index: int, *, num_workers: int, num_bundles: int) -> int:
+    """The bundle that the index-th worker goes into."""
+    return 1 + index // (num_workers // (num_bundles - 1))
 
 
-def choose_strategy(config: EngineConfig, bundles: Sequence[Bundle], nodes: Sequence[NodeResources]) -> Strategy:
-    """One node for all bundles where one is large enough, or where one may yet come; else as few nodes as can be.
+def choose_placement(config: EngineConfig, worker: Bundle, nodes: Sequence[NodeResources]) -> Placement:
+    """One node for all where one is large enough; else as few as can be, with each stage on one.
 
     Tensor ranks talk after every layer, so a tensor group belongs on one node; stages talk once a step and may be
-    apart. Raises ConfigError with what the nodes have when no node can hold a tensor group.
+    apart. Raises ConfigError with what the nodes have when they have too little, whoever uses it.
     """
-    nodes = [node for node in nodes if _has_type(node, config.parallel.gpu_type)]
-    if any(node.holds(bundles) for node in nodes):
-        return "STRICT_PACK"
-    group = bundles[1 : 1 + config.parallel.tensor]
-    num_groups = sum(_num_groups(node, group) for node in nodes)
-    everything = NodeResources(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
-    if num_groups < config.parallel.pipeline or not everything.holds(bundles):
-        raise ConfigError(describe_shortage(config, bundles, nodes))
-    return "PACK"
+    wanted = config.parallel.gpu_type
+    fitting = [node for node in nodes if wanted is None or node.labels.get(GPU_TYPE_LABEL) == wanted]
+    bundles = worker_bundles(config, worker)
+    if any(node.without(_ENGINE).room_for(worker) >= config.parallel.num_workers for node in fitting):
+        return Placement(bundles, "STRICT_PACK", _labels(wanted, bundles))
+    bundles = stage_bundles(config, worker)
+    stages = sum(node.room_for(bundles[1]) for node in fitting)
+    # The engine needs no GPU, but it may have to go where a stage would.
+    in_the_way = min((_cost_of_engine(node, bundles[1], node in fitting) for node in _with_room(nodes)), default=stages)
+    if stages - in_the_way < config.parallel.pipeline:
+        raise ConfigError(describe_shortage(config, worker, nodes))
+    return Placement(bundles, "PACK", _labels(wanted, bundles))
 
 
-def describe_shortage(config: EngineConfig, bundles: Sequence[Bundle], nodes: Sequence[NodeResources]) -> str:
-    """Why the bundles cannot be placed, with the numbers."""
+def describe_shortage(config: EngineConfig, worker: Bundle, nodes: Sequence[NodeResources]) -> str:
+    """Why there is no room for the workers, with the numbers."""
     parallel = config.parallel
-    each = ", ".join(f"{amount:g} {name}" for name, amount in bundles[1].items())
-    kind = f" with a GPU of type {parallel.gpu_type}" if parallel.gpu_type else ""
-    found = "; ".join(f"{node.gpus:g} GPU, {node.cpus:g} CPU" for node in nodes) or "none"
+    each = ", ".join(f"{amount:g} {name}" for name, amount in worker.items())
+    kind = f" of type {parallel.gpu_type}" if parallel.gpu_type else ""
+    together = f", the {parallel.tensor} of a stage on one node" if parallel.tensor > 1 else ""
+    counts = Counter(map(str, nodes))
+    found = "; ".join(node if count == 1 else f"{count} × {node}" for node, count in counts.items()) or "none"
+    workers = f"{parallel.num_workers} workers" if parallel.num_workers > 1 else "a worker"
     return (
-        f"parallel.tensor {parallel.tensor} and parallel.pipeline {parallel.pipeline} need {parallel.num_workers} "
-        f"workers of {each}, the {parallel.tensor} of a stage on one node{kind}; "
-        f"the cluster's nodes{kind} have: {found}"
+        f"parallel.tensor {parallel.tensor} and parallel.pipeline {parallel.pipeline} need {workers} of "
+        f"{each}{kind}{together}, and {_ENGINE['CPU']:g} CPU for the engine; the cluster's nodes have: {found}"
     )
 
 
-def _num_groups(node: NodeResources, group: Sequence[Bundle]) -> int:
-    count = 0
-    while node.holds([*group] * (count + 1)):
-        count += 1
-    return count
+def rank_order(places: Sequence[WorkerPlace], engine_node: str) -> list[int]:
+    """The workers' indices in the order of their ranks: by node, the engine's first, then by GPU. So the ranks of a
+    tensor group are neighbours on one node."""
+
+    def key(index: int) -> tuple[bool, str, list[int], int]:
+        place = places[index]
+        return (
+            place.node_id != engine_node,
+            place.node_id,
+            [int(gpu) for gpu in place.gpu_ids if gpu.isdecimal()],
+            index,
+        )
+
+    return sorted(range(len(places)), key=key)
 
 
-def _has_type(node: NodeResources, gpu_type: str | None) -> bool:
-    return gpu_type is None or node.labels.get(GPU_TYPE_LABEL) == gpu_type
+def seat_of(rank: int, places: Sequence[WorkerPlace], meeting_point: str) -> WorkerSeat:
+    """The seat of one rank; `places` are in the order of ranks."""
+    own = places[rank]
+    visible = [gpu for place in places if place.node_id == own.node_id for gpu in place.gpu_ids]
+    gpu = visible.index(own.gpu_ids[0]) if own.gpu_ids else 0
+    return WorkerSeat(rank, own.node_ip, meeting_point, visible, gpu)
+
+
+def _labels(gpu_type: str | None, bundles: Sequence[Bundle]) -> list[dict[str, str]] | None:
+    if gpu_type is None:
+        return None
+    return [{GPU_TYPE_LABEL: gpu_type} if bundle.get("GPU") else {} for bundle in bundles]
+
+
+def _with_room(nodes: Sequence[NodeResources]) -> list[NodeResources]:
+    return [node for node in nodes if node.room_for(_ENGINE)]
+
+
+def _cost_of_engine(node: NodeResources, stage: Bundle, holds_stages: bool) -> int:
+    """Stages that have to go elsewhere when the engine is on this node."""
+    return node.room_for(stage) - node.without(_ENGINE).room_for(stage) if holds_stages else 0

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -17,7 +17,7 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError, EngineDeadError, TransferError
 from raylm.executor.peers import WEIGHTS, PeerWorker, ask, watch
-from raylm.executor.placement import Bundle, worker_bundle_index
+from raylm.executor.placement import Bundle, WorkerPlace, WorkerSeat, bundle_of_worker, rank_order, seat_of
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 from raylm.log import get_logger
 
@@ -30,24 +30,6 @@ T = TypeVar("T")
 
 _POLL_MS = 100
 """How often a wait for a result looks whether the workers still live."""
-
-
-class WorkerPlace(NamedTuple):
-    """Where Ray has put a worker."""
-
-    node_id: str
-    node_ip: str
-    gpu_ids: list[str]
-
-
-class WorkerSeat(NamedTuple):
-    """A worker's number among those that share the model. As parallel.groups.Seat, in a process without torch."""
-
-    rank: int
-    node_ip: str
-    meeting_point: str
-    visible_gpus: list[str]
-    gpu: int
 
 
 class WorkerActor:
@@ -149,12 +131,13 @@ class RayExecutor:
     def start(self) -> ModelInfo:
         deadline = time.monotonic() + self._config.runtime.start_timeout_s
         places: list[WorkerPlace] = self._all([worker.place.remote() for worker in self._workers], deadline)
-        places, self._workers = _in_order(places, self._workers)
+        order = rank_order(places, ray.get_runtime_context().get_node_id())
+        places, self._workers = [places[index] for index in order], [self._workers[index] for index in order]
         if len(self._workers) == 1:
             seats: list[WorkerSeat | None] = [None]
         else:
             met: list[str] = self._all([self._workers[0].meeting_point.remote()], deadline)
-            seats = [_seat(rank, places, met[0]) for rank in range(len(places))]
+            seats = [seat_of(rank, places, met[0]) for rank in range(len(places))]
         infos: list[ModelInfo] = self._all(
             [
                 worker.start.remote(seat, peer)
@@ -256,7 +239,8 @@ class RayExecutor:
 
 
 def _start_worker(config: ResolvedEngine, group: PlacementGroup, resources: Bundle, index: int) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=worker_bundle_index(index))
+    bundle = bundle_of_worker(index, num_workers=config.parallel.num_workers, num_bundles=group.bundle_count)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return (
         ray.remote(concurrency_groups={WEIGHTS: 1})(WorkerActor)
         .options(
@@ -264,25 +248,6 @@ def _start_worker(config: ResolvedEngine, group: PlacementGroup, resources: Bund
         )
         .remote(config)
     )
-
-
-def _in_order(places: list[WorkerPlace], workers: list[Any]) -> tuple[list[WorkerPlace], list[Any]]:
-    """By node and GPU, the engine's node first, so that the ranks of a tensor group are neighbours."""
-    here = ray.get_runtime_context().get_node_id()
-
-    def key(index: int) -> tuple[bool, str, list[int], int]:
-        place = places[index]
-        return place.node_id != here, place.node_id, [int(gpu) for gpu in place.gpu_ids if gpu.isdecimal()], index
-
-    order = sorted(range(len(places)), key=key)
-    return [places[index] for index in order], [workers[index] for index in order]
-
-
-def _seat(rank: int, places: Sequence[WorkerPlace], meeting_point: str) -> WorkerSeat:
-    own = places[rank]
-    visible = [gpu for place in places if place.node_id == own.node_id for gpu in place.gpu_ids]
-    gpu = visible.index(own.gpu_ids[0]) if own.gpu_ids else 0
-    return WorkerSeat(rank, own.node_ip, meeting_point, visible, gpu)
 
 
 def _hosts(places: Sequence[WorkerPlace]) -> list[str | None]:

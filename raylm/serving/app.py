@@ -11,8 +11,8 @@ from ray.serve import Application
 from raylm.config.application import AppConfig, ModelDeployment, load_app
 from raylm.config.resolve import resolve
 from raylm.config.source import locate
-from raylm.executor.cluster import plan_bundles, wait_for_room
-from raylm.executor.placement import REPLICA_CPUS, bundle_labels, worker_device
+from raylm.executor.cluster import plan_worker, wait_for_room
+from raylm.executor.placement import REPLICA_CPUS, worker_device
 from raylm.serving.autoscaling import serve_autoscaling
 from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.replica import ModelReplica
@@ -58,15 +58,16 @@ def channel_host(choice: str) -> str:
 
 
 def _bind_model(model: ModelDeployment, host: str, directory: str) -> Application:
-    worker, bundles = plan_bundles(model.engine)
+    worker = plan_worker(model.engine)
+    bundles, strategy, labels = wait_for_room(model.engine, worker)
     capacity = resolve(model.engine, worker_device(worker)).scheduler.max_num_seqs
     deployment = serve.deployment(ModelReplica).options(
         name=f"ModelReplica:{model.engine.model.served_name}",
         autoscaling_config=serve_autoscaling(model.autoscaling, capacity=capacity),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=bundles,
-        placement_group_strategy=wait_for_room(model.engine, bundles),
-        placement_group_bundle_label_selector=bundle_labels(model.engine, bundles),
+        placement_group_strategy=strategy,
+        placement_group_bundle_label_selector=labels,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=model.drain_timeout_s + _AFTER_DRAIN_S,

@@ -7,10 +7,8 @@ import threading
 import msgspec
 import pytest
 
-from raylm.config.engine import EngineConfig
 from raylm.core.step import Candidates, Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import EngineDeadError
-from raylm.executor.placement import engine_bundles, worker_device, worker_resources
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
 SAMPLING = RowSampling(0.7, 0.9, 40, 0.05, 2**62)
@@ -118,22 +116,3 @@ def test_a_decode_step_of_512_requests_is_small():
     assert len(msgspec.msgpack.encode(plan)) < 8 * 1024
     new = [NewRow(row, [50_000] * 16, 0, SAMPLING) for row in rows]
     assert len(msgspec.msgpack.encode(plan._replace(new_rows=new))) < 64 * 1024
-
-
-@pytest.mark.parametrize(
-    ("device", "has_gpu", "expected"),
-    [("auto", False, 0), ("auto", True, 1), ("cpu", True, 0), ("cuda", False, 1)],
-)
-def test_a_worker_asks_for_a_gpu_where_it_will_use_one(device, has_gpu, expected):
-    config = EngineConfig.model_validate({"model": {"path": "x"}, "runtime": {"device": device}})
-    resources = worker_resources(config, cluster_has_gpu=has_gpu)
-    assert resources.get("GPU", 0) == expected
-    assert worker_device(resources) == ("cuda" if expected else "cpu")
-    bundles = engine_bundles(resources, num_workers=2)
-    assert len(bundles) == 3 and bundles[1] == bundles[2] == resources and "GPU" not in bundles[0]
-
-
-def test_a_whole_replica_fits_beside_an_ingress_on_two_cores():
-    config = EngineConfig.model_validate({"model": {"path": "x"}})
-    cpus = sum(bundle["CPU"] for bundle in engine_bundles(worker_resources(config, cluster_has_gpu=False)))
-    assert cpus + 0.1 <= 1, "two replicas must fit, so that a rolling update can go on"
