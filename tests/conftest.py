@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,3 +21,17 @@ settings.register_profile("ci", max_examples=300, deadline=None)
 settings.register_profile("nightly", max_examples=10_000, deadline=None)
 settings.register_profile("unshrunk", max_examples=1_000, deadline=None, phases=[Phase.generate])
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """The session's one Ray cluster: small, on loopback. A process can have no second one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own, at import and start
+        import ray
+
+        ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.shutdown()

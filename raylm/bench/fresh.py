@@ -11,15 +11,20 @@ def main(config_json: str) -> None:
     """Print one JSON line when this process runs, and one of phases in seconds once the first token is there."""
     print(json.dumps({"interpreter": True}), flush=True)
     start = perf_counter()
-    # LLM imports this itself when it starts an engine; here it is done first, so that torch counts as import.
-    import raylm.executor.local  # noqa: F401
     from raylm.config.engine import EngineConfig
     from raylm.core.sampling import SamplingParams
     from raylm.llm import LLM
 
+    config = EngineConfig.model_validate_json(config_json)
+    # LLM imports these itself when it starts an engine; here it is done first, so that it counts as import.
+    if config.in_one_process:
+        import raylm.executor.local
+    else:
+        import raylm.executor.ray  # noqa: F401
+
     phases = {"import": perf_counter() - start}
     start = perf_counter()
-    llm = LLM(EngineConfig.model_validate_json(config_json), progress=False)
+    llm = LLM(config, progress=False)
     loading = perf_counter() - start
     for phase, seconds in llm.info.phases.items():
         phases[phase] = phases.get(phase, 0.0) + seconds

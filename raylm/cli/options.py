@@ -21,6 +21,9 @@ _ENGINE_KEYS = {
     "max_model_len": ("model", "max_model_len"),
     "device": ("runtime", "device"),
     "num_threads": ("runtime", "num_threads"),
+    "ray_workers": ("runtime", "ray_workers"),
+    "tensor": ("parallel", "tensor"),
+    "pipeline": ("parallel", "pipeline"),
     "max_num_seqs": ("scheduler", "max_num_seqs"),
     "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
 }
@@ -60,7 +63,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=int, metavar="N", help="requests that run at the same time (64; 256 on a GPU)"
     )
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (2048; 8192 on a GPU)")
-    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of a worker")
+    group.add_argument("--tensor", type=int, metavar="N", help="workers that split every layer between them")
+    group.add_argument("--pipeline", type=int, metavar="N", help="stages that split the list of layers")
+    group.add_argument(
+        "--ray-workers", action="store_true", default=None, help="run in a Ray actor where one worker is enough too"
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

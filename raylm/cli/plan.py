@@ -27,8 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", action="store_true", help="print the plan; CONFIG may be a shape of `bench shape` too")
     group.add_argument("--gpu", metavar="NAME", help="L4, L40S, A100-40, A100-80, H100, H200 or B200")
     group.add_argument("--gpus", type=_positive, metavar="N", help="GPUs in all: tensor times pipeline")
-    group.add_argument("--tensor", type=_positive, metavar="T", help="parallel.tensor")
-    group.add_argument("--pipeline", type=_positive, metavar="P", help="parallel.pipeline")
     group.add_argument(
         "--context", type=_positive, metavar="N", help=f"tokens of a request (default: {_USUAL_CONTEXT:,} or less)"
     )
@@ -72,20 +70,17 @@ def _arch(path: str) -> ArchConfig:
 
 
 def _parallel(args: argparse.Namespace, config: EngineConfig) -> ParallelConfig:
-    """The configuration's parallel section with what the options say instead. Raises ConfigError."""
+    """The configuration's parallel section, with the tensor ranks that --gpus leaves. Raises ConfigError."""
     from raylm.config.base import parse
     from raylm.config.engine import ParallelConfig
 
-    pipeline = args.pipeline or config.parallel.pipeline
+    pipeline = config.parallel.pipeline
     tensor = args.tensor or (max(1, args.gpus // pipeline) if args.gpus else config.parallel.tensor)
     if args.gpus is not None and tensor * pipeline != args.gpus:
         raise ConfigError(
             f"--gpus is {args.gpus}, but tensor {tensor} times pipeline {pipeline} is {tensor * pipeline}"
         )
-    # A stage's layers hold for the number of stages they were written for.
-    given = config.parallel.stage_layers if pipeline == config.parallel.pipeline else None
-    keys = {"tensor": tensor, "pipeline": pipeline, "stage_layers": given}
-    return parse(ParallelConfig, config.parallel.model_dump() | keys, source="doctor --plan")
+    return parse(ParallelConfig, config.parallel.model_dump() | {"tensor": tensor}, source="doctor --plan")
 
 
 def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:

@@ -176,6 +176,11 @@ class EngineConfig(FrozenConfig):
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @property
+    def in_one_process(self) -> bool:
+        """Offline: whether the process that asks is the worker too."""
+        return self.parallel.num_workers == 1 and not self.runtime.ray_workers
+
     @model_validator(mode="after")
     def _window_fits_stages(self) -> EngineConfig:
         window, most = self.runtime.plans_in_flight, self.parallel.pipeline + 1

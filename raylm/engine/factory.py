@@ -62,7 +62,7 @@ def engine_over(executor: RayExecutor) -> Engine:
 def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     """An engine for this process to drive: in it where one device is enough, else with Ray actors, in the cluster that
     this process is connected to or in one of its own. Raises ConfigError, EngineDeadError."""
-    if config.parallel.num_workers == 1 and not config.runtime.ray_workers:
+    if config.in_one_process:
         return local_engine(config, progress=progress)
     is_ours = connect_to_ray()
     import ray
@@ -82,4 +82,8 @@ def offline_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         if is_ours:
             ray.shutdown()
 
-    return ray_engine(config, group=group, resources=resources, release=release)
+    try:
+        return ray_engine(config, group=group, resources=resources, release=release)
+    except BaseException:
+        release()
+        raise

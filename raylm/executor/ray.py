@@ -60,9 +60,11 @@ class WorkerActor:
         if seat is not None and seat.visible_gpus:
             # Read once, when CUDA starts. Ray shows each worker its own GPU alone; ranks read each other's memory.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.visible_gpus)
+        begin = time.monotonic()
         from raylm.parallel.groups import Seat, set_up_libraries
         from raylm.worker.worker import Worker
 
+        phases = {"import": time.monotonic() - begin}
         if self._config.load.from_peer:
             set_up_libraries(self._config.parallel, ray.util.get_node_ip_address())
         try:
@@ -72,7 +74,8 @@ class WorkerActor:
                 peer=None if peer is None else PeerWorker(peer),
                 progress=False,
             )
-            return self._worker.start()
+            info = self._worker.start()
+            return info._replace(phases=phases | info.phases)
         finally:
             self._tried_to_start.set()
 
@@ -129,8 +132,10 @@ class RayExecutor:
         self._serving: list[ray.ObjectRef[None]] = []
 
     def start(self) -> ModelInfo:
-        deadline = time.monotonic() + self._config.runtime.start_timeout_s
+        begin = time.monotonic()
+        deadline = begin + self._config.runtime.start_timeout_s
         places: list[WorkerPlace] = self._all([worker.place.remote() for worker in self._workers], deadline)
+        phases = {"workers": time.monotonic() - begin}
         order = rank_order(places, ray.get_runtime_context().get_node_id())
         places, self._workers = [places[index] for index in order], [self._workers[index] for index in order]
         if len(self._workers) == 1:
@@ -151,8 +156,8 @@ class RayExecutor:
             worker.serve_steps.remote(address, rank == answering)
             for rank, (worker, address) in enumerate(zip(self._workers, self._channel.addresses, strict=True))
         ]
-        phases = {phase: max(info.phases[phase] for info in infos) for phase in infos[0].phases}
-        return infos[answering]._replace(phases=phases)
+        slowest = max(infos, key=lambda info: sum(info.phases.values()))
+        return infos[answering]._replace(phases=phases | slowest.phases)
 
     def submit(self, plan: StepPlan) -> None:
         self._started().send(plan, look=self.check)

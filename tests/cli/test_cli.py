@@ -82,6 +82,23 @@ def test_options_override_the_configuration(tmp_path):
     assert engine_config(parsed("some/model")).model.path == "some/model"
 
 
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "throughput"], ["bench", "startup"]])
+def test_workers_are_asked_for_in_every_command_that_loads_a_model(command, tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: some/model}\nparallel: {tensor: 4, stage_layers: [3, 1], pipeline: 2}\n")
+
+    def config(*words):
+        return engine_config(
+            make_parser().parse_args([*command, str(path), *words, *(["hi"] if command == ["generate"] else [])])
+        )
+
+    assert config() == config("--tensor", "4") and not config().runtime.ray_workers
+    assert config("--tensor", "2", "--ray-workers").parallel.num_workers == 4
+    assert config("--ray-workers").runtime.ray_workers
+    with pytest.raises(ConfigError, match="stage_layers must hold 3 numbers"):
+        config("--pipeline", "3")
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [("- a\n", "a mapping is expected, not list"), ("model: 3\n", "key 'model'"), ("model: {pat: x}\n", "mean 'path'")],

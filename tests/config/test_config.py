@@ -37,6 +37,10 @@ MODEL = {"path": "smollm2-135m"}
             {"model": MODEL, "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": 8}},
             ["'scheduler'", "max_num_batched_tokens (8) must be at least max_num_seqs (64)"],
         ),
+        (
+            {"model": MODEL, "parallel": {"gpu_type": "H200"}, "runtime": {"device": "cpu"}},
+            ["parallel.gpu_type is H200, but runtime.device is cpu"],
+        ),
         ([1, 2], ["(top level)", "[1, 2]"]),
     ],
 )

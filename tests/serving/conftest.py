@@ -1,4 +1,4 @@
-"""The session's one Ray cluster: small, on loopback, with the demo model behind real Ray Serve."""
+"""The demo model behind real Ray Serve, on the session's cluster."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ ROWS = 4
 
 
 @pytest.fixture(scope="session")
-def serve_url() -> Iterator[str]:
+def serve_url(ray_cluster: None) -> Iterator[str]:
     """http://127.0.0.1:PORT of a running application; Serve's Python proxy, as with a bare `serve run`."""
     port = free_port()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's and Serve's own, at import and start
-        import ray
         from ray import serve
 
         from raylm.serving.run import deploy, serve_config
 
-        ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
         config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=port)
         model = config["applications"][0]["args"]["models"][0]
         model["engine"] = {
@@ -37,4 +35,3 @@ def serve_url() -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         serve.shutdown()
-        ray.shutdown()
