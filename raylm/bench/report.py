@@ -145,6 +145,19 @@ class AllReduceResult:
     us_nccl: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepsResult:
+    """The step channel between an engine and `workers` processes: microseconds from a plan to its result when workers
+    take no time, and what is added to a step of `device_us` when two plans are in flight."""
+
+    bench: str
+    workers: int
+    plan: str
+    us_round_trip: float
+    device_us: float
+    us_added: float
+
+
 Result = (
     OfflineResult
     | ServeResult
@@ -154,6 +167,7 @@ Result = (
     | PrefixResult
     | TraceResult
     | AllReduceResult
+    | StepsResult
     | SimResult
 )
 

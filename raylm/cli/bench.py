@@ -29,6 +29,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
+    _add_steps(kinds.add_parser("steps", help="plans to workers and results back, without a model"))
     _add_trace(kinds.add_parser("trace", help="what a GPU does in a step, and how much of the time it waits"))
     _add_all_reduce(kinds.add_parser("all-reduce", help="sums over this host's GPUs, by size and by way"))
     _add_shape(kinds.add_parser("shape", help="write the shape of a public model, to measure with random weights"))
@@ -85,6 +86,16 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=300, metavar="N", help="steps to measure (%(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_scheduler, plot=None)
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=_batches, default=[1, 2, 4, 8], metavar="N[,N...]", help="processes")
+    parser.add_argument(
+        "--device-us", type=_positive, default=3000, metavar="N", help="what a step takes a device (%(default)s)"
+    )
+    parser.add_argument("--steps", type=_positive, default=500, metavar="N", help="steps to measure (%(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
+    parser.set_defaults(run=run, measure=_steps, plot=None)
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +221,14 @@ def _scheduler(args: argparse.Namespace, emit: Emit) -> None:
         for waiting in args.waiting:
             emit(measure_steps(running, waiting, steps=args.steps))
     emit(measure_prefix(args.prompt_len))
+
+
+def _steps(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.steps import measure_steps_channel
+
+    for workers in args.workers:
+        for result in measure_steps_channel(workers, device_us=args.device_us, steps=args.steps):
+            emit(result)
 
 
 def _trace(args: argparse.Namespace, emit: Emit) -> None:
