@@ -44,7 +44,7 @@ def plan_pool(config: EngineConfig, engines: int | None, nodes: list[NodeResourc
     if "GPU" not in worker:
         config = _with_threads(config, count, [node for node in nodes if node.cpus >= 1])
     # The workers of several devices have a placement group of their own.
-    resources = {"CPU": ENGINE_CPUS} if _has_workers(config) else worker
+    resources = worker if config.in_one_process else {"CPU": ENGINE_CPUS}
     rows = resolve(config, worker_device(worker)).scheduler.max_num_seqs
     return Pool(count, resources, config, rows)
 
@@ -71,12 +71,7 @@ def open_engine(config: EngineConfig) -> Engine:
     """The engine of the actor that this is called in."""
     # Nobody follows it: it would collect events for ever.
     quiet = config.model_copy(update={"cache": config.cache.model_copy(update={"events": False})})
-    return _engine_of_workers(quiet) if _has_workers(config) else local_engine(quiet, progress=False)
-
-
-def _has_workers(config: EngineConfig) -> bool:
-    """Whether the model runs in actors of its own, in a placement group, not in the stage's actor."""
-    return config.parallel.num_workers > 1 or config.runtime.ray_workers
+    return local_engine(quiet, progress=False) if config.in_one_process else _engine_of_workers(quiet)
 
 
 def _engine_of_workers(config: EngineConfig) -> Engine:

@@ -91,9 +91,9 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_batches, default=[1, 2, 4, 8], metavar="N[,N...]", help="processes")
     parser.add_argument(
-        "--device-us", type=_positive, default=3000, metavar="N", help="what a step takes a device (%(default)s)"
+        "--device-us", type=positive, default=3000, metavar="N", help="what a step takes a device (%(default)s)"
     )
-    parser.add_argument("--steps", type=_positive, default=500, metavar="N", help="steps to measure (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=500, metavar="N", help="steps to measure (%(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_steps, plot=None)
 

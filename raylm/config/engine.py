@@ -178,7 +178,7 @@ class EngineConfig(FrozenConfig):
 
     @property
     def in_one_process(self) -> bool:
-        """Offline: whether the process that asks is the worker too."""
+        """Offline: whether the process that has the engine is its one worker too, and not a Ray actor."""
         return self.parallel.num_workers == 1 and not self.runtime.ray_workers
 
     @model_validator(mode="after")
