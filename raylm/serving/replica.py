@@ -26,6 +26,10 @@ _STALE_AFTER_S = 30.0
 """An engine actor that has not answered for this long counts as dead."""
 
 
+_STOP_S = 10.0
+"""What an engine without requests gets to stop, before it is killed."""
+
+
 class ModelReplica:
     """Owns the placement group (it is in bundle 0), starts the engine in it, reports it to the Directory, drains it."""
 
@@ -82,7 +86,7 @@ class ModelReplica:
             await self._report()
             await self._drained()
             await self._directory().remove.remote(self._engine_id)
-            await asyncio.wait_for(self._engine.stop.remote(), self._config.engine.runtime.step_timeout_s)
+            await asyncio.wait_for(self._engine.stop.remote(), _STOP_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("engine %s ended before its drain did: %s", self._engine_id, error)
         finally:
