@@ -202,8 +202,13 @@ class RayExecutor:
         if (death := self._death(0)) is not None:
             raise death
         done, _ = ray.wait(self._serving, timeout=0)
-        if done:
-            raise EngineDeadError(f"{self._name(done[0])} left its step loop")
+        if not done:
+            return
+        try:
+            ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise EngineDeadError(f"{self._name(done[0])} failed in a step: {error.cause!r}") from None
+        raise EngineDeadError(f"{self._name(done[0])} left its step loop")
 
     def _death(self, timeout_s: float) -> EngineDeadError | None:
         """The death of a worker; None where none has died. Waits up to `timeout_s` while some still serve."""

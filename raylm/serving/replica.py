@@ -22,12 +22,12 @@ from raylm.serving.peers import engine_name, find_peers
 
 logger = log.get_logger(__name__)
 
-_STALE_AFTER_S = 30.0
+_STALE_AFTER_S = 15.0
 """An engine actor that has not answered for this long counts as dead."""
 
 
 _STOP_S = 10.0
-"""What an engine without requests gets to stop, before it is killed."""
+"""What an engine gets to stop when its drain is over, before it is killed."""
 
 
 class ModelReplica:
@@ -83,10 +83,13 @@ class ModelReplica:
             return  # The engine never became ready; what there is of it ends with this process.
         self._reporter.cancel()
         try:
-            await self._report()
-            await self._drained()
-            await self._directory().remove.remote(self._engine_id)
-            await asyncio.wait_for(self._engine.stop.remote(), _STOP_S)
+            async with asyncio.timeout(self._config.drain_timeout_s + _STOP_S):
+                if self._dead is None:
+                    await self._report()
+                    await self._drained()
+                await self._directory().remove.remote(self._engine_id)
+                if self._dead is None:
+                    await self._engine.stop.remote()
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("engine %s ended before its drain did: %s", self._engine_id, error)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,7 +87,7 @@ class Simulation:
         config = ResolvedEngine(
             model=ModelConfig(path="simulated"),
             scheduler=setup.scheduler,
-            runtime=ResolvedRuntime(step_timeout_s=math.inf),
+            runtime=ResolvedRuntime(step_timeout_s=1.0),  # A simulated device never hangs.
         )
         self._engine = Engine(config, self._executor, plans_in_flight=_PLANS_IN_FLIGHT, clock=self._executor.clock)
 

@@ -18,7 +18,7 @@ from raylm.worker.request_table import RequestTable
 
 
 class Agreement:
-    """Compares, every step, hashes of what the ranks were given: the plan over all of them, and within each tensor group
+    """Compares hashes of what the ranks were given for a step: the plan, over all of them, and within each tensor group
     the token ids and blocks that the step reads. (Stages have different tables: only the first one's has all tokens.)
 
     It waits for the device and for the other ranks.
