@@ -3,13 +3,20 @@ parts of it. `python fault_cluster.py SERVE_CONFIG PORT` runs until its standard
 
 from __future__ import annotations
 
+import select
 import sys
+import threading
+import time
+from typing import Any
+
+import psutil
 
 
 def main(config: str, port: int) -> None:
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
+    from ray.util.placement_group import placement_group
 
     from raylm.serving.run import deploy, serve_config
 
@@ -19,12 +26,35 @@ def main(config: str, port: int) -> None:
     for _ in range(2):
         cluster.add_node(**node, num_cpus=2)
     ray.init(cluster.address, namespace="serve", log_to_driver=False)
+    # The ingress goes to the head, so that it outlives every node that an engine is on.
+    everything = placement_group([{"CPU": 2}] * 2, strategy="STRICT_SPREAD")
+    assert everything.wait(30)
+    threading.Thread(target=_make_room, args=(everything,), daemon=True).start()
     deploy(serve_config(config, host="127.0.0.1", port=port))
     print("ready", flush=True)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 0.2)[0]:
+        # Ray's processes take a dead raylet for alive while it is a zombie.
+        for node in cluster.list_all_nodes():
+            node.live_processes()
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()
+
+
+def _make_room(group: Any) -> None:
+    """Give back what `group` holds once the ingress runs."""
+    from ray.util.placement_group import remove_placement_group
+
+    while not any("OpenAIIngress" in _title(child) for child in psutil.Process().children(recursive=True)):
+        time.sleep(0.1)
+    remove_placement_group(group)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()[:1])
+    except psutil.Error:
+        return ""
 
 
 if __name__ == "__main__":

@@ -115,7 +115,9 @@ class FaultCluster:
         return list(self.folder.glob("raylm-steps-*"))
 
     def close(self) -> list[psutil.Process]:
-        """End it; returns the processes that had to be killed."""
+        """End it; returns the processes that had to be killed. May be called twice."""
+        if self._log.closed:
+            return []
         family = self.family()
         assert self._process.stdin is not None
         self._process.stdin.close()

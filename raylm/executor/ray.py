@@ -123,8 +123,10 @@ class WorkerActor:
         try:
             serve(channel, self._worker.submit)
         except Exception as error:
+            logger.exception("a step failed")
             channel.fail(error)
-            raise
+            # The engine has no torch, and would spend a second on importing it for an exception of torch.
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from None
         finally:
             channel.close()
 
@@ -207,7 +209,7 @@ class RayExecutor:
         try:
             ray.get(done)
         except ray.exceptions.RayTaskError as error:
-            raise EngineDeadError(f"{self._name(done[0])} failed in a step: {error.cause!r}") from None
+            raise EngineDeadError(f"{self._name(done[0])} failed in a step: {error.cause}") from None
         raise EngineDeadError(f"{self._name(done[0])} left its step loop")
 
     def _death(self, timeout_s: float) -> EngineDeadError | None:
