@@ -34,8 +34,8 @@ def main(config: str, port: int) -> None:
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0.2)[0]:
         # Ray's processes take a dead raylet for alive while it is a zombie.
-        for node in cluster.list_all_nodes():
-            node.live_processes()
+        for each in cluster.list_all_nodes():
+            each.live_processes()
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()
