@@ -24,8 +24,6 @@ logger = log.get_logger(__name__)
 
 _STALE_AFTER_S = 15.0
 """An engine actor that has not answered for this long counts as dead."""
-
-
 _STOP_S = 10.0
 """What an engine gets to stop when its drain is over, before it is killed."""
 

@@ -3,12 +3,12 @@ makes it stay away from the collectives of its next step."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from types import FrameType
 
 
-def _run_out_of_memory(number: int, frame: FrameType | None) -> None:
+def _run_out_of_memory() -> None:
     import torch
 
     from raylm.worker.model_runner import ModelRunner
@@ -19,7 +19,7 @@ def _run_out_of_memory(number: int, frame: FrameType | None) -> None:
     ModelRunner.submit = submit
 
 
-def _stay_away(number: int, frame: FrameType | None) -> None:
+def _stay_away() -> None:
     from raylm.worker.model_runner import ModelRunner
 
     def submit(self: ModelRunner, plan: object) -> None:
@@ -28,5 +28,23 @@ def _stay_away(number: int, frame: FrameType | None) -> None:
     ModelRunner.submit = submit
 
 
-signal.signal(signal.SIGUSR1, _run_out_of_memory)
-signal.signal(signal.SIGUSR2, _stay_away)
+_FAULTS = {signal.SIGUSR1: _run_out_of_memory, signal.SIGUSR2: _stay_away}
+
+
+def _listen() -> None:
+    """In a thread: Python calls handlers in the main one, which in a Ray worker may be outside of Python for ever."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in _FAULTS:
+        signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=_obey, args=(reader,), daemon=True).start()
+
+
+def _obey(reader: int) -> None:
+    while byte := os.read(reader, 1):
+        if (fault := _FAULTS.get(signal.Signals(byte[0]))) is not None:
+            fault()
+
+
+_listen()
