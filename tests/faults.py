@@ -164,6 +164,7 @@ class Witness:
             live.append(pool.submit(self._whole))
             for event in begun:
                 assert event.wait(30), "a stream has not begun"
+            wait_for(lambda: self._num_running() == len(live), 30)
             at = time.monotonic()
             inject()
             heard = [future.result() for future in live]
@@ -178,6 +179,10 @@ class Witness:
         detected = time.monotonic()
         wait_for(self.answers, _RECOVERY_S)
         return Measured(detected - at, time.monotonic() - at, [])
+
+    def _num_running(self) -> float:
+        lines = httpx.get(f"{self._url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("raylm:num_requests_running{"))
 
     def _stream(self, index: int, begun: threading.Event) -> Heard:
         options = {"model": MODEL, "stream": True, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
