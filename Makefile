@@ -26,6 +26,7 @@ test: $(VENV)/.dev
 # The scheduler's random histories, 10,000 of each kind instead of 300: an hour or so.
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
+	$(BIN)/python -m pytest tests -m nightly
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -42,3 +42,7 @@ class EngineDeadError(RaylmError):
 
 class TransferError(RaylmError):
     """Data could not be copied from or to another process's GPU; both sides can go on without it."""
+
+
+class RanksDivergedError(RaylmError):
+    """Workers that share a model were given different steps: what they would compute together is wrong."""

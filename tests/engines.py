@@ -7,7 +7,7 @@ from collections import Counter
 from fakes import FakeExecutor
 
 from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
-from raylm.config.resolve import ResolvedEngine, ResolvedScheduler
+from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.request import Status
 from raylm.engine.engine import Engine
 
@@ -32,6 +32,7 @@ def make_engine(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue, **scheduler
         ),
         parallel=ParallelConfig(pipeline=num_stages),
+        runtime=ResolvedRuntime(step_timeout_s=60.0),
     )
     return Engine(config, executor, plans_in_flight=window, clock=clock)
 

@@ -16,6 +16,7 @@ BlockHash = Literal["xxhash", "sha256"]
 Policy = Literal["fcfs", "priority", "fair"]
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
 NumBatchedTokens = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 AttentionName = Literal["auto", "raylm", "flash_attn", "torch"]
 
 
@@ -116,8 +117,10 @@ class RuntimeConfig(FrozenConfig):
     plans_in_flight: int | None = Field(default=None, ge=1)
     """Steps planned ahead: one a pipeline stage keeps all stages busy, one more overlaps scheduling with execution. By
     default that many with Ray workers or a GPU, else 1."""
-    step_timeout_s: float = Field(default=120.0, gt=0)
-    """A step without a result for this long counts as the engine's death."""
+    step_timeout_s: Seconds | None = None
+    """A step without a result for this long counts as the engine's death; by default 10 s on a GPU, 60 s on a CPU.
+    Requests wait this long for the error when a worker hangs, so it is short where the largest step takes a second or
+    two; on a CPU a step of a long prompt may take half a minute."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Loading a model may take this long."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from raylm.config.base import parse
-from raylm.config.engine import EngineConfig, NumBatchedTokens, NumSeqs, SchedulerConfig
+from raylm.config.engine import EngineConfig, NumBatchedTokens, NumSeqs, RuntimeConfig, SchedulerConfig, Seconds
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -17,21 +17,39 @@ class ResolvedScheduler(SchedulerConfig):
     max_num_batched_tokens: NumBatchedTokens
 
 
+class ResolvedRuntime(RuntimeConfig):
+    """What the executor and the workers are given."""
+
+    step_timeout_s: Seconds
+
+
 class ResolvedEngine(EngineConfig):
     """What an engine, its executor and its workers are given."""
 
     scheduler: ResolvedScheduler
+    runtime: ResolvedRuntime
 
 
-class _Defaults(NamedTuple):
+class _SchedulerDefaults(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
+class _RuntimeDefaults(NamedTuple):
+    step_timeout_s: float
+
+
+class _Defaults(NamedTuple):
+    scheduler: _SchedulerDefaults
+    runtime: _RuntimeDefaults
+
+
 _DEFAULTS: dict[DeviceKind, _Defaults] = {
-    "cpu": _Defaults(64, 2048),
-    # A GPU reads its weights for a whole batch, so a larger one costs little; a step of 8,192 tokens fills it.
-    "cuda": _Defaults(256, 8192),
+    # A long prompt takes a CPU tens of seconds a step.
+    "cpu": _Defaults(_SchedulerDefaults(64, 2048), _RuntimeDefaults(60.0)),
+    # A GPU reads its weights for a whole batch, so a larger one costs little; a step of 8,192 tokens fills it, and
+    # takes a second or two with the largest models.
+    "cuda": _Defaults(_SchedulerDefaults(256, 8192), _RuntimeDefaults(10.0)),
 }
 
 
@@ -40,9 +58,13 @@ def resolve(config: EngineConfig, device: DeviceKind) -> ResolvedEngine:
 
     Raises ConfigError when a value does not go with the default of another.
     """
-    given = config.scheduler.model_dump()
-    filled = {key: value for key, value in _DEFAULTS[device]._asdict().items() if given[key] is None}
+    data = config.model_dump()
+    filled: dict[str, float] = {}
+    for section, defaults in _DEFAULTS[device]._asdict().items():
+        missing = {key: value for key, value in defaults._asdict().items() if data[section][key] is None}
+        data[section] |= missing
+        filled |= missing
     source = config.model.served_name
     if filled:
-        source += f" (by default on {device}: " + ", ".join(f"{key} {value}" for key, value in filled.items()) + ")"
-    return parse(ResolvedEngine, {**config.model_dump(), "scheduler": given | filled}, source=source)
+        source += f" (by default on {device}: " + ", ".join(f"{key} {value:g}" for key, value in filled.items()) + ")"
+    return parse(ResolvedEngine, data, source=source)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from raylm.executor.placement import Bundle
 
 
+_LAST_STEP_S = 5.0
+"""How long the step in hand may take when the engine is stopped."""
+
+
 class EngineAddress(NamedTuple):
     """Where a started engine listens, and what it serves."""
 
@@ -70,9 +74,10 @@ class EngineActor:
         return self._server.num_live if self._thread.is_alive() else 0
 
     def stop(self) -> None:
-        """Stop after the step in hand and give back the workers."""
+        """Stop after the step in hand and give back the workers. One that hangs is not waited for: the actor is killed
+        next, and its workers end with it."""
         self._server.stop()
-        self._thread.join()
+        self._thread.join(_LAST_STEP_S)
 
     def _run(self) -> None:
         try:

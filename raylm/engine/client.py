@@ -32,6 +32,10 @@ from raylm.errors import EngineDeadError, Overloaded, RequestRejected
 
 _LAST_WORDS_S = 0.05
 _TRY_AGAIN_S = 0.2
+_HEARTBEAT_MS = 2_000
+_SILENCE_MS = 8_000
+"""An engine that does not answer a heartbeat for this long is lost: its process is stopped, or its node is gone without
+a word. (libzmq answers from a thread of its own, however busy the engine is.)"""
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -53,6 +57,8 @@ class EngineClient:
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self._sequences: dict[str, Sequences] = {}
         self._feeds: dict[str, EventFeed] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -152,7 +158,7 @@ class EngineClient:
                     feed.push(message.batch)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """A lost connection means that the engine's process has ended: it never closes one on its own."""
+        """A lost connection means that the engine's process has ended or hangs: it never closes one on its own."""
         try:
             while True:
                 event = parse_monitor_message(await monitor.recv_multipart())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -82,6 +83,7 @@ class EngineServer:
                 self._followers.publish(self._engine.take_events())
         except Exception as error:
             logger.error("the engine stopped: %s", error)
+            self._own_unread()
             self._deliver([TokenDelta(request_id, [], "error", str(error)) for request_id in self._owner])
             raise
         finally:
@@ -96,21 +98,32 @@ class EngineServer:
 
     def _receive(self, timeout_ms: int) -> None:
         """Take every message that is there; wait up to `timeout_ms` for the first."""
-        if not self._socket.poll(timeout_ms):
-            return
+        if self._socket.poll(timeout_ms):
+            for client, message in self._unread():
+                self._handle(client, message)
+
+    def _unread(self) -> Iterator[tuple[bytes, ToEngine]]:
+        """Every message that is there, with its client. What cannot be understood is dropped."""
         while True:
             try:
                 client, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(client, data)
+            try:
+                message = self._decoder.decode(data)
+            except (msgspec.MsgspecError, RequestRejected) as error:
+                logger.warning("a message of %d bytes was dropped: %s", len(data), error)
+            else:
+                yield client, message
 
-    def _handle(self, client: bytes, data: bytes) -> None:
-        try:
-            message = self._decoder.decode(data)
-        except (msgspec.MsgspecError, RequestRejected) as error:
-            logger.warning("a message of %d bytes was dropped: %s", len(data), error)
-            return
+    def _own_unread(self) -> None:
+        """Requests that came while the last step hung fail with all others, for the same reason."""
+        for client, message in self._unread():
+            if isinstance(message, Submit):
+                for request_id in message.request_ids:
+                    self._owner.setdefault(request_id, client)
+
+    def _handle(self, client: bytes, message: ToEngine) -> None:
         if isinstance(message, Abort):
             self._abort(message.request_id)
             return

@@ -63,6 +63,7 @@ class WorkerPlace(NamedTuple):
     node_id: str
     node_ip: str
     gpu_ids: list[str]
+    pid: int
 
 
 class WorkerSeat(NamedTuple):

@@ -24,12 +24,15 @@ from raylm.log import get_logger
 if TYPE_CHECKING:
     from raylm.models.from_peer import Manifest, WeightSender
 
-logger = get_logger(__name__)
-
 T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 _POLL_MS = 100
 """How often a wait for a result looks whether the workers still live."""
+
+_DEATH_NEWS_S = 0.5
+"""How much later than its peers' errors the news of a worker's death may come."""
 
 
 class WorkerActor:
@@ -45,7 +48,7 @@ class WorkerActor:
     def place(self) -> WorkerPlace:
         context = ray.get_runtime_context()
         gpu_ids = [str(gpu) for gpu in ray.get_gpu_ids()]
-        return WorkerPlace(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids)
+        return WorkerPlace(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid())
 
     def meeting_point(self) -> str:
         """Where the workers find each other, on this worker's node."""
@@ -104,8 +107,10 @@ class WorkerActor:
         try:
             serve(channel, self._worker.submit)
         except Exception as error:
+            logger.exception("a step failed")
             channel.fail(error)
-            raise
+            # The engine has no torch, and would spend a second on importing it for an exception of torch.
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from None
         finally:
             channel.close()
 
@@ -128,6 +133,7 @@ class RayExecutor:
         self._peers = peers
         self._release = release
         self._workers = [_start_worker(config, group, resources, index) for index in range(config.parallel.num_workers)]
+        self._places: list[WorkerPlace] = []
         self._channel: PlanSender | None = None
         self._serving: list[ray.ObjectRef[None]] = []
 
@@ -138,6 +144,7 @@ class RayExecutor:
         phases = {"workers": time.monotonic() - begin}
         order = rank_order(places, ray.get_runtime_context().get_node_id())
         places, self._workers = [places[index] for index in order], [self._workers[index] for index in order]
+        self._places = places
         if len(self._workers) == 1:
             seats: list[WorkerSeat | None] = [None]
         else:
@@ -156,6 +163,7 @@ class RayExecutor:
             worker.serve_steps.remote(address, rank == answering)
             for rank, (worker, address) in enumerate(zip(self._workers, self._channel.addresses, strict=True))
         ]
+        self._channel.wait_for_workers(look=self.check, deadline=deadline)
         slowest = max(infos, key=lambda info: sum(info.phases.values()))
         return infos[answering]._replace(phases=phases | slowest.phases)
 
@@ -166,22 +174,49 @@ class RayExecutor:
         channel, timeout = self._started(), self._config.runtime.step_timeout_s
         deadline = time.monotonic() + timeout
         while True:
-            result = channel.receive(_POLL_MS)
+            try:
+                result = channel.receive(_POLL_MS)
+            except EngineDeadError as failure:
+                # Ranks fail when another one dies, and they are heard first.
+                raise self._death(_DEATH_NEWS_S) or failure from None
             if result is not None:
                 return result
             self.check()
             if time.monotonic() > deadline:
-                raise EngineDeadError(f"no result after runtime.step_timeout_s {timeout:g} s")
+                raise EngineDeadError(
+                    f"the workers hang: a step had no result after runtime.step_timeout_s, {timeout:g} s"
+                )
 
     def check(self) -> None:
+        if (death := self._death(0)) is not None:
+            raise death
         done, _ = ray.wait(self._serving, timeout=0)
         if not done:
             return
         try:
-            ray.get(done[0])
-        except ray.exceptions.RayError as error:
-            raise EngineDeadError(f"a worker died: {error}") from None
-        raise EngineDeadError("a worker left its step loop")
+            ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise EngineDeadError(f"{self._name(done[0])} failed in a step: {error.cause}") from None
+        raise EngineDeadError(f"{self._name(done[0])} left its step loop")
+
+    def _death(self, timeout_s: float) -> EngineDeadError | None:
+        """The death of a worker; None where none has died. Waits up to `timeout_s` while some still serve."""
+        ended, _ = ray.wait(self._serving, num_returns=len(self._serving), timeout=timeout_s)
+        for ref in ended:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError as error:
+                logger.error("%s died: %s", self._name(ref), error)
+                return EngineDeadError(f"{self._name(ref)} died")
+            except ray.exceptions.RayError:
+                pass  # It failed in a step; it has said so itself.
+        return None
+
+    def _name(self, ref: ray.ObjectRef[None]) -> str:
+        """The worker that serves `ref`, for people."""
+        rank = self._serving.index(ref)
+        place = self._places[rank]
+        return f"worker {rank} of {len(self._places)} (process {place.pid} on {place.node_ip})"
 
     def shutdown(self) -> None:
         if self._channel is not None:

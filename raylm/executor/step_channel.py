@@ -59,6 +59,19 @@ class PlanSender:
         self._poller = zmq.Poller()
         self.addresses = [self._bind(rank, host) for rank, host in enumerate(hosts)]
 
+    def wait_for_workers(self, *, look: Callable[[], None], deadline: float) -> None:
+        """Return once every worker has connected. Until then `look` is called again and again: it raises when a worker
+        has gone. From then on the channel has nothing in the file system that a killed engine could leave behind.
+
+        Raises EngineDeadError at `deadline` (time.monotonic()).
+        """
+        for rank, socket in enumerate(self._sockets):
+            while not socket.poll(_LOOK_MS, zmq.POLLOUT):
+                look()
+                if time.monotonic() > deadline:
+                    raise EngineDeadError(f"worker {rank} has loaded the model, but cannot reach the engine")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def send(self, plan: StepPlan, *, look: Callable[[], None] = lambda: None) -> None:
         """Send a plan to every worker. While one takes none, `look` is called again and again: it raises when the
         worker has gone, for then there is nobody who ever will."""
@@ -74,7 +87,8 @@ class PlanSender:
         for socket, _ in self._poller.poll(timeout_ms):
             message = self._decoder.decode(socket.recv())
             if isinstance(message, _Failure):
-                raise EngineDeadError(f"a worker failed in a step: {message.message}")
+                rank = self._sockets.index(socket)
+                raise EngineDeadError(f"worker {rank} of {len(self._sockets)} failed in a step: {message.message}")
             return message.result
         return None
 

@@ -20,7 +20,8 @@ from raylm.serving.replica import ModelReplica
 INGRESS_CPUS = 0.1
 _MAX_ONGOING_REQUESTS = 100_000
 """The queue is the engine's: it knows what waiting costs, and refuses with a reason."""
-_HEALTH_CHECK_PERIOD_S = 2.0
+_HEALTH_CHECK_PERIOD_S = 1.0
+"""Serve replaces a replica whose check has failed three times in a row."""
 _AFTER_DRAIN_S = 30.0
 """What Serve waits for longer than the drain: an engine stops its workers in it."""
 

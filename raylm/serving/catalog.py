@@ -130,9 +130,10 @@ class LiveCatalog:
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model, entry.address)
 
     async def _retire(self, router: ModelRouter, engine_id: str) -> None:
-        """Close a connection that nothing uses. The Directory may be wrong or young: live requests go on."""
+        """Close a connection that nothing uses. The Directory may be wrong or young: live requests go on. Those of a
+        connection that was lost are about to fail with the reason, and the next look finds none."""
         engine = router.engines[engine_id]
-        if engine.client.is_connected and engine.client.num_live:
+        if engine.client.num_live:
             return
         del router.engines[engine_id]
         await engine.client.close()

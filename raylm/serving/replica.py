@@ -22,8 +22,10 @@ from raylm.serving.peers import engine_name, find_peers
 
 logger = log.get_logger(__name__)
 
-_STALE_AFTER_S = 30.0
+_STALE_AFTER_S = 15.0
 """An engine actor that has not answered for this long counts as dead."""
+_STOP_S = 10.0
+"""What an engine gets to stop when its drain is over, before it is killed."""
 
 
 class ModelReplica:
@@ -79,10 +81,13 @@ class ModelReplica:
             return  # The engine never became ready; what there is of it ends with this process.
         self._reporter.cancel()
         try:
-            await self._report()
-            await self._drained()
-            await self._directory().remove.remote(self._engine_id)
-            await asyncio.wait_for(self._engine.stop.remote(), self._config.engine.runtime.step_timeout_s)
+            async with asyncio.timeout(self._config.drain_timeout_s + _STOP_S):
+                if self._dead is None:
+                    await self._report()
+                    await self._drained()
+                await self._directory().remove.remote(self._engine_id)
+                if self._dead is None:
+                    await self._engine.stop.remote()
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("engine %s ended before its drain did: %s", self._engine_id, error)
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raylm.config.engine import ModelConfig
-from raylm.config.resolve import ResolvedEngine, ResolvedScheduler
+from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
@@ -84,7 +84,11 @@ class Simulation:
             block_size=setup.block_size,
             max_model_len=max(one.prompt_len + one.output_len for one in arrivals),
         )
-        config = ResolvedEngine(model=ModelConfig(path="simulated"), scheduler=setup.scheduler)
+        config = ResolvedEngine(
+            model=ModelConfig(path="simulated"),
+            scheduler=setup.scheduler,
+            runtime=ResolvedRuntime(step_timeout_s=1.0),  # A simulated device never hangs.
+        )
         self._engine = Engine(config, self._executor, plans_in_flight=_PLANS_IN_FLIGHT, clock=self._executor.clock)
 
     def run(self) -> Outcome:

@@ -10,6 +10,7 @@ from raylm import ops
 from raylm.core.step import StepPlan, StepResult
 from raylm.models.decoder import DecoderModel
 from raylm.parallel.stages import StageLinks
+from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.graph_runner import Capture, GraphRunner
 from raylm.worker.input_batch import InputBatch, StepArrays
@@ -35,11 +36,13 @@ class ModelRunner:
         groups: CacheGroups,
         *,
         capture: Capture | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._model = model
         self._table = table
         self._store = store
         self._forward = _Forward(model, store, groups)
+        self._agreement = agreement
         self._answers = model.context.answers
         self._pipeline = self._make_pipeline(model.context.links)
         self._graphs = self._make_graphs(capture) if capture is not None else None
@@ -57,6 +60,8 @@ class ModelRunner:
         if self._pipeline is not None:
             self._pipeline.begin(plan)
         self._table.apply(plan)
+        if self._agreement is not None:
+            self._agreement.check(plan)
         if plan.copies is not None:
             self._store.copy(plan.copies)
         outputs = self._outputs(plan) if plan.rows else Outputs()

@@ -26,6 +26,7 @@ from raylm.parallel.collectives import agree_on_min
 from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
 from raylm.worker import memory, trial
+from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.graph_runner import CudaCapture, graph_sizes
 from raylm.worker.kv_store import KVStore
@@ -277,7 +278,10 @@ class Worker:
             device=self._device,
         )
         capture = CudaCapture(self._device) if loaded.captures else None
-        return store, ModelRunner(loaded.model, table, store, cache.groups, capture=capture)
+        context = loaded.model.context
+        checks = self._config.parallel.check_ranks and context.world is not None
+        agreement = Agreement(context, context.world, table) if checks else None
+        return store, ModelRunner(loaded.model, table, store, cache.groups, capture=capture, agreement=agreement)
 
 
 class Phases:

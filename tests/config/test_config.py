@@ -125,14 +125,22 @@ def test_models_that_are_not_there(tmp_path: Path):
         locate("no/such/model")
 
 
-@pytest.mark.parametrize(("device", "rows", "budget"), [("cpu", 64, 2048), ("cuda", 256, 8192)])
-def test_a_steps_size_is_by_default_the_devices(device, rows, budget):
+@pytest.mark.parametrize(("device", "rows", "budget", "timeout"), [("cpu", 64, 2048, 60), ("cuda", 256, 8192, 10)])
+def test_a_steps_size_and_time_are_by_default_the_devices(device, rows, budget, timeout):
     config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"policy": "fair"}})
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (None, None)
     resolved = resolve(config, device)
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == (rows, budget)
+    assert (config.runtime.step_timeout_s, resolved.runtime.step_timeout_s) == (None, timeout)
     assert resolved.scheduler.policy == "fair" and resolved.model == config.model
     assert resolve(resolved, "cpu") == resolve(resolved, "cuda") == resolved
+
+
+def test_a_given_step_timeout_stays():
+    config = EngineConfig.model_validate({"model": MODEL, "runtime": {"step_timeout_s": 3}})
+    assert resolve(config, "cpu").runtime.step_timeout_s == resolve(config, "cuda").runtime.step_timeout_s == 3
+    with pytest.raises(ConfigError, match=r"runtime\.step_timeout_s"):
+        parse(EngineConfig, {"model": MODEL, "runtime": {"step_timeout_s": 0}}, source="test")
 
 
 def test_a_given_number_must_go_with_the_others_default():

@@ -60,9 +60,12 @@ class PacedExecutor(FakeExecutor):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self.permits = threading.Semaphore(0)
+        self.is_waiting = False
 
     def result(self):
+        self.is_waiting = True
         self.permits.acquire()
+        self.is_waiting = False
         return super().result()
 
 

@@ -256,6 +256,27 @@ async def test_a_client_that_comes_before_its_key_is_let_in_later(served):
     await early.close()
 
 
+async def test_a_request_that_came_during_the_last_step_has_the_reason_too():
+    executor = PacedExecutor(max_model_len=200, num_blocks=400)
+    executor.fail_at = 3
+    served = Served(executor)
+    client = served.client()
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    early = client.generate(["early"], [1], params, OPTIONS)
+    executor.permits.release(1)
+    await anext(early)
+    await until(lambda: executor.is_waiting)  # From now on the engine reads nothing.
+    late = client.generate(["late"], [2], params, OPTIONS)
+    await until(lambda: bool(served.server._socket.poll(0)))
+    executor.permits.release(5)
+    for stream in (early, late):
+        with pytest.raises(EngineDeadError, match="told to fail"):
+            while True:
+                await anext(stream)
+    served.thread.join(10)
+    await client.close()
+
+
 async def test_a_dead_engine_fails_every_request_with_its_reason():
     executor = FakeExecutor(max_model_len=200, num_blocks=400)
     executor.fail_at = 5

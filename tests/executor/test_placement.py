@@ -142,7 +142,7 @@ def test_workers_fill_bundles_in_order():
 
 
 def place(node: str, *gpu_ids: str) -> WorkerPlace:
-    return WorkerPlace(node, f"10.0.0.{node}", list(gpu_ids))
+    return WorkerPlace(node, f"10.0.0.{node}", list(gpu_ids), 1)
 
 
 def test_ranks_count_by_node_and_gpu_the_engines_node_first():

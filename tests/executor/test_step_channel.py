@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -68,6 +70,51 @@ def test_plans_and_results_survive_the_trip():
     thread.join(5)
     assert not thread.is_alive()
     assert seen == plans
+
+
+def test_a_connected_channel_has_nothing_in_the_file_system():
+    """So an engine that is killed leaves nothing."""
+    sender = PlanSender([None, None])
+    folder = Path(sender.addresses[0].address.removeprefix("ipc://")).parent
+    assert folder.is_dir()
+    threads = [worker(address, lambda plan: Step(result_of(plan))) for address in sender.addresses]
+    sender.wait_for_workers(look=lambda: None, deadline=time.monotonic() + 10)
+    assert not folder.exists()
+    sender.send(StepPlan(1, [], [], [0], [1]))
+    assert sender.receive(5000) == sender.receive(5000) == StepResult(1, [1], [-0.5])
+    sender.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_worker_that_never_connects_is_named():
+    sender = PlanSender([None, None])
+    thread = worker(sender.addresses[0], lambda plan: Step(result_of(plan)))
+    looked = []
+    with pytest.raises(EngineDeadError, match="worker 1 has loaded the model, but cannot reach the engine"):
+        sender.wait_for_workers(look=lambda: looked.append(1), deadline=time.monotonic())
+    assert looked
+    sender.close()
+    thread.join(5)
+
+
+def test_a_failure_names_its_worker():
+    def fail(plan: StepPlan) -> Step:
+        raise MemoryError("no room")
+
+    sender = PlanSender([None, None])
+    threads = [
+        worker(address, step)
+        for address, step in zip(sender.addresses, (lambda plan: Step(result_of(plan)), fail), strict=True)
+    ]
+    sender.send(StepPlan(1, [], [], [0], [1]))
+    with pytest.raises(EngineDeadError, match="worker 1 of 2 failed in a step: MemoryError: no room"):
+        for _ in range(2):
+            sender.receive(5000)
+    sender.close()
+    for thread in threads:
+        thread.join(5)
 
 
 def test_the_next_plan_is_taken_while_a_step_computes():

@@ -13,8 +13,9 @@ from ranks import ProcessExecutor, RankPool, rank_pool
 import raylm.llm
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.config.resolve import resolve
+from raylm.core.step import StepPlan
 from raylm.engine.engine import Engine
-from raylm.errors import ConfigError
+from raylm.errors import ConfigError, EngineDeadError
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3), (4, 1)]
 """The last one has more ranks than key/value heads."""
@@ -156,3 +157,25 @@ def test_running_requests_take_turns(folders, load):
     assert {len(plan.rows) for plan in plans} == {3}
     for before, after in zip(plans, plans[1:], strict=False):
         assert not set(before.rows) & set(after.rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_checked_ranks_agree(shape, folders, load):
+    folder = folders("llama")
+    llm = load(folder, shape, cache={"num_blocks": 18}, parallel={"check_ranks": True}, model={"max_model_len": 48})
+    assert tokens(llm, PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
+
+
+def test_a_rank_that_is_given_another_plan_is_found(folders, load, monkeypatch):
+    llm = load(folders("llama"), (2, 1), parallel={"check_ranks": True})
+    executor = llm._engine._executor
+
+    def submit(plan: StepPlan) -> None:
+        first, second = executor._sender._sockets
+        encode = executor._sender._encoder.encode
+        first.send(encode(plan))
+        second.send(encode(plan._replace(num_tokens=[2]) if plan.step == 5 else plan))
+
+    monkeypatch.setattr(executor, "submit", submit)
+    with pytest.raises(EngineDeadError, match="different plans in step 5: rank 0 and rank 1 differ"):
+        tokens(llm, PROMPTS[:1], GREEDY)
