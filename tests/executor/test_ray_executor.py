@@ -31,7 +31,7 @@ def groups_before(ray_cluster: None) -> Iterator[None]:
     """Whatever a test starts, its placement group is gone at the end."""
     before = live_groups()
     yield
-    assert live_groups() == before
+    assert live_groups() <= before
 
 
 def tokens(llm: LLM) -> list[list[int]]:
