@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from raylm.ops.library import NAMESPACE, SCHEMAS
 PACKAGE = "raylm_cuda"
 BUILD_COMMAND = "pip install ./cuda_ext"
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+_ARCHITECTURE = re.compile(r"(\d{2,3})([af]?)(-real|-virtual)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,25 @@ class ExtensionStatus:
     """The shared library, or None where the package is not installed."""
     error: str | None = None
     """Why the library at `path` could not be loaded."""
+    architectures: tuple[str, ...] = ()
+    """CUDA architectures that its kernels were compiled for, as CMake writes them."""
     ops: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Device ("cpu", "cuda") -> operators that have a compiled kernel there."""
 
     @property
     def loaded(self) -> bool:
         return self.path is not None and self.error is None
+
+    def misfit(self, capability: tuple[int, int]) -> str | None:
+        """Why its CUDA kernels cannot run on a GPU of this compute capability; None where they can or there are none."""
+        if not self.architectures or any(_runs_on(name, capability) for name in self.architectures):
+            return None
+        major, minor = capability
+        return (
+            f"the compiled extension {self.path} is for {', '.join(self.architectures)}, and this GPU has compute "
+            f"capability {major}.{minor}; build it again: "
+            f'`{BUILD_COMMAND} -C cmake.define.RAYLM_CUDA_ARCHS="{major}{minor}-real"`'
+        )
 
     def __str__(self) -> str:
         if self.path is None:
@@ -43,23 +58,30 @@ class ExtensionStatus:
 @functools.cache
 def load() -> ExtensionStatus:
     """Load the extension if it is installed, once a process, and say what came of it."""
-    path = _find()
-    if path is None:
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ModuleNotFoundError:
         return ExtensionStatus(None)
+    path: Path = package.LIBRARY_PATH
     try:
         torch.ops.load_library(path)
     except OSError as error:
         return ExtensionStatus(path, " ".join(str(error).split()))
-    return ExtensionStatus(path, ops={device: _kernels(key) for device, key in _DEVICES.items()})
+    ops = {device: _kernels(key) for device, key in _DEVICES.items()}
+    return ExtensionStatus(path, architectures=getattr(package, "ARCHITECTURES", ()), ops=ops)
 
 
-def _find() -> Path | None:
-    try:
-        package = importlib.import_module(PACKAGE)
-    except ModuleNotFoundError:
-        return None
-    path: Path = package.LIBRARY_PATH
-    return path
+def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for an architecture runs on a GPU: machine code within a generation, with "a" on that very chip
+    alone; what is not "-real" carries code for later generations as well."""
+    found = _ARCHITECTURE.fullmatch(architecture)
+    if found is None:
+        return True  # "native", "all": CMake's words for what fits.
+    digits, special, kind = found.groups()
+    own = (int(digits[:-1]), int(digits[-1]))
+    if special == "a":
+        return capability == own
+    return capability >= own and (capability[0] == own[0] or (not special and kind != "-real"))
 
 
 def _kernels(key: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
 from raylm.models.load import checkpoint_digest, load_model
+from raylm.ops import extension
 from raylm.parallel.collectives import agree_on_min
 from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
@@ -136,6 +137,8 @@ class Worker:
         torch.cuda.init()
         if self._device.index is not None:
             torch.cuda.set_device(self._device)
+        if misfit := extension.load().misfit(torch.cuda.get_device_capability(self._device)):
+            raise ConfigError(misfit)
 
     def _join(self) -> ParallelContext:
         """Meet the other workers of the model."""

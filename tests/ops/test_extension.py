@@ -44,6 +44,31 @@ def test_a_build_for_cuda_has_every_kernel():
         assert kernel.encode() in library
 
 
+@pytest.mark.parametrize(
+    ("architectures", "capability", "fits"),
+    [
+        ((), (8, 0), True),
+        (("90a-real",), (9, 0), True),
+        (("90a-real",), (10, 0), False),
+        (("90a-real",), (8, 9), False),
+        (("80-real", "90a-real"), (8, 9), True),
+        (("80-real",), (9, 0), False),
+        (("86-real",), (8, 0), False),
+        (("80",), (9, 0), True),
+        (("100f-real",), (10, 3), True),
+        (("100f-real",), (12, 0), False),
+        (("all-major",), (7, 5), True),
+    ],
+)
+def test_a_gpu_that_the_kernels_are_not_for_is_named(architectures, capability, fits):
+    status = extension.ExtensionStatus(Path("kernels.so"), architectures=architectures, ops={"cuda": ("linear",)})
+    misfit = status.misfit(capability)
+    assert (misfit is None) == fits
+    if misfit is not None:
+        major, minor = capability
+        assert f"capability {major}.{minor}" in misfit and f'ARCHS="{major}{minor}-real"' in misfit
+
+
 def test_missing_package_names_the_build_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, extension.PACKAGE, None)
     status = extension.load.__wrapped__()
