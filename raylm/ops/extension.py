@@ -36,7 +36,7 @@ class ExtensionStatus:
         return self.path is not None and self.error is None
 
     def misfit(self, capability: tuple[int, int]) -> str | None:
-        """Why its CUDA kernels cannot run on a GPU of this compute capability; None where they can or there are none."""
+        """Why its CUDA kernels cannot run on a GPU of this compute capability; None where they can, or it has none."""
         if not self.architectures or any(_runs_on(name, capability) for name in self.architectures):
             return None
         major, minor = capability
