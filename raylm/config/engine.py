@@ -109,7 +109,7 @@ class RuntimeConfig(FrozenConfig):
     """raylm: the compiled extension's kernel; flash_attn: that of vllm_flash_attn or vllm, 16-bit types on a GPU only;
     torch: slow, on any device. auto takes the first of them that can run."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of a worker; by default one a core."""
+    """CPU threads of a worker; by default one a core, shared by the workers of the model."""
     cuda_graphs: bool = True
     """On a GPU, run steps in which every request decodes as CUDA graphs."""
     ray_workers: bool = False
@@ -122,7 +122,7 @@ class RuntimeConfig(FrozenConfig):
     Requests wait this long for the error when a worker hangs, so it is short where the largest step takes a second or
     two; on a CPU a step of a long prompt may take half a minute."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Loading a model may take this long."""
+    """Loading a model may take this long; so may a worker wait for another one in a collective."""
 
 
 class ParallelConfig(FrozenConfig):

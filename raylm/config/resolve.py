@@ -59,6 +59,7 @@ def resolve(config: EngineConfig, device: DeviceKind) -> ResolvedEngine:
     Raises ConfigError when a value does not go with the default of another.
     """
     data = config.model_dump()
+    data["runtime"]["device"] = device
     filled: dict[str, float] = {}
     for section, defaults in _DEFAULTS[device]._asdict().items():
         missing = {key: value for key, value in defaults._asdict().items() if data[section][key] is None}

@@ -290,7 +290,8 @@ class Scheduler:
         }
         turn = [request for request in self._running if request.row not in rows]
         for request in turn:
-            request.last_turn = number
+            if request.num_to_compute:  # A beam that waits for its next token has no turn to lose.
+                request.last_turn = number
         return turn
 
     def _continue(self, request: Request, draft: Draft) -> bool:

@@ -16,6 +16,7 @@ from raylm.executor.placement import (
     Placement,
     choose_placement,
     describe_shortage,
+    gpu_labels,
     stage_bundles,
     worker_resources,
 )
@@ -55,7 +56,9 @@ def wait_for_room(config: EngineConfig, worker: Bundle) -> Placement:
                     waited = f"after parallel.placement_timeout_s {config.parallel.placement_timeout_s:g} s"
                     raise ConfigError(f"{error}, {waited}") from None
             if not asked:
-                request_resources(bundles=stage_bundles(config, worker))
+                bundles = stage_bundles(config, worker)
+                labels = gpu_labels(config.parallel.gpu_type, bundles)
+                request_resources(bundles=bundles, bundle_label_selectors=labels)
                 asked = True
             time.sleep(_POLL_S)
     finally:

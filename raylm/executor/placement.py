@@ -115,14 +115,14 @@ def choose_placement(config: EngineConfig, worker: Bundle, nodes: Sequence[NodeR
     fitting = [node for node in nodes if wanted is None or node.labels.get(GPU_TYPE_LABEL) == wanted]
     bundles = worker_bundles(config, worker)
     if any(node.without(_ENGINE).room_for(worker) >= config.parallel.num_workers for node in fitting):
-        return Placement(bundles, "STRICT_PACK", _labels(wanted, bundles))
+        return Placement(bundles, "STRICT_PACK", gpu_labels(wanted, bundles))
     bundles = stage_bundles(config, worker)
     stages = sum(node.room_for(bundles[1]) for node in fitting)
     # The engine needs no GPU, but it may have to go where a stage would.
     in_the_way = min((_cost_of_engine(node, bundles[1], node in fitting) for node in _with_room(nodes)), default=stages)
     if stages - in_the_way < config.parallel.pipeline:
         raise ConfigError(describe_shortage(config, worker, nodes))
-    return Placement(bundles, "PACK", _labels(wanted, bundles))
+    return Placement(bundles, "PACK", gpu_labels(wanted, bundles))
 
 
 def describe_shortage(config: EngineConfig, worker: Bundle, nodes: Sequence[NodeResources]) -> str:
@@ -164,7 +164,8 @@ def seat_of(rank: int, places: Sequence[WorkerPlace], meeting_point: str) -> Wor
     return WorkerSeat(rank, own.node_ip, meeting_point, visible, gpu)
 
 
-def _labels(gpu_type: str | None, bundles: Sequence[Bundle]) -> list[dict[str, str]] | None:
+def gpu_labels(gpu_type: str | None, bundles: Sequence[Bundle]) -> list[dict[str, str]] | None:
+    """The node labels that each bundle asks for; None where none asks for any."""
     if gpu_type is None:
         return None
     return [{GPU_TYPE_LABEL: gpu_type} if bundle.get("GPU") else {} for bundle in bundles]

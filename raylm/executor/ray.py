@@ -163,7 +163,11 @@ class RayExecutor:
             worker.serve_steps.remote(address, rank == answering)
             for rank, (worker, address) in enumerate(zip(self._workers, self._channel.addresses, strict=True))
         ]
-        self._channel.wait_for_workers(look=self.check, deadline=deadline)
+        try:
+            self._channel.wait_for_workers(look=self.check, deadline=deadline)
+        except BaseException:
+            self._channel.close()
+            raise
         slowest = max(infos, key=lambda info: sum(info.phases.values()))
         return infos[answering]._replace(phases=phases | slowest.phases)
 
@@ -197,6 +201,8 @@ class RayExecutor:
             ray.get(done)
         except ray.exceptions.RayTaskError as error:
             raise EngineDeadError(f"{self._name(done[0])} failed in a step: {error.cause}") from None
+        except ray.exceptions.RayActorError:
+            raise EngineDeadError(f"{self._name(done[0])} died") from None
         raise EngineDeadError(f"{self._name(done[0])} left its step loop")
 
     def _death(self, timeout_s: float) -> EngineDeadError | None:
@@ -265,7 +271,7 @@ class RayExecutor:
                 self._give_up()
                 if isinstance(error.cause, ConfigError):
                     raise ConfigError(str(error.cause)) from None
-                raise
+                raise EngineDeadError(f"a worker failed while it loaded the model: {error.cause}") from None
             except ray.exceptions.RayActorError as error:
                 self._give_up()
                 raise EngineDeadError(f"a worker died while it loaded the model: {error}") from None

@@ -44,6 +44,13 @@ def all_gather(x: Tensor, context: ParallelContext) -> Tensor:
     return parts.view(context.tensor_size, *x.shape).movedim(0, -2).flatten(-2)
 
 
+def of_first(x: Tensor, context: ParallelContext) -> Tensor:
+    """The first tensor rank's x on all of them, in place."""
+    if context.tensor_size > 1:
+        dist.broadcast(x, group=context.group, group_src=0)
+    return x
+
+
 def agree_on_min(value: int, context: ParallelContext) -> int:
     """The least value of all ranks. On the host: it waits for the others."""
     if context.world is None:

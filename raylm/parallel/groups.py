@@ -78,7 +78,9 @@ def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeo
     )
     # Every rank makes all groups, in the same order, those that it is not part of as well.
     groups = [_group(range(first, first + tensor)) for first in range(0, tensor * stages, tensor)]
-    host_groups = [_group(range(first, first + tensor), "gloo") for first in range(0, tensor * stages, tensor)]
+    host_groups: list[ProcessGroup | None] = [None] * stages
+    if device.type == "cuda" and parallel.custom_all_reduce:
+        host_groups = [_group(range(first, first + tensor), "gloo") for first in range(0, tensor * stages, tensor)]
     columns = [list(range(first, tensor * stages, tensor)) for first in range(tensor)]
     onward = [_group(column) for column in columns]
     back = [_group(column) for column in columns]
@@ -96,7 +98,7 @@ def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeo
         device=device,
         group=groups[stage],
         world=dist.group.WORLD,
-        reducer=_reducer(parallel, host_groups[stage], device, timeout_s),
+        reducer=_reducer(host_groups[stage], device, timeout_s),
         links=links,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
     )
@@ -110,11 +112,9 @@ def _group(ranks: range | list[int], backend: str | None = None) -> ProcessGroup
     return group
 
 
-def _reducer(
-    parallel: ParallelConfig, group: ProcessGroup | None, device: torch.device, timeout_s: float
-) -> Reducer | None:
-    """The kernel for small sums, where it is wanted and the GPUs of the tensor `group` (gloo) can run it."""
-    if group is None or device.type != "cuda" or not parallel.custom_all_reduce:
+def _reducer(group: ProcessGroup | None, device: torch.device, timeout_s: float) -> Reducer | None:
+    """The kernel for small sums, where the GPUs of the tensor `group` (gloo) can run it."""
+    if group is None:
         return None
     reducer, reason = connect_peers(group, device, limit_s=timeout_s)
     logger.info("sums over tensor ranks: %s (%s)", "raylm's kernel and NCCL" if reducer else "NCCL", reason)

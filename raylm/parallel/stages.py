@@ -76,16 +76,19 @@ class _CudaLink:
 
 
 class _HostLink:
-    """One peer over gloo: sends are kept until they are through."""
+    """One peer over gloo: sends are kept until they are through, at most one for each stage."""
 
     def __init__(self, group: ProcessGroup, peer: int) -> None:
         self._group = group
         self._peer = peer
+        self._depth = dist.get_world_size(group)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        # gloo says that a send is through only to who waits for it. The peer takes the oldest in time: no stage is more
+        # steps ahead of another than there are stages.
+        if len(self._sent) == self._depth:
+            self._sent.popleft()[0].wait()
         work = dist.isend(x, self._peer, group=self._group)
         assert work is not None, "a rank sends to another one"
         self._sent.append((work, x))

@@ -9,6 +9,7 @@ from torch import Tensor
 from raylm import ops
 from raylm.core.step import StepPlan, StepResult
 from raylm.models.decoder import DecoderModel
+from raylm.parallel.collectives import of_first
 from raylm.parallel.stages import StageLinks
 from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
@@ -143,6 +144,9 @@ class ModelRunner:
     def _sample(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Tensor:
         """One token for each of the rows [num_rows], which know it from now on."""
         token_ids = ops.sample(logits, *self._table.upload(*self._table.sampling(rows)))
+        if not ops.sample_is_async(self._table.device):
+            # torch's sums on a GPU may differ in the last bit from one time to the next.
+            token_ids = of_first(token_ids, self._model.context)
         self._table.write_tokens(cells, token_ids)
         self._table.num_known[rows] += 1
         return token_ids

@@ -28,8 +28,8 @@ class PipelineStage:
     """Passes hidden states on, and brings sampled tokens from the last stage into the first one's table.
 
     All stages get the same plans and keep the same rows, so each knows what the others send. The first stage takes the
-    tokens of a step before the first step that needs them, and at the latest `pipeline_size` steps later: then the
-    last stage has long had the time to sample them, and sends never pile up.
+    tokens of a step before the first step that needs them, and at the latest `pipeline_size` steps later: by then the
+    last stage is about to have sampled them, and sends never pile up.
     """
 
     def __init__(

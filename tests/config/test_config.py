@@ -133,7 +133,7 @@ def test_a_steps_size_and_time_are_by_default_the_devices(device, rows, budget, 
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == (rows, budget)
     assert (config.runtime.step_timeout_s, resolved.runtime.step_timeout_s) == (None, timeout)
     assert resolved.scheduler.policy == "fair" and resolved.model == config.model
-    assert resolve(resolved, "cpu") == resolve(resolved, "cuda") == resolved
+    assert resolve(resolved, device) == resolved and resolved.runtime.device == device
 
 
 def test_a_given_step_timeout_stays():
