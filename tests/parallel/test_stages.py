@@ -46,4 +46,5 @@ def _two_stages(rank: int) -> tuple[list[object], int]:
             links.send_tokens(torch.tensor([step]))
     while rank == 0 and len(came) < STEPS:
         came.append(int(links.receive_tokens(1)))
+    dist.barrier()  # What a rank still sends goes with its links.
     return came, sum(reference() is not None for reference in sent)

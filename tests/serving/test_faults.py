@@ -59,15 +59,16 @@ def report(what: str, measured: Measured) -> None:
     logger.info("| %s | %.1f s | %.1f s |", what, measured.detected_s, measured.recovered_s)
 
 
-def check_errors(measured: Measured, message: str) -> None:
-    """Every request that lived at the fault has an error that says what happened, in OpenAI's form."""
+def check_errors(measured: Measured, *messages: str) -> None:
+    """Every request that lived at the fault has an error that says what happened (one of `messages`), in OpenAI's
+    form."""
     assert measured.detected_s < LIMIT_S
     *streams, whole = measured.heard
     for heard in streams:
         assert heard.events > 0 and isinstance(heard.error, openai.APIError), heard
-        assert message in heard.error.message and heard.error.code == "engine_dead"
+        assert any(message in heard.error.message for message in messages) and heard.error.code == "engine_dead"
     assert isinstance(whole.error, openai.InternalServerError) and whole.error.status_code == 503, whole
-    assert message in whole.error.message
+    assert any(message in whole.error.message for message in messages)
 
 
 class Fault(NamedTuple):
@@ -121,7 +122,8 @@ def test_a_node_that_dies(cluster, witness, processes):
     remains = Remains(processes.all)
     measured = witness.measure(processes.raylet.kill)
     report("kill -9 of the raylet of the engine's node", measured)
-    check_errors(measured, "died")
+    # All die at once: a worker may still say that it misses the other one, or the engine goes first.
+    check_errors(measured, "died", "failed in a step")
     successor = cluster.processes()
     assert successor is not None and successor.raylet.pid != processes.raylet.pid
     assert remains.find(cluster) == []
