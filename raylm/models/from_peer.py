@@ -127,10 +127,13 @@ class Wires(NamedTuple):
     connect: Connect = Communicator.connect
 
 
+NCCL = Wires()
+
+
 class WeightSender:
     """The side that holds the weights. It only reads them, on a stream of its own, so steps may run meanwhile."""
 
-    def __init__(self, model: DecoderModel, checkpoint: str, *, wires: Wires = Wires()) -> None:  # noqa: B008
+    def __init__(self, model: DecoderModel, checkpoint: str, *, wires: Wires = NCCL) -> None:
         """`checkpoint` is the digest of what `model` was loaded from."""
         self.manifest = Manifest.of(model, checkpoint)
         self._parameters = [x.data for x in model.parameters()]
@@ -161,7 +164,7 @@ def receive_weights(
     peer: Peer,
     *,
     limit_s: float,
-    wires: Wires = Wires(),  # noqa: B008
+    wires: Wires = NCCL,
 ) -> None:
     """Fill `model`, whose files have the digest `checkpoint`, with the weights of `peer`.
 

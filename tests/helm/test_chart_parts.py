@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -59,7 +58,6 @@ def test_long_times_are_numbers_and_options_follow():
     assert spec["suspend"] is True and shlex.split(spec["entrypoint"])[-1] == "--no-keep-order"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("raylm.batch") is None, reason="raylm.batch is not there yet")
 def test_the_batch_program_has_the_options_of_the_entrypoint():
     words = shlex.split(document("batch", "RayJob")["spec"]["entrypoint"])
     help_text = subprocess.run([sys.executable, *words[1:3], "--help"], capture_output=True, text=True, check=True)
