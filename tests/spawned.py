@@ -17,7 +17,7 @@ _TIMEOUT_S = 120
 
 
 class Ranks:
-    """`count` processes, each on the GPU of its number where there are GPUs; several are a gloo group."""
+    """`count` processes, each on the GPU of its number where there is one; several are a gloo group."""
 
     def __init__(self, count: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -63,7 +63,7 @@ class Ranks:
 
 
 def _serve(rank: int, count: int, store: Path, end: Connection) -> None:
-    if torch.cuda.is_available():
+    if rank < torch.cuda.device_count():
         torch.cuda.set_device(rank)
     if count > 1:
         timeout = timedelta(seconds=_TIMEOUT_S / 2)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +51,7 @@ def make_id() -> bytes:
 
 
 class Communicator:
-    """One process's end. One thread at a time may use it, but for `abort`.
+    """One process's end. One thread at a time may use it, but for `close`.
 
     Work is queued on a stream of its own, `stream`, behind what the caller's current stream has been given by then.
     What is received may be read once `wait` has returned, or behind `stream`. Tensors must live until then.
@@ -118,26 +117,20 @@ class Communicator:
                         self._comm.check_async_error()
                 time.sleep(_POLL_S)
         except BaseException:
-            self.abort()
+            self.close()
             raise
 
     def close(self) -> None:
-        """Give everything back, after the work that is queued. Others may still read what this rank has sent out of its
-        memory: close only once they are known to have received it."""
-        self._comm.destroy()
-
-    def abort(self) -> None:
-        """Give everything back at once. From any thread; calls and kernels that wait for another rank end."""
+        """Give everything back at once, from any thread; calls and kernels that wait for another rank end. Others may
+        still read what this rank has sent out of its memory: close only once they are known to have received it."""
+        # NCCL's other way, to destroy a communicator, returns only when all ranks of the host do so.
         self._comm.abort()
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @classmethod
     def _connected(cls, unique_id: bytes, rank: int, size: int, device: torch.device) -> Communicator:
@@ -194,7 +187,7 @@ class _Attempt:
             with self._lock:
                 self._made = made
                 if self._given_up:
-                    made.abort()
+                    made.close()
                     return
             self._greet(made)
             self._future.set_result(made)
@@ -217,7 +210,7 @@ class _Attempt:
         with self._lock:
             self._given_up = True
             if self._made is not None:
-                self._made.abort()
+                self._made.close()
 
 
 @contextmanager

@@ -247,7 +247,7 @@ def _receive_nothing(rank: int, unique_id: bytes) -> str:
             communicator.wait(1.0)
         message = str(caught.value)
     dist.barrier()
-    communicator.abort()
+    communicator.close()
     return message
 
 

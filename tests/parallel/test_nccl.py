@@ -21,7 +21,7 @@ class Fake(Communicator):
     """Connects when it is told that the other side has come."""
 
     came: ClassVar[threading.Event]
-    aborted: ClassVar[threading.Event]
+    closed: ClassVar[threading.Event]
     error: ClassVar[Exception | None]
     greeted: ClassVar[bool]
 
@@ -38,13 +38,13 @@ class Fake(Communicator):
     def _greet(self) -> None:
         type(self).greeted = True
 
-    def abort(self) -> None:
-        self.aborted.set()
+    def close(self) -> None:
+        self.closed.set()
 
 
 @pytest.fixture
 def fake() -> Iterator[type[Fake]]:
-    Fake.came, Fake.aborted, Fake.error, Fake.greeted = threading.Event(), threading.Event(), None, False
+    Fake.came, Fake.closed, Fake.error, Fake.greeted = threading.Event(), threading.Event(), None, False
     yield Fake
     Fake.came.set()
 
@@ -57,15 +57,15 @@ def test_the_other_side_comes(fake: type[Fake]) -> None:
     fake.came.set()
     assert isinstance(connect(fake), Fake)
     assert fake.greeted
-    assert not fake.aborted.is_set()
+    assert not fake.closed.is_set()
 
 
 def test_the_other_side_comes_too_late(fake: type[Fake]) -> None:
     with pytest.raises(TransferError, match="the other process had not connected over NCCL after 0.2 s"):
         connect(fake, limit_s=0.2)
-    assert not fake.aborted.is_set()
+    assert not fake.closed.is_set()
     fake.came.set()
-    assert fake.aborted.wait(20), "a communicator that nobody waits for is given back"
+    assert fake.closed.wait(20), "a communicator that nobody waits for is given back"
     assert not fake.greeted
 
 
