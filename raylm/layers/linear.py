@@ -15,6 +15,10 @@ from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 
+MIN_ROWS_TO_ADD = 1024
+"""Measured at 8,192 rows on an H200: product, sum and norm of 4,096 columns take 460 instead of 481 us where the inputs
+are 4,096, and 1,467 instead of 1,494 where they are 14,336."""
+
 
 class _FusedColumnLinear(nn.Module):
     """Outputs are split between the ranks, shard by shard.
@@ -111,7 +115,8 @@ class QKVParallelLinear(_FusedColumnLinear):
 
 class RowParallelLinear(nn.Module):
     """Inputs are split between the ranks, which sum their results: takes [T, in_size / tensor_size], returns the full
-    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that."""
+    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that, and may add to
+    the residual stream itself."""
 
     def __init__(
         self,
@@ -133,11 +138,26 @@ class RowParallelLinear(nn.Module):
         # Only one rank adds the bias, or the sum would hold it once a rank.
         self._adds_bias = context.tensor_rank == 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        """The product; None where it has been added to `residual` [T, out_size] in place."""
+        if residual is not None and self._adds(x):
+            residual.addmm_(x, self.weight.t())
+            return None
         out = ops.linear(x, self.weight, self.bias if self._adds_bias else None)
         if self._norm_follows and collectives.norm_sums(out, self._context):
             return out
         return collectives.all_reduce(out, self._context)
+
+    def _adds(self, x: Tensor) -> bool:
+        """Whether a residual is added in the product, which then need not be written and read again. Few rows are for
+        raylm's own product and norm."""
+        return (
+            x.is_cuda
+            and len(x) >= MIN_ROWS_TO_ADD
+            and self._norm_follows
+            and self._context.tensor_size == 1
+            and self.bias is None
+        )
 
     def slots(self) -> dict[SlotName, Slot]:
         out_size, share = self.weight.shape

@@ -32,14 +32,13 @@ class RMSNorm(nn.Module):
         self._offset = offset
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The norm of x [..., size]; with a residual (of x's shape), x is added to it in place and the sum's norm
-        returned."""
-        if residual is None:
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """The norm of x [..., size]; with a delta (of x's shape), this is added to x in place first."""
+        if delta is None:
             return ops.rms_norm(x, self.weight, self._eps)
         if self._sums:
-            return collectives.add_rms_norm(x, residual, self.weight, self._eps, self._context)
-        return ops.add_rms_norm(x, residual, self.weight, self._eps)
+            return collectives.add_rms_norm(delta, x, self.weight, self._eps, self._context)
+        return ops.add_rms_norm(delta, x, self.weight, self._eps)
 
     def slots(self) -> dict[SlotName, Slot]:
         return {("weight", None): Slot(self.weight, tuple(self.weight.shape), offset=self._offset)}

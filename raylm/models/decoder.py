@@ -66,7 +66,15 @@ class SelfAttention(nn.Module):
             attention, scale=arch.attention_scale, window=arch.window(layer), soft_cap=arch.attention_soft_cap
         )
 
-    def forward(self, x: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
+        """What is to be added to the residual stream; None where `residual` has it already."""
         num_tokens = x.shape[0]
         # Views of the fused output, [num_tokens, heads, head_dim] each: the operators take strides.
         q, k, v = self.qkv_proj(x).view(num_tokens, *self._heads).split(self._splits, dim=1)
@@ -74,7 +82,8 @@ class SelfAttention(nn.Module):
         k_weight = None if self.k_norm is None else self.k_norm.weight
         ops.rope_store(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping)
         out = self._attention(q, cache, meta)
-        return self.o_proj(out.view(num_tokens, -1))
+        added: Tensor | None = self.o_proj(out.view(num_tokens, -1), residual)
+        return added
 
     @staticmethod
     def _head_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
@@ -96,8 +105,10 @@ class GatedMLP(nn.Module):
         )
         self._activation = GATED_ACTIVATIONS[arch.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._activation(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        """As SelfAttention.forward."""
+        added: Tensor | None = self.down_proj(self._activation(self.gate_up_proj(x)), residual)
+        return added
 
 
 class DecoderLayer(nn.Module):
@@ -127,12 +138,14 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor:
-        """Adds delta (what the layer below has to add; None at the bottom) and the attention's output to residual in
-        place; returns the MLP's output, which the layer above adds. All are [T, hidden_size]."""
-        x = self.input_layernorm(residual) if delta is None else self.input_layernorm(delta, residual)
-        x = self.self_attn(x, positions, cache, meta)
-        return self.mlp(self.post_attention_layernorm(x, residual))
+    ) -> Tensor | None:
+        """Adds delta (what the layer below has left to add, if anything) and the attention's output to residual in
+        place; returns the MLP's output, which the layer above adds, or None where it is added. All are [T,
+        hidden_size]."""
+        x = self.input_layernorm(residual, delta)
+        delta = self.self_attn(x, positions, cache, meta, residual)
+        added: Tensor | None = self.mlp(self.post_attention_layernorm(residual, delta), residual)
+        return added
 
 
 class DecoderModel(nn.Module):
@@ -193,7 +206,8 @@ class DecoderModel(nn.Module):
             delta = layer(delta, residual, positions, cache, meta)
         if not self.context.is_last_stage:
             return residual if delta is None else residual.add_(self._summed(delta))
-        return self.norm(residual) if delta is None else self.norm(delta, residual)
+        normed: Tensor = self.norm(residual, delta)
+        return normed
 
     def _summed(self, delta: Tensor) -> Tensor:
         """What the last layer of a stage returned, without a norm behind it to sum it."""

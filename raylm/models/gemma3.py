@@ -35,9 +35,10 @@ class Gemma3Layer(DecoderLayer):
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
     ) -> Tensor:
-        x = self.input_layernorm(residual) if delta is None else self.input_layernorm(delta, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, positions, cache, meta))
-        return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x, residual)))
+        x = self.self_attn(self.input_layernorm(residual, delta), positions, cache, meta)
+        x = self.pre_feedforward_layernorm(residual, self.post_attention_layernorm(x))
+        added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
+        return added
 
 
 class Gemma3ForCausalLM(DecoderModel):

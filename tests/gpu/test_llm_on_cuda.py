@@ -79,6 +79,24 @@ def test_each_family_equals_transformers_under_memory_pressure(
     llm.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_each_family_equals_transformers_in_steps_of_many_rows(family: str, dtype: str, tmp_path: Path) -> None:
+    """Other kernels take these: sums within products, fused gates."""
+    folder = checkpoints.FAMILIES[family](tmp_path)
+    reference = checkpoints.reference(folder)
+    if dtype == "bfloat16":
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    llm = load(folder, dtype=dtype, scheduler={"max_num_seqs": 48, "max_num_batched_tokens": 2048})
+    prompts = [[(7 * n + position) % llm.info.vocab_size for position in range(40)] for n in range(48)]
+    params = dataclasses.replace(GREEDY, max_tokens=4)
+    for prompt, [tokens] in zip(prompts, run(llm, prompts, params), strict=True):
+        assert_greedy(reference, prompt, tokens)
+    assert llm._engine.stats().num_preemptions == 0
+    llm.close()
+
+
 FEATURES = {
     "overlap off": {"runtime": {"plans_in_flight": 1}},
     "tight": TIGHT,

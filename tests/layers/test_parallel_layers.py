@@ -8,6 +8,7 @@ import torch
 from raylm.errors import ConfigError
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import (
+    MIN_ROWS_TO_ADD,
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -102,6 +103,21 @@ def test_row_shards_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         fill(layer)
     whole, low, high = layers
     torch.testing.assert_close(low(x[:, :4]) + high(x[:, 4:]), whole(x))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_many_rows_are_added_to_the_residual_in_the_product() -> None:
+    one = ParallelContext.single(torch.device("cuda"))
+    layer = RowParallelLinear(64, 32, bias=False, context=one, dtype=torch.bfloat16, norm_follows=True)
+    layer.weight.data.normal_()
+    x, residual = (torch.randn(MIN_ROWS_TO_ADD, size, dtype=torch.bfloat16, device="cuda") for size in (64, 32))
+    product = layer(x)
+    few = residual[:-1].clone()
+    torch.testing.assert_close(layer(x[:-1], few), product[:-1])
+    assert torch.equal(few, residual[:-1])
+    expected = residual.double() + x.double() @ layer.weight.double().t()
+    assert layer(x, residual) is None
+    torch.testing.assert_close(residual.double(), expected, rtol=2**-8, atol=1e-3)
 
 
 @pytest.mark.parametrize("vocab_size", [8, 7, 5])
