@@ -35,7 +35,8 @@ def test_serve_answers_and_leaves_nothing_behind(tmp_path):
             wait_until_listed(client.with_options(api_key="theirs"), model)
             with pytest.raises(AuthenticationError):
                 client.models.list()
-        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        for probe in ("/health", "/-/healthz"):
+            assert httpx.get(f"http://127.0.0.1:{port}{probe}").status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("haproxy" in child.name() for child in family)
         assert not [c for c in process_addresses(family, port) if not c.startswith("127.")]
