@@ -51,7 +51,9 @@ def measure_offline(config: EngineConfig, *, timeout_s: float) -> StartupResult:
     return StartupResult("startup", config.model.served_name, ready, {"interpreter": interpreter} | phases)
 
 
-def measure_server(target: str, *, timeout_s: float, command: Sequence[str] | None = None) -> StartupResult:
+def measure_server(
+    target: str, *, timeout_s: float, api_key: str | None = None, command: Sequence[str] | None = None
+) -> StartupResult:
     """Start `raylm serve TARGET`, ask until it answers a chat request, stop it with SIGINT and see it end.
 
     Phases: `listening` until the models are listed, `first_answer` from there, `stop` after the signal (not part of
@@ -64,7 +66,7 @@ def measure_server(target: str, *, timeout_s: float, command: Sequence[str] | No
         start = perf_counter()
         process = subprocess.Popen(words, stdout=log, stderr=log)
         try:
-            model, phases = _await_answer(process, f"http://127.0.0.1:{port}/v1", start, timeout_s)
+            model, phases = _await_answer(process, f"http://127.0.0.1:{port}/v1", start, timeout_s, api_key)
             ready = perf_counter() - start
             phases["stop"] = _stop(process)
         except RaylmError as error:
@@ -77,12 +79,13 @@ def measure_server(target: str, *, timeout_s: float, command: Sequence[str] | No
 
 
 def _await_answer(
-    process: subprocess.Popen[bytes], url: str, start: float, timeout_s: float
+    process: subprocess.Popen[bytes], url: str, start: float, timeout_s: float, api_key: str | None
 ) -> tuple[str, dict[str, float]]:
     import httpx
 
     deadline = start + timeout_s
-    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False) as client:
         model = None
         while model is None:
             _pause(process, deadline, "list its models")
@@ -108,6 +111,8 @@ def _first_model(client: httpx.Client) -> str | None:
         response = client.get("/models")
     except httpx.TransportError:
         return None
+    if response.status_code == 401:
+        raise RaylmError(f"the server refused to list its models with 401: {response.text[:300]}")
     models = response.json()["data"] if response.status_code == 200 else []
     return str(models[0]["id"]) if models else None
 

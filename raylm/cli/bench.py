@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylm.cli.options import Subparsers, add_engine_options, add_model, engine_config, positive
+from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the API's address (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that is listed)")
-    parser.add_argument("--api-key", metavar="KEY")
+    add_api_key(parser)
     parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     _add_cases(parser)
     parser.add_argument(
@@ -72,6 +72,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_startup(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=False)
     parser.add_argument("--serve", metavar="TARGET", help="start `raylm serve TARGET` instead of loading MODEL")
+    add_api_key(parser)
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="one line each")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one start (%(default)s)")
     add_engine_options(parser)
@@ -183,12 +184,13 @@ def _serve(args: argparse.Namespace, emit: Emit) -> None:
 
     cases = _cases(args, "load:64:128:64")
     goodput = Goodput.parse(args.goodput)
-    with connect(args.url, api_key=args.api_key) as http:
+    key = api_key(args)
+    with connect(args.url, api_key=key) as http:
         model = args.model or first_model(http)
     target = Target(
         args.url,
         model,
-        api_key=args.api_key,
+        api_key=key,
         endpoint=args.endpoint,
         vocab_size=args.vocab_size,
         ignore_eos=not args.no_ignore_eos,
@@ -209,7 +211,7 @@ def _startup(args: argparse.Namespace, emit: Emit) -> None:
         raise ConfigError("bench startup needs a MODEL, or --serve with what to serve, and not both")
     for _ in range(args.repeat):
         if args.serve is not None:
-            emit(measure_server(args.serve, timeout_s=args.timeout))
+            emit(measure_server(args.serve, timeout_s=args.timeout, api_key=api_key(args)))
         else:
             emit(measure_offline(engine_config(args), timeout_s=args.timeout))
 

@@ -11,7 +11,7 @@ from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raylm.cli.options import Subparsers, add_engine_options, add_model, add_sampling_options
+from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, add_sampling_options
 from raylm.errors import ConfigError, RaylmError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("chat", help="talk to a model, offline or on a server")
     add_model(parser, required=False)
     parser.add_argument("--url", metavar="URL", help="a server's API instead, such as http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's API key")
+    add_api_key(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_options(parser, several=False)
     add_engine_options(parser)
@@ -35,14 +35,14 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from raylm.cli.options import engine_config, given_sampling, sampling_params
+    from raylm.cli.options import api_key, engine_config, given_sampling, sampling_params
 
     params = sampling_params(args, max_tokens=_MAX_TOKENS)
     if args.url is not None:
         from raylm.cli.server import ServerSpeaker
 
         options = {"max_tokens": params.max_tokens, **given_sampling(args)}
-        with closing(ServerSpeaker(args.url, args.model, options, api_key=args.api_key)) as server:
+        with closing(ServerSpeaker(args.url, args.model, options, api_key=api_key(args))) as server:
             return Chat(server, system=args.system).run()
     if args.model is None:
         raise ConfigError("chat needs a MODEL, or --url with the address of a server")

@@ -44,6 +44,23 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None
     parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=MODEL_HELP)
 
 
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """How a client of a server gets its key; `api_key` says which it is."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--api-key", metavar="KEY", help="the server's API key; other users of this machine can see it")
+    group.add_argument("--api-key-file", metavar="FILE", help="the first key of this file, which holds one a line")
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key that the options give. Raises ConfigError when the file holds none."""
+    if args.api_key_file is None:
+        key: str | None = args.api_key
+        return key
+    from raylm.serving.keys import read_keys
+
+    return read_keys(args.api_key_file, field="--api-key-file")[0]
+
+
 def positive(text: str) -> int:
     """An option's value that counts something."""
     value = int(text)

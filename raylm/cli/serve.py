@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from raylm.cli.options import Subparsers
 
@@ -14,11 +15,22 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--host", help="address to listen on (default: the configuration's, or 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: the configuration's, or 8000)")
+    parser.add_argument(
+        "--api-keys-file",
+        type=_absolute,
+        metavar="FILE",
+        help="one API key a line; clients must send one of them (default: the configuration's, or nobody is asked)",
+    )
     parser.set_defaults(run=run, default_log_level="INFO")
 
 
 def run(args: argparse.Namespace) -> int:
     from raylm.serving.run import serve_command
 
-    serve_command(args.target, host=args.host, port=args.port)
+    serve_command(args.target, host=args.host, port=args.port, api_keys_file=args.api_keys_file)
     return 0
+
+
+def _absolute(path: str) -> str:
+    # Links stay: whoever changes the keys may do it by pointing one elsewhere.
+    return os.path.abspath(os.path.expanduser(path))

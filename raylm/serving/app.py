@@ -15,6 +15,7 @@ from raylm.executor.cluster import plan_worker, wait_for_room
 from raylm.executor.placement import REPLICA_CPUS, worker_device
 from raylm.serving.autoscaling import serve_autoscaling
 from raylm.serving.ingress import OpenAIIngress
+from raylm.serving.keys import read_keys
 from raylm.serving.replica import ModelReplica
 
 INGRESS_CPUS = 0.1
@@ -35,6 +36,8 @@ def assemble(config: AppConfig) -> Application:
     """Bind one ingress deployment to one deployment a model."""
     for model in config.models:
         locate(model.engine.model.path)
+    if (keys := config.ingress.http.api_keys_file) is not None:
+        read_keys(keys)
     directory = "+".join(model.engine.model.served_name for model in config.models)
     host = channel_host(config.channel_host)
     models = [_bind_model(model, host, directory) for model in config.models]

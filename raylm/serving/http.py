@@ -19,6 +19,7 @@ from raylm.openai.errors import HttpError, http_error
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.served_model import ModelCatalog
 from raylm.openai.service import Events, OpenAIService
+from raylm.serving.keys import ApiKeys
 from raylm.serving.streams import DisconnectGuard
 
 MAX_REQUEST_ID_CHARS = 128
@@ -33,13 +34,16 @@ _EVENT_STREAM: Headers = (
 
 
 def build_http_app(models: ModelCatalog, config: HttpConfig) -> Router:
-    """OpenAI's API for the models of a catalog, as an ASGI application."""
+    """OpenAI's API for the models of a catalog, as an ASGI application. Raises ConfigError when there are no keys in
+    `config.api_keys_file`."""
     metrics = HttpMetrics(models)
     service = OpenAIService(models, config, metrics)
     reads, posts = _Reads(models, service, metrics), _Posts(service)
 
-    def route(path: str, method: str, handler: Handler) -> Route:
-        return Route(path, Endpoint(method, handler, config.max_body_bytes))
+    api_keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
+
+    def route(path: str, method: str, handler: Handler, keys: ApiKeys | None = api_keys) -> Route:
+        return Route(path, Endpoint(method, handler, config.max_body_bytes, keys))
 
     return Router(
         [
@@ -47,9 +51,10 @@ def build_http_app(models: ModelCatalog, config: HttpConfig) -> Router:
             route("/v1/completions", "POST", posts.complete),
             route("/v1/models", "GET", reads.list_models),
             route("/v1/models/{model:path}", "GET", reads.describe_model),
-            route("/health", "GET", reads.health),
-            route("/version", "GET", reads.version),
-            route("/metrics", "GET", reads.metrics),
+            # Probes and Prometheus have no key, and nothing of what is asked or answered is in these.
+            route("/health", "GET", reads.health, keys=None),
+            route("/version", "GET", reads.version, keys=None),
+            route("/metrics", "GET", reads.metrics, keys=None),
         ],
         # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
         redirect_slashes=False,
@@ -117,12 +122,14 @@ class ClientGone(Exception):
 
 
 class Endpoint:
-    """One route as an ASGI application: it reads the body, calls the handler and sends what that returns or raises."""
+    """One route as an ASGI application: it reads the body, calls the handler and sends what that returns or raises.
+    With `keys`, nothing of a request counts before its key has been seen."""
 
-    def __init__(self, method: str, handler: Handler, max_body_bytes: int) -> None:
+    def __init__(self, method: str, handler: Handler, max_body_bytes: int, keys: ApiKeys | None) -> None:
         self._method = method
         self._handler = handler
         self._max_body_bytes = max_body_bytes
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -137,6 +144,8 @@ class Endpoint:
     async def _answer(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, responder: Responder
     ) -> None:
+        if self._keys is not None:
+            self._keys.check(headers.get(b"authorization", b""))
         if scope["method"] != self._method:
             allow = ((b"allow", self._method.encode()),)
             message = f"{scope['path']} takes {self._method}, not {scope['method']}"

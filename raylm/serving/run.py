@@ -21,17 +21,20 @@ from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
 from raylm.errors import ConfigError, RaylmError
 from raylm.executor.local_ray import start_local_ray
+from raylm.serving.keys import read_keys
 
 IMPORT_PATH = "raylm.serving.app:build_app"
 _POLL_S = 0.1
 
 
-def serve_command(target: str, *, host: str | None = None, port: int | None = None) -> None:
+def serve_command(
+    target: str, *, host: str | None = None, port: int | None = None, api_keys_file: str | None = None
+) -> None:
     """Serve a Serve config file, an engine config file, a model folder, a .gguf file or a demo name until Ctrl-C.
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
-    config = serve_config(target, host=host, port=port)
+    config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
     _set_serve_defaults()
     start_local_ray(namespace="serve")
     import ray
@@ -55,8 +58,11 @@ def serve_command(target: str, *, host: str | None = None, port: int | None = No
         ray.shutdown()
 
 
-def serve_config(target: str, *, host: str | None, port: int | None) -> dict[str, Any]:
-    """The Serve config file's content for whatever `raylm serve` was given, checked. Raises ConfigError."""
+def serve_config(
+    target: str, *, host: str | None, port: int | None, api_keys_file: str | None = None
+) -> dict[str, Any]:
+    """The Serve config file's content for whatever `raylm serve` was given, checked. What is None is the file's own, or
+    a default. Raises ConfigError."""
     data = read_yaml(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
     if not isinstance(data, dict):
         raise ConfigError(f"{target}: a mapping is expected, not {type(data).__name__}")
@@ -68,6 +74,9 @@ def serve_config(target: str, *, host: str | None, port: int | None) -> dict[str
             app = load_app(application.get("args") or {}, source=f"{target}: application {application.get('name')!r}")
             for model in app.models:
                 locate(model.engine.model.path)
+            if (keys := api_keys_file or app.ingress.http.api_keys_file) is not None:
+                read_keys(keys)
+                application["args"] = _with_keys(application["args"], keys)
     options = {"host": "127.0.0.1", "port": 8000, **data.get("http_options", {})}
     options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
     return {**data, "http_options": options}
@@ -76,6 +85,11 @@ def serve_config(target: str, *, host: str | None, port: int | None) -> dict[str
 def _single_application(args: dict[str, Any]) -> dict[str, Any]:
     application = {"name": "llm", "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
     return {"proxy_location": "HeadOnly", "applications": [application]}
+
+
+def _with_keys(args: dict[str, Any], path: str) -> dict[str, Any]:
+    ingress = args.get("ingress", {})
+    return {**args, "ingress": {**ingress, "http": {**ingress.get("http", {}), "api_keys_file": path}}}
 
 
 def _set_serve_defaults() -> None:

@@ -26,6 +26,8 @@ class FakeServer:
     """Write the answer in pieces of this many bytes."""
     models: list[str] = field(default_factory=lambda: ["fake"])
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
+    """Of every request, in small letters; empty where there is none."""
     connections: int = 0
     url: str = ""
 
@@ -77,6 +79,7 @@ class FakeServer:
         method, path, _ = head.decode().split(" ", 2)
         headers = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
         body = json.loads(await reader.readexactly(int(headers.get("content-length", "0"))) or b"{}")
+        self.authorizations.append(headers.get("authorization", ""))
         if method == "GET":
             answer = _sized(200, json.dumps({"data": [{"id": name} for name in self.models]}))
         else:

@@ -26,7 +26,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        self.reply(200, {"data": [{"id": "m"}]})
+        key = self.headers.get("Authorization")
+        self.reply(401 if key == "Bearer wrong" else 200, {"data": [{"id": f"m{key or ''}"}]})
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -50,6 +51,12 @@ def test_a_server_is_started_asked_and_stopped():
     assert (row["bench"], row["model"]) == ("startup", "m")
     assert set(row["phases"]) == {"listening", "first_answer", "stop"}
     assert row["ready_s"] >= row["phases"]["listening"]
+
+
+def test_a_server_with_keys_is_sent_one():
+    assert measure_server("m.yaml", timeout_s=30, api_key="mine", command=server(503)).model == "mBearer mine"
+    with pytest.raises(RaylmError, match="refused to list its models with 401"):
+        measure_server("m.yaml", timeout_s=30, api_key="wrong", command=server(503))
 
 
 def test_a_server_that_refuses_or_dies_is_an_error():

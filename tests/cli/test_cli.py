@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fake_llm import FakeLLM
@@ -58,6 +59,7 @@ def test_starting_the_command_imports_nothing_heavy():
         (["bench", "startup"], "needs a MODEL, or --serve"),
         (["bench", "all-reduce", "--ranks", "9"], "needs 2 to 8 GPUs: --ranks is 9"),
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1"], "did not answer"),
+        (["bench", "serve", "--api-key-file", "no/keys"], "--api-key-file is 'no/keys', which cannot be read"),
         (["bench", "latency", "m", "--plot", "x.txt"], "must end with .png"),
     ],
 )
@@ -166,6 +168,25 @@ def test_bench_serve_asks_the_first_model(capsys):
     loads = [(row["request_rate"], row["concurrency"]) for row in rows]
     assert loads == [(1000, 1), (1000, 2), ("inf", 1), ("inf", 2)]
     assert all(row["model"] == "mine" and row["failed"] == 0 and row["goodput"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--api-key-file"])
+def test_the_key_goes_with_every_request(option, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "keys"
+    path.write_text("# the first one counts\nmine\nanother\n")
+    key = ["--api-key", "mine"] if option == "--api-key" else [option, str(path)]
+    lines = iter(["Hi", "/exit"])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    with FakeServer().running() as server:
+        assert main(["bench", "serve", "--url", server.url, "--case", "a:3:2:4", *key]) == 0
+        assert main(["chat", "--url", server.url, *key]) == 0
+        paths = [path for path, _ in server.requests]
+        assert "/v1/completions" in paths and paths[-1] == "/v1/chat/completions"
+        # These, and the two times that models were listed.
+        assert server.authorizations == ["bearer mine"] * (len(paths) + 2)
+        server.authorizations.clear()
+        assert main(["bench", "serve", "--url", server.url, "--case", "a:1:2:4"]) == 0
+        assert {*server.authorizations} == {""}
 
 
 @pytest.mark.parametrize("words", [["--concurrency", "0"], ["--request-rate", "-1"], ["--concurrency", "x"]])
@@ -283,10 +304,12 @@ def test_a_server_without_models():
 def test_serve_hands_over(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "raylm.serving.run.serve_command", lambda target, *, host, port: calls.append((target, host, port))
+        "raylm.serving.run.serve_command",
+        lambda target, *, host, port, api_keys_file: calls.append((target, host, port, api_keys_file)),
     )
     assert main(["serve", "app.yaml", "--port", "8001"]) == 0
-    assert calls == [("app.yaml", None, 8001)]
+    assert main(["serve", "m", "--api-keys-file", "keys"]) == 0
+    assert calls == [("app.yaml", None, 8001, None), ("m", None, None, str(Path.cwd() / "keys"))]
 
 
 def test_doctor_reports_as_json(capsys):

@@ -99,6 +99,10 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
             {"models": [{"engine": {"model": MODEL}, "autoscaling": {"min": 3}}]},
             r"'models.0.autoscaling.min' is unknown.*allowed keys: downscale_delay_s",
         ),
+        (
+            {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"api_keys_file": "keys.txt"}}},
+            r"'ingress\.http\.api_keys_file' has the value 'keys\.txt': must be an absolute path",
+        ),
         ({"models": [{"engine": {"model": MODEL}}], "channel_host": "moon"}, "'channel_host'.*'moon'.*'loopback'"),
     ],
 )

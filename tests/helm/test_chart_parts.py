@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import rendered
 
+from raylm.config.application import load_app
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.served_model import EngineStats
 
@@ -88,6 +89,55 @@ def test_models_are_fetched_into_every_pod():
         assert token["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "HF_TOKEN"}
         mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
         assert {"name": "models", "mountPath": "/models", "readOnly": True} in mounts
+
+
+def pods_of(values: dict[str, object]) -> dict[str, list[dict]]:
+    """The specifications of all pods with Ray, by the kind of what makes them."""
+    found = {}
+    for one in rendered.documents(values):
+        if one["kind"] in ("RayService", "RayJob"):
+            cluster = one["spec"].get("rayClusterConfig") or one["spec"]["rayClusterSpec"]
+            groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+            found[one["kind"]] = [group["template"]["spec"] for group in groups]
+    return found
+
+
+def test_api_keys_come_from_a_secret_into_every_pod_that_may_hold_an_ingress():
+    values = rendered.values_of("everything")
+    pods = pods_of(values)
+    assert len(pods["RayService"]) == 1 + len(values["workerGroups"])
+    (application,) = rendered.serve_config(values)["applications"]
+    path = Path(application["args"]["ingress"]["http"]["api_keys_file"])
+    # What else the ingress was told is still there.
+    assert application["args"]["ingress"]["http"]["max_body_bytes"] == 33554432
+    for pod in pods["RayService"]:
+        (volume,) = (one for one in pod["volumes"] if one["name"] == "api-keys")
+        assert volume["secret"] == {"secretName": "llm-keys", "items": [{"key": "keys.txt", "path": path.name}]}
+        (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "api-keys")
+        # With a subPath it would never change.
+        assert mount == {"name": "api-keys", "mountPath": str(path.parent), "readOnly": True}
+    assert pods["RayJob"] and "api-keys" not in str(pods["RayJob"]), "a batch answers nobody"
+
+
+@pytest.mark.parametrize("deployment", ["llm", "multi-model"])
+def test_every_deployment_can_have_keys(deployment):
+    values = {"service": {"deployment": deployment}, "apiKeys": {"secretName": "llm-keys"}}
+    for application in rendered.serve_config(values)["applications"]:
+        http = load_app(application["args"], source=deployment).ingress.http
+        assert http.api_keys_file == "/etc/raylm/api-keys"
+    (volume,) = (one for one in pods_of(values)["RayService"][0]["volumes"] if one["name"] == "api-keys")
+    assert volume["secret"]["items"] == [{"key": "api-keys", "path": "api-keys"}]
+
+
+def test_without_a_secret_there_are_no_keys():
+    assert "api-keys" not in rendered.text({}) and "api_keys_file" not in rendered.text({})
+    assert "Bearer" not in notes({})
+    assert "/v1/models -H 'authorization: Bearer KEY'" in notes({"apiKeys": {"secretName": "llm-keys"}})
+
+
+def notes(values: dict[str, object]) -> str:
+    files = rendered.chart().render(values=values, name="demo", namespace="llm")
+    return files["raylm/templates/NOTES.txt"]
 
 
 def test_hub_downloads_are_what_the_installed_program_takes():

@@ -41,6 +41,15 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("service.args.models.0.engine", MODEL, ["service.args.models[0].engine.runtime.device", '"cuda" or "cpu"']),
         ("service", {"deployment": "llm"}, ["deployments/llm.yaml: args.models[0].engine.runtime.device", '"cuda"']),
         ("service.args.models.0.drain_timeout_s", -1, ["/drain_timeout_s", "want 0"]),
+        ("apiKeys", {"existingSecret": "keys"}, ["/apiKeys", "'existingSecret' not allowed"]),
+        ("apiKeys.secretName", "My Keys", ["/apiKeys/secretName", "My Keys"]),
+        ("apiKeys.secretKey", "", ["/apiKeys/secretKey"]),
+        ("apiKeys.secretKey", "a/b", ["/apiKeys/secretKey", "a/b"]),
+        (
+            "service.args.ingress",
+            {"http": {"api_keys_file": 5}},
+            ["/service/args/ingress/http/api_keys_file", "want"],
+        ),
         ("workerGroups", [], ["/workerGroups", "minItems"]),
         ("workerGroups.0.gpus", "one", ["/workerGroups/0/gpus", "want integer"]),
         ("workerGroups.0.hosts", 0, ["/workerGroups/0/hosts", "want 1"]),
@@ -69,3 +78,13 @@ def test_a_wrong_value_is_named(path, value, said):
     for part in said:
         assert part in str(caught.value)
     assert rendered.documents(GPU)
+
+
+def test_two_files_of_keys():
+    values = with_value("service.args.ingress", {"http": {"api_keys_file": "/data/keys"}})
+    (application,) = rendered.serve_config(values)["applications"]
+    assert application["args"]["ingress"] == {"http": {"api_keys_file": "/data/keys"}}
+    with pytest.raises(HelmError) as caught:
+        rendered.documents({**values, "apiKeys": {"secretName": "llm-keys"}})
+    assert 'service.args.ingress.http.api_keys_file is "/data/keys"' in str(caught.value)
+    assert 'apiKeys.secretName is "llm-keys"' in str(caught.value)

@@ -94,8 +94,8 @@ def test_the_values_schema_is_up_to_date():
     )
 
 
-def same_but_waiting(got: AppConfig, expected: AppConfig, seconds: float) -> bool:
-    """Whether `got` is `expected` with engines that listen on their nodes and wait so long for room."""
+def same_but_waiting(got: AppConfig, expected: AppConfig, seconds: float, *, api_keys_file: str | None = None) -> bool:
+    """Whether `got` is `expected` with these keys, and engines that listen on their nodes and wait so long for room."""
     models = []
     for model in expected.models:
         given = "placement_timeout_s" in model.engine.parallel.model_fields_set
@@ -103,7 +103,9 @@ def same_but_waiting(got: AppConfig, expected: AppConfig, seconds: float) -> boo
         engine = model.engine.model_copy(update={"parallel": model.engine.parallel.model_copy(update=wait)})
         models.append(model.model_copy(update={"engine": engine}))
     host = expected.channel_host if "channel_host" in expected.model_fields_set else "node"
-    return got == expected.model_copy(update={"models": models, "channel_host": host})
+    http = expected.ingress.http.model_copy(update={"api_keys_file": api_keys_file})
+    ingress = expected.ingress.model_copy(update={"http": http})
+    return got == expected.model_copy(update={"models": models, "channel_host": host, "ingress": ingress})
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -125,7 +127,9 @@ def test_raylm_loads_every_serve_config(name):
     app = load_app(application["args"], source=name)
     assert config["http_options"]["port"] == service.get("port", 8000)
     if args := service.get("args"):
-        assert same_but_waiting(app, load_app(args, source=name), service.get("placementSeconds", 1800))
+        keys = "/etc/raylm/api-keys" if "apiKeys" in rendered.values_of(name) else None
+        wait = service.get("placementSeconds", 1800)
+        assert same_but_waiting(app, load_app(args, source=name), wait, api_keys_file=keys)
     # A model is one of the image or lies in the volume.
     for model in app.models:
         path = model.engine.model.path

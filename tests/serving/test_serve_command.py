@@ -5,25 +5,38 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
+import httpx
 import psutil
 import pytest
-from openai import OpenAI
+from openai import AuthenticationError, OpenAI
 from ports import free_port
 from serve_process import running, wait_for_line
 
 pytestmark = pytest.mark.serve
 
 
-def test_serve_answers_and_leaves_nothing_behind():
+def test_serve_answers_and_leaves_nothing_behind(tmp_path):
     port = free_port()
-    with running("deployments/llm.yaml", "--port", str(port)) as (process, lines):
+    keys = tmp_path / "keys"
+    keys.write_text("mine\n")
+    options = ("--port", str(port), "--api-keys-file", str(keys))
+    with running("deployments/llm.yaml", *options) as (process, lines):
         wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1")
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=5) as client:
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="mine", max_retries=5) as client:
             model = client.models.list().data[0].id
             message = {"role": "user", "content": "What is the capital of France?"}
             answer = client.chat.completions.create(model=model, messages=[message], temperature=0, max_tokens=16)
-        assert "Paris" in answer.choices[0].message.content
+            assert "Paris" in answer.choices[0].message.content
+            with pytest.raises(AuthenticationError):
+                client.with_options(api_key="theirs").chat.completions.create(model=model, messages=[message])
+            keys.write_text("theirs  # from now on\n")
+            wait_until_listed(client.with_options(api_key="theirs"), model)
+            with pytest.raises(AuthenticationError):
+                client.models.list()
+        for probe in ("/health", "/-/healthz"):
+            assert httpx.get(f"http://127.0.0.1:{port}{probe}").status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("haproxy" in child.name() for child in family)
         assert not [c for c in process_addresses(family, port) if not c.startswith("127.")]
@@ -31,6 +44,17 @@ def test_serve_answers_and_leaves_nothing_behind():
         assert process.wait(60) == 0
         _, alive = psutil.wait_procs(family, timeout=15)
         assert not alive, [child.cmdline()[:2] for child in alive]
+
+
+def wait_until_listed(client: OpenAI, model: str) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            assert client.models.list().data[0].id == model
+            return
+        except AuthenticationError:
+            assert time.monotonic() < deadline, "the new key does not count"
+            time.sleep(0.1)
 
 
 def process_addresses(family: list[psutil.Process], port: int) -> list[str]:

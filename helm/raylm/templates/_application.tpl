@@ -1,5 +1,5 @@
 {{/*
-The Serve configuration: the deployment's own file, with what a cluster of pods needs.
+The Serve configuration: the deployment's own file, with what a cluster of pods needs, and where its API keys are.
 Everything listens on the pod's address; engines too, because `auto` would look at the cluster while only its head is up.
 */}}
 {{- define "raylm.serveConfig" -}}
@@ -9,6 +9,11 @@ Everything listens on the pod's address; engines too, because `auto` would look 
 {{- range $config.applications -}}
 {{- $args := merge (dict) (default dict .args) -}}
 {{- if not (hasKey $args "channel_host") -}}{{- $_ := set $args "channel_host" "node" -}}{{- end -}}
+{{- if $.Values.apiKeys.secretName -}}
+{{- $ingress := deepCopy (default dict $args.ingress) -}}
+{{- $http := set (default dict $ingress.http) "api_keys_file" (include "raylm.apiKeysFile" $) -}}
+{{- $_ := set $args "ingress" (set $ingress "http" $http) -}}
+{{- end -}}
 {{- $applications = append $applications (set . "args" $args) -}}
 {{- end -}}
 {{- $_ := set $config "applications" $applications -}}

@@ -20,11 +20,27 @@
 {{- end -}}
 {{- end }}
 
+{{/* Where the args of the application come from. */}}
+{{- define "raylm.argsPlace" -}}
+{{ ternary "service.args" (printf "deployments/%s.yaml: args" .Values.service.deployment) (not (empty .Values.service.args)) }}
+{{- end }}
+
+{{/* One file of keys, from one place. */}}
+{{- define "raylm.checkKeys" -}}
+{{- if .Values.apiKeys.secretName -}}
+{{- range $application := (include "raylm.deployment" . | fromYaml).applications -}}
+{{- with dig "ingress" "http" "api_keys_file" "" $application.args -}}
+{{- fail (printf "%s.ingress.http.api_keys_file is %q; leave it out, because apiKeys.secretName is %q" (include "raylm.argsPlace" $) . $.Values.apiKeys.secretName) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* `auto` is decided when the application is built, and the GPU pods may not be up by then. */}}
 {{- define "raylm.checkDevices" -}}
 {{- $gpus := 0 -}}
 {{- range .Values.workerGroups -}}{{- $gpus = add $gpus (default 0 .gpus) -}}{{- end -}}
-{{- $place := ternary "service.args" (printf "deployments/%s.yaml: args" .Values.service.deployment) (not (empty .Values.service.args)) -}}
+{{- $place := include "raylm.argsPlace" . -}}
 {{- range $application := (include "raylm.deployment" . | fromYaml).applications -}}
 {{- range $index, $model := $application.args.models -}}
 {{- if and (gt $gpus 0) (kindIs "map" $model.engine) -}}

@@ -55,7 +55,7 @@ spec:
   {{- end }}
   containers:
     - {{ include "raylm.container" . | indent 6 | trim }}
-  volumes: {{- include "raylm.volumes" (dict "root" .root "sharedMemory" .group.sharedMemory) | nindent 4 }}
+  volumes: {{- include "raylm.volumes" (dict "root" .root "workload" .workload "sharedMemory" .group.sharedMemory) | nindent 4 }}
 {{- end }}
 
 {{- define "raylm.container" -}}
@@ -85,7 +85,7 @@ lifecycle:
     exec:
       command: {{- include "raylm.preStop" . | nindent 8 }}
 {{- end }}
-volumeMounts: {{- include "raylm.mounts" .root | nindent 2 }}
+volumeMounts: {{- include "raylm.mounts" . | nindent 2 }}
 {{- end }}
 
 {{- define "raylm.env" -}}

@@ -1,4 +1,4 @@
-{{/* (dict "root" $ "sharedMemory" quantity) */}}
+{{/* (dict "root" $ "workload" "service" or "batch" "sharedMemory" quantity) */}}
 {{- define "raylm.volumes" -}}
 {{- $values := .root.Values -}}
 {{- $volume := $values.models.volume -}}
@@ -17,6 +17,13 @@
   persistentVolumeClaim:
     claimName: {{ include "raylm.claim" .root }}
   {{- end }}
+{{- if and $values.apiKeys.secretName (eq .workload "service") }}
+- name: api-keys
+  secret:
+    secretName: {{ $values.apiKeys.secretName }}
+    items:
+      - {key: {{ $values.apiKeys.secretKey | quote }}, path: api-keys}
+{{- end }}
 {{- with $values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -27,11 +34,18 @@
 - {name: home, mountPath: /home/raylm}
 {{- end }}
 
+{{- define "raylm.apiKeysFile" -}}/etc/raylm/api-keys{{- end }}
+
+{{/* (dict "root" $ "workload" "service" or "batch") */}}
 {{- define "raylm.mounts" -}}
 - {name: shared-mem, mountPath: /dev/shm}
-{{ include "raylm.scratchMounts" . }}
+{{ include "raylm.scratchMounts" .root }}
 - {name: models, mountPath: /models, readOnly: true}
-{{- with .Values.extraVolumeMounts }}
+{{- if and .root.Values.apiKeys.secretName (eq .workload "service") }}
+# The folder: a file that is mounted alone never changes.
+- {name: api-keys, mountPath: {{ dir (include "raylm.apiKeysFile" .root) }}, readOnly: true}
+{{- end }}
+{{- with .root.Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
