@@ -111,7 +111,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool) -> Tensor:
-    """Of the operators, not of this file's: they may have compiled kernels where this has none."""
+    """Made of the operators, not of this file's functions: those may have compiled kernels where this has none."""
     product = torch.ops.raylm.linear(x, weight, bias)
     out: Tensor = (torch.ops.raylm.gelu_tanh_mul if gelu_tanh else torch.ops.raylm.silu_mul)(product)
     return out
