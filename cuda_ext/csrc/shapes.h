@@ -60,14 +60,20 @@ inline void check_gated(const char* op, const Tensor& x) {
   if (x.size(1) % 2 != 0) fail(op, "x has ", x.size(1), " columns, must be an even number: two halves");
 }
 
-inline void check_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  const char* op = "linear";
+inline void check_linear(const char* op, const Tensor& x, const Tensor& weight, const Tensor* bias) {
   Arg(op, "x", x).floating().last_contiguous();
   if (x.dim() < 1) fail(op, "x must have at least one dimension");
   const int64_t size = x.size(x.dim() - 1);
   Arg(op, "weight", weight).dtype({x.scalar_type()}).dim(2).size(1, size, "the last dimension of x").last_contiguous();
   if (!bias) return;
   Arg(op, "bias", *bias).dtype({x.scalar_type()}).dim(1).size(0, weight.size(0), "the rows of weight").contiguous();
+}
+
+inline void check_gated_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  const char* op = "gated_linear";
+  Arg(op, "x", x).dim(2);
+  check_linear(op, x, weight, bias);
+  if (weight.size(0) % 2 != 0) fail(op, "weight has ", weight.size(0), " rows, must have an even number: gate and up");
 }
 
 inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,

@@ -6,6 +6,8 @@ needs one sum over the ranks at the end (Megatron-LM, arXiv:1909.08053). Every l
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -66,18 +68,27 @@ class ColumnParallelLinear(_FusedColumnLinear):
         super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
 
 
-class MergedColumnParallelLinear(_FusedColumnLinear):
-    """Several projections of the same input in one product, such as gate and up; each rank has a share of each."""
+class GatedParallelLinear(_FusedColumnLinear):
+    """act(gate(x)) * up(x), both projections in one product, outputs split between the ranks: returns
+    [T, out_size / tensor_size]."""
 
     def __init__(
-        self, in_size: int, out_sizes: dict[str, int], *, bias: bool, context: ParallelContext, dtype: torch.dtype
+        self,
+        in_size: int,
+        out_size: int,
+        activation: Literal["silu", "gelu_tanh"],
+        *,
+        bias: bool,
+        context: ParallelContext,
+        dtype: torch.dtype,
     ) -> None:
-        shares = {shard: context.split(size, f"the size of {shard!r}") for shard, size in out_sizes.items()}
-        rank = context.tensor_rank
-        shards: dict[str | None, tuple[int, int, int]] = {
-            shard: (out_sizes[shard], share, rank * share) for shard, share in shares.items()
-        }
-        super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
+        share = context.split(out_size, "intermediate_size")
+        projection = (out_size, share, context.tensor_rank * share)
+        super().__init__(in_size, {"gate": projection, "up": projection}, bias=bias, context=context, dtype=dtype)
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.gated_linear(x, self.weight, self._activation, self.bias)
 
 
 class QKVParallelLinear(_FusedColumnLinear):

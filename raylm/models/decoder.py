@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.activation import GATED_ACTIVATIONS
 from raylm.layers.attention import Attention, AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import VocabParallelEmbedding
-from raylm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from raylm.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from raylm.layers.norm import RMSNorm
 from raylm.layers.rope_settings import RopeSettings
 from raylm.layers.rotary import rotary_table
@@ -91,23 +90,21 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), gate and up in one product."""
+    """down(act(gate(x)) * up(x))."""
 
     def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype, norm_follows: bool) -> None:
         super().__init__()
         size = arch.intermediate_size
-        context.split(size, "intermediate_size")
-        self.gate_up_proj = MergedColumnParallelLinear(
-            arch.hidden_size, {"gate": size, "up": size}, bias=arch.mlp_bias, context=context, dtype=dtype
+        self.gate_up_proj = GatedParallelLinear(
+            arch.hidden_size, size, arch.activation, bias=arch.mlp_bias, context=context, dtype=dtype
         )
         self.down_proj = RowParallelLinear(
             size, arch.hidden_size, bias=arch.mlp_bias, context=context, dtype=dtype, norm_follows=norm_follows
         )
-        self._activation = GATED_ACTIVATIONS[arch.activation]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
         """As SelfAttention.forward."""
-        added: Tensor | None = self.down_proj(self._activation(self.gate_up_proj(x)), residual)
+        added: Tensor | None = self.down_proj(self.gate_up_proj(x), residual)
         return added
 
 

@@ -110,6 +110,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool) -> Tensor:
+    """Made of the operators, not of this file's functions: those may have compiled kernels where this has none."""
+    product = torch.ops.raylm.linear(x, weight, bias)
+    out: Tensor = (torch.ops.raylm.gelu_tanh_mul if gelu_tanh else torch.ops.raylm.silu_mul)(product)
+    return out
+
+
 def _attend_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -166,6 +173,7 @@ _KERNELS = (
     silu_mul,
     gelu_tanh_mul,
     linear,
+    gated_linear,
     sample,
 )
 for _kernel in _KERNELS:

@@ -30,6 +30,7 @@ SCHEMAS = {
     "silu_mul": "(Tensor x) -> Tensor",
     "gelu_tanh_mul": "(Tensor x) -> Tensor",
     "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh) -> Tensor",
     "sample": (
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
@@ -62,6 +63,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+
+
 def _token_each(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
@@ -76,6 +81,7 @@ _FAKES = {
     "silu_mul": _half_width,
     "gelu_tanh_mul": _half_width,
     "linear": _linear,
+    "gated_linear": _gated_linear,
     "sample": _token_each,
     "peer_all_reduce": _nothing,
     "peer_add_rms_norm": _like,

@@ -10,7 +10,7 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import (
     MIN_ROWS_TO_ADD,
     ColumnParallelLinear,
-    MergedColumnParallelLinear,
+    GatedParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
     kv_heads_of_rank,
@@ -55,19 +55,14 @@ def test_column_shards_join_to_the_whole(bias: bool) -> None:
     torch.testing.assert_close(torch.cat(parts, -1), whole)
 
 
-def test_merged_shards_keep_gate_and_up_apart() -> None:
-    sizes = {"gate": 8, "up": 8}
-    layers = [
-        MergedColumnParallelLinear(6, sizes, bias=True, context=c, dtype=F32) for c in [*contexts(1), *contexts(2)]
-    ]
+def test_gate_and_up_shards_join_to_the_whole() -> None:
+    layers = [GatedParallelLinear(6, 8, "silu", bias=True, context=c, dtype=F32) for c in [*contexts(1), *contexts(2)]]
     x = torch.randn(3, 6)
     for layer in layers:
         assert covered(layer)
         fill(layer)
     whole, *parts = [layer(x) for layer in layers]
-    for half in range(2):
-        joined = torch.cat([part.chunk(2, -1)[half] for part in parts], -1)
-        torch.testing.assert_close(joined, whole.chunk(2, -1)[half])
+    torch.testing.assert_close(torch.cat(parts, -1), whole)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "ranks"), [(4, 2), (2, 2), (2, 4), (1, 2)])

@@ -19,8 +19,9 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # Sampling on a CPU is torch's, and CPUs reduce through a process group.
-        assert set(status.ops["cpu"]) == set(SCHEMAS) - {"sample", "peer_all_reduce", "peer_add_rms_norm"}
+        # Sampling on a CPU is torch's, a gated product two operators, and CPUs reduce through a process group.
+        others = {"gated_linear", "sample", "peer_all_reduce", "peer_add_rms_norm"}
+        assert set(status.ops["cpu"]) == set(SCHEMAS) - others
         assert str(status.path) in str(status)
 
 
@@ -35,6 +36,7 @@ def test_a_build_for_cuda_has_every_kernel():
         "prefill_kernel",
         "prefill_hopper_kernel",
         "skinny_linear_kernel",
+        "gated_linear_kernel",
         "sample_kernel",
         "one_shot_all_reduce_kernel",
         "two_shot_all_reduce_kernel",

@@ -14,7 +14,7 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 }
 
 void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  check_linear(x, weight, bias.has_value() ? &*bias : nullptr);
+  check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
   Arg("linear", "x", x).on_cpu();
   Arg("linear", "weight", weight).on_cpu();
   if (bias.has_value()) Arg("linear", "bias", *bias).on_cpu();

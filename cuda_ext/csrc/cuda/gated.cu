@@ -1,4 +1,4 @@
-#include "launch.h"
+#include "products.h"
 #include "raylm/cuda/gated.cuh"
 #include "shapes.h"
 
@@ -38,11 +38,11 @@ Tensor run(const char* op, const Tensor& x) {
   return out;
 }
 
+}  // namespace
+
 Tensor silu_mul(Tensor x) { return run<Silu>("silu_mul", x); }
 
 Tensor gelu_tanh_mul(Tensor x) { return run<GeluTanh>("gelu_tanh_mul", x); }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
   m.impl("silu_mul", TORCH_BOX(&silu_mul));

@@ -42,11 +42,20 @@ T* data(const Tensor& tensor) {
 
 inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-inline int compute_major(int32_t device) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major;
+// Whether kernels that need sm_90a were compiled: they are empty where another architecture was asked for.
+#ifdef RAYLM_SM90A
+constexpr bool kHopperKernels = true;
+#else
+constexpr bool kHopperKernels = false;
+#endif
+
+inline int device_attribute(cudaDeviceAttr which, int32_t device) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, which, device);
+  return value;
 }
+
+inline int compute_major(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }
 
 // Launches a kernel that may start while the one before it on the stream drains (programmatic dependent launch, compute
 // capability 9.0): the kernel waits for it by itself, see raylm/cuda/grid_dependency.cuh.

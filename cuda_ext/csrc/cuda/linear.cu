@@ -2,7 +2,7 @@
 #include <optional>
 #include <vector>
 
-#include "launch.h"
+#include "products.h"
 #include "raylm/cuda/skinny_linear.cuh"
 #include "shapes.h"
 
@@ -21,12 +21,6 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<T
                            torch::stable::detail::from(bias)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-int attribute(cudaDeviceAttr which, int32_t device) {
-  int value = 0;
-  cudaDeviceGetAttribute(&value, which, device);
-  return value;
 }
 
 // Among how many warps k is split: by k alone, because the order of each sum follows from it. Each has as few blocks of
@@ -93,7 +87,7 @@ void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   args.early = reads_early(stream);
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
-                            (args.tiles + teams - 1) / teams, attribute(cudaDevAttrMultiProcessorCount, device));
+                            (args.tiles + teams - 1) / teams, device_attribute(cudaDevAttrMultiProcessorCount, device));
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock - 1024);
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -143,22 +137,22 @@ Tensor skinny(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return out;
 }
 
+}  // namespace
+
 // A few rows of 16-bit numbers have a kernel of their own; all else goes to torch, whose library is made for it.
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  check_linear(x, weight, bias.has_value() ? &*bias : nullptr);
+  check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
   Arg("linear", "weight", weight).on_device_of(x);
   if (bias.has_value()) Arg("linear", "bias", *bias).on_device_of(x);
   const int64_t k = weight.size(1), rows = k ? x.numel() / k : 0, x_stride = x.dim() == 2 ? x.stride(0) : k;
   const bool fits = x.scalar_type() != ScalarType::Float && (x.dim() == 2 || x.is_contiguous()) &&
                     has_aligned_rows(x, x_stride) && has_aligned_rows(weight, weight.stride(0)) &&
-                    attribute(cudaDevAttrComputeCapabilityMajor, x.get_device_index()) == 9;
+                    compute_major(x.get_device_index()) == 9;
   const Plan plan = fits ? plan_for(rows, weight.size(0), k) : Plan{0, 0};
   if (plan.groups == 0) return torch_linear(x, weight, bias);
   return x.scalar_type() == ScalarType::Half ? skinny<__half>(x, weight, bias, rows, x_stride, plan)
                                              : skinny<__nv_bfloat16>(x, weight, bias, rows, x_stride, plan);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("linear", TORCH_BOX(&linear)); }
 

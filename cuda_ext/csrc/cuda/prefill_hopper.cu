@@ -1,49 +1,12 @@
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <numeric>
 
 #include "prefill_attention.h"
 #include "raylm/cuda/prefill_hopper.cuh"
+#include "tensor_map.h"
 
 namespace raylm::cuda {
 namespace {
-
-#ifdef RAYLM_SM90A
-constexpr bool kCompiled = true;
-#else
-constexpr bool kCompiled = false;  // another architecture was asked for: the kernels are empty
-#endif
-
-// From the driver, which this library is not linked with: it also loads where there is none.
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found ? function : nullptr);
-  }();
-  return encoder;
-}
-
-// Sizes and strides in elements, from the innermost dimension (which has the stride 1) on. False where the copy engine
-// cannot address the tensor: strides must be multiples of 16 bytes.
-template <typename T, int Rank>
-bool make_map(CUtensorMap* map, const T* data, const int64_t (&sizes)[Rank], const int64_t (&strides)[Rank - 1],
-              const int64_t (&box)[Rank]) {
-  cuuint64_t dims[Rank], bytes[Rank - 1];
-  cuuint32_t box_dims[Rank], steps[Rank];
-  for (int i = 0; i < Rank; ++i) dims[i] = sizes[i], box_dims[i] = static_cast<cuuint32_t>(box[i]), steps[i] = 1;
-  for (int i = 0; i < Rank - 1; ++i) bytes[i] = strides[i] * sizeof(T);
-  constexpr auto kType =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const auto encode = tensor_map_encoder();
-  return encode && encode(map, kType, Rank, const_cast<T*>(data), dims, bytes, box_dims, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
 
 // As HopperParams says. Halves of all heads are one dimension only where heads follow each other without a gap.
 template <typename T, int D>
@@ -59,13 +22,6 @@ bool make_cache_map(CUtensorMap* map, const T* data, const AttentionParams<T>& a
     return make_map<T, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
                           {slot_stride, head_stride, 8 * slot_stride, block_stride}, {64, 8, 1, box_groups, 1});
   }
-}
-
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, attribute, device);
-  return value;
 }
 
 template <typename T, int D>
@@ -93,7 +49,7 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor
   const auto kernel = prefill_hopper_kernel<T, D>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   const int64_t tiles = a.num_heads * most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
-  const int64_t blocks = std::clamp<int64_t>(tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount));
+  const int64_t blocks = std::clamp<int64_t>(tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount, like.get_device_index()));
   kernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params);
   return true;
 }
@@ -101,7 +57,7 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor
 template <typename T>
 bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
   if (a.block_size % 16 != 0 || !(a.scale > 0) || sizes.num_blocks == 0) return false;
-  if (!kCompiled || device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return false;
+  if (!kHopperKernels || compute_major(like.get_device_index()) != 9) return false;
   switch (a.head_dim) {
     case 64: return launch<T, 64>(a, sizes, like, stream);
     case 80: return launch<T, 80>(a, sizes, like, stream);

@@ -3,17 +3,20 @@
 
 #include "raylm/cuda/grid_dependency.cuh"
 #include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/warp_mma.cuh"
 
 namespace raylm::cuda {
 
 struct Silu {
-  __device__ float operator()(float x) const { return __fdividef(x, 1.0f + __expf(-x)); }
+  __device__ float operator()(float x) const { return x * reciprocal_approx(1.0f + exp2_approx(-kLog2e * x)); }
+  static constexpr float kLog2e = 1.4426950408889634f;
 };
 
 // 0.5 * (1 + tanh(y)) is the logistic function of 2 * y.
 struct GeluTanh {
   __device__ float operator()(float x) const {
-    return __fdividef(x, 1.0f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    constexpr float kScale = -1.5957691216f * Silu::kLog2e;
+    return x * reciprocal_approx(1.0f + exp2_approx(x * (kScale + 0.044715f * kScale * x * x)));
   }
 };
 

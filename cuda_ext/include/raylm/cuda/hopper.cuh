@@ -1,5 +1,6 @@
-// Hopper's own instructions (sm_90a), as PTX: barriers in shared memory that count bytes, the copy engine (TMA), matrix
-// products of a group of four warps that run beside the threads (wgmma), and the registers a group of warps may use.
+// Hopper's own instructions (sm_90a), as PTX: barriers in shared memory that count bytes, the copy engine (TMA), blocks
+// in clusters, matrix products of a group of four warps that run beside the threads (wgmma), and the registers a group
+// of warps may use.
 #pragma once
 
 #include <cuda.h>
@@ -39,6 +40,43 @@ __device__ inline void barrier_wait(uint32_t barrier, int parity) {
   }
 }
 
+// Arrives at the barrier that the cluster's block `rank` has at this block's address of it; threads that name no such rank
+// do nothing. It orders no ordinary writes for the other block (a release to the cluster would wait for all memory
+// accesses of the thread): for shared memory that the copy engine and wgmma alone touch.
+template <int Ranks>
+__device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\n.reg .pred p;\n"
+               "setp.lt.u32 p, %1, %2;\n"
+               "@p mapa.shared::cluster.u32 there, %0, %1;\n"
+               "@p mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+               ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
+}
+
+// The stage of a ring that comes next, and the parity of its barrier.
+template <int Stages>
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == Stages) stage = 0, parity ^= 1;
+  }
+};
+
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// Until all threads of the cluster's blocks are here, or have ended.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Until `threads` threads of the block, whole warps, are at the barrier of this number; 0 is __syncthreads's.
+__device__ inline void sync_some(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Makes barriers just initialised known to the copy engine.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
@@ -60,6 +98,12 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
 }
 
 // Copies a box of a tensor to shared memory; the barrier counts its bytes. The innermost coordinate is the first.
+__device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[2]) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4}], [%2];"
+               ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]) : "memory");
+}
+
 __device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[3]) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5}], [%2];"
@@ -71,6 +115,35 @@ __device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t ba
                "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
                : "memory");
+}
+
+// To this address in each block of the cluster whose bit is set; the barrier at this address there counts the bytes.
+__device__ inline void load_box_to_blocks(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[2],
+                                          uint16_t blocks) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%3, %4}], [%2], %5;"
+               ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]), "h"(blocks) : "memory");
+}
+
+// Copies a box from shared memory to a tensor; what lies outside of the tensor is left out. In the thread's current group
+// of stores.
+__device__ inline void store_box(const CUtensorMap& map, uint32_t from, const int (&at)[2]) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+               ::"l"(&map), "r"(from), "r"(at[0]), "r"(at[1]) : "memory");
+}
+
+__device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the thread's stores have read what they store: their shared memory may be written again.
+__device__ inline void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Until the thread's stores are done.
+__device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void store_matrices(uint32_t row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(row), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
 }
 
 // Where wgmma finds a matrix of 16-bit elements in shared memory, as the copy engine writes it with 128-byte swizzling:
@@ -148,7 +221,7 @@ __device__ __forceinline__ void settle(float (&x)[N]) {
 // c (+)= a b^T for 64 rows of a and N rows of b, 16 products.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_transposed(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(N == 64 || N == 96 || N == 128);
+  static_assert(N == 64 || N == 96 || N == 128 || N == 256);
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (N == 64 && kHalf) RAYLM_WGMMA_SS(64, "f16", 32, 32, 33, 34);
   if constexpr (N == 64 && !kHalf) RAYLM_WGMMA_SS(64, "bf16", 32, 32, 33, 34);
@@ -156,6 +229,8 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[N / 2], uint64_t 
   if constexpr (N == 96 && !kHalf) RAYLM_WGMMA_SS(96, "bf16", 48, 48, 49, 50);
   if constexpr (N == 128 && kHalf) RAYLM_WGMMA_SS(128, "f16", 64, 64, 65, 66);
   if constexpr (N == 128 && !kHalf) RAYLM_WGMMA_SS(128, "bf16", 64, 64, 65, 66);
+  if constexpr (N == 256 && kHalf) RAYLM_WGMMA_SS(256, "f16", 128, 128, 129, 130);
+  if constexpr (N == 256 && !kHalf) RAYLM_WGMMA_SS(256, "bf16", 128, 128, 129, 130);
 }
 
 // c += a b for 64 rows of a, in registers, and N columns of b, 16 products.

@@ -78,15 +78,6 @@ struct HopperLayout {
   }
 };
 
-// The stage of a ring that comes next, and the parity of its barrier.
-template <int Stages>
-struct Ring {
-  int stage = 0, parity = 0;
-  __device__ void advance() {
-    if (++stage == Stages) stage = 0, parity ^= 1;
-  }
-};
-
 // What is fetched of kKeys keys: rows [from, to), in boxes; each lane has one, and this is its place in the cache.
 struct FetchPlan {
   int first_key, from, to, block, slot;
@@ -100,9 +91,9 @@ struct Fetcher {
   const HopperLayout<D>& at;
   int lane;
   Tile tile;
-  Ring<Shape::kStages> ring;
-  Ring<HopperShared<D>::kTiles> tiles;
-  Ring<Shape::kQueryStages> q;
+  hopper::Ring<Shape::kStages> ring;
+  hopper::Ring<HopperShared<D>::kTiles> tiles;
+  hopper::Ring<Shape::kQueryStages> q;
   int arrived_parity = 0;
 
   static __device__ uint32_t address(uint64_t& barrier) { return hopper::shared_address(&barrier); }
@@ -241,9 +232,9 @@ struct Computer {
   const HopperParams<T>& params;
   const HopperLayout<D>& at;
   int group;
-  Ring<Shape::kStages> k, v;
-  Ring<Shape::kQueryStages> q;
-  Ring<HopperShared<D>::kTiles> tiles;
+  hopper::Ring<Shape::kStages> k, v;
+  hopper::Ring<Shape::kQueryStages> q;
+  hopper::Ring<HopperShared<D>::kTiles> tiles;
 
   static __device__ uint32_t address(uint64_t& barrier) { return hopper::shared_address(&barrier); }
 

@@ -81,4 +81,10 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
+__device__ inline float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace raylm::cuda
