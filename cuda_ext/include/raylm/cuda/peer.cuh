@@ -32,12 +32,13 @@
 namespace raylm::cuda {
 
 constexpr int kMaxPeers = 8;
-constexpr int kPeerBlocks = 64;
-constexpr int kMeetings = 2;  // of one call, at most
+constexpr int kPeerBlocks = 64;     // of a small sum, at most
+constexpr int kWindowBlocks = 128;  // of any call
+constexpr int kMeetings = 8;        // of one call, at most
 
 struct PeerHeader {
-  uint64_t calls[kPeerBlocks];                              // ended, by this rank's blocks; nobody else looks
-  alignas(128) uint64_t flags[kMeetings][kPeerBlocks][16];  // [..][rank that raises it]: a line a block
+  uint64_t calls[kWindowBlocks];                              // ended, by this rank's blocks; nobody else looks
+  alignas(128) uint64_t flags[kMeetings][kWindowBlocks][16];  // [..][rank that raises it]: a line a block
 };
 static_assert(sizeof(PeerHeader) % 128 == 0 && kMaxPeers <= 16);
 
@@ -87,15 +88,27 @@ class PeerCall {
   __device__ uint4* slot(int rank) const { return reinterpret_cast<uint4*>(peers_.windows[rank] + slot_); }
   __device__ uint4* own_slot() const { return slot(peers_.rank); }
 
+  // The same slot of `rank`'s window in every call, for kernels that need no turns (peer_split_norm.cuh).
+  __device__ uint4* fixed_slot(int rank, int which) const {
+    return reinterpret_cast<uint4*>(peers_.windows[rank] + sizeof(PeerHeader) + which * peers_.capacity);
+  }
+
   // Returns when block b of every peer has come to the same meeting. What their threads wrote before can be read then.
-  // A block has at least kMaxPeers threads.
+  // A block has at least kMaxPeers threads, in one dimension.
   __device__ void meet(int meeting) const {
+    arrive(meeting);
+    wait(meeting);
+  }
+
+  // The two halves of a meeting, for a block that has something to do in between.
+  __device__ void arrive(int meeting) const {
     __syncthreads();
-    const int peer = threadIdx.x;
-    if (peer < peers_.ranks && peer != peers_.rank) {
+    if (const int peer = threadIdx.x; is_peer(peer)) {
       store_release(&header(peer)->flags[meeting][blockIdx.x][peers_.rank], number_);
-      await(&header(peers_.rank)->flags[meeting][blockIdx.x][peer]);
     }
+  }
+  __device__ void wait(int meeting) const {
+    if (const int peer = threadIdx.x; is_peer(peer)) await(&header(peers_.rank)->flags[meeting][blockIdx.x][peer]);
     __syncthreads();
   }
 
@@ -105,11 +118,12 @@ class PeerCall {
     uint64_t* calls = header(peers_.rank)->calls;
     if (threadIdx.x == 0) calls[blockIdx.x] = number_;
     if (blockIdx.x != 0) return;
-    for (unsigned b = gridDim.x + threadIdx.x; b < kPeerBlocks; b += blockDim.x) calls[b] = number_;
+    for (unsigned b = gridDim.x + threadIdx.x; b < kWindowBlocks; b += blockDim.x) calls[b] = number_;
   }
 
  private:
   __device__ PeerHeader* header(int rank) const { return reinterpret_cast<PeerHeader*>(peers_.windows[rank]); }
+  __device__ bool is_peer(int rank) const { return rank < peers_.ranks && rank != peers_.rank; }
 
   // A peer that stays away for longer than the limit is dead or has failed: the trap ends this process's CUDA context
   // with an error, where an endless loop would hold the GPU for good.
