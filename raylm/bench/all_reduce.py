@@ -36,11 +36,10 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def measure_all_reduce(ranks: int | None, sizes: Sequence[int], rows: Sequence[int]) -> Results:
-    """One result a size in bytes of bfloat16 and one a number of rows of 4,096, from processes of its own, one a GPU; all
-    GPUs where `ranks` is None.
+    """One result a size in bytes of bfloat16 and one a number of rows of 4,096, from processes of its own, one a GPU.
 
-    A figure is the median over replays of a CUDA graph of 100 calls, divided by them, on the slowest rank. Raises
-    ConfigError where there are too few GPUs, RaylmError where they share no memory.
+    All GPUs where `ranks` is None. A figure is the median over replays of a CUDA graph of 100 calls, divided by them,
+    on the slowest rank. Raises ConfigError where there are too few GPUs, RaylmError where they share no memory.
     """
     found = torch.cuda.device_count()
     ranks = min(found, MAX_RANKS) if ranks is None else ranks

@@ -1,7 +1,8 @@
 // Memory of one rank that all ranks of one host read and write, and how their blocks meet there.
 //
-// Each rank has a window: counters and flags, then two slots for data. In call n of any kernel below, block b of each
-// rank stages data in slot n % 2 of its own window, meets block b of every peer, and then reads the peers' slots.
+// Each rank has a window: counters and flags, then two slots for data. In call n of a kernel for small sums, block b of
+// each rank stages data in slot n % 2 of its own window, meets block b of every peer, and then reads the peers' slots.
+// (peer_split_norm.cuh uses windows of its own otherwise, and says how.)
 //
 // Why a staged value is the one that a peer reads: all threads of a block stage, bar.sync orders that before the
 // release at system scope by which one thread raises the peer's flag; the peer's thread sees the flag by an acquire at
@@ -21,8 +22,8 @@
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
 // still behind.
 //
-// Nothing waits for a whole grid, and a grid is small: a block needs only its peers of the same index, and other
-// kernels on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this
+// Nothing waits for a whole grid, and a grid is at most one wave: a block needs only its peers of the same index, and
+// other kernels on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this
 // one needs: it starts when all blocks of this one run.
 #pragma once
 
