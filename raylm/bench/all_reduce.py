@@ -1,4 +1,5 @@
-"""What a sum over the GPUs of this host costs, by size: one shot and two shots over peer memory, and NCCL."""
+"""What a sum over the GPUs of this host costs, by size: one shot and two shots over peer memory, and NCCL; and what it
+costs with the norm that follows, by rows."""
 
 from __future__ import annotations
 
@@ -15,25 +16,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raylm.bench.report import AllReduceResult
+from raylm import ops
+from raylm.bench.report import AllReduceResult, SplitNormResult
 from raylm.errors import ConfigError, RaylmError
-from raylm.parallel.peer_reduce import MAX_RANKS, SizeLimits, connect_peers
+from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, connect_peers
+from raylm.parallel.peer_windows import MAX_RANKS
 
 Reduce = Callable[[Tensor], object]
+Results = list[AllReduceResult | SplitNormResult]
 
 DEFAULT_SIZES = [4096 << doubling for doubling in range(12)]
 """Bytes: 4 KiB to 8 MiB."""
+DEFAULT_ROWS = [512, 1024, 2048, 8192]
+_HIDDEN = 4096
 _CALLS = 100
 _REPLAYS = 20
 _LIMIT_S = 60.0
 _TIMEOUT = timedelta(seconds=120)
 
 
-def measure_all_reduce(ranks: int | None, sizes: Sequence[int]) -> list[AllReduceResult]:
-    """One result a size in bytes of bfloat16, from processes of its own, one a GPU; all GPUs where `ranks` is None.
+def measure_all_reduce(ranks: int | None, sizes: Sequence[int], rows: Sequence[int]) -> Results:
+    """One result a size in bytes of bfloat16 and one a number of rows of 4,096, from processes of its own, one a GPU.
 
-    A figure is the median over replays of a CUDA graph of 100 calls, divided by them, on the slowest rank. Raises
-    ConfigError where there are too few GPUs, RaylmError where they share no memory.
+    All GPUs where `ranks` is None. A figure is the median over replays of a CUDA graph of 100 calls, divided by them,
+    on the slowest rank. Raises ConfigError where there are too few GPUs, RaylmError where they share no memory.
     """
     found = torch.cuda.device_count()
     ranks = min(found, MAX_RANKS) if ranks is None else ranks
@@ -43,10 +49,10 @@ def measure_all_reduce(ranks: int | None, sizes: Sequence[int]) -> list[AllReduc
         raise ConfigError(f"--sizes has {wrong[0]}; a size must be a positive multiple of 16 bytes")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        results: SimpleQueue[list[AllReduceResult] | str] = context.SimpleQueue()
+        results: SimpleQueue[Results | str] = context.SimpleQueue()
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=_measure, args=(rank, ranks, list(sizes), store, results), daemon=True)
+            context.Process(target=_measure, args=(rank, ranks, list(sizes), list(rows), store, results), daemon=True)
             for rank in range(ranks)
         ]
         for process in processes:
@@ -62,7 +68,7 @@ def measure_all_reduce(ranks: int | None, sizes: Sequence[int]) -> list[AllReduc
 
 
 def _measure(
-    rank: int, ranks: int, sizes: list[int], store: str, results: SimpleQueue[list[AllReduceResult] | str]
+    rank: int, ranks: int, sizes: list[int], rows: list[int], store: str, results: SimpleQueue[Results | str]
 ) -> None:
     """One rank; rank 0 brings the results."""
     # NCCL knows no other switch for multicast over NVLink, which raylm leaves off.
@@ -73,32 +79,69 @@ def _measure(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device, timeout=_TIMEOUT
     )
     cpu = dist.new_group(backend="gloo")
-    most = max(sizes)
-    one, reason = connect_peers(cpu, device, limit_s=_LIMIT_S, limits=SizeLimits(most, 0))
-    two, _ = connect_peers(cpu, device, limit_s=_LIMIT_S, limits=SizeLimits(0, most))
-    if one is None or two is None:
-        answer: list[AllReduceResult] | str = reason
-    else:
-        answer = [
-            AllReduceResult("all-reduce", ranks, size, *_us(size, cpu, one, two, dist.all_reduce)) for size in sizes
-        ]
-        one.close()
-        two.close()
+    answer: Results | str = _sums(sizes, cpu, device)
+    if isinstance(answer, list):
+        answer += _norms(rows, cpu, device)
     if rank == 0:
         results.put(answer)
     dist.destroy_process_group()
 
 
-def _us(size: int, cpu: dist.ProcessGroup, *ways: Reduce) -> list[float]:
+def _sums(sizes: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results | str:
+    most, ranks = max(sizes), dist.get_world_size()
+    one, reason = connect_peers(cpu, device, limit_s=_LIMIT_S, limits=SizeLimits(most, 0))
+    two, _ = connect_peers(cpu, device, limit_s=_LIMIT_S, limits=SizeLimits(0, most))
+    if one is None or two is None:
+        return reason
+    results: Results = []
+    for size in sizes:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        results.append(AllReduceResult("all-reduce", ranks, size, *_us(x, cpu, one, two, dist.all_reduce)))
+    one.close()
+    two.close()
+    return results
+
+
+def _norms(rows: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results:
+    ranks = dist.get_world_size()
+    split = SplitLimits(max(rows), 2 * _HIDDEN, least_rows=min(rows))
+    reducer, reason = connect_peers(cpu, device, limit_s=_LIMIT_S, split=split)
+    if reducer is None:
+        raise RaylmError(reason)
+    weight = torch.ones(_HIDDEN, dtype=torch.bfloat16, device=device)
+    results: Results = []
+    for number in rows:
+        x = torch.zeros(number, _HIDDEN, dtype=torch.bfloat16, device=device)
+        if not reducer.takes_norm(x, x):
+            raise RaylmError(f"a norm of {number} rows is not split: {reason}")
+        results.append(SplitNormResult("split-norm", ranks, number, *_us(x, cpu, *_norm_ways(reducer, weight, x))))
+    reducer.close()
+    return results
+
+
+def _norm_ways(reducer: PeerReducer, weight: Tensor, x: Tensor) -> tuple[Reduce, Reduce, Reduce]:
+    residual = torch.zeros_like(x)
+
+    def behind(reduce: Reduce) -> Reduce:
+        def both(x: Tensor) -> None:
+            reduce(x)
+            ops.add_rms_norm(x, residual, weight, 1e-6)
+
+        return both
+
+    apart = reducer if reducer.takes(x) else dist.all_reduce
+    return behind(dist.all_reduce), behind(apart), lambda x: reducer.add_rms_norm(x, residual, weight, 1e-6)
+
+
+def _us(x: Tensor, cpu: dist.ProcessGroup, *ways: Reduce) -> list[float]:
     """Microseconds a call, each way, on the slowest rank."""
-    own = [_us_of(way, size, cpu) for way in ways]
+    own = [_us_of(way, x, cpu) for way in ways]
     all_ranks = [own] * dist.get_world_size()
     dist.all_gather_object(all_ranks, own, group=cpu)
     return [max(times) for times in zip(*all_ranks, strict=True)]
 
 
-def _us_of(reduce: Reduce, size: int, cpu: dist.ProcessGroup) -> float:
-    x = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")
+def _us_of(reduce: Reduce, x: Tensor, cpu: dist.ProcessGroup) -> float:
     reduce(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -146,6 +146,19 @@ class AllReduceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitNormResult:
+    """A sum of `rows` of 4,096 over `ranks` GPUs and the norm behind it, microseconds in a CUDA graph: by NCCL and a
+    norm, by the fastest sum of so many bytes and a norm, in one kernel that splits the rows."""
+
+    bench: str
+    ranks: int
+    rows: int
+    us_nccl: float
+    us_apart: float
+    us_split: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepsResult:
     """The step channel between an engine and `workers` processes: microseconds from a plan to its result when workers
     take no time, and what is added to a step of `device_us` when two plans are in flight."""
@@ -167,6 +180,7 @@ Result = (
     | PrefixResult
     | TraceResult
     | AllReduceResult
+    | SplitNormResult
     | StepsResult
     | SimResult
 )

@@ -113,6 +113,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, metavar="N", help="GPUs (default: all, up to 8)")
     parser.add_argument("--sizes", type=_batches, metavar="N[,N...]", help="bytes (default: 4 KiB to 8 MiB, doubling)")
+    parser.add_argument("--rows", type=_batches, metavar="N[,N...]", help="of 4,096, with a norm (512,1024,2048,8192)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_all_reduce, plot=None)
 
@@ -244,9 +245,9 @@ def _trace(args: argparse.Namespace, emit: Emit) -> None:
 
 
 def _all_reduce(args: argparse.Namespace, emit: Emit) -> None:
-    from raylm.bench.all_reduce import DEFAULT_SIZES, measure_all_reduce
+    from raylm.bench.all_reduce import DEFAULT_ROWS, DEFAULT_SIZES, measure_all_reduce
 
-    for result in measure_all_reduce(args.ranks, args.sizes or DEFAULT_SIZES):
+    for result in measure_all_reduce(args.ranks, args.sizes or DEFAULT_SIZES, args.rows or DEFAULT_ROWS):
         emit(result)
 
 

@@ -141,7 +141,8 @@ class ParallelConfig(FrozenConfig):
     multicast: bool = False
     """Let NCCL use NVLink multicast (NVLS) where the host has it."""
     custom_all_reduce: bool = True
-    """Sum small tensors by raylm's own kernel where the GPUs of a tensor group can read each other's memory."""
+    """Sum small tensors, and those that a norm follows, by raylm's own kernels where the GPUs of a tensor group can use
+    each other's memory. For it a rank holds up to twice the hidden states of the largest step."""
     check_ranks: bool = False
     """Compare what the ranks are given, every step; for debugging, it costs a collective a step."""
 

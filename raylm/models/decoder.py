@@ -111,7 +111,8 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place.
 
-    `NORMS_SUM`: what attention and MLP return goes straight into the next norm, which may sum it over the ranks.
+    `NORMS_SUM`: what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
+    then may keep only this rank's rows of the residual: nothing but norms reads it, all of the same rows.
     """
 
     NORMS_SUM: ClassVar[bool] = True

@@ -31,6 +31,7 @@ _gated_linear: Callable[..., Tensor] = torch.ops.raylm.gated_linear.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
 _peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
+_peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add_rms_norm.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -187,6 +188,25 @@ def peer_add_rms_norm(
     32 KiB. x itself stays as it is.
     """
     return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
+
+
+def peer_split_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    windows: Tensor,
+    rank: int,
+    capacity: int,
+    limit_s: float,
+) -> Tensor:
+    """As peer_add_rms_norm for any number of rows T, of which each rank norms its share and gives it to the others.
+
+    Rank r of n owns the rows T * r // n up to T * (r + 1) // n, and only their residual is changed: what it holds of
+    other rows is not read. The norm has all rows, with the same bits on every rank. `windows` are not those of other
+    operators, and `capacity` covers (n - 1) shares of the most rows that a rank owns, ceil(T / n).
+    """
+    return _peer_split_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 
 
 def sample_is_async(device: torch.device) -> bool:

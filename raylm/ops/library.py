@@ -40,6 +40,10 @@ SCHEMAS = {
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s) -> Tensor"
     ),
+    "peer_split_add_rms_norm": (
+        "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
+        "float limit_s) -> Tensor"
+    ),
 }
 
 LIBRARY = Library(NAMESPACE, "DEF")
@@ -85,6 +89,7 @@ _FAKES = {
     "sample": _token_each,
     "peer_all_reduce": _nothing,
     "peer_add_rms_norm": _like,
+    "peer_split_add_rms_norm": _like,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)

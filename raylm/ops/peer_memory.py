@@ -61,8 +61,9 @@ def missing() -> str | None:
     status = extension.load()
     if not status.loaded:
         return str(status)
-    if "peer_all_reduce" not in status.ops.get("cuda", ()):
-        return f"the compiled extension {status.path} has no peer_all_reduce"
+    for name in ("peer_all_reduce", "peer_add_rms_norm", "peer_split_add_rms_norm"):
+        if name not in status.ops.get("cuda", ()):
+            return f"the compiled extension {status.path} has no {name}"
     return None
 
 

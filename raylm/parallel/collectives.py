@@ -24,12 +24,16 @@ def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
 
 
 def norm_sums(x: Tensor, context: ParallelContext) -> bool:
-    """Whether a norm takes the tensor ranks' sum of x [T, H] upon itself: few rows, in one kernel instead of two."""
+    """Whether a norm takes the tensor ranks' sum of x [T, H] upon itself: few rows, or so many that each rank norms its
+    share of them."""
     return context.reducer is not None and context.reducer.takes_norm(x, x)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, context: ParallelContext) -> Tensor:
-    """As ops.add_rms_norm; an x that `norm_sums` is this rank's part of it alone."""
+    """As ops.add_rms_norm; an x that `norm_sums` is this rank's part of it alone.
+
+    The residual of such an x is for the next norm of as many rows only: its rows may be kept up to date on one rank
+    each."""
     if context.reducer is not None and norm_sums(x, context):
         return context.reducer.add_rms_norm(x, residual, weight, eps)
     return ops.add_rms_norm(x, residual, weight, eps)

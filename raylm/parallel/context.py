@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Reducer(Protocol):
-    """Sums small tensors of a tensor group faster than the group's own collective."""
+    """Sums tensors of a tensor group faster than the group's own collective, alone or as part of the norm behind.
+
+    Of a residual that its norm adds to, each rank may keep some rows alone up to date: those that it norms, the same in
+    every norm of as many rows."""
 
     def takes(self, x: Tensor) -> bool: ...
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, TCPStore
 from raylm.config.engine import ParallelConfig
 from raylm.log import get_logger
 from raylm.parallel.context import ParallelContext, Reducer
-from raylm.parallel.peer_reduce import connect_peers
+from raylm.parallel.peer_reduce import SplitLimits, connect_peers
 from raylm.parallel.stages import StageLinks
 
 _SIOCGIFADDR = 0x8915
@@ -59,10 +59,13 @@ class MeetingPoint:
         self.address = f"{host}:{port}"
 
 
-def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeout_s: float) -> ParallelContext:
+def connect(
+    parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeout_s: float, split: SplitLimits | None = None
+) -> ParallelContext:
     """Join the others and make the groups. Every rank calls this once; it waits for all of them, up to `timeout_s`.
 
-    Collectives wait up to `timeout_s` too: that ranks load for different lengths of time is no fault.
+    Collectives wait up to `timeout_s` too: that ranks load for different lengths of time is no fault. `split` names
+    the norms that tensor ranks may split between them.
     """
     host, _, port = seat.meeting_point.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
@@ -98,7 +101,7 @@ def connect(parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeo
         device=device,
         group=groups[stage],
         world=dist.group.WORLD,
-        reducer=_reducer(host_groups[stage], device, timeout_s),
+        reducer=_reducer(host_groups[stage], device, timeout_s, _split(parallel, split)),
         links=links,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
     )
@@ -112,11 +115,18 @@ def _group(ranks: range | list[int], backend: str | None = None) -> ProcessGroup
     return group
 
 
-def _reducer(group: ProcessGroup | None, device: torch.device, timeout_s: float) -> Reducer | None:
-    """The kernel for small sums, where the GPUs of the tensor `group` (gloo) can run it."""
+def _split(parallel: ParallelConfig, split: SplitLimits | None) -> SplitLimits | None:
+    """What of it is allowed here: a stage hands its residual on, and would have all rows of it on no rank."""
+    return split if parallel.pipeline == 1 else None
+
+
+def _reducer(
+    group: ProcessGroup | None, device: torch.device, timeout_s: float, split: SplitLimits | None
+) -> Reducer | None:
+    """The kernels for sums and norms, where the GPUs of the tensor `group` (gloo) can run them."""
     if group is None:
         return None
-    reducer, reason = connect_peers(group, device, limit_s=timeout_s)
+    reducer, reason = connect_peers(group, device, limit_s=timeout_s, split=split)
     logger.info("sums over tensor ranks: %s (%s)", "raylm's kernel and NCCL" if reducer else "NCCL", reason)
     return reducer
 

@@ -12,7 +12,7 @@ import torch
 
 from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
-from raylm.config.source import locate
+from raylm.config.source import ModelSource, locate
 from raylm.core.step import ModelInfo, StepPlan, StepResult
 from raylm.errors import ConfigError, TransferError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
@@ -22,10 +22,12 @@ from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
 from raylm.models.load import checkpoint_digest, load_model
+from raylm.models.registry import model_class
 from raylm.ops import extension
 from raylm.parallel.collectives import agree_on_min
 from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
+from raylm.parallel.peer_reduce import SplitLimits
 from raylm.worker import memory, trial
 from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
@@ -38,6 +40,14 @@ from raylm.worker.request_table import RequestTable
 logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Described(NamedTuple):
+    """What is known of the model before it is loaded."""
+
+    source: ModelSource
+    arch: ArchConfig
+    dtype: torch.dtype
 
 
 class _Loaded(NamedTuple):
@@ -89,9 +99,10 @@ class Worker:
         phases = Phases()
         with phases.timed("device"):
             self._prepare_device()
-            context = self._join()
+            described = self._describe()
+            context = self._join(described)
         with phases.timed("weights"):
-            loaded = self._load(context)
+            loaded = self._load(described, context)
         with phases.timed("memory"):
             cache = self._size_cache(loaded)
             with memory.out_of_memory(
@@ -140,18 +151,25 @@ class Worker:
         if misfit := extension.load().misfit(torch.cuda.get_device_capability(self._device)):
             raise ConfigError(misfit)
 
-    def _join(self) -> ParallelContext:
+    def _describe(self) -> _Described:
+        source = locate(self._config.model.path)
+        arch = ArchConfig.from_source(source)
+        return _Described(source, arch, choose_dtype(self._config.model.dtype, arch.dtype, self._device))
+
+    def _join(self, described: _Described) -> ParallelContext:
         """Meet the other workers of the model."""
         if self._seat is None:
             return ParallelContext.single(self._device)
+        split = None
+        if model_class(described.arch.architecture).LAYER.NORMS_SUM:
+            row_bytes = described.arch.hidden_size * described.dtype.itemsize
+            split = SplitLimits(self._config.scheduler.max_num_batched_tokens, row_bytes)
         timeout = self._config.runtime.start_timeout_s
-        return connect(self._config.parallel, self._seat, self._device, timeout_s=timeout)
+        return connect(self._config.parallel, self._seat, self._device, timeout_s=timeout, split=split)
 
-    def _load(self, context: ParallelContext) -> _Loaded:
+    def _load(self, described: _Described, context: ParallelContext) -> _Loaded:
         config = self._config.model
-        source = locate(config.path)
-        arch = ArchConfig.from_source(source)
-        dtype = choose_dtype(config.dtype, arch.dtype, self._device)
+        source, arch, dtype = described
         attention = self._choose_attention(arch, dtype)
         digest = None
         if self._config.load.from_peer:

@@ -17,10 +17,11 @@ from torch import Tensor
 from raylm import ops
 from raylm.ops import fallback, peer_memory
 from raylm.ops.peer_memory import Window
-from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, connect_peers
+from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, connect_peers
 
 CAPACITY = 4 << 20
 ONE_SHOT, TWO_SHOT, MIXED = SizeLimits(CAPACITY, 0), SizeLimits(0, CAPACITY), SizeLimits(32 << 10, CAPACITY)
+SPLIT = SplitLimits(4099, 32 << 10)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Vectors of 16 bytes: one, fewer than ranks or threads, one more than a block or a part has, many to a thread.
 VECTORS = [1, 2, 3, 5, 31, 127, 128, 129, 512, 1000, 4096, 8191, 8192, 8193, 40_001, CAPACITY // 16]
@@ -69,6 +70,20 @@ def test_a_norm_in_the_same_kernel(ranks: Ranks, dtype: torch.dtype) -> None:
     assert all(digest == digests[0] for digest in digests)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_that_ranks_split(ranks: Ranks, dtype: torch.dtype) -> None:
+    digests = ranks.run(_check_split_norms, dtype)
+    assert all(digest == digests[0] for digest in digests)
+
+
+def test_split_norms_between_others_with_delays(ranks: Ranks) -> None:
+    ranks.run(_check_split_calls)
+
+
+def test_graphs_of_split_norms_replay_between_eager_calls(ranks: Ranks) -> None:
+    ranks.run(_check_split_graphs)
+
+
 def test_two_reducers_on_two_streams(ranks: Ranks) -> None:
     ranks.run(_check_two_reducers)
 
@@ -105,6 +120,7 @@ def test_windows_of_one_gpu(count: int, tmp_path: Path) -> None:
     ranks = Ranks(1, tmp_path)
     try:
         ranks.run(_check_one_gpu, count)
+        ranks.run(_check_split_on_one_gpu, count)
     finally:
         ranks.close()
 
@@ -134,14 +150,20 @@ def test_bad_arguments_are_named() -> None:
         ops.peer_add_rms_norm(x[:20].view(2, 10), x[20:40].view(2, 10), x[:10], *norm)
     with pytest.raises(RuntimeError, match="must start at multiples of 16 bytes"):
         ops.peer_add_rms_norm(x[1:9].view(1, 8), x[:8].view(1, 8), x[:8], *norm)
+    split = (x[:8], 1e-6, windows, 0, 64, 1.0)
+    with pytest.raises(RuntimeError, match="peers' shares of x have 96 bytes, must have at most 64"):
+        ops.peer_split_add_rms_norm(torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda"), *split)
+    with pytest.raises(RuntimeError, match="peer_split_add_rms_norm: x has 10 columns, must have a multiple of 4"):
+        ops.peer_split_add_rms_norm(x[:20].view(2, 10), x[20:40].view(2, 10), x[:10], *split[1:])
 
 
 # What each rank does.
 
 
 @contextmanager
-def _reducer(rank: int, limits: SizeLimits) -> Iterator[PeerReducer]:
-    reducer, reason = connect_peers(dist.group.WORLD, torch.device("cuda", rank), limit_s=LIMIT_S, limits=limits)
+def _reducer(rank: int, limits: SizeLimits, split: SplitLimits | None = None) -> Iterator[PeerReducer]:
+    device = torch.device("cuda", rank)
+    reducer, reason = connect_peers(dist.group.WORLD, device, limit_s=LIMIT_S, limits=limits, split=split)
     assert reducer is not None, reason
     yield reducer
     reducer.close()
@@ -257,6 +279,107 @@ def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
     return digests
 
 
+def _share(rows: int, rank: int, ranks: int) -> slice:
+    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
+
+
+def _check_split_norms(rank: int, dtype: torch.dtype) -> list[str]:
+    """Between sums and norms of few rows. What a rank holds of the others' residual is not read: it is no number."""
+    digests, vec, ranks = [], 16 // dtype.itemsize, dist.get_world_size()
+    shapes = [(512, 4096), (513, 1024), (1000, 8192), (4099, 4096), (777, 576), (600, vec), (515, 2048 * vec)]
+    with _reducer(rank, SizeLimits(2 << 20, CAPACITY), SPLIT) as reducer:
+        for seed, (rows, hidden) in enumerate(shapes * 2):
+            parts = [_random(r, seed, rows * hidden, dtype).view(rows, hidden) for r in range(ranks)]
+            residual = _random(90, seed, rows * hidden, dtype).view(rows, hidden)
+            weight, x = _random(91, seed, hidden, dtype), parts[rank].clone()
+            expected, own = (_in_order(parts).float() + residual.float()).to(dtype), _share(rows, rank, ranks)
+            residual[: own.start] = residual[own.stop :] = float("nan")
+            assert reducer.takes_norm(x, residual)
+            out = reducer.add_rms_norm(x, residual, weight, 1e-5)
+            assert torch.equal(residual[own], expected[own]) and torch.equal(x, parts[rank]), (rows, hidden)
+            assert int(residual.isnan().sum()) == (rows - (own.stop - own.start)) * hidden
+            norm = fallback.rms_norm(expected, weight, 1e-5)
+            tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(out.float(), norm.float(), atol=tolerance, rtol=tolerance)
+            digests.append(sha256(out.view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
+            few, held = x[: 8 + seed].contiguous(), residual[: 8 + seed].nan_to_num()
+            assert reducer.takes_norm(few, held)
+            reducer.add_rms_norm(few, held, weight, 1e-5)
+            assert torch.equal(reducer(_pattern(rank, seed, 4096, dtype)), _expected(seed, 4096, dtype))
+    return digests
+
+
+class _SplitCase:
+    """A norm that is split, and what it must give; whole numbers, other ones for every call."""
+
+    def __init__(self, rank: int, call: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+        self.x = _pattern(rank, call, rows * hidden, dtype).view(rows, hidden)
+        self.residual = _pattern(90, call, rows * hidden, dtype).view(rows, hidden)
+        self._own = _share(rows, rank, dist.get_world_size())
+        self._weight = torch.ones(hidden, dtype=dtype, device="cuda")
+        self._sums = self.residual.clone()
+        self._norm = ops.add_rms_norm(
+            _expected(call, rows * hidden, dtype).view_as(self.x), self._sums, self._weight, 0.0
+        )
+
+    def is_wrong(self, reducer: PeerReducer, scale: Tensor | float = 1.0) -> Tensor:
+        """Runs it, all of it times a power of two."""
+        residual = self.residual * scale
+        out = reducer.add_rms_norm(self.x * scale, residual, self._weight, 0.0)
+        # Values up to 4 or so: the norm may be rounded the other way.
+        near = ((out - self._norm).float().abs() <= 0.05).all()
+        return ~near | (residual[self._own] != (self._sums * scale)[self._own]).any()
+
+
+def _check_split_calls(rank: int, calls: int = 400) -> None:
+    common, own = random.Random(0), random.Random(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with _reducer(rank, MIXED, SPLIT) as reducer:
+        for call in range(calls):
+            dtype = common.choice(DTYPES)
+            rows, hidden = common.choice([512, 513, 640, 1000, 2049]), common.choice([64, 1024, 4096])
+            case = _SplitCase(rank, call, rows, hidden, dtype)
+            numel = common.choice([64, 512, 4000, 30_000]) * 8
+            x, expected = _pattern(rank, call, numel, dtype), _expected(call, numel, dtype)
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(400_000))  # cycles: up to 0.2 ms
+            if call == calls // 2 and rank == 0:
+                torch.cuda._sleep(1_000_000_000)  # half a second
+            wrong += case.is_wrong(reducer)
+            if common.random() < 0.5:
+                wrong += (reducer(x) != expected).any()
+            if own.random() < 0.02:
+                torch.cuda.synchronize()
+        assert int(wrong) == 0
+
+
+def _check_split_graphs(rank: int, replays: int = 200) -> None:
+    shapes, own = [(512, 4096), (4099, 1024), (513, 64), (513, 4096), (1000, 8192)], random.Random(rank)
+    with _reducer(rank, MIXED, SPLIT) as reducer:
+        base = torch.zeros((), dtype=torch.bfloat16, device="cuda")
+        cases = [_SplitCase(rank, call, *shape, torch.bfloat16) for call, shape in enumerate(shapes)]
+        sums, expected = _pattern(rank, 99, 4096, torch.bfloat16), _expected(99, 4096, torch.bfloat16)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+        def step() -> None:
+            for case in cases:
+                wrong.add_(case.is_wrong(reducer, base))
+                wrong.add_((reducer(sums * base) != expected * base).any())
+
+        base.fill_(1.0)
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        for replay in range(replays):
+            # Powers of two keep the sums' bits comparable, and the norm as it is.
+            base.fill_(2.0 ** (replay % 7 - 3))
+            if own.random() < 0.5:
+                torch.cuda._sleep(own.randrange(300_000))
+            graph.replay() if replay % 5 else step()
+        assert int(wrong) == 0
+
+
 def _check_two_reducers(rank: int, calls: int = 300) -> None:
     own = random.Random(rank)
     with _reducer(rank, MIXED) as first, _reducer(rank, ONE_SHOT) as second:
@@ -301,6 +424,14 @@ def _check_takes(rank: int) -> None:
         assert not reducer.takes(x.view(8, 8).t())
         assert not reducer.takes(x.int())
         assert not reducer.takes(x.cpu())
+        many = torch.zeros(512, 8, dtype=torch.bfloat16, device="cuda")
+        assert not reducer.takes_norm(many, many)
+    with _reducer(rank, SizeLimits(64, 128), SplitLimits(600, 16)) as reducer:
+        assert reducer.takes_norm(many, many) and not reducer.takes(many)
+        assert not reducer.takes_norm(many[:511], many[:511])
+        assert not reducer.takes_norm(torch.zeros(601, 8, dtype=torch.bfloat16, device="cuda"), many)
+        wide = torch.zeros(512, 16, dtype=torch.bfloat16, device="cuda")
+        assert not reducer.takes_norm(wide, wide) and not reducer.takes_norm(wide[:, :8], many)
 
 
 def _check_close(rank: int) -> None:
@@ -312,10 +443,10 @@ def _check_close(rank: int) -> None:
     free = torch.cuda.mem_get_info()[0]
     dist.barrier()
     for _ in range(3):
-        with _reducer(rank, limits) as reducer:
+        with _reducer(rank, limits, SplitLimits(4096, 16 << 10)) as reducer:
             reducer(torch.ones(8, device="cuda"))
             torch.cuda.synchronize()
-            assert torch.cuda.mem_get_info()[0] < free - (100 << 20)
+            assert torch.cuda.mem_get_info()[0] < free - (180 << 20)
             dist.barrier()
     dist.barrier()
     assert torch.cuda.mem_get_info()[0] > free - (32 << 20)
@@ -363,5 +494,39 @@ def _check_one_gpu(_: int, count: int, calls: int = 500) -> None:
         torch.cuda.synchronize()
         for part in parts:
             assert torch.equal(part, expected), (call, numel, two_shot)
+    for window in windows:
+        window.free()
+
+
+def _check_split_on_one_gpu(_: int, count: int, calls: int = 200) -> None:
+    """Up to 20 blocks a rank: all of them have room at once."""
+    windows = [Window.allocate(0, 512 << 10) for _ in range(count)]
+    addresses = torch.tensor([window.address for window in windows])
+    streams = [torch.cuda.Stream() for _ in range(count)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.empty(1 << 19, dtype=torch.uint8, device="cuda")  # While ranks wait, no memory may be asked for.
+    chooser = random.Random(count)
+    for call in range(calls):
+        rows, hidden = chooser.choice([1, 2, 7, 24, 40]), chooser.choice([8, 64, 1024, 4096])
+        parts = [_random(rank, call, rows * hidden, torch.bfloat16).view(rows, hidden) for rank in range(count)]
+        before = _random(90, call, rows * hidden, torch.bfloat16).view(rows, hidden)
+        residuals, weight = [before.clone() for _ in range(count)], _random(91, call, hidden, torch.bfloat16)
+        expected = (_in_order(parts).float() + before.float()).to(torch.bfloat16)
+        outs: dict[int, Tensor] = {}
+        torch.cuda.synchronize()
+        for rank in chooser.sample(range(count), count):
+            with torch.cuda.stream(streams[rank]):
+                outs[rank] = ops.peer_split_add_rms_norm(
+                    parts[rank], residuals[rank], weight, 1e-5, addresses, rank, 512 << 10, 10.0
+                )
+        torch.cuda.synchronize()
+        norm = fallback.rms_norm(expected, weight, 1e-5)
+        torch.testing.assert_close(outs[0].float(), norm.float(), atol=0.03, rtol=0.03)
+        for rank in range(count):
+            own = _share(rows, rank, count)
+            assert torch.equal(outs[rank], outs[0]), (call, rows, hidden)
+            assert torch.equal(residuals[rank][own], expected[own]), (call, rows, hidden)
+        torch.cuda.synchronize()
     for window in windows:
         window.free()

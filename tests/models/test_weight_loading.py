@@ -213,10 +213,28 @@ class NormReducer:
         return ops.add_rms_norm(self(x), residual, weight, eps)
 
 
-@pytest.mark.parametrize("norm_sums", [False, True])
+class SplitReducer(NormReducer):
+    """Norms of many rows are split: each rank norms its own and gives them to the others. Of the residual it keeps
+    nothing but these."""
+
+    def takes_norm(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
+        return len(x) >= 3
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        self.num_norms += 1
+        rank, ranks = self._context.tensor_rank, self._context.tensor_size
+        bounds = [len(x) * r // ranks for r in range(ranks + 1)]
+        own = slice(bounds[rank], bounds[rank + 1])
+        out = torch.zeros_like(x)
+        out[own] = ops.add_rms_norm(self(x)[own], residual[own], weight, eps)
+        residual[: own.start] = residual[own.stop :] = float("nan")
+        return self._ranks.all_reduce(out, self._context)
+
+
+@pytest.mark.parametrize("reducer_class", [None, NormReducer, SplitReducer])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gguf"])
 def test_two_ranks_compute_what_one_does(
-    family: str, norm_sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, reducer_class: type[NormReducer] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"num_key_value_heads": 1} if family == "gemma3" else {"attention_bias": True, "vocab_size": 321}
     if family == "qwen2":
@@ -230,7 +248,7 @@ def test_two_ranks_compute_what_one_does(
     monkeypatch.setattr(collectives, "all_gather", ranks.all_gather)
 
     def run(rank: int) -> tuple[dict, dict]:
-        reducer = NormReducer(ranks, rank) if norm_sums else None
+        reducer = None if reducer_class is None else reducer_class(ranks, rank)
         context = ParallelContext(rank, rank, 2, 0, 1, CPU, reducer=reducer)
         found = generate(PagedRun(load(path, context=context)), PROMPTS, num_tokens=4)
         assert reducer is None or (reducer.num_norms > 0) == (family != "gemma3")

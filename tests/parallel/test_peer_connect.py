@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from spawned import Ranks
 
-from raylm.parallel.peer_reduce import SizeLimits, connect_peers
+from raylm.config.engine import ParallelConfig
+from raylm.parallel import groups
+from raylm.parallel.peer_reduce import SizeLimits, SplitLimits, connect_peers
 
 
 def test_ranks_without_gpus_have_no_reducer(tmp_path: Path) -> None:
@@ -33,6 +36,41 @@ def test_two_shots_only_where_they_read_less() -> None:
     for ranks in range(3, 9):
         limits = SizeLimits.measured(ranks)
         assert 0 < limits.one_shot < limits.two_shot == limits.most
+
+
+def test_norms_are_split_by_their_shape_alone() -> None:
+    limits = SplitLimits(8192, 8192)
+    assert limits.takes(512, 8192) and limits.takes(8192, 8192) and limits.takes(513, 16)
+    assert not limits.takes(511, 8192) and not limits.takes(8193, 16), "rows"
+    assert not limits.takes(512, 8208) and not limits.takes(512, 24) and not limits.takes(512, 0), "bytes of a row"
+    assert not SplitLimits(8192, 64 << 10).takes(512, 64 << 10), "more than a block holds"
+    assert SplitLimits(8, 16, least_rows=1).takes(1, 16)
+
+
+def test_a_split_norm_s_window_has_the_other_ranks_shares() -> None:
+    assert SplitLimits(8192, 8192).capacity(2) == 4096 * 8192
+    assert SplitLimits(8192, 8192).capacity(8) == 7 * 1024 * 8192
+    assert SplitLimits(8191, 16).capacity(3) == 2 * 2731 * 16
+    assert SplitLimits(511, 8192).capacity(2) == 0, "no step has so many rows"
+    assert SplitLimits(8192, 24).capacity(2) == 0
+
+
+@pytest.mark.parametrize(("stages", "splits"), [(1, True), (2, False)])
+def test_stages_split_no_norms(stages: int, splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage hands on its whole residual; with split norms no rank would have it."""
+    given: list[SplitLimits | None] = []
+
+    def connected(
+        group: object, device: torch.device, *, limit_s: float, split: SplitLimits | None
+    ) -> tuple[None, str]:
+        given.append(split)
+        return None, "only asked"
+
+    monkeypatch.setattr(groups, "connect_peers", connected)
+    limits = SplitLimits(8192, 8192)
+    parallel = ParallelConfig(tensor=2, pipeline=stages)
+    groups._reducer(object(), torch.device("cpu"), 1.0, groups._split(parallel, limits))
+    assert given == [limits if splits else None]
 
 
 def _connect(_: int) -> tuple[None, str]:

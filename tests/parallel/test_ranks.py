@@ -16,6 +16,7 @@ from raylm.config.resolve import resolve
 from raylm.core.step import StepPlan
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError, EngineDeadError
+from raylm.parallel.peer_reduce import SplitLimits
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3), (4, 1)]
 """The last one has more ranks than key/value heads."""
@@ -121,6 +122,21 @@ def test_samples_beams_and_logprobs(shape, folders, load):
         one.generate(PROMPTS, wanted, progress=False), several.generate(PROMPTS, wanted, progress=False), strict=True
     ):
         assert found.outputs[0].logprobs == pytest.approx(expected.outputs[0].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("llama", (2, 1)), ("llama", (4, 1)), ("llama", (2, 2)), ("qwen2", (2, 1)), ("gemma3", (2, 1))],
+)
+def test_steps_of_many_rows(family, shape, folders, load, device):
+    """So many that GPUs split the norms between them, unless stages hand on a residual."""
+    limits = {"scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 700}, "cache": {"num_blocks": 400}}
+    limits["model"] = {"max_model_len": 144}
+    prompts = [[3 + i, 5, 7, 9 + i] * 33 for i in range(8)]
+    folder = folders(family)
+    llm = load(folder, shape, **limits)
+    assert tokens(llm, prompts, GREEDY) == tokens(load(folder, **limits), prompts, GREEDY)
+    assert max(plan.total_tokens for plan in llm._engine._executor.plans) >= SplitLimits(0, 0).least_rows
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (1, 3)])

@@ -1,7 +1,8 @@
 // Memory of one rank that all ranks of one host read and write, and how their blocks meet there.
 //
-// Each rank has a window: counters and flags, then two slots for data. In call n of any kernel below, block b of each
-// rank stages data in slot n % 2 of its own window, meets block b of every peer, and then reads the peers' slots.
+// Each rank has a window: counters and flags, then two slots for data. In call n of a kernel for small sums, block b of
+// each rank stages data in slot n % 2 of its own window, meets block b of every peer, and then reads the peers' slots.
+// (peer_split_norm.cuh uses windows of its own otherwise, and says how.)
 //
 // Why a staged value is the one that a peer reads: all threads of a block stage, bar.sync orders that before the
 // release at system scope by which one thread raises the peer's flag; the peer's thread sees the flag by an acquire at
@@ -21,8 +22,8 @@
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
 // still behind.
 //
-// Nothing waits for a whole grid, and a grid is small: a block needs only its peers of the same index, and other
-// kernels on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this
+// Nothing waits for a whole grid, and a grid is at most one wave: a block needs only its peers of the same index, and
+// other kernels on a GPU end some time and leave it room. A kernel launched early beside this one takes no place that this
 // one needs: it starts when all blocks of this one run.
 #pragma once
 
@@ -32,12 +33,13 @@
 namespace raylm::cuda {
 
 constexpr int kMaxPeers = 8;
-constexpr int kPeerBlocks = 64;
-constexpr int kMeetings = 2;  // of one call, at most
+constexpr int kPeerBlocks = 64;     // of a small sum, at most
+constexpr int kWindowBlocks = 128;  // of any call
+constexpr int kMeetings = 8;        // of one call, at most
 
 struct PeerHeader {
-  uint64_t calls[kPeerBlocks];                              // ended, by this rank's blocks; nobody else looks
-  alignas(128) uint64_t flags[kMeetings][kPeerBlocks][16];  // [..][rank that raises it]: a line a block
+  uint64_t calls[kWindowBlocks];                              // ended, by this rank's blocks; nobody else looks
+  alignas(128) uint64_t flags[kMeetings][kWindowBlocks][16];  // [..][rank that raises it]: a line a block
 };
 static_assert(sizeof(PeerHeader) % 128 == 0 && kMaxPeers <= 16);
 
@@ -87,15 +89,27 @@ class PeerCall {
   __device__ uint4* slot(int rank) const { return reinterpret_cast<uint4*>(peers_.windows[rank] + slot_); }
   __device__ uint4* own_slot() const { return slot(peers_.rank); }
 
+  // The same slot of `rank`'s window in every call, for kernels that need no turns (peer_split_norm.cuh).
+  __device__ uint4* fixed_slot(int rank, int which) const {
+    return reinterpret_cast<uint4*>(peers_.windows[rank] + sizeof(PeerHeader) + which * peers_.capacity);
+  }
+
   // Returns when block b of every peer has come to the same meeting. What their threads wrote before can be read then.
-  // A block has at least kMaxPeers threads.
+  // A block has at least kMaxPeers threads, in one dimension.
   __device__ void meet(int meeting) const {
+    arrive(meeting);
+    wait(meeting);
+  }
+
+  // The two halves of a meeting, for a block that has something to do in between.
+  __device__ void arrive(int meeting) const {
     __syncthreads();
-    const int peer = threadIdx.x;
-    if (peer < peers_.ranks && peer != peers_.rank) {
+    if (const int peer = threadIdx.x; is_peer(peer)) {
       store_release(&header(peer)->flags[meeting][blockIdx.x][peers_.rank], number_);
-      await(&header(peers_.rank)->flags[meeting][blockIdx.x][peer]);
     }
+  }
+  __device__ void wait(int meeting) const {
+    if (const int peer = threadIdx.x; is_peer(peer)) await(&header(peers_.rank)->flags[meeting][blockIdx.x][peer]);
     __syncthreads();
   }
 
@@ -105,11 +119,12 @@ class PeerCall {
     uint64_t* calls = header(peers_.rank)->calls;
     if (threadIdx.x == 0) calls[blockIdx.x] = number_;
     if (blockIdx.x != 0) return;
-    for (unsigned b = gridDim.x + threadIdx.x; b < kPeerBlocks; b += blockDim.x) calls[b] = number_;
+    for (unsigned b = gridDim.x + threadIdx.x; b < kWindowBlocks; b += blockDim.x) calls[b] = number_;
   }
 
  private:
   __device__ PeerHeader* header(int rank) const { return reinterpret_cast<PeerHeader*>(peers_.windows[rank]); }
+  __device__ bool is_peer(int rank) const { return rank < peers_.ranks && rank != peers_.rank; }
 
   // A peer that stays away for longer than the limit is dead or has failed: the trap ends this process's CUDA context
   // with an error, where an endless loop would hold the GPU for good.
