@@ -21,7 +21,7 @@ from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, con
 
 CAPACITY = 4 << 20
 ONE_SHOT, TWO_SHOT, MIXED = SizeLimits(CAPACITY, 0), SizeLimits(0, CAPACITY), SizeLimits(32 << 10, CAPACITY)
-SPLIT = SplitLimits(4099, 32 << 10)
+SPLIT = SplitLimits(8192, 32 << 10)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Vectors of 16 bytes: one, fewer than ranks or threads, one more than a block or a part has, many to a thread.
 VECTORS = [1, 2, 3, 5, 31, 127, 128, 129, 512, 1000, 4096, 8191, 8192, 8193, 40_001, CAPACITY // 16]
@@ -84,6 +84,10 @@ def test_graphs_of_split_norms_replay_between_eager_calls(ranks: Ranks) -> None:
     ranks.run(_check_split_graphs)
 
 
+def test_split_norms_straight_after_each_other(ranks: Ranks) -> None:
+    ranks.run(_check_split_in_a_row)
+
+
 def test_two_reducers_on_two_streams(ranks: Ranks) -> None:
     ranks.run(_check_two_reducers)
 
@@ -114,12 +118,13 @@ def test_a_peer_that_stays_away_is_an_error(tmp_path: Path) -> None:
         assert ranks.run(_wait_for_nobody) == ["RuntimeError", "absent"]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_windows_of_one_gpu(count: int, tmp_path: Path) -> None:
     """The ranks are streams of one process here; few enough blocks that all of them run at once."""
     ranks = Ranks(1, tmp_path)
     try:
-        ranks.run(_check_one_gpu, count)
+        if count <= 4:
+            ranks.run(_check_one_gpu, count)
         ranks.run(_check_split_on_one_gpu, count)
     finally:
         ranks.close()
@@ -287,6 +292,7 @@ def _check_split_norms(rank: int, dtype: torch.dtype) -> list[str]:
     """Between sums and norms of few rows. What a rank holds of the others' residual is not read: it is no number."""
     digests, vec, ranks = [], 16 // dtype.itemsize, dist.get_world_size()
     shapes = [(512, 4096), (513, 1024), (1000, 8192), (4099, 4096), (777, 576), (600, vec), (515, 2048 * vec)]
+    shapes.append((8192, 4096))  # four chunks of several rounds between two ranks
     with _reducer(rank, SizeLimits(2 << 20, CAPACITY), SPLIT) as reducer:
         for seed, (rows, hidden) in enumerate(shapes * 2):
             parts = [_random(r, seed, rows * hidden, dtype).view(rows, hidden) for r in range(ranks)]
@@ -322,13 +328,19 @@ class _SplitCase:
             _expected(call, rows * hidden, dtype).view_as(self.x), self._sums, self._weight, 0.0
         )
 
+    def run(self, reducer: PeerReducer, residual: Tensor) -> Tensor:
+        return reducer.add_rms_norm(self.x, residual, self._weight, 0.0)
+
+    def differs(self, out: Tensor, residual: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        # Values up to 4 or so: the norm may be rounded the other way.
+        near = ((out - self._norm).float().abs() <= 0.05).all()
+        return ~near | (residual[self._own] != (self._sums * scale)[self._own]).any()
+
     def is_wrong(self, reducer: PeerReducer, scale: Tensor | float = 1.0) -> Tensor:
         """Runs it, all of it times a power of two."""
         residual = self.residual * scale
         out = reducer.add_rms_norm(self.x * scale, residual, self._weight, 0.0)
-        # Values up to 4 or so: the norm may be rounded the other way.
-        near = ((out - self._norm).float().abs() <= 0.05).all()
-        return ~near | (residual[self._own] != (self._sums * scale)[self._own]).any()
+        return self.differs(out, residual, scale)
 
 
 def _check_split_calls(rank: int, calls: int = 400) -> None:
@@ -377,6 +389,28 @@ def _check_split_graphs(rank: int, replays: int = 200) -> None:
             if own.random() < 0.5:
                 torch.cuda._sleep(own.randrange(300_000))
             graph.replay() if replay % 5 else step()
+        assert int(wrong) == 0
+
+
+def _check_split_in_a_row(rank: int, calls: int = 48, replays: int = 40) -> None:
+    """Nothing between the calls: a rank may begin one while another still copies what the last one gave."""
+    own = random.Random(rank)
+    shapes = [(512, 4096), (2049, 1024), (513, 64), (1000, 4096), (600, 8192)]
+    with _reducer(rank, MIXED, SPLIT) as reducer:
+        cases = [_SplitCase(rank, call, *shapes[call % len(shapes)], torch.bfloat16) for call in range(calls)]
+        held = [torch.empty_like(case.residual) for case in cases]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outs = [case.run(reducer, residual) for case, residual in zip(cases, held, strict=True)]
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(replays):
+            for case, residual in zip(cases, held, strict=True):
+                residual.copy_(case.residual)
+            if own.random() < 0.5:
+                torch.cuda._sleep(own.randrange(1_000_000))
+            graph.replay()
+            for case, residual, out in zip(cases, held, outs, strict=True):
+                wrong += case.differs(out, residual)
         assert int(wrong) == 0
 
 

@@ -17,8 +17,7 @@ void check_slot(const Peers& peers, int64_t rows, int64_t row_bytes) {
   }
 }
 
-// Follows from the shape alone, so that it is the same on every rank. The grid is one wave, also on GPUs with fewer
-// multiprocessors than it has blocks: they start in the order of their index, on every rank.
+// Follows from the shape alone, so that it is the same on every rank.
 template <typename T, int kMost, int kVecs>
 void launch_vecs(const Peers& peers, const NormParams<T>& params, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>, most = up(params.rows, peers.ranks);
