@@ -92,7 +92,8 @@ def test_each_family_equals_transformers_in_steps_of_many_rows(
     if dtype == "bfloat16":
         for parameter in reference.parameters():
             parameter.data = parameter.data.bfloat16().float()
-    llm = load(folder, dtype=dtype, scheduler={"max_num_seqs": 48, "max_num_batched_tokens": 2048})
+    cache = {"block_size": 16, "num_blocks": 800}
+    llm = load(folder, dtype=dtype, scheduler={"max_num_seqs": 48, "max_num_batched_tokens": 2048}, cache=cache)
     prompts = [[(7 * n + position) % llm.info.vocab_size for position in range(40)] for n in range(48)]
     params = dataclasses.replace(GREEDY, max_tokens=4)
     rows, submit = [], LocalExecutor.submit

@@ -110,9 +110,11 @@ def test_many_rows_are_added_to_the_residual_in_the_product() -> None:
     few = residual[:-1].clone()
     torch.testing.assert_close(layer(x[:-1], few), product[:-1])
     assert torch.equal(few, residual[:-1])
-    expected = residual.double() + x.double() @ layer.weight.double().t()
+    exact = x.double() @ layer.weight.double().t()
+    expected = residual.double() + exact
     assert layer(x, residual) is None
-    torch.testing.assert_close(residual.double(), expected, rtol=2**-8, atol=1e-3)
+    # The library may round the product before it adds.
+    assert ((residual.double() - expected).abs() <= 2**-8 * (exact.abs() + expected.abs())).all()
 
 
 @pytest.mark.parametrize("vocab_size", [8, 7, 5])
