@@ -101,7 +101,8 @@ def connect(
         device=device,
         group=groups[stage],
         world=dist.group.WORLD,
-        reducer=_reducer(host_groups[stage], device, timeout_s, _split(parallel, split)),
+        # A stage hands its residual on: with split norms, no rank would have all rows of it.
+        reducer=_reducer(host_groups[stage], device, timeout_s, split if stages == 1 else None),
         links=links,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
     )
@@ -113,11 +114,6 @@ def _group(ranks: range | list[int], backend: str | None = None) -> ProcessGroup
         return None
     group: ProcessGroup = dist.new_group(list(ranks), backend=backend)
     return group
-
-
-def _split(parallel: ParallelConfig, split: SplitLimits | None) -> SplitLimits | None:
-    """What of it is allowed here: a stage hands its residual on, and would have all rows of it on no rank."""
-    return split if parallel.pipeline == 1 else None
 
 
 def _reducer(

@@ -11,6 +11,7 @@ from spawned import Ranks
 
 from raylm.config.engine import ParallelConfig
 from raylm.parallel import groups
+from raylm.parallel.groups import Seat
 from raylm.parallel.peer_reduce import SizeLimits, SplitLimits, connect_peers
 
 
@@ -60,17 +61,18 @@ def test_stages_split_no_norms(stages: int, splits: bool, monkeypatch: pytest.Mo
     """A stage hands on its whole residual; with split norms no rank would have it."""
     given: list[SplitLimits | None] = []
 
-    def connected(
-        group: object, device: torch.device, *, limit_s: float, split: SplitLimits | None
-    ) -> tuple[None, str]:
+    def connected(*_: object, split: SplitLimits | None, **__: object) -> tuple[None, str]:
         given.append(split)
         return None, "only asked"
 
     monkeypatch.setattr(groups, "connect_peers", connected)
-    limits = SplitLimits(8192, 8192)
+    monkeypatch.setattr(groups.dist, "init_process_group", lambda *_, **__: None)
+    for name in ("TCPStore", "StageLinks", "set_up_libraries", "_group"):
+        monkeypatch.setattr(groups, name, lambda *_, **__: object())
+    limits, seat = SplitLimits(8192, 8192), Seat(0, "127.0.0.1", "127.0.0.1:1")
     parallel = ParallelConfig(tensor=2, pipeline=stages)
-    groups._reducer(object(), torch.device("cpu"), 1.0, groups._split(parallel, limits))
-    assert given == [limits if splits else None]
+    context = groups.connect(parallel, seat, torch.device("cuda"), timeout_s=1.0, split=limits)
+    assert context.reducer is None and given == [limits if splits else None]
 
 
 def _connect(_: int) -> tuple[None, str]:
