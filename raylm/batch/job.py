@@ -164,6 +164,8 @@ def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) 
     context = DataContext.get_current()
     context.enable_progress_bars = False  # Ours counts lines.
     context.print_on_execution_start = False
+    # An engine holds gigabytes and a shard takes minutes, as they should.
+    context.issue_detectors_config.detectors = []
     pool = plan_pool(settings.config, settings.engines, cluster_nodes())
     arguments: dict[str, object] = {
         "folder": folder.place.url,

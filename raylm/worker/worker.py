@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -99,6 +100,16 @@ class Worker:
         phases = Phases()
         with phases.timed("device"):
             self._prepare_device()
+        if self._device.type != "cpu":
+            return self._make_ready(phases)
+        # OpenMP keeps threads for every thread that computes. With more of them than cores they sleep between two loops
+        # instead of waiting awake, which costs a tenth of all tokens, and steps may run in another thread than this. A
+        # thread that ends gives its own back.
+        with ThreadPoolExecutor(1, "raylm-start") as thread:
+            return thread.submit(self._make_ready, phases).result()
+
+    def _make_ready(self, phases: Phases) -> ModelInfo:
+        with phases.timed("device"):
             described = self._describe()
             context = self._join(described)
         with phases.timed("weights"):
@@ -306,7 +317,7 @@ class Worker:
 
 
 class Phases:
-    """Seconds of each phase of a start."""
+    """Seconds of each phase of a start, which may have several parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -315,7 +326,7 @@ class Phases:
     def timed(self, phase: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.seconds[phase] = time.perf_counter() - began
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
 def choose_device(wanted: str) -> torch.device:
