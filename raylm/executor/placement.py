@@ -1,8 +1,8 @@
 """Where an engine's processes go: pure arithmetic, used by the executor and by the Serve replica alike.
 
 Bundle 0 of a placement group holds the processes without a device (the replica and the engine actor). Each of the
-others holds one worker, or, where no node is large enough for all, the tensor group of one stage: Ray never cuts a
-bundle in two, so the ranks of a tensor group share a node wherever the stages go.
+others holds one worker, or, of several stages, the tensor group of one: Ray never cuts a bundle in two, so the ranks of a
+tensor group share a node wherever the stages go.
 """
 
 from __future__ import annotations
@@ -106,21 +106,22 @@ def bundle_of_worker(index: int, *, num_workers: int, num_bundles: int) -> int:
 
 
 def choose_placement(config: EngineConfig, worker: Bundle, nodes: Sequence[NodeResources]) -> Placement:
-    """One node for all where one is large enough; else as few as can be, with each stage on one.
+    """One node for the engine and a single stage where one is large enough; several stages on as few as have room now.
 
     Tensor ranks talk after every layer, so a tensor group belongs on one node; stages talk once a step and may be
-    apart. Raises ConfigError with what the nodes have when they have too little, whoever uses it.
+    apart, which is better than to wait for a node that has room for all. Raises ConfigError with what the nodes have when they have too little, whoever uses it.
     """
     wanted = config.parallel.gpu_type
     fitting = [node for node in nodes if wanted is None or node.labels.get(GPU_TYPE_LABEL) == wanted]
-    bundles = worker_bundles(config, worker)
-    if any(node.without(_ENGINE).room_for(worker) >= config.parallel.num_workers for node in fitting):
+    tensor, stages = config.parallel.tensor, config.parallel.pipeline
+    if stages == 1 and any(node.without(_ENGINE).room_for(worker) >= tensor for node in fitting):
+        bundles = worker_bundles(config, worker)
         return Placement(bundles, "STRICT_PACK", gpu_labels(wanted, bundles))
     bundles = stage_bundles(config, worker)
-    stages = sum(node.room_for(bundles[1]) for node in fitting)
+    room = sum(node.room_for(bundles[1]) for node in fitting)
     # The engine needs no GPU, but it may have to go where a stage would.
-    in_the_way = min((_cost_of_engine(node, bundles[1], node in fitting) for node in _with_room(nodes)), default=stages)
-    if stages - in_the_way < config.parallel.pipeline:
+    in_the_way = min((_cost_of_engine(node, bundles[1], node in fitting) for node in _with_room(nodes)), default=room)
+    if room - in_the_way < stages:
         raise ConfigError(describe_shortage(config, worker, nodes))
     return Placement(bundles, "PACK", gpu_labels(wanted, bundles))
 

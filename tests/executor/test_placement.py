@@ -62,11 +62,10 @@ def test_a_whole_replica_fits_beside_an_ingress_on_two_cores():
         ((1, 1), [gpus(1)]),
         ((2, 1), [HEAD, gpus(2)]),
         ((8, 1), [gpus(8), gpus(4)]),
-        ((2, 2), [gpus(2), gpus(2), gpus(4)]),
-        ((1, 4), [gpus(4, cpus=2.2)]),
+        ((4, 1), [gpus(4, cpus=2.2)]),
     ],
 )
-def test_one_node_holds_all_where_one_can_a_bundle_each(shape, nodes):
+def test_one_node_holds_a_single_stage_a_bundle_each(shape, nodes):
     bundles, strategy, labels = choose_placement(config(*shape), GPU_WORKER, nodes)
     assert (strategy, labels) == ("STRICT_PACK", None)
     assert bundles == [ENGINE, *[GPU_WORKER] * (shape[0] * shape[1])]
@@ -79,10 +78,13 @@ def test_one_node_holds_all_where_one_can_a_bundle_each(shape, nodes):
         ((2, 2), [gpus(3), gpus(3)]),
         ((1, 2), [gpus(1), gpus(1), HEAD]),
         ((4, 3), [HEAD, gpus(8), gpus(4)]),
-        ((1, 4), [gpus(4, cpus=2), HEAD]),  # The engine has no room beside its workers.
+        ((2, 2), [gpus(2), gpus(2), gpus(4)]),  # The last may be in use.
+        ((1, 4), [gpus(4, cpus=2.2)]),
+        ((4, 1), [gpus(4, cpus=2), HEAD]),  # The engine has no room beside its workers.
+        ((1, 4), [gpus(4, cpus=2), HEAD]),
     ],
 )
-def test_stages_go_to_several_nodes_each_whole(shape, nodes):
+def test_stages_go_where_there_is_room_each_whole(shape, nodes):
     """One bundle holds a stage's tensor group, so that Ray cannot put its ranks on two nodes."""
     tensor, pipeline = shape
     bundles, strategy, _ = choose_placement(config(*shape), GPU_WORKER, nodes)
