@@ -16,6 +16,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
@@ -88,7 +90,13 @@ def gemma3(folder: Path, **changes: object) -> Path:
     return _save(Gemma3ForCausalLM, Gemma3TextConfig, folder, {**fields, **changes})
 
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3": gemma3}
+def bloom(folder: Path, **changes: object) -> Path:
+    """A BLOOM: linear biases and LayerNorms; its configuration knows neither groups nor a size of the MLP."""
+    fields = {"num_key_value_heads": None, "intermediate_size": None, "tie_word_embeddings": True}
+    return _save(BloomForCausalLM, BloomConfig, folder, {**fields, **changes})
+
+
+FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3": gemma3, "bloom": bloom}
 
 
 def reference(folder: Path) -> PreTrainedModel:
@@ -200,7 +208,8 @@ def _save(model_class: type, config_class: type, folder: Path, changes: dict[str
         model = model_class(config)
         for name, parameter in model.named_parameters():
             # Larger than a fresh model's, and norms that differ from 1: or a mistake would hide in the noise.
-            offset = 1.0 if name.endswith("norm.weight") and "gemma" not in config.model_type else 0.0
+            is_norm = name.endswith(("norm.weight", "ln_f.weight"))
+            offset = 1.0 if is_norm and "gemma" not in config.model_type else 0.0
             torch.nn.init.normal_(parameter, mean=offset, std=0.15)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END])
     folder.mkdir(parents=True, exist_ok=True)

@@ -142,7 +142,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     source = locate(config.model.path)
     arch = ArchConfig.from_source(source)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
-    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size)
+    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi)
     length = config.model.max_model_len
     return [
         Choice("model", str(source.path), f"{arch.architecture}, from a {source.kind}"),

@@ -34,16 +34,26 @@ class AttentionMetadata:
 class Attention:
     """Attends causally over all cached keys and values, those of the step among them. It holds no parameters.
 
-    `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores.
+    `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores; `alibi_slopes` (float32
+    [num_heads], those of this rank's heads) give the scores linear biases.
     """
 
-    __slots__ = ("_attend", "_scale", "_soft_cap", "_window")
+    __slots__ = ("_alibi_slopes", "_attend", "_scale", "_soft_cap", "_window")
 
-    def __init__(self, backend: AttentionBackend, *, scale: float, window: int, soft_cap: float) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        *,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
         self._attend = backend.attend
         self._scale = scale
         self._window = window
         self._soft_cap = soft_cap
+        self._alibi_slopes = alibi_slopes
 
     def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]."""
@@ -60,4 +70,5 @@ class Attention:
             self._scale,
             self._window,
             self._soft_cap,
+            self._alibi_slopes,
         )

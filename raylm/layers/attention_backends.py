@@ -19,6 +19,8 @@ from raylm.ops import extension, fallback
 FLASH_PACKAGES = ("vllm_flash_attn", "vllm.vllm_flash_attn")
 _FLASH_VERSIONS = (3, 2)
 """Of FlashAttention: 3 (arXiv:2407.08608) is for Hopper, 2 (arXiv:2307.08691) for every GPU since Ampere."""
+_FLASH_ALIBI_VERSIONS = (2,)
+"""Those that take linear biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,13 @@ class AttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a backend has to work with; block_size in tokens."""
+    """What a backend has to work with; block_size in tokens, `alibi` where the model's scores have linear biases."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     block_size: int
+    alibi: bool = False
 
 
 RAYLM = AttentionBackend("raylm", ops.paged_attention, supports_graphs=True)
@@ -84,7 +87,7 @@ def _torch(setting: Setting) -> AttentionBackend | str:
 
 def _flash(setting: Setting) -> AttentionBackend | str:
     """FlashAttention of vLLM's packages, or the sentence that says why not."""
-    return _flash_obstacle(setting) or _flash_package()
+    return _flash_obstacle(setting) or _flash_package(setting)
 
 
 def _flash_obstacle(setting: Setting) -> str | None:
@@ -100,29 +103,34 @@ def _flash_obstacle(setting: Setting) -> str | None:
     return None
 
 
-def _flash_package() -> AttentionBackend | str:
+def _flash_package(setting: Setting) -> AttentionBackend | str:
     obstacles: list[str] = []
     for name in FLASH_PACKAGES:
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError):
             continue
-        found = _flash_of(module)
+        found = _flash_of(module, setting)
         if isinstance(found, AttentionBackend):
             return found
         obstacles.append(f"{name} {found}")
     return "; ".join(obstacles) or f"neither {' nor '.join(FLASH_PACKAGES)} can be imported"
 
 
-def _flash_of(module: ModuleType) -> AttentionBackend | str:
+def _flash_of(module: ModuleType, setting: Setting) -> AttentionBackend | str:
     varlen = getattr(module, "flash_attn_varlen_func", None)
     supported = getattr(module, "is_fa_version_supported", None)
+    parameters = inspect.signature(varlen).parameters if varlen is not None else {}
     # Releases up to 2.6 are like this.
-    if varlen is None or supported is None or "seqused_k" not in inspect.signature(varlen).parameters:
+    if varlen is None or supported is None or "seqused_k" not in parameters:
         return "is too old: it has no flash_attn_varlen_func that takes seqused_k and fa_version"
-    version = next((version for version in _FLASH_VERSIONS if supported(version)), None)
+    if setting.alibi and "alibi_slopes" not in parameters:
+        return "cannot run this model's linear biases: its flash_attn_varlen_func takes no alibi_slopes"
+    versions = _FLASH_ALIBI_VERSIONS if setting.alibi else _FLASH_VERSIONS
+    version = next((version for version in versions if supported(version)), None)
     if version is None:
-        return f"has no kernels for this GPU (FlashAttention {' or '.join(map(str, _FLASH_VERSIONS))})"
+        purpose = "linear biases on this GPU" if setting.alibi else "this GPU"
+        return f"has no kernels for {purpose} (FlashAttention {' or '.join(map(str, versions))})"
     # The launch depends on the lengths on the host, and what a graph replays does not follow them.
     return AttentionBackend("flash_attn", partial(_attend_flash, varlen, version), supports_graphs=False)
 
@@ -141,8 +149,10 @@ def _attend_flash(
     scale: float,
     window: int,
     soft_cap: float,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """ops.paged_attention by `flash_attn_varlen_func`; every row of q must belong to a sequence."""
+    biases = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
     return varlen(
         q,
         k_cache,
@@ -158,6 +168,7 @@ def _attend_flash(
         softcap=soft_cap,
         block_table=block_table,
         fa_version=version,
+        **biases,
     )
 
 

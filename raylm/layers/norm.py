@@ -1,8 +1,9 @@
-"""Root-mean-square norm (arXiv:1910.07467)."""
+"""Norms: by the root mean square (arXiv:1910.07467), and the older one by mean and variance (arXiv:1607.06450)."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
@@ -42,3 +43,22 @@ class RMSNorm(nn.Module):
 
     def slots(self) -> dict[SlotName, Slot]:
         return {("weight", None): Slot(self.weight, tuple(self.weight.shape), offset=self._offset)}
+
+
+class LayerNorm(nn.Module):
+    """Norm over the last dimension with a bias. What it follows has been summed over the tensor ranks."""
+
+    def __init__(self, size: int, eps: float, *, context: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._eps = eps
+        self.weight = empty_parameter(size, dtype=dtype, device=context.device)
+        self.bias = empty_parameter(size, dtype=dtype, device=context.device)
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """As RMSNorm.forward."""
+        if delta is not None:
+            x.add_(delta)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        return {(name, None): Slot(parameter, tuple(parameter.shape)) for name, parameter in self.named_parameters()}

@@ -10,6 +10,7 @@ from raylm.layers.rope_settings import RopeSettings
 
 LayerKind = Literal["full", "sliding"]
 Activation = Literal["silu", "gelu_tanh"]
+NormKind = Literal["rms", "layer"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -28,14 +29,16 @@ class ArchConfig:
     head_dim: int
     max_position: int
     """Tokens of one sequence at most."""
-    rms_norm_eps: float
+    norm: NormKind
+    """By the root mean square, or by mean and variance with a bias."""
+    norm_eps: float
     activation: Activation
     layer_kinds: tuple[LayerKind, ...]
     """One a layer: whether its attention sees everything or a sliding window."""
     sliding_window: int
     """Tokens that a sliding layer sees, the current one included; 0 where no layer slides."""
     ropes: dict[LayerKind, RopeSettings]
-    """The rotary embedding of each kind of layer."""
+    """The rotary embedding of each kind of layer; empty where attention has linear biases instead."""
     tie_embeddings: bool
     """The head over the vocabulary uses the embedding's weights."""
     qkv_bias: bool
@@ -71,6 +74,11 @@ class ArchConfig:
         from raylm.models.arch_folder import read_folder_arch
 
         return read_folder_arch(source.path)
+
+    @property
+    def alibi(self) -> bool:
+        """Whether positions are told by linear biases of attention scores (ALiBi)."""
+        return not self.ropes
 
     def rope(self, layer: int) -> RopeSettings:
         """The rotary embedding of one layer."""

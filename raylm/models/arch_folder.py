@@ -30,7 +30,10 @@ class _Family:
     """Whether the field mlp_bias is known."""
     qk_norm: bool = False
     is_gemma: bool = False
+    is_bloom: bool = False
     defaults: dict[str, object] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    """This family's own names of fields -> what others call them."""
 
 
 _GEMMA3 = _Family(
@@ -57,6 +60,29 @@ _GEMMA3 = _Family(
         "eos_token_id": 1,
     },
 )
+_BLOOM = _Family(
+    qkv_bias=True,
+    is_bloom=True,
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        # What the published models were trained for; the biases themselves know no limit.
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    names={
+        "n_embed": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "seq_length": "max_position_embeddings",
+    },
+)
 _QWEN: dict[str, object] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 _FAMILIES = {
     "LlamaForCausalLM": _Family(qkv_bias=None, mlp_bias=True, defaults={"max_position_embeddings": 2048}),
@@ -65,6 +91,7 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family(qkv_bias=None, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "BloomForCausalLM": _BLOOM,
 }
 
 
@@ -76,6 +103,7 @@ def read_folder_arch(folder: Path) -> ArchConfig:
     family = _FAMILIES[architecture]
     if isinstance(text := values.get("text_config"), dict):
         values = {**values, **{name: value for name, value in text.items() if value is not None}}
+    values |= {name: values[own] for own, name in family.names.items() if values.get(own) is not None}
     fields = Fields(values, str(path), family.defaults)
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -83,19 +111,20 @@ def read_folder_arch(folder: Path) -> ArchConfig:
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
-    biased = fields.flag("attention_bias", False) if family.qkv_bias is None else False
+    biased = fields.flag("attention_bias", False) if family.qkv_bias is None else family.is_bloom
     kinds, window = _layer_kinds(fields, architecture)
     return ArchConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", 4 * hidden_size if family.is_bloom else None),
         num_layers=len(kinds),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=fields.integer("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm="layer" if family.is_bloom else "rms",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=_activation(fields, family),
         layer_kinds=kinds,
         sliding_window=window,
@@ -103,7 +132,7 @@ def read_folder_arch(folder: Path) -> ArchConfig:
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=biased or bool(family.qkv_bias),
         o_bias=biased,
-        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias else False,
+        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias else family.is_bloom,
         qk_norm=family.qk_norm,
         attention_scale=(fields.number("query_pre_attn_scalar") if family.is_gemma else head_dim) ** -0.5,
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0) if family.is_gemma else 0.0,
@@ -142,8 +171,9 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error(
             "quantization_config.quant_method", method, "none (weights of 16 or 32 bits), or a .gguf file"
         )
-    if fields.get("use_bidirectional_attention"):
-        raise fields.error("use_bidirectional_attention", True, "false")
+    for name in ("use_bidirectional_attention", "apply_residual_connection_post_layernorm"):
+        if fields.get(name):
+            raise fields.error(name, True, "false")
 
 
 def _layer_kinds(fields: Fields, architecture: str) -> tuple[tuple[LayerKind, ...], int]:
@@ -171,8 +201,10 @@ def _layer_kinds(fields: Fields, architecture: str) -> tuple[tuple[LayerKind, ..
 
 
 def _ropes(fields: Fields, family: _Family, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, RopeSettings]:
-    max_position = fields.integer("max_position_embeddings")
     ropes: dict[LayerKind, RopeSettings] = {}
+    if family.is_bloom:
+        return ropes
+    max_position = fields.integer("max_position_embeddings")
     for name, kind in _LAYER_KINDS.items():
         if kind in kinds:
             is_local = family.is_gemma and kind == "sliding"
@@ -216,6 +248,8 @@ def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
 
 
 def _activation(fields: Fields, family: _Family) -> Activation:
+    if family.is_bloom:
+        return "gelu_tanh"
     name, wanted = ("hidden_activation", "gelu_pytorch_tanh") if family.is_gemma else ("hidden_act", "silu")
     value = fields.get(name) or wanted
     if value != wanted:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
+from raylm.layers.alibi import alibi_slopes_of_rank
 from raylm.layers.attention import Attention, AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from raylm.layers.norm import RMSNorm
-from raylm.layers.rope_settings import RopeSettings
+from raylm.layers.norm import LayerNorm, RMSNorm
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Loadable, Slot, SlotName
 from raylm.models.arch import ArchConfig
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self._splits = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (num_heads + 2 * num_kv_heads, arch.head_dim)
-        self._norm_eps = arch.rms_norm_eps
+        self._norm_eps = arch.norm_eps
         self._rotary = rotary
         self._attention = Attention(
             attention, scale=arch.attention_scale, window=arch.window(layer), soft_cap=arch.attention_soft_cap
@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def _head_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
-        return RMSNorm(arch.head_dim, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
+        return RMSNorm(arch.head_dim, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
 
 
 class GatedMLP(nn.Module):
@@ -111,17 +111,19 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place.
 
-    `NORMS_SUM`: what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
+    `ATTENTION` and `MLP` are what it is made of, with the constructors of the shared ones. `NORMS_SUM`: what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
     then may keep only this rank's rows of the residual: nothing but norms reads it, all of the same rows.
     """
 
     NORMS_SUM: ClassVar[bool] = True
+    ATTENTION: ClassVar[type[nn.Module]] = SelfAttention
+    MLP: ClassVar[type[nn.Module]] = GatedMLP
 
     def __init__(
         self,
         arch: ArchConfig,
         layer: int,
-        rotary: Tensor,
+        position_table: Tensor,
         attention: AttentionBackend,
         *,
         context: ParallelContext,
@@ -129,8 +131,10 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         sums = self.NORMS_SUM
-        self.self_attn = SelfAttention(arch, layer, rotary, attention, context=context, dtype=dtype, norm_follows=sums)
-        self.mlp = GatedMLP(arch, context=context, dtype=dtype, norm_follows=sums)
+        self.self_attn = self.ATTENTION(
+            arch, layer, position_table, attention, context=context, dtype=dtype, norm_follows=sums
+        )
+        self.mlp = self.MLP(arch, context=context, dtype=dtype, norm_follows=sums)
         self.input_layernorm = layer_norm(arch, context, dtype, sums=sums)
         self.post_attention_layernorm = layer_norm(arch, context, dtype, sums=sums)
 
@@ -172,12 +176,12 @@ class DecoderModel(nn.Module):
         """The layers of this stage."""
         self._logits_soft_cap = arch.logits_soft_cap
         self._embedding_multiplier = _rounded(arch.embedding_multiplier, dtype)
-        tables = _rotary_tables(arch, self.layer_numbers, context.device)
+        tables = _position_tables(arch, self.layer_numbers, context)
         if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         self.layers = nn.ModuleDict(
             {
-                str(layer): self.LAYER(arch, layer, tables[arch.rope(layer)], attention, context=context, dtype=dtype)
+                str(layer): self.LAYER(arch, layer, tables[layer], attention, context=context, dtype=dtype)
                 for layer in self.layer_numbers
             }
         )
@@ -241,20 +245,27 @@ class DecoderModel(nn.Module):
         return slots
 
 
-def layer_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, *, sums: bool = False) -> RMSNorm:
+def layer_norm(
+    arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, *, sums: bool = False
+) -> RMSNorm | LayerNorm:
     """A norm over the hidden size."""
+    if arch.norm == "layer":
+        return LayerNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype)
     return RMSNorm(
-        arch.hidden_size, arch.rms_norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums
+        arch.hidden_size, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums
     )
 
 
-def _rotary_tables(arch: ArchConfig, layers: range, device: torch.device) -> dict[RopeSettings, Tensor]:
-    """One table for all layers of equal settings: at 131,072 positions it has 64 MiB."""
-    settings = {arch.rope(layer) for layer in layers}
-    return {
-        rope: rotary_table(rope, head_dim=arch.head_dim, max_position=arch.max_position, device=device)
-        for rope in settings
+def _position_tables(arch: ArchConfig, layers: range, context: ParallelContext) -> dict[int, Tensor]:
+    """What each layer's attention knows positions by: a rotary table, one for all layers of equal settings (at 131,072
+    positions it has 64 MiB), or the slopes of linear biases."""
+    if arch.alibi:
+        return dict.fromkeys(layers, alibi_slopes_of_rank(arch.num_heads, context))
+    tables = {
+        rope: rotary_table(rope, head_dim=arch.head_dim, max_position=arch.max_position, device=context.device)
+        for rope in {arch.rope(layer) for layer in layers}
     }
+    return {layer: tables[arch.rope(layer)] for layer in layers}
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

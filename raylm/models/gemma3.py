@@ -22,13 +22,13 @@ class Gemma3Layer(DecoderLayer):
         self,
         arch: ArchConfig,
         layer: int,
-        rotary: Tensor,
+        position_table: Tensor,
         attention: AttentionBackend,
         *,
         context: ParallelContext,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(arch, layer, rotary, attention, context=context, dtype=dtype)
+        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
         self.pre_feedforward_layernorm = layer_norm(arch, context, dtype)
         self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
 

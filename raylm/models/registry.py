@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "raylm.models.qwen3",
     "Gemma3ForCausalLM": "raylm.models.gemma3",
     "Gemma3ForConditionalGeneration": "raylm.models.gemma3",
+    "BloomForCausalLM": "raylm.models.bloom",
 }
 """Name in config.json -> the module that has a class of this name."""
 

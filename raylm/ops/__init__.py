@@ -95,6 +95,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -104,9 +105,23 @@ def paged_attention(
 
     `window` > 0 lets a query at position p see the keys in (p - window, p] only; `soft_cap` > 0 replaces each score x
     by soft_cap * tanh(x / soft_cap). `max_query_len` and `max_seq_len` bound the lengths of this call.
+
+    `alibi_slopes` (float32 [Hq], on q's device) are linear biases (ALiBi, arXiv:2108.12409): slope * (j - i) is added
+    to the score of a query at position i and a key at position j, after the scale and after the soft cap.
     """
     return _paged_attention(
-        q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len, max_seq_len, scale, window, soft_cap
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        scale,
+        window,
+        soft_cap,
+        alibi_slopes,
     )
 
 

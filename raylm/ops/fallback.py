@@ -77,10 +77,13 @@ def paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     starts, lens = query_start.tolist(), seq_lens.tolist()
     if max_query_len == 1 and len(lens) == q.shape[0] == starts[-1]:
-        return _attend_decode(q, k_cache, v_cache, block_table, seq_lens, max_seq_len, scale, window, soft_cap)
+        return _attend_decode(
+            q, k_cache, v_cache, block_table, seq_lens, max_seq_len, scale, window, soft_cap, alibi_slopes
+        )
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for s, seq_len in enumerate(lens):
         # Keys that every query of the chunk lies behind, or that slid out of its window, are never gathered.
@@ -90,8 +93,9 @@ def paged_attention(
             positions = torch.arange(last - (end - start), last, device=q.device)
             low = max(last - (end - start) - window + 1, 0) if window else 0
             k, v = (_gather(cache, block_table[s : s + 1], low, last) for cache in (k_cache, v_cache))
-            mask = _visible(positions, low, last, window)
-            attended = _attend(q[start:end].unsqueeze(0), k, v, mask.unsqueeze(0), scale, soft_cap)
+            distance = _distance(positions, low, last).unsqueeze(0)
+            mask = _visible(distance, window)
+            attended = _attend(q[start:end].unsqueeze(0), k, v, distance, mask, scale, soft_cap, alibi_slopes)
             out[start:end] = attended[0]
     return out
 
@@ -127,13 +131,15 @@ def _attend_decode(
     scale: float,
     window: int,
     soft_cap: float,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:
     """One query a sequence: all sequences at once, padded to the longest."""
     k, v = (_gather(cache, block_table, 0, max_seq_len) for cache in (k_cache, v_cache))
-    mask = _visible(seq_lens.long() - 1, 0, max_seq_len, window).unsqueeze(1)  # [S, 1, L]
+    distance = _distance(seq_lens.long() - 1, 0, max_seq_len).unsqueeze(1)  # [S, 1, L]
+    mask = _visible(distance, window)
     # Slots past a sequence's end may hold anything, and 0 * NaN is NaN.
     v = v.masked_fill(~mask[:, 0, :, None, None], 0)
-    return _attend(q.unsqueeze(1), k, v, mask, scale, soft_cap).squeeze(1)
+    return _attend(q.unsqueeze(1), k, v, distance, mask, scale, soft_cap, alibi_slopes).squeeze(1)
 
 
 def _gather(cache: Tensor, block_table: Tensor, low: int, high: int) -> Tensor:
@@ -145,19 +151,34 @@ def _gather(cache: Tensor, block_table: Tensor, low: int, high: int) -> Tensor:
     return rows[:, low - first * block_size : high - first * block_size].float()
 
 
-def _visible(positions: Tensor, low: int, high: int, window: int) -> Tensor:
-    """Which keys low..high-1 each query position sees: bool [len(positions), high - low]."""
-    distance = positions.unsqueeze(1) - torch.arange(low, high, device=positions.device)
+def _distance(positions: Tensor, low: int, high: int) -> Tensor:
+    """How far each of the keys low..high-1 is before each query position: int64 [len(positions), high - low]."""
+    return positions.unsqueeze(1) - torch.arange(low, high, device=positions.device)
+
+
+def _visible(distance: Tensor, window: int) -> Tensor:
+    """Which keys a query sees, by their distance before it."""
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """q [S, Q, Hq, D], k and v [S, L, Hk, D], mask [S, Q, L] -> contiguous [S, Q, Hq, D] of q's dtype."""
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    distance: Tensor,
+    mask: Tensor,
+    scale: float,
+    soft_cap: float,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """q [S, Q, Hq, D], k and v [S, L, Hk, D], distance and mask [S, Q, L] -> contiguous [S, Q, Hq, D] of q's dtype."""
     num_seqs, num_queries, num_heads, head_dim = q.shape
     grouped = q.float().reshape(num_seqs, num_queries, k.shape[2], -1, head_dim)
     scores = torch.einsum("sqhgd,slhd->shgql", grouped, k) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.view(k.shape[2], -1, 1, 1) * distance[:, None, None]
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     out = torch.einsum("shgql,slhd->sqhgd", scores.softmax(-1), v)
     return out.reshape(num_seqs, num_queries, num_heads, head_dim).to(q.dtype).contiguous()

@@ -193,7 +193,8 @@ class Sizing:
         hidden = 3 * arch.hidden_size
         # Logits in the model's type, and twice in float32 while they are sampled from.
         logits = self._config.scheduler.max_num_seqs * arch.vocab_size * (item + 8)
-        rotary = len(set(arch.ropes[kind] for kind in arch.layer_kinds)) * arch.max_position * arch.head_dim * 4
+        tables = {arch.ropes[kind] for kind in arch.layer_kinds if kind in arch.ropes}
+        rotary = len(tables) * arch.max_position * arch.head_dim * 4
         return self._chunk * (max(mlp, heads) + hidden) * item + logits + rotary
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:

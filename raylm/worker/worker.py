@@ -216,7 +216,7 @@ class Worker:
 
     def _choose_attention(self, arch: ArchConfig, dtype: torch.dtype) -> AttentionBackend:
         """What attention runs on. Raises ConfigError."""
-        setting = Setting(self._device, dtype, arch.head_dim, self._config.cache.block_size)
+        setting = Setting(self._device, dtype, arch.head_dim, self._config.cache.block_size, arch.alibi)
         attention, reason = choose_backend(self._config.runtime.attention, setting)
         graphs = "" if attention.supports_graphs else ", no CUDA graphs"
         if self._device.type == "cuda" and (missing := raylm_lacks(self._device)):

@@ -9,6 +9,7 @@ import torch
 
 from raylm.config.source import locate
 from raylm.layers.attention import AttentionMetadata
+from raylm.layers.linear import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model
@@ -30,7 +31,7 @@ class PagedRun:
 
     def __init__(self, model: DecoderModel, *, block_size: int = 4, num_blocks: int = 64) -> None:
         arch = model.arch
-        shape = (num_blocks, block_size, model.layers["0"].self_attn.qkv_proj.num_kv_heads, arch.head_dim)
+        shape = (num_blocks, block_size, kv_heads_of_rank(arch.num_kv_heads, model.context), arch.head_dim)
         self._caches = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(arch.num_layers)]
         self._model = model
         self._block_size = block_size

@@ -34,7 +34,7 @@ def arch(folder: Path, **changes: object) -> ArchConfig:
 
 def test_fields_left_out_take_the_familys_defaults(tmp_path: Path) -> None:
     found = arch(tmp_path)
-    assert (found.num_kv_heads, found.head_dim, found.max_position, found.rms_norm_eps) == (4, 16, 2048, 1e-6)
+    assert (found.num_kv_heads, found.head_dim, found.max_position, found.norm_eps) == (4, 16, 2048, 1e-6)
     assert found.ropes == {"full": RopeSettings(1e4)}
     assert (found.tie_embeddings, found.qkv_bias, found.sliding_window, found.dtype) == (False, False, 0, "float32")
     assert (found.bos_token_id, found.eos_token_ids) == (None, ())

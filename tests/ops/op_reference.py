@@ -52,6 +52,7 @@ def attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D], sequence after sequence, over each sequence's own keys [L, Hk, D]."""
     rows = []
@@ -64,6 +65,9 @@ def attention(
             scores = torch.einsum("hd,lhd->hl", next(tokens), k[low : position + 1]) * scale
             if soft_cap:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
+            if alibi_slopes is not None:
+                distances = torch.arange(low, position + 1, device=q.device) - position
+                scores = scores + torch.outer(alibi_slopes.double(), distances.double())
             rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[low : position + 1]))
     return torch.stack(rows)
 

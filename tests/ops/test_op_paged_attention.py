@@ -9,6 +9,7 @@ import torch
 from op_reference import DTYPES, attention, close
 
 from raylm import ops
+from raylm.layers.alibi import alibi_slopes
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,12 +40,22 @@ class Case:
     def scale(self) -> float:
         return self.q.shape[-1] ** -0.5
 
-    def arguments(self, window: int = 0, soft_cap: float = 0.0) -> tuple[object, ...]:
-        tensors = (self.q, self.k_cache, self.v_cache, self.block_table, self.query_start, self.seq_lens)
-        return *tensors, max(self.query_lens), int(self.seq_lens.max()), self.scale, window, soft_cap
+    def slopes(self) -> torch.Tensor:
+        """Another bias for every head, one of them the other way round."""
+        slopes = alibi_slopes(self.q.shape[1])
+        slopes[-1] = -0.01
+        return slopes.to(self.q.device)
 
-    def expected(self, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
-        options = {"scale": self.scale, "window": window, "soft_cap": soft_cap}
+    def arguments(
+        self, window: int = 0, soft_cap: float = 0.0, alibi_slopes: torch.Tensor | None = None
+    ) -> tuple[object, ...]:
+        tensors = (self.q, self.k_cache, self.v_cache, self.block_table, self.query_start, self.seq_lens)
+        return *tensors, max(self.query_lens), int(self.seq_lens.max()), self.scale, window, soft_cap, alibi_slopes
+
+    def expected(
+        self, window: int = 0, soft_cap: float = 0.0, alibi_slopes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        options = {"scale": self.scale, "window": window, "soft_cap": soft_cap, "alibi_slopes": alibi_slopes}
         return attention(self.q, self.keys, self.values, self.query_lens, **options)
 
 
@@ -128,6 +139,27 @@ def test_window_and_soft_cap(op, device, lengths, window, soft_cap):
     close(op("paged_attention")(*case.arguments(window, soft_cap)), case.expected(window, soft_cap))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (70, 2.0)])
+@pytest.mark.parametrize(
+    "lengths", [MIXED, [(1, 600), (1, 1300), (1, 2)], [(150, 150), (90, 213), (16, 140), (3, 700)]], ids=str
+)
+def test_linear_biases(op, device, lengths, window, soft_cap, dtype):
+    case = make_case(lengths, dtype=dtype, device=device)
+    options = {"window": window, "soft_cap": soft_cap, "alibi_slopes": case.slopes()}
+    out = op("paged_attention")(*case.arguments(**options))
+    close(out, case.expected(**options))
+    assert (out - op("paged_attention")(*case.arguments(window, soft_cap))).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (71, 1)], ids=str)
+def test_linear_biases_of_groups(op, device, heads):
+    lengths = [(1, 70), (7, 29), (16, 90), (40, 40)]
+    case = make_case(lengths, num_heads=heads[0], num_kv_heads=heads[1], head_dim=32, device=device)
+    slopes = case.slopes()
+    close(op("paged_attention")(*case.arguments(alibi_slopes=slopes)), case.expected(alibi_slopes=slopes))
+
+
 def test_few_queries_over_a_long_context(op, device):
     case = make_case([(3, 1100), (2, 513)], num_heads=2, num_kv_heads=1, head_dim=16, device=device)
     close(op("paged_attention")(*case.arguments()), case.expected())
@@ -153,6 +185,20 @@ def test_one_to_sixteen_queries(op, device, heads, block_size):
     shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size}
     case = make_case(lengths, **shape, dtype=torch.bfloat16, device=device)
     close(op("paged_attention")(*case.arguments()), case.expected())
+
+
+@ON_CUDA
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1), (40, 2), (71, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_linear_biases_of_one_to_sixteen_queries(op, device, head_dim, heads, dtype):
+    lengths = [(n, 15 * n + 40) for n in range(1, 17)] + [(1, 3000), (0, 5)]
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    case = make_case(lengths, **shape, dtype=dtype, device=device)
+    slopes = case.slopes()
+    close(op("paged_attention")(*case.arguments(alibi_slopes=slopes)), case.expected(alibi_slopes=slopes))
+    bounds = {"window": 50, "soft_cap": 2.0, "alibi_slopes": slopes}
+    close(op("paged_attention")(*case.arguments(**bounds)), case.expected(**bounds))
 
 
 @ON_CUDA
@@ -193,9 +239,11 @@ def test_blocks_below_the_window_are_not_read(op, device):
 
 
 @pytest.mark.gpu
-def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_extension):
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_extension, biased):
     case = make_case([(1, 70), (2, 9), (0, 5), (1, 600)], dtype=torch.float16, device="cuda")
-    arguments = list(case.arguments())
+    slopes = case.slopes() if biased else None
+    arguments = list(case.arguments(alibi_slopes=slopes))
     arguments[6:8] = 16, 100_000
     starts, lens = case.query_start.clone(), case.seq_lens.clone()
     case.query_start.copy_(torch.tensor([0, 1, 2, 3, 4]))
@@ -209,17 +257,19 @@ def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_extension):
     for _ in range(2):
         out.fill_(float("nan"))
         graph.replay()
-        close(out, case.expected())
+        close(out, case.expected(alibi_slopes=slopes))
 
 
-def test_chunks_give_what_the_whole_prefill_gives(op, device):
+@pytest.mark.parametrize("biased", [False, True])
+def test_chunks_give_what_the_whole_prefill_gives(op, device, biased):
     whole = make_case([(60, 60)], device=device)
-    expected = op("paged_attention")(*whole.arguments())
+    slopes = whole.slopes() if biased else None
+    expected = op("paged_attention")(*whole.arguments(alibi_slopes=slopes))
     for start, end in ((0, 7), (7, 48), (48, 60)):
         lens = torch.tensor([end], dtype=torch.int32, device=device)
         starts = torch.tensor([0, end - start], dtype=torch.int32, device=device)
         caches = (whole.k_cache, whole.v_cache, whole.block_table)
-        args = (whole.q[start:end], *caches, starts, lens, end - start, end, whole.scale, 0, 0.0)
+        args = (whole.q[start:end], *caches, starts, lens, end - start, end, whole.scale, 0, 0.0, slopes)
         close(op("paged_attention")(*args), expected[start:end])
 
 
@@ -252,7 +302,8 @@ def test_opcheck():
     # NaN in unused slots would only show that the comparison of outputs copes with it; here they are plain zeros.
     case.k_cache.nan_to_num_()
     case.v_cache.nan_to_num_()
-    torch.library.opcheck(torch.ops.raylm.paged_attention.default, case.arguments())
+    for slopes in (None, case.slopes()):
+        torch.library.opcheck(torch.ops.raylm.paged_attention.default, case.arguments(alibi_slopes=slopes))
 
 
 @pytest.mark.parametrize(
@@ -276,6 +327,28 @@ def test_bad_arguments_are_named(needs_extension, name, value, message):
     arguments[["q", "k_cache", "v_cache", "block_table", "query_start", "seq_lens"].index(name)] = value
     with pytest.raises(RuntimeError, match="paged_attention: .*" + message):
         torch.ops.raylm.paged_attention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("slopes", "message"),
+    [
+        (torch.ones(6, dtype=torch.float64), "alibi_slopes is float64, must be float32"),
+        (torch.ones(2), r"alibi_slopes has size 2 in dimension 0, must have 6 \(the heads of q\)"),
+        (torch.ones(1, 6), "alibi_slopes has 2 dimensions, must have 1"),
+        (torch.ones(12)[::2], "alibi_slopes must be contiguous"),
+    ],
+)
+def test_bad_slopes_are_named(needs_extension, slopes, message):
+    case = make_case([(3, 5), (1, 7)])
+    with pytest.raises(RuntimeError, match="paged_attention: " + message):
+        ops.paged_attention(*case.arguments(alibi_slopes=slopes))
+
+
+@pytest.mark.gpu
+def test_slopes_of_another_device_are_refused(needs_cuda_extension):
+    case = make_case([(3, 5), (1, 7)], device="cuda")
+    with pytest.raises(RuntimeError, match="paged_attention: alibi_slopes is not on the CUDA device of the first"):
+        ops.paged_attention(*case.arguments(alibi_slopes=case.slopes().cpu()))
 
 
 def test_negative_window_and_soft_cap_are_refused(needs_extension):

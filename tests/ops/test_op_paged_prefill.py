@@ -60,6 +60,15 @@ def test_window_and_soft_cap(window, soft_cap, head_dim):
     check(cuda_case(lengths, head_dim=head_dim, num_heads=2, num_kv_heads=1), window, soft_cap)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0), (100, 2.0)])
+def test_linear_biases(window, soft_cap, head_dim, dtype):
+    case = cuda_case([*BORDERS, *CHUNKS], head_dim=head_dim, num_heads=3, num_kv_heads=1, dtype=dtype)
+    options = {"window": window, "soft_cap": soft_cap, "alibi_slopes": case.slopes()}
+    close(ops.paged_attention(*case.arguments(**options)), case.expected(**options))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_blocks_below_the_window_may_be_given_away(head_dim):
     case = cuda_case([(40, 700), (200, 900)], head_dim=head_dim)

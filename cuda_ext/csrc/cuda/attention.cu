@@ -10,51 +10,55 @@ namespace {
 constexpr int64_t kMaxHeadDim = 256;
 
 template <typename T>
-void launch(const AttentionParams<T>& params, int64_t num_tokens, cudaStream_t stream) {
+void launch(const AttentionParams<T>& params, int64_t num_tokens, const float* alibi_slopes, cudaStream_t stream) {
   const dim3 grid(num_tokens, params.num_heads);
   const unsigned threads = kAttentionWarps * kWarp;
   if (params.head_dim <= 64) {
-    attention_kernel<T, 2><<<grid, threads, 0, stream>>>(params);
+    attention_kernel<T, 2><<<grid, threads, 0, stream>>>(params, alibi_slopes);
   } else if (params.head_dim <= 128) {
-    attention_kernel<T, 4><<<grid, threads, 0, stream>>>(params);
+    attention_kernel<T, 4><<<grid, threads, 0, stream>>>(params, alibi_slopes);
   } else {
-    attention_kernel<T, 8><<<grid, threads, 0, stream>>>(params);
+    attention_kernel<T, 8><<<grid, threads, 0, stream>>>(params, alibi_slopes);
   }
 }
 
 // Whether the decode kernel has taken the sequences with few queries.
 template <typename T>
-bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
-  if constexpr (sizeof(T) == 2) return decode_attention(params, q, max_query_len, max_seq_len);
+bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
+            const float* alibi_slopes) {
+  if constexpr (sizeof(T) == 2) return decode_attention(params, q, max_query_len, max_seq_len, alibi_slopes);
   return false;
 }
 
 // Tensor cores, where a sequence has many queries and the shape fits. The step's other sequences are done with it.
 template <typename T>
 bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_cache, int64_t max_query_len,
-             cudaStream_t stream) {
+             const float* alibi_slopes, cudaStream_t stream) {
   if (max_query_len <= kMaxDecodeQueries) return false;  // too few to fill the rows of a tile
   if constexpr (sizeof(T) == 2) {
     const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
-    return prefill_attention_hopper(params, sizes, q, stream) || prefill_attention(params, sizes, stream);
+    return (!alibi_slopes && prefill_attention_hopper(params, sizes, q, stream)) ||
+           prefill_attention(params, sizes, alibi_slopes, stream);
   }
   return false;
 }
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
-                       double soft_cap) {
+                       double soft_cap, std::optional<Tensor> alibi_slopes) {
   const char* op = "paged_attention";
-  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap);
+  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes);
   Arg(op, "k_cache", k_cache).on_device_of(q);
   Arg(op, "v_cache", v_cache).on_device_of(q);
   Arg(op, "block_table", block_table).on_device_of(q);
   Arg(op, "query_start", query_start).on_device_of(q);
   Arg(op, "seq_lens", seq_lens).on_device_of(q);
+  if (alibi_slopes) Arg(op, "alibi_slopes", *alibi_slopes).on_device_of(q);
   if (q.size(2) > kMaxHeadDim) fail(op, "q has a head size of ", q.size(2), ", must be at most ", kMaxHeadDim);
   Tensor out = torch::stable::new_empty(q, q.sizes());
   if (q.numel() == 0) return out;
   const Guard guard(q.get_device_index());
+  const float* slopes = alibi_slopes ? data<float>(*alibi_slopes) : nullptr;
   by_dtype(q, [&](auto type) {
     using T = decltype(type);
     AttentionParams<T> params{
@@ -64,10 +68,10 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
         data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
         data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
         static_cast<float>(scale), window, static_cast<float>(soft_cap), 0};
-    if (decode(params, q, max_query_len, max_seq_len)) params.min_query_len = kMaxDecodeQueries + 1;
+    if (decode(params, q, max_query_len, max_seq_len, slopes)) params.min_query_len = kMaxDecodeQueries + 1;
     if (max_query_len < params.min_query_len) return;
     const cudaStream_t stream = current_stream(q);
-    if (!prefill(params, q, k_cache, max_query_len, stream)) launch(params, q.size(0), stream);
+    if (!prefill(params, q, k_cache, max_query_len, slopes, stream)) launch(params, q.size(0), slopes, stream);
   });
   check_launch(op);
   return out;

@@ -30,13 +30,19 @@ bool can_take(const AttentionParams<T>& p) {
          aligned(p.q, 4) && p.q_token_stride % 2 == 0 && p.q_head_stride % 2 == 0;
 }
 
+// Of a sequence, at most.
+template <typename T>
+int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
+  return std::min(max_query_len, kMaxDecodeQueries) * (p.num_heads / p.num_kv_heads);
+}
+
 // How many blocks the device runs at a time; 0 where it has too little shared memory for one.
-template <typename T, int D, int N>
+template <typename T, int D, int N, bool Biased>
 int resident_blocks(int device) {
   static std::array<std::atomic<int>, kMaxDevices> known{};
   if (device < kMaxDevices && known[device] > 0) return known[device] - 1;
   constexpr int bytes = DecodeLayout<D, N>::kBytes;
-  const auto kernel = decode_attention_kernel<T, D, N>;
+  const auto kernel = decode_attention_kernel<T, D, N, Biased>;
   int blocks = 0, multiprocessors = 0;
   const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
   if (fits) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
@@ -51,7 +57,7 @@ DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t units, 
   const int64_t share = (units <= kDecodeWhole ? units : kMinShare) + kDecodeTurn;
   const int64_t shares = divide_up(attention.num_seqs * (units + kDecodeTurn), share);
   const int64_t most = std::max<int64_t>(1, blocks / columns);
-  DecodeParams<T> p{attention, {}, {}, 0};
+  DecodeParams<T> p{attention, {}, {}, 0, nullptr};
   p.batch.query_start = attention.query_start;
   p.batch.seq_lens = attention.seq_lens;
   p.batch.num_seqs = static_cast<int>(attention.num_seqs);
@@ -95,10 +101,12 @@ void launch_join(const DecodeParams<T>& p, int64_t columns, const Tensor& q, cud
   cudaLaunchKernelEx(&config, kernel, p);
 }
 
-template <typename T, int D, int N>
-bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, int64_t max_seq_len) {
+template <typename T, int D, int N, bool Biased>
+bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
+            const float* alibi_slopes) {
   using Layout = DecodeLayout<D, N>;
-  const int blocks = resident_blocks<T, D, N>(q.get_device_index());
+  const int64_t rows = most_rows(attention, max_query_len);
+  const int blocks = resident_blocks<T, D, N, Biased>(q.get_device_index());
   if (blocks == 0) return false;
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows);
   const int64_t window =
@@ -106,6 +114,7 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
   const int64_t units = std::min(divide_up(max_seq_len, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
   DecodeParams<T> p = make_params(attention, units, columns, blocks);
   p.num_tokens = q.size(0);
+  p.alibi_slopes = alibi_slopes;
   p.parts.by_sequence = p.batch.num_seqs <= p.batch.slots;
   p.parts.chunk = Layout::kRows;
   p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
@@ -117,7 +126,7 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
   }
   const dim3 grid(columns, p.batch.slots);
   const cudaStream_t stream = current_stream(q);
-  decode_attention_kernel<T, D, N><<<grid, kDecodeThreads, Layout::kBytes, stream>>>(p);
+  decode_attention_kernel<T, D, N, Biased><<<grid, kDecodeThreads, Layout::kBytes, stream>>>(p);
   check_launch("paged_attention");
   if (may_cut) launch_join(p, columns, q, stream);
   return true;
@@ -126,16 +135,28 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t rows, 
 // As many rows in a warp as a sequence may have, and registers can hold.
 template <typename T, int D>
 bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
-  const int64_t rows = std::min(max_query_len, kMaxDecodeQueries) * (attention.num_heads / attention.num_kv_heads);
-  if (rows <= 8) return launch<T, D, 1>(attention, q, rows, max_seq_len);
-  return launch<T, D, 2>(attention, q, rows, max_seq_len);
+  if (most_rows(attention, max_query_len) <= 8) {
+    return launch<T, D, 1, false>(attention, q, max_query_len, max_seq_len, nullptr);
+  }
+  return launch<T, D, 2, false>(attention, q, max_query_len, max_seq_len, nullptr);
+}
+
+// Linear biases are rare, and every kernel takes long to compile: a few of them do for all shapes.
+template <typename T>
+bool launch_biased(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
+                   const float* alibi_slopes) {
+  if (params.head_dim <= 64) return launch<T, 64, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes);
+  if (params.head_dim <= 128) return launch<T, 128, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes);
+  return launch<T, 256, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes);
 }
 
 }  // namespace
 
 template <typename T>
-bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
+bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
+                      const float* alibi_slopes) {
   if (!can_take(params)) return false;
+  if (alibi_slopes) return launch_biased(params, q, max_query_len, max_seq_len, alibi_slopes);
   if (params.head_dim <= 64) return launch<T, 64>(params, q, max_query_len, max_seq_len);
   if (params.head_dim <= 96) return launch<T, 96>(params, q, max_query_len, max_seq_len);
   if (params.head_dim <= 128) return launch<T, 128>(params, q, max_query_len, max_seq_len);
@@ -143,7 +164,7 @@ bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t
   return launch<T, 256>(params, q, max_query_len, max_seq_len);
 }
 
-template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t);
-template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t);
+template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*);
+template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t, const float*);
 
 }  // namespace raylm::cuda

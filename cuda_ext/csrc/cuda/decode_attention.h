@@ -8,11 +8,13 @@ namespace raylm::cuda {
 constexpr int64_t kMaxDecodeQueries = 16;
 
 // Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence. Where
-// this kernel cannot take the arguments it does nothing and returns false.
+// this kernel cannot take the arguments it does nothing and returns false. alibi_slopes [num_heads] may be null.
 template <typename T>
-bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len);
+bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
+                      const float* alibi_slopes);
 
-extern template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t);
-extern template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t);
+extern template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*);
+extern template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t,
+                                      const float*);
 
 }  // namespace raylm::cuda

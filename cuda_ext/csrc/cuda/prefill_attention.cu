@@ -19,43 +19,52 @@ bool supported(const AttentionParams<T>& a) {
 }
 
 // False where a block of this device cannot have the shared memory.
-template <typename T, int D>
-bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
+template <typename T, int D, bool Biased>
+bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
   using Shape = PrefillShape<D>;
+  const auto kernel = prefill_kernel<T, D, Biased>;
   const int64_t tiles = most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
   const dim3 grid(a.num_heads, tiles > 0 ? tiles : 1);  // one row of blocks for the rows past the last sequence
-  if (cudaFuncSetAttribute(prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes) !=
-      cudaSuccess) {
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes) != cudaSuccess) {
     cudaGetLastError();  // forgotten, or the next check would find it
     return false;
   }
-  prefill_kernel<T, D><<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(
-      prefill_params(a, sizes.num_tokens, sizes.min_query_len));
+  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(
+      prefill_params(a, sizes.num_tokens, sizes.min_query_len), alibi_slopes);
   return true;
 }
 
+template <typename T, int D>
+bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
+  return alibi_slopes ? launch<T, D, true>(a, sizes, alibi_slopes, stream)
+                      : launch<T, D, false>(a, sizes, nullptr, stream);
+}
+
 template <typename T>
-bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
+bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes,
+                 cudaStream_t stream) {
   if (!supported(a)) return false;
   switch (a.head_dim) {
-    case 64: return launch<T, 64>(a, sizes, stream);
-    case 80: return launch<T, 80>(a, sizes, stream);
-    case 96: return launch<T, 96>(a, sizes, stream);
-    case 128: return launch<T, 128>(a, sizes, stream);
-    case 192: return launch<T, 192>(a, sizes, stream);
-    case 256: return launch<T, 256>(a, sizes, stream);
+    case 64: return launch<T, 64>(a, sizes, alibi_slopes, stream);
+    case 80: return launch<T, 80>(a, sizes, alibi_slopes, stream);
+    case 96: return launch<T, 96>(a, sizes, alibi_slopes, stream);
+    case 128: return launch<T, 128>(a, sizes, alibi_slopes, stream);
+    case 192: return launch<T, 192>(a, sizes, alibi_slopes, stream);
+    case 256: return launch<T, 256>(a, sizes, alibi_slopes, stream);
     default: return false;
   }
 }
 
 }  // namespace
 
-bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes, cudaStream_t stream) {
-  return by_head_dim(params, sizes, stream);
+bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
+                       const float* alibi_slopes, cudaStream_t stream) {
+  return by_head_dim(params, sizes, alibi_slopes, stream);
 }
 
-bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, cudaStream_t stream) {
-  return by_head_dim(params, sizes, stream);
+bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, const float* alibi_slopes,
+                       cudaStream_t stream) {
+  return by_head_dim(params, sizes, alibi_slopes, stream);
 }
 
 }  // namespace raylm::cuda

@@ -12,11 +12,13 @@ struct PrefillSizes {
   int64_t num_tokens, num_blocks, min_query_len;
 };
 
-// Tensor cores of any GPU since Ampere.
-bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes, cudaStream_t stream);
-bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, cudaStream_t stream);
+// Tensor cores of any GPU since Ampere; alibi_slopes [num_heads] may be null.
+bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
+                       const float* alibi_slopes, cudaStream_t stream);
+bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, const float* alibi_slopes,
+                       cudaStream_t stream);
 
-// Hopper; `like` is any tensor on its device, for the allocator.
+// Hopper, without linear biases; `like` is any tensor on its device, for the allocator.
 bool prefill_attention_hopper(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
                               const Tensor& like, cudaStream_t stream);
 bool prefill_attention_hopper(const AttentionParams<__half>& params, const PrefillSizes& sizes, const Tensor& like,

@@ -117,6 +117,10 @@ inline void update_softmax(const AttentionArgs& a, const AttentionUnit& u, const
         store(scores + i, a.soft_cap * tanh(load(scores + i) * (1.0f / a.soft_cap)));
       }
     }
+    if (a.alibi_slopes) {
+      const float slope = a.alibi_slopes[u.kv_head * s.group + row % s.group];
+      for (int64_t i = 0; i < num_keys; ++i) scores[i] += slope * static_cast<float>(first + i - position);
+    }
     clear(kMinusInf);
     for (int64_t i = 0; i < kAttentionKeys; i += kWidth) top = max(top, load(scores + i));
     const float new_top = max_element(top);

@@ -74,6 +74,7 @@ struct AttentionArgs {
   float scale;
   int64_t window;
   float soft_cap;
+  const float* alibi_slopes;  // [num_heads], may be null
 };
 
 // Some queries of one sequence, the query heads of one kv head, and the keys [key_begin, key_end).

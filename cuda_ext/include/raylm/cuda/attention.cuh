@@ -45,7 +45,7 @@ __device__ inline int64_t sequence_of(const int32_t* query_start, int64_t num_se
 // to date as keys pass by (online softmax, arXiv:1805.02867); in the end the warps' sums are joined. Lane l holds the
 // elements l, l + 32, ... of the head: PerLane of them.
 template <typename T, int PerLane>
-__global__ void attention_kernel(const AttentionParams<T> p) {
+__global__ void attention_kernel(const AttentionParams<T> p, const float* alibi_slopes) {
   const int64_t token = blockIdx.x, head = blockIdx.y;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   T* out = p.out + (token * p.num_heads + head) * p.head_dim;
@@ -72,6 +72,7 @@ __global__ void attention_kernel(const AttentionParams<T> p) {
     }
     score = warp_sum(score);
     if (p.soft_cap > 0) score = p.soft_cap * tanhf(score / p.soft_cap);
+    if (alibi_slopes) score += alibi_slopes[head] * static_cast<float>(key - position);
     const float new_top = fmaxf(top, score), shrink = __expf(top - new_top), weight = __expf(score - new_top);
     total = total * shrink + weight;
     for (int i = 0; i < PerLane; ++i) {

@@ -41,6 +41,7 @@ struct DecodeParams {
   DecodeBatch batch;
   DecodeParts parts;
   int64_t num_tokens;
+  const float* alibi_slopes;  // [num_heads], for the kernel that is Biased
 };
 
 // For head sizes up to D and 8 * N rows in a warp.
@@ -68,7 +69,7 @@ struct DecodeRows {
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
 // `key_warps`-th warp from `key_warp` on: with few rows the warps share the keys, with more they share the rows.
-template <typename T, int D, int N>
+template <typename T, int D, int N, bool Biased>
 struct DecodeBlock {
   using Layout = DecodeLayout<D, N>;
   using Rows = DecodeRows<D, N>;
@@ -157,8 +158,22 @@ struct DecodeBlock {
     }
   }
 
-  // The scores of 16 keys, to base 2: scaled, capped, and -inf where a row does not see the key. A lane gets keys
-  // lane / 4 and + 8 of its rows.
+  // Of element i of a lane's scores: its row, and the key after the first of the 16.
+  __device__ int row_of(int i) const { return first_row + row_tile * kRowTile + i / 4 * 8 + lane % 4 * 2 + i % 2; }
+  __device__ int key_of(int i) const { return i % 4 / 2 * 8 + lane / 4; }
+
+  // Adds to each score its head's slope times how far the key is before the query: linear biases (arXiv:2108.12409).
+  __device__ void add_biases(int key, const DecodeSequence& now, float (&s)[N][4]) const {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) {
+      const int pair = row_of(i), position = now.high - now.num_queries + pair / p.batch.group;
+      const float slope = p.alibi_slopes[kv_head * p.batch.group + pair % p.batch.group] * kLog2E;
+      s[i / 4][i % 4] += slope * static_cast<float>(key + key_of(i) - position);
+    }
+  }
+
+  // The scores of 16 keys, to base 2: scaled, capped, biased, and -inf where a row does not see the key. A lane gets
+  // keys lane / 4 and + 8 of its rows.
   __device__ void score(const T* k, int key, const DecodeSequence& now, const Rows& mine, int active,
                         float (&s)[N][4]) const {
     const uint32_t from = shared_address(k + lane % 16 * Layout::kPitch + lane / 16 * 8);
@@ -181,11 +196,11 @@ struct DecodeBlock {
       x = (x + odd[i / 4][i % 4]) * scale;
       if (cap > 0) x = cap * kLog2E * (1 - __fdividef(2.0f, exp2_approx(x) + 1));  // tanh
     }
+    if constexpr (Biased) add_biases(key, now, s);
     if (all) return;
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) {
-      const int row = row_tile * kRowTile + i / 4 * 8 + lane % 4 * 2 + i % 2, at = key + i % 4 / 2 * 8 + lane / 4;
-      const int position = now.high - now.num_queries + (first_row + row) / p.batch.group;
+      const int at = key + key_of(i), position = now.high - now.num_queries + row_of(i) / p.batch.group;
       if (at > position || at <= position - window) s[i / 4][i % 4] = -INFINITY;
     }
   }
@@ -366,14 +381,14 @@ struct DecodeBlock {
   }
 };
 
-template <typename T, int D, int N>
+template <typename T, int D, int N, bool Biased>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
   extern __shared__ uint4 shared[];
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  DecodeBlock<T, D, N> block(p, reinterpret_cast<T*>(shared));
+  DecodeBlock<T, D, N, Biased> block(p, reinterpret_cast<T*>(shared));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   // Rows past the last sequence are zeros.
   const int64_t width = p.attention.num_heads * p.attention.head_dim;

@@ -126,9 +126,21 @@ __device__ void multiply_values(float (&out)[D / 2], const float (&weights)[Pref
   }
 }
 
+// Adds the head's slope times how far each key is before the query: linear biases (arXiv:2108.12409). The slope is in
+// units of the scores; `position` and `key` are as in mask_scores.
+template <int N>
+__device__ void add_biases(float (&scores)[N], float slope, int position, int key) {
+  const int top = position - key - 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int column = i / 4 * 8 + i % 2, shift = i % 4 < 2 ? 0 : 8;
+    scores[i] += slope * static_cast<float>(column - top - shift);
+  }
+}
+
 // Walks from the last keys to the first, so that the masked ones come while the first copies are awaited anyway.
-template <typename T, int D>
-__device__ void attend(const PrefillParams<T>& p, const Tile& tile, T* shared) {
+template <typename T, int D, bool Biased>
+__device__ void attend(const PrefillParams<T>& p, const float* alibi_slopes, const Tile& tile, T* shared) {
   using Shape = PrefillShape<D>;
   constexpr int kKeys = Shape::kKeys;
   T* k = shared + Shape::kRows * Shape::kStride;
@@ -151,6 +163,10 @@ __device__ void attend(const PrefillParams<T>& p, const Tile& tile, T* shared) {
     __syncthreads();
     multiply_keys<T, D>(scores, shared + first_row * Shape::kStride, k + stage * Shape::kStage);
     if (p.tanh_scale != 0) soft_cap_scores(scores, p.tanh_scale);
+    if constexpr (Biased) {
+      const float unit = p.tanh_scale != 0 ? p.attention.soft_cap : p.attention.scale;
+      add_biases(scores, alibi_slopes[tile.head] / unit, tile.position() + row, n * kKeys);
+    }
     const bool future = (n + 1) * kKeys > warp_position + 1;
     const bool past = p.window > 0 && n * kKeys <= warp_position + 15 - p.window;
     if (future || past) mask_scores(scores, tile.position() + row, n * kKeys, p.window);
@@ -162,17 +178,18 @@ __device__ void attend(const PrefillParams<T>& p, const Tile& tile, T* shared) {
   write_rows(p, tile, tile.first_row + row, out, softmax);
 }
 
-// The grid is (heads, most_tiles): a block past the last tile ends at once.
-template <typename T, int D>
+// The grid is (heads, most_tiles): a block past the last tile ends at once. alibi_slopes [num_heads] are for the kernel
+// that is Biased: a branch instead would cost the other one registers.
+template <typename T, int D, bool Biased>
 __global__ void __launch_bounds__(PrefillShape<D>::kThreads, D <= 128 ? 2 : 1)
-    prefill_kernel(const __grid_constant__ PrefillParams<T> p) {
+    prefill_kernel(const __grid_constant__ PrefillParams<T> p, const float* alibi_slopes) {
   extern __shared__ __align__(16) unsigned char memory[];
   using Shape = PrefillShape<D>;
   const int number = blockIdx.y * gridDim.x + blockIdx.x;
   zero_surplus_rows(p, int64_t{number} * Shape::kThreads + threadIdx.x,
                     int64_t{gridDim.x} * gridDim.y * Shape::kThreads);
   const Tile tile = TileSearch(p, Shape::kRows).find(number);
-  if (tile.seq >= 0) attend<T, D>(p, tile, reinterpret_cast<T*>(memory));
+  if (tile.seq >= 0) attend<T, D, Biased>(p, alibi_slopes, tile, reinterpret_cast<T*>(memory));
 }
 
 }  // namespace raylm::cuda
