@@ -1,4 +1,4 @@
-"""BLOOM: linear biases in place of position embeddings, LayerNorms, also behind the embedding, and an MLP without gate."""
+"""BLOOM: linear biases for positions, LayerNorms, one of them behind the embedding, and an MLP without gate."""
 
 from __future__ import annotations
 

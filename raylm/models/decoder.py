@@ -111,8 +111,9 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place.
 
-    `ATTENTION` and `MLP` are what it is made of, with the constructors of the shared ones. `NORMS_SUM`: what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
-    then may keep only this rank's rows of the residual: nothing but norms reads it, all of the same rows.
+    `ATTENTION` and `MLP` are made as SelfAttention and GatedMLP are. `NORMS_SUM`: what they return goes straight into
+    the next norm, which may sum it over the ranks, and then may keep only this rank's rows of the residual: nothing but
+    norms reads it, all of the same rows.
     """
 
     NORMS_SUM: ClassVar[bool] = True
@@ -251,9 +252,7 @@ def layer_norm(
     """A norm over the hidden size."""
     if arch.norm == "layer":
         return LayerNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype)
-    return RMSNorm(
-        arch.hidden_size, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums
-    )
+    return RMSNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums)
 
 
 def _position_tables(arch: ArchConfig, layers: range, context: ParallelContext) -> dict[int, Tensor]:

@@ -107,7 +107,8 @@ def paged_attention(
     by soft_cap * tanh(x / soft_cap). `max_query_len` and `max_seq_len` bound the lengths of this call.
 
     `alibi_slopes` (float32 [Hq], on q's device) are linear biases (ALiBi, arXiv:2108.12409): slope * (j - i) is added
-    to the score of a query at position i and a key at position j, after the scale and after the soft cap.
+    to the score of a query at position i and a key at position j, after the scale and, as in FlashAttention, after the
+    soft cap.
     """
     return _paged_attention(
         q,

@@ -11,27 +11,34 @@ from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
+from raylm.layers.alibi import alibi_slopes
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend
 from raylm.ops import fallback
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def flash() -> AttentionBackend:
+def flash_or_skip(*, alibi: bool = False) -> AttentionBackend:
     try:
-        setting = Setting(torch.device("cuda"), torch.bfloat16, head_dim=64, block_size=16)
+        setting = Setting(torch.device("cuda"), torch.bfloat16, head_dim=64, block_size=16, alibi=alibi)
         return choose_backend("flash_attn", setting)[0]
     except ConfigError as error:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module")
+def flash() -> AttentionBackend:
+    return flash_or_skip()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (24, 0.0), (0, 20.0), (24, 20.0)])
+@pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("lengths", [[(5, 5), (1, 40), (70, 90)], [(1, 1), (1, 90), (1, 33)]], ids=["mixed", "decode"])
 def test_it_computes_what_the_reference_does(
-    lengths: list[tuple[int, int]], window: int, soft_cap: float, dtype: torch.dtype, flash: AttentionBackend
+    lengths: list[tuple[int, int]], alibi: bool, window: int, soft_cap: float, dtype: torch.dtype
 ) -> None:
+    flash = flash_or_skip(alibi=alibi)
     torch.manual_seed(0)
     query_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
     options = {"dtype": dtype, "device": "cuda"}
@@ -47,6 +54,7 @@ def test_it_computes_what_the_reference_does(
         0.2,
         window,
         soft_cap,
+        alibi_slopes(4).cuda() if alibi else None,
     )
     found = flash.attend(*arguments)
     assert found.is_contiguous()

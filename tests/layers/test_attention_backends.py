@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ import torch
 
 from raylm import ops
 from raylm.errors import ConfigError
+from raylm.layers.alibi import alibi_slopes
 from raylm.layers.attention_backends import FLASH_PACKAGES, RAYLM, AttentionBackend, Setting, choose_backend
 from raylm.ops import extension, fallback
 
@@ -60,6 +62,7 @@ class Varlen:
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
         block_table: torch.Tensor | None = None,
         fa_version: int = 2,
     ) -> torch.Tensor:
@@ -71,22 +74,25 @@ class Varlen:
             assert lengths.dtype == torch.int32 and lengths.stride(-1) == 1
         assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == q.shape[0]
         assert cu_seqlens_q.diff().max() == max_seqlen_q and seqused_k.max() == max_seqlen_k
+        assert alibi_slopes is None or (fa_version == 2 and alibi_slopes.shape == q.shape[1:2])
         assert causal and window_size[1] == (-1 if window_size[0] == -1 else 0)
         self.windows.append(window_size)
         self.versions.append(fa_version)
         lengths = (cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k)
-        return fallback.paged_attention(q, k, v, block_table, *lengths, softmax_scale, window_size[0] + 1, softcap)
+        settings = (softmax_scale, window_size[0] + 1, softcap, alibi_slopes)
+        return fallback.paged_attention(q, k, v, block_table, *lengths, *settings)
 
 
 @pytest.mark.parametrize("window", [0, 1, 7])
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("lengths", [[(5, 5), (1, 40), (7, 29)], [(1, 1), (1, 33)]], ids=["mixed", "decode"])
 def test_flash_attention_is_called_with_its_own_arguments(
-    lengths: list[tuple[int, int]], soft_cap: float, window: int, monkeypatch: pytest.MonkeyPatch
+    lengths: list[tuple[int, int]], alibi: bool, soft_cap: float, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     varlen = Varlen()
     install(monkeypatch, NOT_INSTALLED, vllm_flash_attn=flash_module(varlen))
-    backend, _ = choose_backend("flash_attn", USUAL)
+    backend, _ = choose_backend("flash_attn", dataclasses.replace(USUAL, alibi=alibi))
     query_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
     fused = torch.randn(int(query_lens.sum()), 8, 64)
     arguments = (
@@ -101,10 +107,11 @@ def test_flash_attention_is_called_with_its_own_arguments(
         0.2,
         window,
         soft_cap,
+        alibi_slopes(4) if alibi else None,
     )
     torch.testing.assert_close(backend.attend(*arguments), ops.paged_attention(*arguments), atol=1e-5, rtol=1e-5)
     assert varlen.windows == [(window - 1, 0) if window else (-1, -1)]
-    assert varlen.versions == [3]
+    assert varlen.versions == [2 if alibi else 3]
 
 
 def test_flash_attention_2_where_3_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +144,10 @@ def test_auto_takes_the_first_that_can_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert "not flash_attn: neither vllm_flash_attn nor vllm.vllm_flash_attn can be imported" in reason
 
 
+def plain_varlen(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, block_table, fa_version):
+    """One without biases."""
+
+
 def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table=None):
     """The signature of releases up to 2.6."""
 
@@ -155,6 +166,18 @@ def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
             {},
             {"vllm_flash_attn": flash_module(old_varlen)},
             "vllm_flash_attn is too old: it has no flash_attn_varlen_func that takes seqused_k and fa_version",
+        ),
+        (
+            "flash_attn",
+            {"alibi": True},
+            {"vllm_flash_attn": flash_module(plain_varlen)},
+            "vllm_flash_attn cannot run this model's linear biases: its flash_attn_varlen_func takes no alibi_slopes",
+        ),
+        (
+            "flash_attn",
+            {"alibi": True},
+            {"vllm_flash_attn": flash_module(versions=(3,))},
+            "vllm_flash_attn has no kernels for linear biases on this GPU (FlashAttention 2)",
         ),
         ("raylm", {}, {}, "the compiled extension is not installed; build it with `pip install ./cuda_ext`"),
     ],

@@ -82,6 +82,16 @@ def test_gemma3_text_section_of_a_larger_model(tmp_path: Path) -> None:
     assert found.window(0) == 1024
 
 
+def test_blooms_own_names(tmp_path: Path) -> None:
+    names = {"n_embed": 1024, "n_layer": 24, "n_head": 16, "layer_norm_epsilon": 1e-4, "seq_length": 512}
+    config = {"architectures": ["BloomForCausalLM"], "torch_dtype": "float16", "vocab_size": 250880, **names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = ArchConfig.from_source(locate(str(tmp_path)))
+    assert (found.hidden_size, found.intermediate_size, found.num_layers) == (1024, 4096, 24)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim, found.max_position) == (16, 16, 64, 512)
+    assert (found.norm, found.norm_eps, found.alibi, found.tie_embeddings) == ("layer", 1e-4, True, True)
+
+
 def test_sliding_windows(tmp_path: Path) -> None:
     mistral, qwen = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
     assert arch(tmp_path, **mistral).sliding_window == 4096
@@ -120,6 +130,10 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         (
             {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["chunked_attention"] * 4},
             "layer_types is .* allowed: 4 names, each one of full_attention, sliding_attention",
+        ),
+        (
+            {"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is True; allowed: false",
         ),
     ],
 )
