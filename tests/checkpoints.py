@@ -91,8 +91,8 @@ def gemma3(folder: Path, **changes: object) -> Path:
 
 
 def bloom(folder: Path, **changes: object) -> Path:
-    """A BLOOM: linear biases and LayerNorms; its configuration knows neither groups nor a size of the MLP."""
-    fields = {"num_key_value_heads": None, "intermediate_size": None, "tie_word_embeddings": True}
+    """A BLOOM: linear biases, LayerNorms, no groups, heads of hidden_size / num_heads and a tied head."""
+    fields = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": True}
     return _save(BloomForCausalLM, BloomConfig, folder, {**fields, **changes})
 
 

@@ -117,7 +117,7 @@ def read_folder_arch(folder: Path) -> ArchConfig:
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 4 * hidden_size if family.is_bloom else None),
+        intermediate_size=4 * hidden_size if family.is_bloom else fields.integer("intermediate_size"),
         num_layers=len(kinds),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

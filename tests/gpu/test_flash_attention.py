@@ -26,11 +26,6 @@ def flash_or_skip(*, alibi: bool = False) -> AttentionBackend:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def flash() -> AttentionBackend:
-    return flash_or_skip()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (24, 0.0), (0, 20.0), (24, 20.0)])
 @pytest.mark.parametrize("alibi", [False, True])
@@ -61,9 +56,11 @@ def test_it_computes_what_the_reference_does(
     torch.testing.assert_close(found, fallback.paged_attention(*arguments), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_family_equals_transformers(family: str, tmp_path: Path, flash: AttentionBackend) -> None:
-    folder = checkpoints.FAMILIES[family](tmp_path, head_dim=32)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
+def test_a_family_equals_transformers(family: str, tmp_path: Path) -> None:
+    flash = flash_or_skip(alibi=family == "bloom")
+    changes = {"num_attention_heads": 2} if family == "bloom" else {"head_dim": 32}
+    folder = checkpoints.FAMILIES[family](tmp_path, **changes)
     reference = checkpoints.reference(folder)
     for parameter in reference.parameters():
         parameter.data = parameter.data.bfloat16().float()

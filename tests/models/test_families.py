@@ -42,7 +42,7 @@ CASES = {
     "qwen3": ("qwen3", {}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
     "bloom": ("bloom", {}),
-    "bloom with heads no power of two": ("bloom", {"n_head": 12, "hidden_size": 96, "head_dim": None}),
+    "bloom with heads no power of two": ("bloom", {"n_head": 12, "hidden_size": 96}),
     "gemma3": ("gemma3", {}),
     "gemma3 linear rope, capped": ("gemma3", {"rope_parameters": GEMMA_LINEAR, "final_logit_softcapping": 5.0}),
 }
