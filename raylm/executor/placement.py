@@ -1,8 +1,8 @@
 """Where an engine's processes go: pure arithmetic, used by the executor and by the Serve replica alike.
 
 Bundle 0 of a placement group holds the processes without a device (the replica and the engine actor). Each of the
-others holds one worker, or, of several stages, the tensor group of one: Ray never cuts a bundle in two, so the ranks of a
-tensor group share a node wherever the stages go.
+others holds one worker, or, of several stages, the tensor group of one: Ray never cuts a bundle in two, so the ranks of
+a tensor group share a node wherever the stages go.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def choose_placement(config: EngineConfig, worker: Bundle, nodes: Sequence[NodeR
     """One node for the engine and a single stage where one is large enough; several stages on as few as have room now.
 
     Tensor ranks talk after every layer, so a tensor group belongs on one node; stages talk once a step and may be
-    apart, which is better than to wait for a node that has room for all. Raises ConfigError with what the nodes have when they have too little, whoever uses it.
+    apart, which is better than to wait for a node that has room for all. Raises ConfigError with what the nodes have
+    when they have too little, whoever uses it.
     """
     wanted = config.parallel.gpu_type
     fitting = [node for node in nodes if wanted is None or node.labels.get(GPU_TYPE_LABEL) == wanted]

@@ -1,7 +1,7 @@
 """What pipeline stages pass on: hidden states to the next stage, sampled tokens from the last one to the first.
 
-Each direction has a communicator of its own, and its sends a stream. A stage goes on to its next step while what it made
-is on its way, and a send that waits for its receiver holds up nothing else.
+Each direction has a communicator of its own, and its sends a stream. A stage goes on to its next step while what it
+made is on its way, and a send that waits for its receiver holds up nothing else.
 """
 
 from __future__ import annotations

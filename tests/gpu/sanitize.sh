@@ -15,7 +15,10 @@ logs=${4:-$(mktemp -d)}
 # Each tensor is to be an allocation, whose ends the tool knows; a graph cannot be captured then.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 mkdir -p "$logs"
-"$python" -m pytest tests/ops -k "not cpu and not graph" --collect-only -q --no-header |
+chosen="not cpu and not graph"
+# racecheck of CUDA 13.0 ends with an internal error of its own in tests of gated products.
+[ "$tool" != racecheck ] || chosen="$chosen and not gated"
+"$python" -m pytest tests/ops -k "$chosen" --collect-only -q --no-header |
     grep :: | awk "NR % $every == 0" >"$logs/tests"
 split -n "r/$processes" "$logs/tests" "$logs/part-"
 running=()
