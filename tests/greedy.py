@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 
@@ -15,9 +17,18 @@ def random_prompts(count: int, vocab: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """The tokens are transformers' own greedy ones; where rounding makes the first differ, it is among its top 5."""
+def assert_greedy(
+    model: PreTrainedModel,
+    prompt: list[int],
+    tokens: list[int],
+    change: Callable[[list[int], Tensor], Tensor] = lambda generated, logits: logits,
+) -> None:
+    """The tokens are transformers' own greedy ones; where rounding makes the first differ, it is among its top 5.
+
+    `change` makes of the tokens generated so far and the next one's logits [V] those that are meant.
+    """
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logits = torch.stack([change(tokens[:position], one) for position, one in enumerate(logits)])
     for position, token in enumerate(tokens):
         if logits[position].argmax() != token:
             assert token in logits[position].topk(5).indices, f"token {position} is {token}"

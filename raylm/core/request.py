@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from raylm.core.block_hash import BlockKey
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import RowSampling
+from raylm.core.step import RowPenalties, RowSampling
 
 if TYPE_CHECKING:
     from raylm.core.beam import BeamSearch
@@ -92,7 +92,7 @@ class Request:
         """Counts requests in the order of their arrival."""
         self.rank: tuple[int, ...] = ()
         """Among running requests the greatest gives way first; set by the policy."""
-        self.sampling = _row_sampling(params, seed)
+        self.sampling = _row_sampling(params, seed, len(prompt_ids))
         self.stop_ids = stop_ids
         self.max_len = max_len
         self.status = Status.WAITING
@@ -152,7 +152,20 @@ class Request:
         return "length" if len(self.token_ids) >= self.max_len else None
 
 
-def _row_sampling(params: SamplingParams, seed: int) -> RowSampling:
+def _row_sampling(params: SamplingParams, seed: int, num_prompt: int) -> RowSampling:
     return RowSampling(
-        params.temperature, params.top_p, params.top_k, params.min_p, seed, params.logprobs, 2 * params.beam_width
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        params.min_p,
+        seed,
+        params.logprobs,
+        2 * params.beam_width,
+        _row_penalties(params, num_prompt),
     )
+
+
+def _row_penalties(params: SamplingParams, num_prompt: int) -> RowPenalties | None:
+    """None where they change nothing. A beam does not sample."""
+    values = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return None if params.beam_width or values == (1, 0, 0) else RowPenalties(num_prompt, *values)

@@ -21,12 +21,16 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     top_k: keep the k likeliest tokens; 0 keeps all.
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
+    presence_penalty: taken from the logits of tokens that this completion has generated, in [-2, 2]; 0 is off.
+    frequency_penalty: the same for each time that it has generated them.
+    repetition_penalty: logits of tokens that the prompt has or the completion has generated are divided by it where
+        they are over 0, else multiplied by it, in (0, 2]; 1 is off. It comes before the other two.
     seed: same seed, prompt and model give the same tokens; None draws one.
     max_tokens: tokens to generate at most; None means up to the model's length.
     n: completions per prompt.
-    logprobs: report the log probability of every sampled token.
+    logprobs: report the log probability of every sampled token, as the model gives it: penalties do not change it.
     beam_width: over 0, search for the likeliest sequences with so many beams, up to 16, instead of sampling; n of them
-        come back at their end, the best first. temperature and its like then do nothing.
+        come back at their end, the best first. temperature, penalties and their like then do nothing.
     length_penalty: beams are compared by their log probability over length ** length_penalty.
     early_stopping: end a beam search as soon as beam_width sequences have ended, even if a running one could be better.
     stop: strings that end the text (and are not part of it).
@@ -40,6 +44,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int | None = None
     n: int = 1
@@ -59,6 +66,9 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, 100.0)
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("n", self.n, 1, MAX_N)
         _check_int("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)

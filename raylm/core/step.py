@@ -11,6 +11,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class RowPenalties(NamedTuple):
+    """What a row's tokens do to the logits of the next one; at least one of the three is not neutral.
+
+    The first `num_prompt` tokens are the prompt, which only counts for `repetition`. A request that gets a row again
+    brings tokens that it has generated: the length of what comes with the row does not say.
+    """
+
+    num_prompt: int
+    repetition: float
+    frequency: float
+    presence: float
+
+
 class RowSampling(NamedTuple):
     """How one row samples. `seed` and the position of the sampled token fix the random number drawn for it."""
 
@@ -23,6 +36,7 @@ class RowSampling(NamedTuple):
     """Report the log probability of each sampled token (of the model's own distribution, at temperature 1)."""
     num_candidates: int = 0
     """Over 0: sample nothing, report this many likeliest tokens with their log probabilities instead."""
+    penalties: RowPenalties | None = None
 
 
 class NewRow(NamedTuple):

@@ -49,6 +49,9 @@ def _sampling_params(request: GenerationRequest, n: int) -> SamplingParams:
         # vLLM's clients write -1 for "keep all".
         top_k=0 if request.top_k is None or request.top_k == -1 else request.top_k,
         min_p=0.0 if request.min_p is None else request.min_p,
+        presence_penalty=0.0 if request.presence_penalty is None else request.presence_penalty,
+        frequency_penalty=0.0 if request.frequency_penalty is None else request.frequency_penalty,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         seed=request.seed,
         max_tokens=request.max_tokens,
         n=n,

@@ -18,14 +18,12 @@ MAX_VALUE_CHARS = 100
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # OpenAI's
     "audio": (),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "store": (False,),
@@ -49,7 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "min_tokens": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),

@@ -64,6 +64,9 @@ class GenerationRequest(_Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     stop: _Strings = []
     stop_token_ids: _Integers = []
     ignore_eos: bool | None = None

@@ -29,6 +29,7 @@ _gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
 _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _gated_linear: Callable[..., Tensor] = torch.ops.raylm.gated_linear.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
+_penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
 _peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
 _peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
 _peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add_rms_norm.default
@@ -172,6 +173,30 @@ def sample(
     if logits.is_cuda and not _has_clusters(logits.device):
         return fallback.sample(logits, temperature, top_k, top_p, min_p, seed, position)
     return _sample(logits, temperature, top_k, top_p, min_p, seed, position)
+
+
+def penalize(
+    logits: Tensor,
+    token_ids: Tensor,
+    rows: Tensor,
+    prompt_lens: Tensor,
+    seq_lens: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """A copy of logits [S, V], lower where a row repeats itself. Row s has the first seq_lens[s] tokens of
+    token_ids[rows[s]] (int64 [R, W]), of which the first prompt_lens[s] are its prompt and the others generated.
+
+    A logit x of a token among them becomes x / repetition where x > 0, else x * repetition; of a token that was
+    generated `count` > 0 times it then falls by frequency * count + presence. It is computed in float32 and is at most
+    the largest finite number of the dtype. Other logits, and all of a row with repetition 1, frequency 0 and presence
+    0, stay the same to the bit.
+
+    rows, prompt_lens and seq_lens are int64 [S], the penalties float32 [S]. Cells that are no token of the vocabulary
+    count for nothing. A row outside the table is an error; the CUDA kernel cannot raise one and takes it as empty.
+    """
+    return _penalize(logits, token_ids, rows, prompt_lens, seq_lens, repetition, frequency, presence)
 
 
 def peer_all_reduce(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.ops.library import LIBRARY
+from raylm.ops.penalties import penalize
 from raylm.ops.sampling import sample
 
 _QUERY_CHUNK = 256
@@ -196,6 +197,7 @@ _KERNELS = (
     linear,
     gated_linear,
     sample,
+    penalize,
 )
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

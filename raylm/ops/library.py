@@ -35,6 +35,10 @@ SCHEMAS = {
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
     ),
+    "penalize": (
+        "(Tensor logits, Tensor token_ids, Tensor rows, Tensor prompt_lens, Tensor seq_lens, Tensor repetition, "
+        "Tensor frequency, Tensor presence) -> Tensor"
+    ),
     "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
     "peer_add_rms_norm": (
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
@@ -87,6 +91,7 @@ _FAKES = {
     "linear": _linear,
     "gated_linear": _gated_linear,
     "sample": _token_each,
+    "penalize": _like,
     "peer_all_reduce": _nothing,
     "peer_add_rms_norm": _like,
     "peer_split_add_rms_norm": _like,

@@ -46,7 +46,9 @@ def sample(
         if rows.size:
             index = torch.from_numpy(rows).to(logits.device)
             settings = every.of(rows)
-            scaled = logits[index].float() / _column(settings.temperature, logits)
+            values = logits[index].float()
+            # The largest is 0 before the division: what is large, over a small temperature, would be infinite.
+            scaled = (values - values.amax(dim=-1, keepdim=True)) / _column(settings.temperature, logits)
             token_ids[index] = draw(torch.softmax(scaled, dim=-1), settings)
     return token_ids
 

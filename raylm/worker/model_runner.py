@@ -120,7 +120,7 @@ class ModelRunner:
         if not self._model.context.is_last_stage:
             hidden, _ = graphs.decode(rows, given)
             return self._pass_on(hidden.clone(), rows)
-        if graphs.samples and not self._table.reports[rows].any():
+        if graphs.samples and not self._table.needs_logits[rows].any():
             token_ids = graphs.sample(rows, given)
             if self._pipeline is not None:
                 self._pipeline.send_tokens(token_ids.clone())
@@ -143,6 +143,7 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Tensor:
         """One token for each of the rows [num_rows], which know it from now on."""
+        logits = self._table.penalize(logits, rows)
         token_ids = ops.sample(logits, *self._table.upload(*self._table.sampling(rows)))
         if not ops.sample_is_async(self._table.device):
             # torch's sums on a GPU may differ in the last bit from one time to the next.

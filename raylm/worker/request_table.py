@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from raylm.core.step import NewRow, StepPlan
+from raylm import ops
+from raylm.core.step import NewRow, RowPenalties, StepPlan
+from raylm.ops.penalties import Penalties
 from raylm.ops.sampling import Sampling
 from raylm.worker.transfer import Uploader
 
 _NO_CELLS = np.empty(0, dtype=np.int64)
+_NO_PENALTIES = RowPenalties(0, repetition=1.0, frequency=0.0, presence=0.0)
 
 
 class RequestTable:
@@ -50,6 +54,13 @@ class RequestTable:
         self.num_candidates = np.zeros(num_rows, dtype=np.int64)
         self.reports = np.zeros(num_rows, dtype=np.bool_)
         """Rows that want log probabilities or candidates: everything but a token."""
+        self.num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self.repetition = np.ones(num_rows, dtype=np.float32)
+        self.frequency = np.zeros(num_rows, dtype=np.float32)
+        self.presence = np.zeros(num_rows, dtype=np.float32)
+        self.penalizes = np.zeros(num_rows, dtype=np.bool_)
+        self.needs_logits = np.zeros(num_rows, dtype=np.bool_)
+        """Rows that report or penalize: it takes more than to sample from the logits as they are."""
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the plan brings: new requests first, then new blocks and chosen tokens."""
@@ -84,12 +95,29 @@ class RequestTable:
             self.num_known[rows],
         )
 
+    def penalize(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        """The logits [num_rows, vocab] of the rows' next tokens after the rows' penalties: the same tensor where none
+        has any. Tokens whose step is not over on the host are counted too: they are in token_ids already."""
+        if not self.penalizes[rows].any():
+            return logits
+        return ops.penalize(logits, self.token_ids, *self.upload(*self._penalties(rows)))
+
+    def _penalties(self, rows: np.ndarray) -> Penalties:
+        return Penalties(
+            rows,
+            self.num_prompt[rows],
+            self.num_known[rows],
+            self.repetition[rows],
+            self.frequency[rows],
+            self.presence[rows],
+        )
+
     def compute(self, rows: np.ndarray, seq_lens: np.ndarray) -> None:
         """Note that the first seq_lens[i] tokens of rows[i] are computed."""
         self.num_computed[rows] = seq_lens
         self.num_computed[self.padding_row] = 0
 
-    def write_tokens(self, cells: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def write_tokens(self, cells: Tensor, token_ids: Tensor) -> None:
         """Put tokens into cells of token_ids, both [num_rows] on the device."""
         self.token_ids.view(-1).index_copy_(0, cells, token_ids)
 
@@ -105,6 +133,13 @@ class RequestTable:
         self.logprob[row] = sampling.logprob
         self.num_candidates[row] = sampling.num_candidates
         self.reports[row] = sampling.logprob or sampling.num_candidates > 0
+        self.penalizes[row] = sampling.penalties is not None
+        self.needs_logits[row] = self.reports[row] or self.penalizes[row]
+        penalties = sampling.penalties or _NO_PENALTIES
+        self.num_prompt[row] = penalties.num_prompt
+        self.repetition[row] = penalties.repetition
+        self.frequency[row] = penalties.frequency
+        self.presence[row] = penalties.presence
 
     def _new_tokens(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Cells of token_ids and what they are to hold; the rows of chosen tokens know one more from now on."""

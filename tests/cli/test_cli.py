@@ -114,6 +114,9 @@ def test_a_wrong_configuration_file_is_named(tmp_path, text, problem):
 
 
 def test_sampling_options():
+    args = parsed("--presence-penalty", "-1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1", "m")
+    params = sampling_params(args, max_tokens=9)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.0, 0.5, 1.1)
     args = parsed("--top-k", "5", "--stop", "a", "--stop", "b", "--seed", "0", "m")
     assert given_sampling(args) == {"top_k": 5, "seed": 0, "stop": ["a", "b"]}
     assert sampling_params(args, max_tokens=9) == SamplingParams(top_k=5, seed=0, stop=("a", "b"), max_tokens=9)

@@ -9,7 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from raylm.core.step import Candidates, Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.step import (
+    Candidates,
+    Copies,
+    NewBlocks,
+    NewRow,
+    RowPenalties,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
 from raylm.errors import EngineDeadError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
@@ -57,8 +66,10 @@ def test_plans_and_results_survive_the_trip():
         return Step(result_of(plan))
 
     thread = worker(sender.addresses[0], step)
+    paying = SAMPLING._replace(penalties=RowPenalties(2, 1.1, -0.5, 2))
+    new_rows = [NewRow(0, [1, 2, 3], 0, SAMPLING), NewRow(5, [4, 5, 6], 0, paying)]
     plans = [
-        StepPlan(1, [NewRow(0, [1, 2, 3], 0, SAMPLING)], [NewBlocks(0, 0, 0, [1, 2])], [0], [3]),
+        StepPlan(1, new_rows, [NewBlocks(0, 0, 0, [1, 2])], [0], [3]),
         StepPlan(2, [], [NewBlocks(5, 1, 7, [9])], [0, 5], [1, 1], Copies([(1, 0)], [(4, 5), (6, 7)], []), [(5, 17)]),
     ]
     for plan in plans:

@@ -123,7 +123,8 @@ def test_no_feature_changes_a_token(feature: str, folder: Path, llm: LLM) -> Non
     prompts = random_prompts(8, llm.info.vocab_size)
     other = load(folder, **FEATURES[feature])
     samples = SamplingParams(temperature=1.1, top_p=0.95, seed=5, n=2, max_tokens=12, ignore_eos=True)
-    for params in (GREEDY, samples):
+    paying = dataclasses.replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
+    for params in (GREEDY, samples, paying):
         expected = run(llm, prompts, params)
         for _ in range(2):
             assert run(other, prompts, params) == expected
@@ -179,7 +180,7 @@ def test_no_step_waits_for_the_device(folder: Path, graphs: bool) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = [run(llm, prompts) for _ in range(2)]
-        wanted = dataclasses.replace(GREEDY, logprobs=True)
+        wanted = dataclasses.replace(GREEDY, logprobs=True, repetition_penalty=1.3, frequency_penalty=0.4)
         assert llm.generate(prompts[:2], wanted, progress=False)[0].outputs[0].logprobs
         llm.generate(prompts[:1], SamplingParams(beam_width=3, max_tokens=8), progress=False)
     finally:

@@ -72,6 +72,18 @@ def attention(
     return torch.stack(rows)
 
 
+def penalized(
+    logits: Tensor, tokens: list[int], num_prompt: int, repetition: float, frequency: float, presence: float
+) -> Tensor:
+    """One row of logits [V] after the penalties for these tokens, the first num_prompt of which are the prompt."""
+    out = logits.double().cpu().clone()
+    for token in {token for token in tokens if 0 <= token < len(out)}:
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+        if count := tokens[num_prompt:].count(token):
+            out[token] -= frequency * count + presence
+    return out.clamp(max=torch.finfo(logits.dtype).max)
+
+
 def kept_tokens(probs: Tensor, top_k: int, top_p: float, min_p: float, *, slack: float = 0.0) -> Tensor:
     """Which tokens of one distribution [V] top-k, top-p and min-p all keep, the first of equals; with slack, all that
     are within that part of a limit."""

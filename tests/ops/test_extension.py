@@ -19,8 +19,10 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # Sampling on a CPU is torch's, a gated product two operators, and CPUs reduce through a process group.
-        elsewhere = {name for name in SCHEMAS if name in ("gated_linear", "sample") or name.startswith("peer_")}
+        # Penalties and sampling on a CPU are torch's, a gated product two operators, and CPUs reduce through a process
+        # group.
+        torchs = ("gated_linear", "penalize", "sample")
+        elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith("peer_")}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)
 
@@ -37,6 +39,7 @@ def test_a_build_for_cuda_has_every_kernel():
         "prefill_hopper_kernel",
         "skinny_linear_kernel",
         "gated_linear_kernel",
+        "penalize_kernel",
         "sample_kernel",
         "one_shot_all_reduce_kernel",
         "two_shot_all_reduce_kernel",

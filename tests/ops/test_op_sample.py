@@ -98,6 +98,18 @@ def test_greedy_takes_the_first_of_the_likeliest(op, device, dtype, vocab):
     assert tokens.tolist() == first
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_the_smallest_temperatures_and_largest_logits_are_greedy(op, device, options):
+    """Neither a quotient over the largest number nor two equal ones of this size may lead out of the vocabulary."""
+    logits = logits_of(16, 100, device=device)
+    for temperature in (1e-30, 1e-39, 1e-44):
+        chosen = settings(16, device=device, temperature=temperature, **options)
+        assert torch.equal(op("sample")(logits, *chosen.values()), logits.argmax(-1))
+    logits[:, 60] = logits[:, 61] = torch.finfo(torch.float32).max
+    tokens = op("sample")(logits, *settings(16, device=device, temperature=0.5, **options).values())
+    assert set(tokens.tolist()) <= {60, 61}
+
+
 def test_exactly_the_kept_tokens_are_drawn(op, device):
     probs = torch.tensor([0.02, 0.3, 0.05, 0.4, 0.13, 0.1], device=device)
     logits = probs.log().expand(4000, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -122,6 +123,21 @@ def test_samples_beams_and_logprobs(shape, folders, load):
         one.generate(PROMPTS, wanted, progress=False), several.generate(PROMPTS, wanted, progress=False), strict=True
     ):
         assert found.outputs[0].logprobs == pytest.approx(expected.outputs[0].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_penalties_count_alike(shape, folders, load, device):
+    """Also of requests that come back with what they have generated: by no stage but the last are tokens sampled."""
+    folder = folders("llama")
+    paying = dataclasses.replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2)
+    params = [GREEDY, paying] * 3
+    blocks = 18 if device == "cpu" else 6
+    llm = load(folder, shape, cache={"num_blocks": blocks}, model={"max_model_len": 48})
+    found = [completion.outputs[0].token_ids for completion in llm.generate(PROMPTS, params, progress=False)]
+    plain, expected = (tokens(load(folder), PROMPTS, each) for each in (GREEDY, paying))
+    assert [[one] for one in found] == [(plain, expected)[i % 2][i] for i in range(6)]
+    assert all(plain[i] != expected[i] for i in (1, 3, 5))
+    assert llm._engine.stats().num_preemptions
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ async def test_the_engine_gets_the_seed_and_counts_on_from_it() -> None:
 async def test_sampling_reaches_the_engine() -> None:
     server = Server()
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "ignore_eos": True}
+    fields |= {"presence_penalty": -0.5, "frequency_penalty": 2, "repetition_penalty": 1.5}
     await server.chat(**fields, stop=["x", "y"], stop_token_ids=[5], max_completion_tokens=9)
     _, prompt_ids, params, _ = server.generator.requests[0]
     assert bytes(prompt_ids) == b"user: hi\n>"
@@ -139,11 +140,13 @@ async def test_null_means_the_default() -> None:
     server = Server()
     names = ["temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream"]
     names += ["best_of", "use_beam_search", "length_penalty", "early_stopping"]
+    names += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
     names += ["user", "priority", "deadline_s", "queue_timeout_s", "cache_salt"]
     response = await server.chat(**dict.fromkeys([*names, "stream_options", "max_tokens", "max_completion_tokens"]))
     assert response.status_code == 200
     _, prompt_ids, params, options = server.generator.requests[0]
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 1.0, 0, 0.0, None)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
     assert params.max_tokens == 64 - len(prompt_ids)
     assert options == RequestOptions()
 

@@ -97,6 +97,20 @@ def test_a_prompt_that_came_before_is_cached(serve_url, client):
     assert metric(serve_url, "raylm:prefix_cache_hits_total") >= 64
 
 
+def test_penalties_change_the_text(client, offline):
+    prompt = "One, one, one, one, one"
+    options = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 16}
+    texts = [client.completions.create(**options, frequency_penalty=value).choices[0].text for value in (0, 1.5)]
+    assert texts[0] != texts[1]
+    params = SamplingParams(temperature=0, max_tokens=16, frequency_penalty=1.5)
+    assert texts[1] == offline.generate([prompt], params, progress=False)[0].outputs[0].text
+    with pytest.raises(
+        openai.BadRequestError, match=r"frequency_penalty must be a number in \[-2, 2\], got 2.5"
+    ) as error:
+        client.chat.completions.create(model=MODEL, messages=PARIS, frequency_penalty=2.5)
+    assert error.value.param == "frequency_penalty"
+
+
 def test_beams_and_the_best_of_several(client, offline):
     prompt = "The sea is"
     body = {"use_beam_search": True}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rows import GREEDY, Rig, tokens
 
-from raylm.core.step import NewBlocks, NewRow
+from raylm.core.step import NewBlocks, NewRow, RowPenalties
 from raylm.worker.graph_runner import Run, graph_sizes
 
 
@@ -52,7 +52,14 @@ def prompts(rig: Rig, rows: list[int], **sampling: object) -> list[int]:
     return result.token_ids
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 3}, {"logprob": True}], ids=str)
+PENALTIES = RowPenalties(3, repetition=1.6, frequency=0.9, presence=0.4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.5, "seed": 3}, {"logprob": True}, {"penalties": PENALTIES}],
+    ids=["greedy", "drawn", "logprob", "penalties"],
+)
 def test_a_replay_gives_what_an_eager_step_gives(folder: Path, sampling: dict[str, object]) -> None:
     capture = Noted()
     eager, replayed = Rig(folder, num_blocks=64), Rig(folder, num_blocks=64, capture=capture)
