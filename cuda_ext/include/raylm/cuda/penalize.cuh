@@ -83,7 +83,7 @@ __device__ inline void count_tokens(uint32_t* counts, int64_t first, int size, c
 template <typename T>
 __global__ void __launch_bounds__(kPenalizeThreads) penalize_kernel(const PenalizeParams<T> p) {
   constexpr int kSize = kVec<T>;
-  __shared__ alignas(16) uint32_t counts[kPenalizeSlice];
+  alignas(16) __shared__ uint32_t counts[kPenalizeSlice];
   start_dependents();
   wait_for_dependencies();
   const int64_t row = blockIdx.x, first = static_cast<int64_t>(blockIdx.y) * kPenalizeSlice;
