@@ -36,29 +36,27 @@ def penalize(
     if not paying.numel():
         return out
     repetition, frequency, presence = (x[paying, None] for x in (repetition, frequency, presence))
-    is_known, generated = _occurrences(
-        token_ids, rows[paying], prompt_lens[paying, None], seq_lens[paying, None], logits.shape[1]
-    )
-    before = logits[paying]
+    prompt_lens, seq_lens = prompt_lens[paying, None], seq_lens[paying, None]
+    tokens = token_ids[rows[paying], : int(seq_lens.max())]  # [paying, longest]
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    is_token = (positions < seq_lens) & (tokens >= 0) & (tokens < logits.shape[1])
+    # What is no token looks at token 0: where its count is 0, its logit stays.
+    cells = torch.where(is_token, tokens, 0)
+    known = _count(cells, is_token, logits.shape[1])
+    generated = _count(cells, is_token & (positions >= prompt_lens), logits.shape[1])
+    mine = logits[paying]
+    before = mine.gather(1, cells)
     values = before.float()
     values = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(generated > 0, values - (frequency * generated + presence), values)
     # A row of several infinite logits could not be sampled from.
     values = values.clamp(max=torch.finfo(logits.dtype).max).to(logits.dtype)
-    out[paying] = torch.where(is_known, values, before)
+    # Cells of one token all hold the same, so it does not matter which is written last.
+    out[paying] = mine.scatter_(1, cells, torch.where(known > 0, values, before))
     return out
 
 
-def _occurrences(
-    token_ids: Tensor, rows: Tensor, prompt_lens: Tensor, seq_lens: Tensor, vocab: int
-) -> tuple[Tensor, Tensor]:
-    """Which tokens are among the first seq_lens [n, 1] of the rows [n], and how often each is after the first
-    prompt_lens [n, 1]: bool and int32, both [n, vocab]."""
-    tokens = token_ids[rows, : int(seq_lens.max())]
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    is_token = (positions < seq_lens) & (tokens >= 0) & (tokens < vocab)
-    is_generated = is_token & (positions >= prompt_lens)
-    cells = torch.where(is_token, tokens, 0)
-    zeros = torch.zeros(len(rows), vocab, dtype=torch.int32, device=tokens.device)
-    known = zeros.scatter_add(1, cells, is_token.int())
-    return known > 0, zeros.scatter_add_(1, cells, is_generated.int())
+def _count(cells: Tensor, chosen: Tensor, vocab: int) -> Tensor:
+    """For each of the tokens `cells`, how many chosen ones of its row are the same: int32; all [rows, length]."""
+    counts = torch.zeros(len(cells), vocab, dtype=torch.int32, device=cells.device)
+    return counts.scatter_add_(1, cells, chosen.int()).gather(1, cells)
