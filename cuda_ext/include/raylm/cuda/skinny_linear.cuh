@@ -199,11 +199,10 @@ class SkinnyMeeting {
   __device__ SkinnyMeeting(const SkinnyArgs<T>& args, const SkinnyTeam& team, float* parts, unsigned barriers)
       : args_(args), team_(team), parts_(parts), filled_(barriers), emptied_(barriers + 8 * kSkinnySlots) {}
 
-  // Every lane arrives for itself: racecheck does not see that `__syncwarp` would let one arrive for its warp.
   static __device__ void init(unsigned barriers, int split) {
     for (int i = 0; i < kSkinnySlots; ++i) {
-      barrier_init(barriers + 8 * i, split * kWarp);
-      barrier_init(barriers + 8 * (kSkinnySlots + i), kWarp);
+      barrier_init(barriers + 8 * i, split);
+      barrier_init(barriers + 8 * (kSkinnySlots + i), 1);
     }
   }
 
@@ -212,10 +211,12 @@ class SkinnyMeeting {
     const int slot = count_ % kSkinnySlots, use = count_ / kSkinnySlots;
     barrier_wait(emptied_ + 8 * slot, (use & 1) ^ 1);
     sums.store(parts_ + (slot * args_.split + team_.warp) * kSums);
-    barrier_arrive(filled_ + 8 * slot);
+    __syncwarp();
+    if (team_.lane == 0) barrier_arrive(filled_ + 8 * slot);
     if (count_ > 0 && (count_ - 1) % args_.split == team_.warp) {
       write(count_ - 1, team_.lane, kWarp);
-      barrier_arrive(emptied_ + 8 * ((count_ - 1) % kSkinnySlots));
+      __syncwarp();
+      if (team_.lane == 0) barrier_arrive(emptied_ + 8 * ((count_ - 1) % kSkinnySlots));
     }
     ++count_;
   }
