@@ -54,7 +54,7 @@ def measure_offline(config: EngineConfig, *, timeout_s: float) -> StartupResult:
 def measure_server(
     target: str, *, timeout_s: float, api_key: str | None = None, command: Sequence[str] | None = None
 ) -> StartupResult:
-    """Start `raylm serve TARGET`, ask until it answers a chat request, stop it with SIGINT and see it end.
+    """Start `raylm serve TARGET`, ask until it answers a chat request, stop it with SIGTERM and see it end.
 
     Phases: `listening` until the models are listed, `first_answer` from there, `stop` after the signal (not part of
     ready_s). `command` replaces the server's command line; "{port}" in it becomes the port. Raises RaylmError.
@@ -134,11 +134,11 @@ def _answers(client: httpx.Client, model: str) -> bool:
 
 def _stop(process: subprocess.Popen[bytes]) -> float:
     start = perf_counter()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout=_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise RaylmError(f"the server did not end within {_STOP_TIMEOUT_S:g} s of SIGINT") from None
+        raise RaylmError(f"the server did not end within {_STOP_TIMEOUT_S:g} s of SIGTERM") from None
     return perf_counter() - start
 
 

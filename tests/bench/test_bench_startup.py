@@ -34,10 +34,8 @@ class Handler(BaseHTTPRequestHandler):
         Handler.asked += 1
         self.reply(CODE if Handler.asked == 1 else 200, {"choices": []})
 
-try:
-    HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-except KeyboardInterrupt:
-    sys.exit(0)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
