@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 
@@ -49,8 +51,8 @@ class BatchSettings:
     progress: bool = True
 
 
-Distribute = Callable[[list[Shard], BatchSettings, WorkFolder], Iterator[Report]]
-"""Answers shards somewhere, keeps their results in the folder, and reports each."""
+Distribute = Callable[[list[Shard], BatchSettings, WorkFolder], Generator[Report]]
+"""Answers shards somewhere, keeps their results in the folder, and reports each. Not called where there are none."""
 
 
 class Summary(msgspec.Struct):
@@ -79,7 +81,10 @@ def run_batch(settings: BatchSettings, distribute: Distribute | None = None) -> 
     else:
         _check_output(output, folder)
     plan = _plan(settings, folder)
-    folder.begin(_identity(settings, plan))
+    try:
+        folder.begin(_identity(settings, plan))
+    except OSError as error:
+        raise ConfigError(f"--output {settings.output!r} cannot be written: {error}") from None
     manifest = folder.manifest()
     if manifest is not None and manifest.totals is not None:
         folder.complete(manifest)  # Its end may have been cut short.
@@ -94,12 +99,13 @@ def run_batch(settings: BatchSettings, distribute: Distribute | None = None) -> 
 
 def _check_output(output: Place, folder: WorkFolder) -> None:
     manifest = folder.manifest()
-    if manifest is None:
-        folder.clear()  # Of a batch that never began.
+    if manifest is not None and manifest.totals is not None:
+        if not output.exists():
+            folder.clear()  # The output was taken away since: this is a new batch.
+    elif manifest is None or not folder.finished():
+        folder.clear()  # Nothing was answered: it is no batch's work.
         if output.exists():
             raise ConfigError(f"--output {output.url!r} is there already; name another, or replace it with --overwrite")
-    elif manifest.totals is not None and not output.exists():
-        folder.clear()  # The output was taken away since: this is a new batch.
 
 
 def _plan(settings: BatchSettings, folder: WorkFolder) -> Plan:
@@ -107,10 +113,13 @@ def _plan(settings: BatchSettings, folder: WorkFolder) -> Plan:
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise ConfigError(f"--input {settings.input!r} names files of several kinds: {', '.join(sorted(kinds))}")
-    if kinds == {"rows"}:
-        spool(folder, chain.from_iterable(map(rows_as_lines, files)))
-        files = [folder.rows]
-    return plan_shards(files, kinds.pop(), settings.shard_size)
+    try:
+        if kinds == {"rows"}:
+            spool(folder, chain.from_iterable(map(rows_as_lines, files)))
+            files = [folder.rows]
+        return plan_shards(files, kinds.pop(), settings.shard_size)
+    except OSError as error:
+        raise ConfigError(f"the batch cannot be planned: {error}") from None
 
 
 def _kind(file: Place) -> Kind:
@@ -133,15 +142,15 @@ def _run(settings: BatchSettings, folder: WorkFolder, plan: Plan, todo: list[Sha
         return summary
     # A log gets a line now and then, a terminal a bar that moves.
     interval = 0.1 if sys.stderr.isatty() else 10.0
-    reports = distribute(todo, settings, folder)
-    with tqdm(
+    bar = tqdm(
         total=plan.num_requests,
         initial=done,
         unit="line",
         desc="batch",
         mininterval=interval,
         disable=not settings.progress,
-    ) as bar:
+    )
+    with closing(distribute(todo, settings, folder)) as reports, bar:
         first, last = float("inf"), 0.0
         for report in reports:
             first, last = min(first, report.started), max(last, report.ended)
@@ -152,7 +161,22 @@ def _run(settings: BatchSettings, folder: WorkFolder, plan: Plan, todo: list[Sha
     return summary
 
 
-def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Iterator[Report]:
+def on_cluster(address: str | None) -> Distribute:
+    """A way to answer shards that joins or starts a cluster once there are any, and leaves it (raylm.batch.cluster)."""
+
+    def distribute(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Generator[Report]:
+        from raylm.batch.cluster import connect, disconnect
+
+        connect(address)
+        try:
+            yield from on_ray_data(todo, settings, folder)
+        finally:
+            disconnect()
+
+    return distribute
+
+
+def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Generator[Report]:
     """Answer the shards on the cluster that this process is connected to."""
     import ray
     from ray.data import DataContext
@@ -163,6 +187,7 @@ def on_ray_data(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) 
 
     context = DataContext.get_current()
     context.enable_progress_bars = False  # Ours counts lines.
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # It warns that there are none.
     context.print_on_execution_start = False
     # An engine holds gigabytes and a shard takes minutes, as they should.
     context.issue_detectors_config.detectors = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 from raylm.cli.options import MODEL_HELP, Subparsers, add_engine_options, engine_config, positive
@@ -46,14 +47,13 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
-    from raylm.batch.cluster import connect, disconnect
-    from raylm.batch.job import run_batch
+    from raylm.batch.job import on_cluster, run_batch
 
-    connect(args.address)
     try:
-        summary = run_batch(settings)
-    finally:
-        disconnect()
+        summary = run_batch(settings, on_cluster(args.address))
+    except KeyboardInterrupt:
+        print("raylm: interrupted; the same command goes on from here", file=sys.stderr, flush=True)
+        return 130
     print(_sentence(summary, args.output), flush=True)
     return 0
 
@@ -62,17 +62,21 @@ def _settings(args: argparse.Namespace) -> BatchSettings:
     """Everything that can be checked before a cluster is started. Raises ConfigError."""
     for package in ("pyarrow", "fsspec"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"batches need the package {package}: pip install 'raylm[batch]'")
+            raise ConfigError(f"batches need the package {package}: in raylm's repository, pip install -e '.[batch]'")
     if not args.output.endswith((".jsonl", ".parquet")):
         raise ConfigError(f"--output {args.output!r} must end with .jsonl or .parquet")
+    from raylm.batch.check import check_model
+    from raylm.batch.cluster import is_local
     from raylm.batch.files import Place
     from raylm.batch.job import BatchSettings
 
     Place(args.input).inputs()
+    config = engine_config(args)
+    check_model(config, must_be_here=is_local(args.address))
     return BatchSettings(
         input=args.input,
         output=args.output,
-        config=engine_config(args),
+        config=config,
         engines=args.engines,
         shard_size=args.shard_size,
         keep_order=args.keep_order,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4) -> An
     return Answerer(CONFIG, engine, max_tokens=6, text=LetterText())
 
 
-def in_process(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Iterator[Report]:
+def in_process(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Generator[Report]:
     """What on_ray_data does, without Ray: one shard after another."""
     with asyncio.Runner() as runner:
         answerer = fake_answerer()

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -79,7 +79,7 @@ def _run_until(job: BatchSettings, moment: int) -> None:
 
 
 def _run(job: BatchSettings, log: Path) -> None:
-    def distribute(todo: list[Shard], job: BatchSettings, folder: WorkFolder) -> Iterator[Report]:
+    def distribute(todo: list[Shard], job: BatchSettings, folder: WorkFolder) -> Generator[Report]:
         log.write_text("\n".join(f"shard-{shard.index:08d}.jsonl" for shard in todo))
         return in_process(todo, job, folder)
 

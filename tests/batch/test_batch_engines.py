@@ -5,15 +5,34 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from batch_fakes import completion_line, fake_answerer, write_lines
+from batch_fakes import completion_line, fake_answerer, in_process, settings, write_lines
 from fakes import FakeExecutor
 
+from raylm.batch import cluster
+from raylm.batch.check import check_model
+from raylm.batch.job import run_batch
 from raylm.batch.pool import plan_pool
 from raylm.batch.requests import BatchRequest, parse_line
+from raylm.bench.dummy import write_shape
 from raylm.cli import main, make_parser
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.placement import NodeResources
+
+FILES = ["--input", "in.jsonl", "--output", "out.jsonl"]
+
+
+@pytest.fixture
+def no_cluster(monkeypatch):
+    """A cluster that would be started raises what this list holds."""
+    errors = []
+
+    def start():
+        raise errors.pop() if errors else AssertionError("no cluster is needed")
+
+    monkeypatch.setattr(cluster, "start_local_ray", start)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return errors
 
 
 def config(**sections) -> EngineConfig:
@@ -78,14 +97,54 @@ def test_a_plain_prompt_asks_the_model_of_the_batch():
     [
         (["--input", "nothing.jsonl", "--output", "out.jsonl"], "--input 'nothing.jsonl': there is no such file"),
         (["--input", "in.jsonl", "--output", "out.csv"], "--output 'out.csv' must end with .jsonl or .parquet"),
-        (["--input", "in.jsonl", "--output", "out.jsonl", "--max-num-seqs", "0"], "scheduler.max_num_seqs"),
+        ([*FILES, "--max-num-seqs", "0"], "scheduler.max_num_seqs"),
+        ([*FILES, "--model", "nope"], "model.path 'nope' does not exist"),
+        ([*FILES, "--model", "odd"], "architectures is ['OddForCausalLM']; allowed: one of LlamaForCausalLM"),
+        ([*FILES, "--tensor", "3"], "num_attention_heads is 32, which parallel.tensor 3 cannot divide"),
+        ([*FILES, "--pipeline", "33"], "parallel.pipeline is 33, but the model has 32 layers only"),
+        (["--input", "*.jsonl", "--output", "out.jsonl"], "the batch cannot be planned: [Errno 21] Is a directory"),
+        (["--input", "in.jsonl", "--output", "taken.jsonl"], "--output 'taken.jsonl' cannot be written: [Errno 17]"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_cluster_is_started(tmp_path, monkeypatch, capsys, words, problem):
+def test_what_is_wrong_is_said_before_a_cluster_is_started(tmp_path, no_cluster, monkeypatch, capsys, words, problem):
     monkeypatch.chdir(tmp_path)
+    write_shape("llama-3.1-8b", tmp_path / "llama")
+    odd = tmp_path / "odd"
+    write_shape("llama-3.1-8b", odd)
+    (odd / "config.json").write_text((odd / "config.json").read_text().replace("LlamaForCausalLM", "OddForCausalLM"))
     write_lines(tmp_path / "in.jsonl", [completion_line("a")])
-    assert main(["batch", "--model", "smollm2-135m", *words]) == 2
-    assert problem in capsys.readouterr().err
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "taken.jsonl.batch").touch()
+    before = {*tmp_path.iterdir()}
+    assert main(["batch", "--model", "llama", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("raylm: ") and error.count("\n") == 1 and problem in error
+    assert {*tmp_path.iterdir()} == before
+
+
+def test_a_model_that_only_the_cluster_has_is_not_looked_for_here():
+    check_model(config(), must_be_here=False)
+    with pytest.raises(ConfigError, match="'fake' does not exist"):
+        check_model(config(), must_be_here=True)
+
+
+def test_a_complete_batch_starts_no_cluster(tmp_path, no_cluster, capsys):
+    source, output = write_lines(tmp_path / "in.jsonl", [completion_line("a")]), tmp_path / "out.jsonl"
+    write_shape("llama-3.1-8b", tmp_path / "llama")
+    engine = config(model={"path": str(tmp_path / "llama")})
+    run_batch(settings(source, output, config=engine, shard_size=128, max_tokens=128), in_process)
+    words = ["batch", "--input", str(source), "--output", str(output), "--model", str(tmp_path / "llama")]
+    assert main(words) == 0
+    assert "1 results, 0 of them errors" in capsys.readouterr().out
+
+
+def test_an_interrupted_batch_says_how_to_go_on(tmp_path, no_cluster, capsys):
+    source = write_lines(tmp_path / "in.jsonl", [completion_line("a")])
+    write_shape("llama-3.1-8b", tmp_path / "llama")
+    no_cluster.append(KeyboardInterrupt())
+    words = ["batch", "--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--no-progress"]
+    assert main([*words, "--model", str(tmp_path / "llama")]) == 130
+    assert capsys.readouterr().err == "raylm: interrupted; the same command goes on from here\n"
 
 
 @pytest.mark.parametrize("option", ["--engines", "--shard-size", "--max-tokens"])

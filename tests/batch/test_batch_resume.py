@@ -96,6 +96,25 @@ def test_another_batchs_work_is_refused_unless_told(tmp_path, change, field):
     assert summary.resumed == 0
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_folder_without_an_answer_is_nobodys_work(tmp_path, kind):
+    source = write_lines(tmp_path / "in.jsonl", LINES)
+    if kind == "parquet":
+        source = tmp_path / "in.parquet"
+        pq.write_table(pa.Table.from_pylist([{"prompt": str(number)} for number in range(len(LINES))]), source)
+    output = tmp_path / "out.jsonl"
+
+    def fails(todo, job, folder):
+        raise RaylmError("no such model")
+        yield
+
+    with pytest.raises(RaylmError, match="no such model"):
+        run_batch(settings(source, output), fails)
+    assert run_batch(settings(source, output, max_tokens=3), in_process).totals.lines == len(LINES)
+    with pytest.raises(ConfigError, match="the work of another batch: its max_tokens is 3"):
+        run_batch(settings(source, output), never)
+
+
 def test_an_output_of_unknown_origin_is_not_replaced(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", LINES)
     output = write_lines(tmp_path / "out.jsonl", ["mine"])
