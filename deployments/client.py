@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI, OpenAIError
 
 
 def main() -> None:
@@ -16,11 +17,21 @@ def main() -> None:
     parser.add_argument("prompt", nargs="?", default="Tell me about Paris in two sentences.")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     arguments = parser.parse_args()
-    client = OpenAI(base_url=arguments.url, api_key=os.environ.get("OPENAI_API_KEY") or "none")
+    try:
+        ask(arguments.url, arguments.prompt)
+    except APIConnectionError:
+        sys.exit(f"client: no server answers at {arguments.url}; `make serve` starts one")
+    except OpenAIError as error:
+        sys.exit(f"client: {arguments.url}: {error}")
+
+
+def ask(url: str, prompt: str) -> None:
+    """Print the answer as it comes."""
+    client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "none")
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,
-        messages=[{"role": "user", "content": arguments.prompt}],
+        messages=[{"role": "user", "content": prompt}],
         max_tokens=128,
         temperature=0,
         stream=True,
