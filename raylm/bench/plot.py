@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check_plot(path: Path) -> None:
     """Before anything is measured: can this picture be made? Raises ConfigError."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path} needs the plot extra: pip install 'raylm[plot]'")
+        raise ConfigError(f"--plot {path} needs the plot extra: in raylm's repository, pip install -e '.[plot]'")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {str(path)!r} must end with .png, .svg or .pdf")
     if not path.parent.is_dir():

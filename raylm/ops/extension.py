@@ -13,7 +13,8 @@ import torch
 from raylm.ops.library import NAMESPACE, SCHEMAS
 
 PACKAGE = "raylm_cuda"
-BUILD_COMMAND = "pip install ./cuda_ext"
+BUILD_COMMAND = "make ext"
+"""In raylm's repository."""
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 _ARCHITECTURE = re.compile(r"(\d{2,3})([af]?)(-real|-virtual)?")
 
@@ -42,15 +43,16 @@ class ExtensionStatus:
         major, minor = capability
         return (
             f"the compiled extension {self.path} is for {', '.join(self.architectures)}, and this GPU has compute "
-            f"capability {major}.{minor}; build it again: "
-            f'`{BUILD_COMMAND} -C cmake.define.RAYLM_CUDA_ARCHS="{major}{minor}-real"`'
+            f"capability {major}.{minor}; build it again, in raylm's repository: "
+            f'`{BUILD_COMMAND} CUDA_ARCHS="{major}{minor}-real"`'
         )
 
     def __str__(self) -> str:
         if self.path is None:
-            return f"The compiled extension is not installed; build it with `{BUILD_COMMAND}`."
+            return f"The compiled extension is not installed; to build it, in raylm's repository: `{BUILD_COMMAND}`."
         if self.error is not None:
-            return f"The compiled extension {self.path} does not load ({self.error}); rebuild it: `{BUILD_COMMAND}`."
+            again = f"to build it again, in raylm's repository: `{BUILD_COMMAND}`"
+            return f"The compiled extension {self.path} does not load ({self.error}); {again}."
         kernels = "; ".join(f"{device}: {', '.join(names)}" for device, names in self.ops.items() if names)
         return f"The compiled extension {self.path} is loaded ({kernels})."
 

@@ -36,7 +36,8 @@ def missing(device: torch.device) -> str | None:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        return f"cupy, which NCCL is called through, cannot be imported ({error}): pip install 'raylm[cuda]'"
+        repair = "in raylm's repository, pip install -e '.[cuda]'"
+        return f"cupy, which NCCL is called through, cannot be imported ({error}): {repair}"
     return None if nccl.available else "cupy finds no NCCL library here"
 
 

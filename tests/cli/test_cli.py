@@ -349,7 +349,7 @@ def test_doctor_says_what_attention_runs_on(tmp_path, capsys, monkeypatch):
     (value, reason), _ = found("auto")
     assert value == "torch"
     assert reason == (
-        "not raylm: the compiled extension is not installed; build it with `pip install ./cuda_ext`; "
+        "not raylm: the compiled extension is not installed; to build it, in raylm's repository: `make ext`; "
         "not flash_attn: it runs on CUDA only and the device is cpu"
     )
 

@@ -179,7 +179,7 @@ def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
             {"vllm_flash_attn": flash_module(versions=(3,))},
             "vllm_flash_attn has no kernels for linear biases on this GPU (FlashAttention 2)",
         ),
-        ("raylm", {}, {}, "the compiled extension is not installed; build it with `pip install ./cuda_ext`"),
+        ("raylm", {}, {}, "the compiled extension is not installed; to build it, in raylm's repository: `make ext`"),
     ],
 )
 def test_a_backend_that_cannot_work_is_refused(

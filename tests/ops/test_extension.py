@@ -79,7 +79,7 @@ def test_missing_package_names_the_build_command(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, extension.PACKAGE, None)
     status = extension.load.__wrapped__()
     assert not status.loaded and status.path is None
-    assert str(status).endswith("build it with `pip install ./cuda_ext`.")
+    assert str(status).endswith("to build it, in raylm's repository: `make ext`.")
 
 
 def test_broken_library_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -93,4 +93,4 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl.missing(torch.device("cpu")) == "NCCL copies between GPUs, and this worker's device is cpu"
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     reason = nccl.missing(CUDA)
-    assert reason is not None and "cupy" in reason and reason.endswith("pip install 'raylm[cuda]'")
+    assert reason is not None and "cupy" in reason and reason.endswith("pip install -e '.[cuda]'")

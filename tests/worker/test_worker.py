@@ -111,7 +111,7 @@ def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(
     [line] = caplog.messages
     assert line == (
         "attention: torch, no CUDA graphs; the other kernels are slow: "
-        "the compiled extension is not installed; build it with `pip install ./cuda_ext`"
+        "the compiled extension is not installed; to build it, in raylm's repository: `make ext`"
     )
 
 
