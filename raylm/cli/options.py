@@ -93,11 +93,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration that MODEL and the options ask for. Raises ConfigError."""
-    from raylm.config.base import parse, read_yaml
+    from raylm.config.base import parse
     from raylm.config.engine import EngineConfig
+    from raylm.config.files import read_config
     from raylm.errors import ConfigError
 
-    data = read_yaml(args.model) if is_config_file(args.model) else {"model": {"path": args.model}}
+    data = read_config(args.model) if is_config_file(args.model) else {"model": {"path": args.model}}
     if not isinstance(data, dict):
         raise ConfigError(f"{args.model}: a mapping is expected, not {type(data).__name__}")
     sections: dict[str, Any] = dict(data)

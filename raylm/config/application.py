@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from raylm.config.base import FrozenConfig, parse, read_yaml
+from raylm.config.base import FrozenConfig, parse
 from raylm.config.engine import EngineConfig
+from raylm.config.files import find_config, read_config
 from raylm.config.serving import HttpConfig
-from raylm.errors import ConfigError
 
 
 class AutoscalingConfig(FrozenConfig):
@@ -80,13 +79,4 @@ def _with_engine(model: object) -> object:
     if not isinstance(model, dict) or not isinstance(model.get("engine"), str):
         return model
     path = find_config(model["engine"])
-    return {**model, "engine": parse(EngineConfig, read_yaml(path), source=str(path))}
-
-
-def find_config(name: str) -> Path:
-    """A configuration file: as given, or below the folder that holds the project. Raises ConfigError."""
-    places = [Path(name).expanduser(), Path(__file__).resolve().parents[2] / name]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(f"configuration file {name!r} not found; looked at {' and '.join(str(p) for p in places)}")
+    return {**model, "engine": parse(EngineConfig, read_config(path), source=str(path))}

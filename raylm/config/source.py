@@ -31,6 +31,8 @@ def locate(path: str) -> ModelSource:
     if (found / "config.json").is_file():
         return ModelSource(found, "folder")
     reason = "has no config.json" if found.is_dir() else "does not exist or is not a .gguf file"
+    if not found.is_absolute():
+        reason += f" (looked in {Path.cwd()}, and beside the configuration file where one names it)"
     raise ConfigError(
         f"model.path {path!r} {reason}; allowed: a folder with config.json, a .gguf file, "
         f"or a demo model ({', '.join(DEMO_MODELS)})"

@@ -16,14 +16,14 @@ from types import FrameType
 from typing import Any
 
 from raylm.config.application import load_app
-from raylm.config.base import parse, read_yaml
+from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
+from raylm.config.files import IMPORT_PATH, read_config
 from raylm.config.source import locate
 from raylm.errors import ConfigError, RaylmError
 from raylm.executor.local_ray import start_local_ray
 from raylm.serving.keys import read_keys
 
-IMPORT_PATH = "raylm.serving.app:build_app"
 _POLL_S = 0.1
 
 
@@ -63,7 +63,7 @@ def serve_config(
 ) -> dict[str, Any]:
     """The Serve config file's content for whatever `raylm serve` was given, checked. What is None is the file's own, or
     a default. Raises ConfigError."""
-    data = read_yaml(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
+    data = read_config(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
     if not isinstance(data, dict):
         raise ConfigError(f"{target}: a mapping is expected, not {type(data).__name__}")
     if "applications" not in data:

@@ -1,0 +1,76 @@
+"""What a configuration file names by a relative path is looked for beside it first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raylm.cli.options import engine_config
+from raylm.config.application import load_app
+from raylm.config.files import IMPORT_PATH, read_config
+from raylm.config.source import locate
+from raylm.errors import ConfigError
+from raylm.serving.run import serve_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine file, and the models that it could mean: beside it, and in the working folder."""
+    for place in ("here/mine", "away/mine", "away/only"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.json").write_text("{}")
+    (tmp_path / "here" / "engine.yaml").write_text("model: {path: mine}\n")
+    monkeypatch.chdir(tmp_path / "away")
+    return tmp_path / "here"
+
+
+def application(folder: Path, engine: object, import_path: str = IMPORT_PATH) -> str:
+    path = folder / "app.yaml"
+    entry = {"name": "llm", "import_path": import_path, "args": {"models": [{"engine": engine}]}}
+    path.write_text(yaml.safe_dump({"applications": [entry]}))
+    return str(path)
+
+
+def model_of(target: str) -> str:
+    """The model's path as the process learns it that builds the application, wherever it runs."""
+    (entry,) = serve_config(target, host=None, port=None)["applications"]
+    return load_app(entry["args"], source="test").models[0].engine.model.path
+
+
+def test_a_model_is_looked_for_beside_its_engine_file(folder: Path):
+    (folder / "engine.yaml").write_text("model: {path: mine}\n")
+    (folder / "other.yaml").write_text("model: {path: only}\n")
+    assert model_of(str(folder / "engine.yaml")) == str(folder / "mine")
+    assert model_of(str(folder / "other.yaml")) == "only"
+
+
+@pytest.mark.parametrize("engine", ["engine.yaml", {"model": {"path": "mine"}}])
+def test_an_engine_is_looked_for_beside_the_file_that_names_it(folder: Path, engine: object):
+    assert model_of(application(folder, engine)) == str(folder / "mine")
+
+
+def test_then_in_the_working_folder_and_beside_the_package(folder: Path):
+    Path("engine2.yaml").write_text("model: {path: only}\n")
+    assert model_of(application(folder, "engine2.yaml")) == str(folder.parent / "away" / "only")
+    assert model_of(application(folder, "configs/smollm2-135m.yaml")) == "smollm2-135m"
+
+
+def test_what_is_nowhere_is_told_with_the_places(folder: Path):
+    with pytest.raises(ConfigError, match=r"'no\.yaml' not found; looked at .*/here/no\.yaml and .*/away/no"):
+        serve_config(application(folder, "no.yaml"), host=None, port=None)
+    with pytest.raises(ConfigError, match=r"'no' does not exist .*looked in .*/away, and beside the "):
+        locate("no")
+
+
+def test_applications_of_others_are_left_alone(folder: Path):
+    (entry,) = read_config(application(folder, "no.yaml", "others:app"))["applications"]  # type: ignore[index]
+    assert entry["args"] == {"models": [{"engine": "no.yaml"}]}
+
+
+def test_commands_take_the_model_beside_the_file_too(folder: Path):
+    from raylm.cli import make_parser
+
+    args = make_parser().parse_args(["generate", str(folder / "engine.yaml"), "Hello"])
+    assert engine_config(args).model.path == str(folder / "mine")
