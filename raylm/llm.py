@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -128,9 +129,12 @@ class LLM:
         `params` holds for all, or is one a prompt. Raises RequestRejected before anything runs.
         """
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        encoded = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
+        encoded = []
+        for index, prompt in enumerate(batch):
+            with _naming("prompts", index, len(batch)):
+                encoded.append(self.text.encode(prompt) if isinstance(prompt, str) else list(prompt))
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return self._run(texts, encoded, params, progress=progress)
+        return self._run("prompts", texts, encoded, params, progress=progress)
 
     def chat(
         self,
@@ -139,10 +143,17 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answer one conversation, or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        encoded = [self.text.chat(list(conversation)) for conversation in conversations]
-        return self._run([None] * len(encoded), encoded, params, progress=progress)
+        """Answer one conversation, or several, through the model's chat template.
+
+        Raises RequestRejected before anything runs.
+        """
+        is_one = isinstance(messages, str) or (messages and isinstance(messages[0], dict))
+        conversations = [messages] if is_one else list(messages)
+        encoded = []
+        for index, conversation in enumerate(conversations):
+            with _naming("conversations", index, len(conversations)):
+                encoded.append(self.text.chat(_messages(conversation)))
+        return self._run("conversations", [None] * len(encoded), encoded, params, progress=progress)
 
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
@@ -169,6 +180,7 @@ class LLM:
 
     def _run(
         self,
+        kind: str,
         texts: list[str | None],
         encoded: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
@@ -176,8 +188,9 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         each = _params_for_each(params, len(encoded))
-        for prompt_ids, own in zip(encoded, each, strict=True):
-            check_prompt(prompt_ids, own, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        for index, (prompt_ids, own) in enumerate(zip(encoded, each, strict=True)):
+            with _naming(kind, index, len(encoded)):
+                check_prompt(prompt_ids, own, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         completions = [Completion(text, ids, []) for text, ids in zip(texts, encoded, strict=True)]
         job = _Job(self, completions, each)
         job.run(progress=progress)
@@ -247,6 +260,27 @@ class _Job:
             self._engine.abort(delta.request_id)
         del self._live[delta.request_id]
         return True
+
+
+@contextmanager
+def _naming(kind: str, index: int, count: int) -> Iterator[None]:
+    """Of several prompts, say which one is rejected."""
+    try:
+        yield
+    except RequestRejected as error:
+        if count == 1:
+            raise
+        raise RequestRejected(f"{kind}[{index}]: {error}", param=error.param, code=error.code) from None
+
+
+def _messages(conversation: object) -> list[Message]:
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+        raise RequestRejected(
+            'a conversation must be a list of messages such as {"role": "user", "content": "..."}, '
+            f"got {conversation!r}; a text to go on from is for generate",
+            param="messages",
+        )
+    return list(conversation)
 
 
 def _params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

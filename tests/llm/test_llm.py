@@ -199,7 +199,7 @@ def test_an_engine_without_followers_collects_no_events(folder):
     [
         ([[3] * 64], GREEDY, "the prompt has 64 tokens, but this model takes 64"),
         ([[3] * 50], GREEDY, "the prompt has 50 tokens and max_tokens is 24"),
-        ([[3], []], GREEDY, "the prompt is empty"),
+        ([[3], []], GREEDY, r"prompts\[1\]: the prompt is empty"),
         ([[3], [4]], [GREEDY], "params has 1 entries for 2 prompts"),
         ([[10**6]], GREEDY, "token id 1000000"),
     ],
@@ -207,6 +207,35 @@ def test_an_engine_without_followers_collects_no_events(folder):
 def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompts, params, message):
     with pytest.raises(RequestRejected, match=message):
         llm.generate(prompts, params, progress=False)
+    assert not llm._engine.has_work
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("conversations", "message"),
+    [
+        (
+            "hello",
+            "^a conversation must be a list of messages such as .*, got 'hello'; a text",
+        ),
+        ([[HI], "hello"], r"^conversations\[1\]: a conversation must be a list"),
+        ([{"role": "user"}], r"^messages\[0\]\.content must be a string"),
+        (
+            [[HI], [{"role": "user"}]],
+            r"^conversations\[1\]: messages\[0\]\.content must",
+        ),
+        (
+            [[HI], [HI | {"content": "w" * 999}]],
+            r"^conversations\[1\]: the pro",
+        ),
+    ],
+)
+def test_a_bad_conversation_is_refused_by_its_place(llm, conversations, message):
+    with pytest.raises(RequestRejected, match=message) as error:
+        llm.chat(conversations, GREEDY, progress=False)
+    assert error.value.param is not None
     assert not llm._engine.has_work
 
 
