@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,17 +49,19 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """How a client of a server gets its key; `api_key` says which it is."""
+    """How a client of a server gets its key, where it is not OpenAI's variable; `api_key` says which it is."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--api-key", metavar="KEY", help="the server's API key; other users of this machine can see it")
+    group.add_argument(
+        "--api-key", metavar="KEY", help="the server's API key (default: OPENAI_API_KEY, as in OpenAI's client)"
+    )
     group.add_argument("--api-key-file", metavar="FILE", help="the first key of this file, which holds one a line")
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """The key that the options give. Raises ConfigError when the file holds none."""
+    """The key that the options give, or what OpenAI's own client would take. Raises ConfigError when the file holds
+    none."""
     if args.api_key_file is None:
-        key: str | None = args.api_key
-        return key
+        return args.api_key or os.environ.get("OPENAI_API_KEY") or None
     from raylm.serving.keys import read_keys
 
     return read_keys(args.api_key_file, field="--api-key-file")[0]

@@ -173,11 +173,14 @@ def test_bench_serve_asks_the_first_model(capsys):
     assert all(row["model"] == "mine" and row["failed"] == 0 and row["goodput"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("option", ["--api-key", "--api-key-file"])
+@pytest.mark.parametrize("option", ["--api-key", "--api-key-file", "OPENAI_API_KEY"])
 def test_the_key_goes_with_every_request(option, tmp_path, monkeypatch, capsys):
     path = tmp_path / "keys"
     path.write_text("# the first one counts\nmine\nanother\n")
-    key = ["--api-key", "mine"] if option == "--api-key" else [option, str(path)]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    key = {"--api-key": [option, "mine"], "--api-key-file": [option, str(path)]}.get(option, [])
+    if not key:
+        monkeypatch.setenv(option, "mine")
     lines = iter(["Hi", "/exit"])
     monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
     with FakeServer().running() as server:
@@ -188,6 +191,7 @@ def test_the_key_goes_with_every_request(option, tmp_path, monkeypatch, capsys):
         # These, and the two times that models were listed.
         assert server.authorizations == ["bearer mine"] * (len(paths) + 2)
         server.authorizations.clear()
+        monkeypatch.setenv("OPENAI_API_KEY", "")
         assert main(["bench", "serve", "--url", server.url, "--case", "a:1:2:4"]) == 0
         assert {*server.authorizations} == {""}
 
