@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raylm.bench.shapes import SHAPES
 from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.errors import ConfigError
 
@@ -119,7 +120,7 @@ def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="llama-3.1-8b or qwen3-0.6b")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write config.json and a tokenizer")
     parser.set_defaults(run=_shape)
 

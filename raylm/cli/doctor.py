@@ -77,13 +77,14 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.plan:
         return plan.run(args)
+    plan.refuse_options(args)
     findings = examine()
     try:
         if args.model is not None and _is_serve_config(args.model):
             _examine_application(args.model, findings)
         else:
             config = engine_config(args) if args.model is not None else None
-            findings.config = config.model_dump() if config is not None else None
+            findings.config = _resolved(config) if config is not None else None
             findings.choices += choices(config)
     except RaylmError as error:
         findings.problem = str(error)
@@ -131,6 +132,18 @@ def choices(config: EngineConfig | None) -> list[Choice]:
     if device.type == "cpu":
         found.append(_threads(config.runtime.num_threads if config is not None else None))
     return found
+
+
+def _resolved(config: EngineConfig) -> dict[str, Any]:
+    """The configuration as an engine here would have it; what it leaves open is left out. Raises ConfigError."""
+    from raylm.config.resolve import resolve
+    from raylm.worker.worker import choose_device
+
+    wanted = config.runtime.device
+    kind = choose_device(wanted).type if wanted == "auto" else wanted
+    data = resolve(config, "cuda" if kind == "cuda" else "cpu").model_dump(exclude_none=True)
+    data["model"]["name"] = config.model.served_name
+    return data
 
 
 def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
@@ -213,7 +226,11 @@ def _examine_application(path: str, findings: Findings) -> None:
     for application in findings.config["applications"]:
         if application.get("import_path") != IMPORT_PATH:
             continue
-        for model in load_app(application.get("args") or {}, source=path).models:
+        app = load_app(application.get("args") or {}, source=path)
+        application["args"] = app.model_dump(exclude_none=True)
+        for model, shown in zip(app.models, application["args"]["models"], strict=True):
+            shown["engine"] = _resolved(model.engine)
+        for model in app.models:
             name = model.engine.model.served_name
             found = choices(model.engine)
             findings.choices += [dataclasses.replace(one, name=f"{name}: {one.name}") for one in found]
@@ -257,16 +274,15 @@ def _version(package: str) -> str | None:
 
 
 def _print(findings: Findings) -> None:
+    if findings.problem is not None:
+        # Only what it may have to do with, so that it is seen.
+        print(f"problem\n  {findings.problem}")
+        _print_machine(findings)
+        return
     _section("versions", {name: version or "missing" for name, version in findings.versions.items()})
     optional = {name: f"{version or 'not installed'}: {_OPTIONAL[name]}" for name, version in findings.optional.items()}
     _section("optional packages", optional)
-    machine = findings.machine
-    gpus = machine["gpus"]
-    shown = ", ".join(gpus) if isinstance(gpus, list) and gpus else "none"
-    _section("machine", {**{key: str(value) for key, value in machine.items()}, "gpus": shown})
-    _section("compiled extension", {"status": findings.extension["status"]})
-    available = "yes" if findings.haproxy["available"] else "no"
-    _section("HAProxy", {"available": f"{available}: {findings.haproxy['reason']}"})
+    _print_machine(findings)
     if findings.choices:
         _section("choices", {choice.name: f"{choice.value} ({choice.reason})" for choice in findings.choices})
     if findings.config is not None:
@@ -275,8 +291,16 @@ def _print(findings: Findings) -> None:
         print("configuration")
         for line in yaml.safe_dump(findings.config, sort_keys=False).splitlines():
             print(f"  {line}")
-    if findings.problem is not None:
-        print(f"problem\n  {findings.problem}")
+
+
+def _print_machine(findings: Findings) -> None:
+    machine = findings.machine
+    gpus = machine["gpus"]
+    shown = ", ".join(gpus) if isinstance(gpus, list) and gpus else "none"
+    _section("machine", {**{key: str(value) for key, value in machine.items()}, "gpus": shown})
+    _section("compiled extension", {"status": findings.extension["status"]})
+    available = "yes" if findings.haproxy["available"] else "no"
+    _section("HAProxy", {"available": f"{available}: {findings.haproxy['reason']}"})
 
 
 def _section(title: str, rows: dict[str, str]) -> None:

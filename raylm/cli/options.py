@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Subparsers = Any
 """argparse gives the result of add_subparsers no public type."""
 
-MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or an engine configuration (.yaml)"
+MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or a configuration (.yaml) of one model"
 
 # Option's destination -> section and key of EngineConfig.
 _ENGINE_KEYS = {
@@ -102,6 +102,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     from raylm.errors import ConfigError
 
     data = read_config(args.model) if is_config_file(args.model) else {"model": {"path": args.model}}
+    if isinstance(data, dict) and "applications" in data:
+        data = _only_engine(data, args.model)
     if not isinstance(data, dict):
         raise ConfigError(f"{args.model}: a mapping is expected, not {type(data).__name__}")
     sections: dict[str, Any] = dict(data)
@@ -113,6 +115,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             if before is None or isinstance(before, dict):
                 sections[section] = {**(before or {}), key: value}
     return parse(EngineConfig, sections, source=args.model)
+
+
+def _only_engine(data: dict[str, Any], source: str) -> object:
+    """The engine of a Serve config file. Raises ConfigError where it has not just one model."""
+    from raylm.config.files import named_engines
+    from raylm.errors import ConfigError
+
+    engines = named_engines(data)
+    if len(engines) != 1:
+        raise ConfigError(f"{source} is a Serve config file with {len(engines)} models of raylm; name an engine's file")
+    return engines[0]
 
 
 def is_config_file(target: str) -> bool:

@@ -32,6 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_options(args: argparse.Namespace) -> None:
+    """Those that mean nothing without --plan. Raises ConfigError."""
+    for name in ("gpu", "gpus", "context"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is for a plan; add --plan")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where the model does not fit. Raises ConfigError."""
     from raylm.config.resolve import resolve
@@ -59,12 +66,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _arch(path: str) -> ArchConfig:
     """The model's description; a shape of `raylm bench shape` needs no folder. Raises ConfigError."""
-    from raylm.bench.dummy import SHAPES, write_shape
+    from raylm.bench.dummy import write_shape
+    from raylm.bench.shapes import SHAPES, shape_named
     from raylm.config.source import locate
     from raylm.models.arch import ArchConfig
 
     if path not in SHAPES:
-        return ArchConfig.from_source(locate(path))
+        try:
+            return ArchConfig.from_source(locate(path))
+        except ConfigError as error:
+            if Path(path).exists():
+                raise
+            if shape_named(path) is None:
+                raise ConfigError(f"{error}, or a shape ({', '.join(SHAPES)})") from None
     with tempfile.TemporaryDirectory() as folder:
         return ArchConfig.from_source(locate(str(write_shape(path, Path(folder)))))
 

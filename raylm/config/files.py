@@ -42,6 +42,20 @@ def find_config(name: str, *, beside: Path | None = None) -> Path:
     raise ConfigError(f"configuration file {name!r} not found; looked at {' and '.join(looked)}")
 
 
+def named_engines(data: dict[str, object]) -> list[object]:
+    """The content of every engine that a Serve config file's content has or names. Raises ConfigError."""
+    engines: list[object] = []
+    applications = data.get("applications")
+    for application in applications if isinstance(applications, list) else []:
+        if not isinstance(application, dict) or application.get("import_path") != IMPORT_PATH:
+            continue
+        args = application.get("args")
+        models = args.get("models") if isinstance(args, dict) else None
+        found = [model.get("engine") for model in models or [] if isinstance(model, dict)]
+        engines += [read_config(engine) if isinstance(engine, str) else engine for engine in found]
+    return engines
+
+
 def _application(application: object, folder: Path) -> object:
     if not isinstance(application, dict) or application.get("import_path") != IMPORT_PATH:
         return application

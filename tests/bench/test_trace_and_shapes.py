@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raylm.bench.dummy import SHAPES, write_dummy, write_shape
+from raylm.bench.dummy import write_dummy, write_shape
+from raylm.bench.shapes import SHAPES
 from raylm.bench.trace import Span, Work, draw_trace, read_trace, short_name, summarize, trace_steps
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate

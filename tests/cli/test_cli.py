@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from fake_llm import FakeLLM
 from openai_server import FakeServer
 
@@ -362,7 +363,8 @@ def test_doctor_finds_a_wrong_configuration(tmp_path, capsys):
     path = tmp_path / "engine.yaml"
     path.write_text("model: {path: x, dtyp: float32}\n")
     assert main(["doctor", str(path)]) == 1
-    assert "did you mean 'dtype'" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "problem" and "did you mean 'dtype'" in lines[1] and "versions" not in lines
     assert main(["doctor", "nothing/here", "--json"]) == 1
     assert "does not exist" in json.loads(capsys.readouterr().out)["problem"]
 
@@ -378,3 +380,43 @@ def test_doctor_checks_a_serve_config(tmp_path, capsys):
     path.write_text(json.dumps({"applications": [application]}))
     assert main(["doctor", str(path), "--json"]) == 1
     assert "nothing/here" in json.loads(capsys.readouterr().out)["problem"]
+
+
+def test_doctor_prints_the_configuration_as_it_would_be(tmp_path, capsys):
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: {path: smollm2-135m}\nruntime: {device: cpu}\n")
+    assert main(["doctor", str(path), "--max-num-seqs", "7", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["model"]["name"] == "smollm2-135m"
+    assert (config["scheduler"]["max_num_seqs"], config["scheduler"]["max_num_batched_tokens"]) == (7, 2048)
+    application = {"name": "llm", "import_path": "raylm.serving.app:build_app"}
+    application["args"] = {"models": [{"engine": "engine.yaml"}]}
+    (tmp_path / "llm.yaml").write_text(json.dumps({"applications": [application]}))
+    assert main(["doctor", str(tmp_path / "llm.yaml")]) == 0
+    out = capsys.readouterr().out
+    shown = yaml.safe_load(out.partition("\nconfiguration\n")[2])
+    (model,) = shown["applications"][0]["args"]["models"]
+    assert model["engine"] == {**config, "scheduler": {**config["scheduler"], "max_num_seqs": 64}}
+    assert model["autoscaling"]["max_replicas"] == 1 and "null" not in out
+
+
+@pytest.mark.parametrize("option", [["--gpu", "H200"], ["--gpus", "2"], ["--context", "9"]])
+def test_doctor_takes_the_options_of_a_plan_for_a_plan_only(option, capsys):
+    assert main(["doctor", "smollm2-135m", *option]) == 2
+    assert capsys.readouterr().err == f"raylm: {option[0]} is for a plan; add --plan\n"
+
+
+def test_a_serve_file_of_one_model_stands_for_its_engine(tmp_path):
+    (tmp_path / "engine.yaml").write_text("model: {path: some/model, name: mine}\n")
+    path = tmp_path / "llm.yaml"
+
+    def config(*engines):
+        application = {"name": "llm", "import_path": "raylm.serving.app:build_app"}
+        application["args"] = {"models": [{"engine": engine} for engine in engines]}
+        path.write_text(json.dumps({"applications": [application, {"import_path": "other:app"}]}))
+        return engine_config(parsed("--max-num-seqs", "3", str(path)))
+
+    assert config("engine.yaml").model.name == "mine"
+    assert config({"model": {"path": "x"}}).scheduler.max_num_seqs == 3
+    with pytest.raises(ConfigError, match="llm.yaml is a Serve config file with 2 models of raylm; name an engine's"):
+        config("engine.yaml", {"model": {"path": "x"}})

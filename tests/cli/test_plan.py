@@ -23,6 +23,13 @@ def test_a_plan_of_a_shape(capsys):
     assert found["gpu"]["memory_gib"] == 139.8
 
 
+def test_names_are_known_in_any_case_and_a_serve_file_has_an_engine(capsys, tmp_path):
+    _, found = plan(capsys, "LLaMA-3.1-8B", "--gpu", "h200")
+    assert found["weight_bytes"] == 16_060_522_496
+    _, found = plan(capsys, "deployments/llm.yaml", "--gpu", "L4")
+    assert found["model"] == "smollm2-135m" and found["weight_bytes"] == 2 * 134_515_008
+
+
 def test_gpus_are_shared_out_and_a_dtype_counts(capsys):
     _, found = plan(capsys, "llama-3.1-8b", "--gpu", "h100", "--gpus", "4", "--pipeline", "2", "--dtype", "float32")
     assert (found["tensor"], found["pipeline"], found["prefill_tokens_s"]) == (2, 2, None)
@@ -55,6 +62,8 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
         (["llama-3.1-8b"], "doctor --plan needs a MODEL and --gpu NAME"),
         (["llama-3.1-8b", "--gpu", "TPU"], "--gpu 'TPU' is unknown; allowed: L4, "),
         (["nothing/here", "--gpu", "L4"], "model.path 'nothing/here' does not exist"),
+        (["llama-9", "--gpu", "L4"], "or a shape (llama-3.1-8b, llama-3.1-70b, qwen3-0.6b)"),
+        (["deployments/multi-model.yaml", "--gpu", "L4"], "is a Serve config file with 2 models"),
         (["llama-3.1-8b", "--gpu", "L4", "--gpus", "3", "--tensor", "2"], "--gpus is 3, but tensor 2 times pipeline 1"),
         (["llama-3.1-8b", "--gpu", "L4", "--tensor", "3"], "num_attention_heads is 32, which parallel.tensor 3"),
     ],
