@@ -116,7 +116,7 @@ def test_what_is_wrong_is_said_before_a_cluster_is_started(tmp_path, no_cluster,
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "taken.jsonl.batch").touch()
     before = {*tmp_path.iterdir()}
-    assert main(["batch", "--model", "llama", *words]) == 2
+    assert main(["batch", "--model", "llama", "--load-format", "dummy", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("raylm: ") and error.count("\n") == 1 and problem in error
     assert {*tmp_path.iterdir()} == before
@@ -131,10 +131,10 @@ def test_a_model_that_only_the_cluster_has_is_not_looked_for_here():
 def test_a_complete_batch_starts_no_cluster(tmp_path, no_cluster, capsys):
     source, output = write_lines(tmp_path / "in.jsonl", [completion_line("a")]), tmp_path / "out.jsonl"
     write_shape("llama-3.1-8b", tmp_path / "llama")
-    engine = config(model={"path": str(tmp_path / "llama")})
+    engine = config(model={"path": str(tmp_path / "llama"), "load_format": "dummy"})
     run_batch(settings(source, output, config=engine, shard_size=128, max_tokens=128), in_process)
     words = ["batch", "--input", str(source), "--output", str(output), "--model", str(tmp_path / "llama")]
-    assert main(words) == 0
+    assert main([*words, "--load-format", "dummy"]) == 0
     assert "1 results, 0 of them errors" in capsys.readouterr().out
 
 
@@ -143,7 +143,7 @@ def test_an_interrupted_batch_says_how_to_go_on(tmp_path, no_cluster, capsys):
     write_shape("llama-3.1-8b", tmp_path / "llama")
     no_cluster.append(KeyboardInterrupt())
     words = ["batch", "--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--no-progress"]
-    assert main([*words, "--model", str(tmp_path / "llama")]) == 130
+    assert main([*words, "--model", str(tmp_path / "llama"), "--load-format", "dummy"]) == 130
     assert capsys.readouterr().err == "raylm: interrupted; the same command goes on from here\n"
 
 
