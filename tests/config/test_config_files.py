@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from raylm.bench.shapes import SHAPES
 from raylm.cli.options import engine_config
 from raylm.config.application import load_app
 from raylm.config.files import IMPORT_PATH, read_config
@@ -20,8 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An engine file, and the models that it could mean: beside it, and in the working folder."""
     for place in ("here/mine", "away/mine", "away/only"):
         (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "config.json").write_text("{}")
-    (tmp_path / "here" / "engine.yaml").write_text("model: {path: mine}\n")
+        (tmp_path / place / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
+    (tmp_path / "here" / "engine.yaml").write_text("model: {path: mine, load_format: dummy}\n")
     monkeypatch.chdir(tmp_path / "away")
     return tmp_path / "here"
 
@@ -40,19 +42,18 @@ def model_of(target: str) -> str:
 
 
 def test_a_model_is_looked_for_beside_its_engine_file(folder: Path):
-    (folder / "engine.yaml").write_text("model: {path: mine}\n")
-    (folder / "other.yaml").write_text("model: {path: only}\n")
+    (folder / "other.yaml").write_text("model: {path: only, load_format: dummy}\n")
     assert model_of(str(folder / "engine.yaml")) == str(folder / "mine")
     assert model_of(str(folder / "other.yaml")) == "only"
 
 
-@pytest.mark.parametrize("engine", ["engine.yaml", {"model": {"path": "mine"}}])
+@pytest.mark.parametrize("engine", ["engine.yaml", {"model": {"path": "mine", "load_format": "dummy"}}])
 def test_an_engine_is_looked_for_beside_the_file_that_names_it(folder: Path, engine: object):
     assert model_of(application(folder, engine)) == str(folder / "mine")
 
 
 def test_then_in_the_working_folder_and_beside_the_package(folder: Path):
-    Path("engine2.yaml").write_text("model: {path: only}\n")
+    Path("engine2.yaml").write_text("model: {path: only, load_format: dummy}\n")
     assert model_of(application(folder, "engine2.yaml")) == str(folder.parent / "away" / "only")
     assert model_of(application(folder, "configs/smollm2-135m.yaml")) == "smollm2-135m"
 
