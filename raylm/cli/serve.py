@@ -25,6 +25,10 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from raylm.serving.keeper import fork_keeper
+
+    if (code := fork_keeper()) is not None:
+        return code
     from raylm.serving.run import serve_command
 
     serve_command(args.target, host=args.host, port=args.port, api_keys_file=args.api_keys_file)

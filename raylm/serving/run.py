@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from types import FrameType
+from contextlib import suppress
 from typing import Any
 
 from raylm.config.application import load_app
@@ -22,9 +22,14 @@ from raylm.config.files import IMPORT_PATH, read_config
 from raylm.config.source import locate
 from raylm.errors import ConfigError, RaylmError
 from raylm.executor.local_ray import start_local_ray
+from raylm.log import get_logger
+from raylm.serving.keeper import on_signals
 from raylm.serving.keys import read_keys
 
+logger = get_logger(__name__)
+
 _POLL_S = 0.1
+_SHUTDOWN_S = 30.0
 
 
 def serve_command(
@@ -37,12 +42,8 @@ def serve_command(
     config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
     _set_serve_defaults()
     start_local_ray(namespace="serve")
-    import ray
-    from ray import serve
-
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    on_signals(signal.default_int_handler)
     try:
         deploy(config)
         options = config["http_options"]
@@ -50,12 +51,11 @@ def serve_command(
         while True:
             time.sleep(3600)
     except KeyboardInterrupt:
-        print("stopping", file=sys.stderr, flush=True)
+        with suppress(OSError):  # The terminal may be gone.
+            print("stopping", file=sys.stderr, flush=True)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        serve.shutdown()
-        ray.shutdown()
+        on_signals(signal.SIG_IGN)
+        _shut_down()
 
 
 def serve_config(
@@ -140,5 +140,18 @@ def deploy(config: dict[str, Any]) -> None:
         time.sleep(_POLL_S)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _shut_down() -> None:
+    """End Serve and Ray."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    # What serve.shutdown does. But the controller ends itself in the call that asks for it, which Ray would repeat
+    # without end, and say so.
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=_SHUTDOWN_S)
+    except ray.exceptions.GetTimeoutError:
+        logger.warning("Serve has not ended within %g s", _SHUTDOWN_S)
+    except (ValueError, ray.exceptions.RayError):
+        pass  # It had not begun, or has ended.
+    ray.shutdown()

@@ -311,6 +311,7 @@ def test_a_server_without_models():
 
 def test_serve_hands_over(monkeypatch):
     calls = []
+    monkeypatch.setattr("raylm.serving.keeper.fork_keeper", lambda: None)
     monkeypatch.setattr(
         "raylm.serving.run.serve_command",
         lambda target, *, host, port, api_keys_file: calls.append((target, host, port, api_keys_file)),
