@@ -149,11 +149,10 @@ def _resolved(config: EngineConfig) -> dict[str, Any]:
 def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     from raylm.config.source import locate
     from raylm.layers.attention_backends import Setting
-    from raylm.models.arch import ArchConfig
+    from raylm.models.check import check_model
     from raylm.worker.worker import choose_dtype
 
-    source = locate(config.model.path)
-    arch = ArchConfig.from_source(source)
+    arch, source = check_model(config), locate(config.model.path)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
     setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi)
     length = config.model.max_model_len

@@ -8,19 +8,16 @@ from collections.abc import Callable
 import torch
 
 from raylm.config.source import ModelSource
-from raylm.errors import ConfigError
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.log import get_logger
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
+from raylm.models.check import check_format
 from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
 from raylm.models.registry import model_class
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
-
-_FORMATS = {"gguf": "gguf", "folder": "safetensors"}
-"""Kind of source -> the format of its weights."""
 
 logger = get_logger(__name__)
 
@@ -44,9 +41,7 @@ def load_model(
     tried first and may fill the model from elsewhere; it says whether it has.
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
-    native = _FORMATS[source.kind]
-    if load_format not in ("auto", "dummy", native):
-        raise ConfigError(f"model.load_format is {load_format!r}, but {source.path} allows: auto, dummy, {native}")
+    check_format(source, load_format)
     model = model_class(arch.architecture)(arch, context, dtype, attention)
     if fill(model):
         return model

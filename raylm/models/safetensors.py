@@ -13,9 +13,8 @@ import torch
 
 from raylm.errors import ConfigError
 from raylm.models.checkpoint import CheckpointTensor, plain
+from raylm.models.weight_files import weight_files
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -25,7 +24,7 @@ def folder_tensors(folder: Path) -> list[CheckpointTensor]:
 
     Raises ConfigError when there is none, a file is missing or damaged, or a tensor's type is not a float.
     """
-    return [tensor for path in _files(folder) for tensor in file_tensors(path)]
+    return [tensor for path in weight_files(folder) for tensor in file_tensors(path)]
 
 
 def file_tensors(path: Path) -> list[CheckpointTensor]:
@@ -57,25 +56,6 @@ def _entry(info: object, path: Path, name: str) -> tuple[str, tuple[int, ...], i
 
 def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(f"{index}: not an index of safetensors files") from None
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ConfigError(f"{index}: names files that are missing: {', '.join(missing)}")
-        return [folder / name for name in names]
-    files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        raise ConfigError(
-            f"{folder}: holds {len(files)} safetensors files without an index; "
-            f"allowed: {SINGLE}, or several files and {INDEX}"
-        )
-    return files
 
 
 def _read_header(path: Path) -> tuple[dict[str, object], int]:

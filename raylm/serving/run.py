@@ -19,10 +19,10 @@ from raylm.config.application import load_app
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
 from raylm.config.files import IMPORT_PATH, read_config
-from raylm.config.source import locate
 from raylm.errors import ConfigError, RaylmError
 from raylm.executor.local_ray import start_local_ray
 from raylm.log import get_logger
+from raylm.models.check import check_model
 from raylm.serving.keeper import on_signals
 from raylm.serving.keys import read_keys
 
@@ -73,7 +73,7 @@ def serve_config(
         if application.get("import_path") == IMPORT_PATH:
             app = load_app(application.get("args") or {}, source=f"{target}: application {application.get('name')!r}")
             for model in app.models:
-                locate(model.engine.model.path)
+                check_model(model.engine)
             if (keys := api_keys_file or app.ingress.http.api_keys_file) is not None:
                 read_keys(keys)
                 application["args"] = _with_keys(application["args"], keys)

@@ -12,8 +12,7 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
-from raylm.models.registry import model_class
-from raylm.parallel.context import ParallelContext
+from raylm.models.outline import StageOutline, outline
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.gpus import Gpu
@@ -144,29 +143,12 @@ class Sizing:
         return self._config.scheduler.max_num_batched_tokens
 
     def _stages(self, parallel: ParallelConfig) -> list[_Stage]:
-        """The stages of a pipeline, as the first tensor rank of each has them; of all ranks it holds most."""
-        sizes = tuple(parallel.stage_layers) if parallel.stage_layers is not None else None
-        return [
-            self._stage(
-                ParallelContext(
-                    rank=rank * parallel.tensor,
-                    tensor_rank=0,
-                    tensor_size=parallel.tensor,
-                    pipeline_rank=rank,
-                    pipeline_size=parallel.pipeline,
-                    device=torch.device("meta"),
-                    stage_layers=sizes,
-                )
-            )
-            for rank in range(parallel.pipeline)
-        ]
+        """The stages of a pipeline, each as its fullest rank has it. Raises ConfigError where it cannot be split so."""
+        return [self._stage(stage) for stage in outline(self._arch, parallel, self._dtype)]
 
-    def _stage(self, context: ParallelContext) -> _Stage:
-        """Measured on the model itself, built without memory. Raises ConfigError as building it does."""
-        with torch.inference_mode():
-            # The rotary tables are counted apart, and take time to compute.
-            arch = dataclasses.replace(self._arch, max_position=1)
-            model = model_class(arch.architecture)(arch, context, self._dtype)
+    def _stage(self, stage: StageOutline) -> _Stage:
+        """Measured on the model itself, built without memory."""
+        arch, (context, model) = self._arch, stage
         held = _bytes(model)
         is_head = context.is_last_stage and arch.tie_embeddings
         unread = _bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0
