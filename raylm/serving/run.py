@@ -23,6 +23,7 @@ from raylm.errors import ConfigError, RaylmError
 from raylm.executor.local_ray import start_local_ray
 from raylm.log import get_logger
 from raylm.models.check import check_model
+from raylm.serving.address import check_address
 from raylm.serving.keeper import on_signals
 from raylm.serving.keys import read_keys
 
@@ -40,13 +41,14 @@ def serve_command(
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
     config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
+    options = config["http_options"]
+    check_address(options["host"], options["port"])
     _set_serve_defaults()
     start_local_ray(namespace="serve")
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
     on_signals(signal.default_int_handler)
     try:
         deploy(config)
-        options = config["http_options"]
         print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
         while True:
             time.sleep(3600)
