@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sys
@@ -31,6 +32,9 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.1
 _SHUTDOWN_S = 30.0
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
+"""An error of raylm at the end of a traceback."""
 
 
 def serve_command(
@@ -135,11 +139,20 @@ def deploy(config: dict[str, Any]) -> None:
     while True:
         applications = serve.status().applications
         states = {name: app.status.value for name, app in applications.items()}
-        if failed := [name for name, state in states.items() if state in ("DEPLOY_FAILED", "UNHEALTHY")]:
-            raise RaylmError(f"application {failed[0]!r} did not start: {applications[failed[0]].message}")
+        if failed := [name for name, state in states.items() if state in _FAILED]:
+            application = applications[failed[0]]
+            messages = [one.message for one in application.deployments.values() if one.status.value in _FAILED]
+            raise RaylmError(f"application {failed[0]!r} did not start: {cause([application.message, *messages])}")
         if states and all(state == "RUNNING" for state in states.values()):
             return
         time.sleep(_POLL_S)
+
+
+def cause(messages: list[str]) -> str:
+    """The sentence in Serve's status messages of an application and its failed deployments: they end with the exception
+    behind the failure, its traceback before it. raylm's own where there is one."""
+    sentences = _SENTENCE.findall("\n".join(messages))
+    return str(sentences[-1]) if sentences else " ".join([message.rstrip().rpartition("\n")[2] for message in messages])
 
 
 def _shut_down() -> None:

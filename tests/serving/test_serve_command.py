@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import checkpoints
 import httpx
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
 from ports import free_port
 from serve_process import running, wait_for_line
+
+from raylm.serving.run import cause
 
 pytestmark = pytest.mark.serve
 
@@ -75,3 +79,20 @@ def test_a_wrong_configuration_ends_in_a_sentence_before_anything_starts(tmp_pat
     assert "key 'scheduler.max_num_seq' is unknown (did you mean 'max_num_seqs'?)" in result.stderr
     assert str(path) in result.stderr and "Traceback" not in result.stderr
     assert "Ray" not in result.stderr
+
+
+def test_a_model_that_fails_in_its_replica_ends_in_its_sentence(tmp_path, monkeypatch):
+    weights = checkpoints.llama(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    monkeypatch.setenv("RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT", "1")
+    with running(str(tmp_path), "--port", str(free_port())) as (process, lines):
+        assert process.wait(90) == 2
+    problem = re.escape(str(weights)) + r": the file ends inside tensor \S+: it is cut short"
+    assert re.fullmatch(f"raylm: application 'llm' did not start: {problem}\n", lines[-1])
+
+
+def test_the_cause_of_a_failure_is_what_a_traceback_ends_with():
+    traceback = "Error:\nTraceback (most recent call last):\n  File 'x'\n"
+    messages = ["Failed to update the deployments ['a']."]
+    assert cause([*messages, traceback + "ValueError: no"]) == f"{messages[0]} ValueError: no"
+    assert cause([*messages, traceback + "raylm.errors.ConfigError: x is 3\n" + traceback]) == "x is 3"
