@@ -209,17 +209,16 @@ def _threads(wanted: int | None) -> Choice:
 
 def _is_serve_config(target: str) -> bool:
     from raylm.config.base import read_yaml
+    from raylm.serving.serve_file import is_serve_file
 
-    if not is_config_file(target):
-        return False
-    data = read_yaml(target)
-    return isinstance(data, dict) and "applications" in data
+    return is_config_file(target) and is_serve_file(read_yaml(target))
 
 
 def _examine_application(path: str, findings: Findings) -> None:
     """Check a Serve config file and every model in it."""
     from raylm.config.application import load_app
-    from raylm.serving.run import IMPORT_PATH, serve_config
+    from raylm.config.files import IMPORT_PATH
+    from raylm.serving.serve_file import serve_config
 
     findings.config = serve_config(path, host=None, port=None)
     for application in findings.config["applications"]:

@@ -13,11 +13,16 @@ LOCAL_DEFAULTS = {
 """What such a cluster is told, unless a user says otherwise."""
 
 
+def set_local_defaults() -> None:
+    """Have Ray told so when it is imported."""
+    for key, value in LOCAL_DEFAULTS.items():
+        os.environ.setdefault(key, value)
+
+
 def start_local_ray(**options: str) -> None:
     """Start it on loopback, without a dashboard; `options` are more of ray.init's."""
     if "ray" not in sys.modules:  # Else it has read them: its processes must not be told anything else.
-        for key, value in LOCAL_DEFAULTS.items():
-            os.environ.setdefault(key, value)
+        set_local_defaults()
     import ray
 
     ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=True, **options)

@@ -16,17 +16,12 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from raylm.config.application import load_app
-from raylm.config.base import parse
-from raylm.config.engine import EngineConfig
-from raylm.config.files import IMPORT_PATH, read_config
-from raylm.errors import ConfigError, RaylmError
-from raylm.executor.local_ray import start_local_ray
+from raylm.errors import RaylmError
+from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import get_logger
-from raylm.models.check import check_model
 from raylm.serving.address import check_address
 from raylm.serving.keeper import on_signals
-from raylm.serving.keys import read_keys
+from raylm.serving.serve_file import serve_config
 
 logger = get_logger(__name__)
 
@@ -44,10 +39,11 @@ def serve_command(
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
+    set_local_defaults()  # Before Ray is imported, for what it knows of Serve's files.
+    _set_serve_defaults()
     config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
     options = config["http_options"]
     check_address(options["host"], options["port"])
-    _set_serve_defaults()
     start_local_ray(namespace="serve")
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
     on_signals(signal.default_int_handler)
@@ -62,40 +58,6 @@ def serve_command(
     finally:
         on_signals(signal.SIG_IGN)
         _shut_down()
-
-
-def serve_config(
-    target: str, *, host: str | None, port: int | None, api_keys_file: str | None = None
-) -> dict[str, Any]:
-    """The Serve config file's content for whatever `raylm serve` was given, checked. What is None is the file's own, or
-    a default. Raises ConfigError."""
-    data = read_config(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{target}: a mapping is expected, not {type(data).__name__}")
-    if "applications" not in data:
-        engine = parse(EngineConfig, data, source=target)
-        data = _single_application({"models": [{"engine": engine.model_dump()}]})
-    for application in data["applications"]:
-        if application.get("import_path") == IMPORT_PATH:
-            app = load_app(application.get("args") or {}, source=f"{target}: application {application.get('name')!r}")
-            for model in app.models:
-                check_model(model.engine)
-            if (keys := api_keys_file or app.ingress.http.api_keys_file) is not None:
-                read_keys(keys)
-                application["args"] = _with_keys(application["args"], keys)
-    options = {"host": "127.0.0.1", "port": 8000, **data.get("http_options", {})}
-    options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
-    return {**data, "http_options": options}
-
-
-def _single_application(args: dict[str, Any]) -> dict[str, Any]:
-    application = {"name": "llm", "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
-    return {"proxy_location": "HeadOnly", "applications": [application]}
-
-
-def _with_keys(args: dict[str, Any], path: str) -> dict[str, Any]:
-    ingress = args.get("ingress", {})
-    return {**args, "ingress": {**ingress, "http": {**ingress.get("http", {}), "api_keys_file": path}}}
 
 
 def _set_serve_defaults() -> None:

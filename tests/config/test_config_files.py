@@ -14,7 +14,7 @@ from raylm.config.application import load_app
 from raylm.config.files import IMPORT_PATH, read_config
 from raylm.config.source import locate
 from raylm.errors import ConfigError
-from raylm.serving.run import serve_config
+from raylm.serving.serve_file import serve_config
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ def serve_url(ray_cluster: None) -> Iterator[str]:
         warnings.simplefilter("ignore")  # Ray's and Serve's own, at import and start
         from ray import serve
 
-        from raylm.serving.run import deploy, serve_config
+        from raylm.serving.run import deploy
+        from raylm.serving.serve_file import serve_config
 
         config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=port)
         model = config["applications"][0]["args"]["models"][0]

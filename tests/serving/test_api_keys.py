@@ -16,7 +16,7 @@ from raylm.errors import ConfigError
 from raylm.openai.errors import HttpError
 from raylm.serving.app import assemble
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
-from raylm.serving.run import serve_config
+from raylm.serving.serve_file import serve_config
 
 KEYS = "# who has which\n\nkey-of-anna\n  key-of-ben\t# until May\r\n#key-of-carl\nkey#4\n"
 
