@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import NamedTuple
-from uuid import uuid4
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,7 +21,6 @@ from raylm.openai.service import Events, OpenAIService
 from raylm.serving.keys import ApiKeys
 from raylm.serving.streams import DisconnectGuard
 
-MAX_REQUEST_ID_CHARS = 128
 Headers = tuple[tuple[bytes, bytes], ...]
 _JSON = b"application/json"
 _EVENT_STREAM: Headers = (
@@ -58,7 +56,7 @@ def build_http_app(models: ModelCatalog, config: HttpConfig) -> Router:
         ],
         # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
         redirect_slashes=False,
-        default=_not_found,
+        default=NotFound(api_keys),
     )
 
 
@@ -133,7 +131,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        responder = Responder(send, _request_id(headers))
+        responder = Responder(send)
         try:
             await self._answer(scope, headers, receive, responder)
         except ClientGone:
@@ -160,11 +158,11 @@ class Endpoint:
 
 
 class Responder:
-    """Sends one answer. `started` once its status is out, after which no other can be sent."""
+    """Sends one answer. `started` once its status is out, after which no other can be sent. Serve adds the header
+    x-request-id, with the client's own id where that sent one."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._request_id = request_id
         self.started = False
 
     async def reply(self, answer: Answer | Events) -> None:
@@ -197,8 +195,7 @@ class Responder:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
-        own = (b"x-request-id", self._request_id)
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, own]})
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
@@ -227,17 +224,21 @@ def _too_large(limit: int) -> HttpError:
     return HttpError(413, f"The body is longer than {limit} bytes, the most that is allowed", code="request_too_large")
 
 
-def _request_id(headers: Mapping[bytes, bytes]) -> bytes:
-    """The client's id where it is fit for a header of ours, else a new one."""
-    given = headers.get(b"x-request-id", b"")
-    if 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.decode().isprintable():
-        return given
-    return uuid4().hex.encode()
+class NotFound:
+    """What is no route. Under /v1 nobody learns so without a key, where there are any."""
 
+    def __init__(self, keys: ApiKeys | None) -> None:
+        self._keys = keys
 
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await WebSocketClose()(scope, receive, send)
-        return
-    error = HttpError(404, f"There is nothing at {scope['method']} {scope['path']}", code="not_found")
-    await Responder(send, _request_id(dict(scope["headers"]))).fail(error)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await WebSocketClose()(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        error = HttpError(404, f"There is nothing at {scope['method']} {scope['path']}", code="not_found")
+        try:
+            if self._keys is not None and f"{path}/".startswith("/v1/"):
+                self._keys.check(dict(scope["headers"]).get(b"authorization", b""))
+        except HttpError as refused:
+            error = refused
+        await Responder(send).fail(error)

@@ -26,7 +26,6 @@ def check(response: httpx.Response, status: int, *, code: str | None = None, par
     assert error["code"] == code
     assert error["param"] == param
     assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
     message = error["message"]
     assert isinstance(message, str)
     return message

@@ -51,6 +51,13 @@ def test_models_health_and_version(serve_url, client):
     assert httpx.get(f"{serve_url}/version").json()["version"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/nothing"])
+def test_an_answer_has_one_request_id(serve_url, path):
+    answer = httpx.get(serve_url + path, headers={"x-request-id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert len(httpx.get(serve_url + path).headers.get_list("x-request-id")) == 1
+
+
 def test_a_chat_is_answered(client):
     answer = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=32)
     assert "Paris" in answer.choices[0].message.content

@@ -40,6 +40,8 @@ def test_serve_answers_and_leaves_nothing_behind(tmp_path):
             wait_until_listed(client.with_options(api_key="theirs"), model)
             with pytest.raises(AuthenticationError):
                 client.models.list()
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"x-request-id": "mine"})
+        assert (answer.status_code, answer.headers.get_list("x-request-id")) == (401, ["mine"])
         for probe in ("/health", "/-/healthz"):
             assert httpx.get(f"http://127.0.0.1:{port}{probe}").status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
