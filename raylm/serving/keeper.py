@@ -33,12 +33,12 @@ def fork_keeper(*, leave_s: float = 5.0) -> int | None:
     server = os.fork()
     if server:
         os.close(end)
-        on_signals(lambda number, frame: os.kill(server, signal.SIGINT))
+        on_signals(lambda number, frame: _end(server))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return _keep(server, leave_s)
     os.close(kept)
     os.setsid()
-    on_signals(signal.default_int_handler)
+    on_signals(interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_keeper, args=(end,), name="keeper", daemon=True).start()
     return None
@@ -49,6 +49,18 @@ def on_signals(handler: Callable[[int, FrameType | None], object] | signal.Handl
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, once: whoever signals may do it twice, and nothing must cut the end short."""
+    on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _end(server: int) -> None:
+    on_signals(signal.SIG_IGN)
+    with suppress(ProcessLookupError):  # It may have ended by itself.
+        os.kill(server, signal.SIGINT)
 
 
 def _keep(server: int, leave_s: float) -> int:

@@ -20,7 +20,7 @@ from raylm.errors import RaylmError
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import get_logger
 from raylm.serving.address import check_address
-from raylm.serving.keeper import on_signals
+from raylm.serving.keeper import interrupt, on_signals
 from raylm.serving.serve_file import serve_config
 
 logger = get_logger(__name__)
@@ -46,7 +46,7 @@ def serve_command(
     check_address(options["host"], options["port"])
     start_local_ray(namespace="serve")
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
-    on_signals(signal.default_int_handler)
+    on_signals(interrupt)
     try:
         deploy(config)
         print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
@@ -120,15 +120,22 @@ def cause(messages: list[str]) -> str:
 def _shut_down() -> None:
     """End Serve and Ray."""
     import ray
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+    from ray.serve.context import _get_global_client
 
     # What serve.shutdown does. But the controller ends itself in the call that asks for it, which Ray would repeat
     # without end, and say so.
-    try:
-        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=_SHUTDOWN_S)
-    except ray.exceptions.GetTimeoutError:
-        logger.warning("Serve has not ended within %g s", _SHUTDOWN_S)
-    except (ValueError, ray.exceptions.RayError):
-        pass  # It had not begun, or has ended.
+    if _ray_lives() and (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
+        ending = client._controller.graceful_shutdown.options(max_task_retries=0).remote()
+        deadline = time.monotonic() + _SHUTDOWN_S
+        while _ray_lives() and not ray.wait([ending], timeout=_POLL_S)[0]:
+            if time.monotonic() > deadline:
+                logger.warning("Serve has not ended within %g s", _SHUTDOWN_S)
+                break
     ray.shutdown()
+
+
+def _ray_lives() -> bool:
+    """Whether Ray's processes here all do: systemd may signal every process of a service at once."""
+    from ray._private.worker import _global_node
+
+    return _global_node is not None and _global_node.remaining_processes_alive()

@@ -63,6 +63,8 @@ def assert_gone(processes):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_group_lets_the_server_end_in_order(start, number):
     keeper, processes = start("clean")
+    # Twice, as `timeout` does: once its child, once the group.
+    keeper.send_signal(number)
     os.killpg(keeper.pid, number)
     assert keeper.wait(20) == 5
     assert keeper.stdout.read() == "ended in order\n"

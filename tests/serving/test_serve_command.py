@@ -88,7 +88,7 @@ def test_a_model_that_fails_in_its_replica_ends_in_its_sentence(tmp_path, monkey
     weights.write_bytes(weights.read_bytes()[:-1000])
     monkeypatch.setenv("RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT", "1")
     with running(str(tmp_path), "--port", str(free_port())) as (process, lines):
-        assert process.wait(90) == 2
+        assert process.wait(120) == 2
     problem = re.escape(str(weights)) + r": the file ends inside tensor \S+: it is cut short"
     assert re.fullmatch(f"raylm: application 'llm' did not start: {problem}\n", lines[-1])
 
