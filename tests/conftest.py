@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -21,6 +22,16 @@ settings.register_profile("ci", max_examples=300, deadline=None)
 settings.register_profile("nightly", max_examples=10_000, deadline=None)
 settings.register_profile("unshrunk", max_examples=1_000, deadline=None, phases=[Phase.generate])
 settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A program that is run in this process prints raylm's lines to the stderr of its test, and not beyond it."""
+    logger = logging.getLogger("raylm")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 @pytest.fixture(scope="session")
