@@ -228,7 +228,6 @@ def _examine_application(path: str, findings: Findings) -> None:
         application["args"] = app.model_dump(exclude_none=True)
         for model, shown in zip(app.models, application["args"]["models"], strict=True):
             shown["engine"] = _resolved(model.engine)
-        for model in app.models:
             name = model.engine.model.served_name
             found = choices(model.engine)
             findings.choices += [dataclasses.replace(one, name=f"{name}: {one.name}") for one in found]

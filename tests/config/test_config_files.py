@@ -66,7 +66,9 @@ def test_what_is_nowhere_is_told_with_the_places(folder: Path):
 
 
 def test_applications_of_others_are_left_alone(folder: Path):
-    (entry,) = read_config(application(folder, "no.yaml", "others:app"))["applications"]  # type: ignore[index]
+    data = read_config(application(folder, "no.yaml", "others:app"))
+    assert isinstance(data, dict)
+    (entry,) = data["applications"]
     assert entry["args"] == {"models": [{"engine": "no.yaml"}]}
 
 
