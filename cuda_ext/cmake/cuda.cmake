@@ -13,13 +13,17 @@ target_sources(raylm_kernels PRIVATE
   csrc/cuda/all_reduce.cu csrc/cuda/attention.cu csrc/cuda/decode_attention.cu csrc/cuda/gated.cu
   csrc/cuda/gated_linear.cu csrc/cuda/linear.cu csrc/cuda/norm.cu csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu
   csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu csrc/cuda/prefill_attention.cu csrc/cuda/prefill_hopper.cu
-  csrc/cuda/rope_store.cu csrc/cuda/rotary.cu csrc/cuda/sample.cu csrc/cuda/store_kv.cu)
+  csrc/cuda/rope_store.cu csrc/cuda/rotary.cu csrc/cuda/sample.cu csrc/cuda/split_linear.cu
+  csrc/cuda/store_kv.cu)
 # USE_CUDA shows the CUDA part of torch's stable ABI. The CUDA runtime is linked in, so that the library also loads
 # where there is none.
 target_compile_definitions(raylm_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:USE_CUDA>)
 # Without it the kernels that need sm_90a have no code, and are not called.
 if("${RAYLM_CUDA_ARCHS}" MATCHES "90a")
   target_compile_definitions(raylm_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:RAYLM_SM90A>)
+endif()
+if(RAYLM_RACECHECK)
+  target_compile_definitions(raylm_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:RAYLM_RACECHECK>)
 endif()
 set_target_properties(raylm_kernels PROPERTIES
   CUDA_ARCHITECTURES "${RAYLM_CUDA_ARCHS}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden

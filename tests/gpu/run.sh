@@ -38,7 +38,7 @@ done
 measure llama-3.1-8b 256 8192 dec256:256:128:512
 measure llama-3.1-8b 512 8192 thr:512:1024:128 pre:64:4096:1
 measure qwen3-0.6b 1024 8192 thr:1024:256:256
-"$python" tests/gpu/gated_linear_times.py >>"$results"
+for script in attention linear gated_linear; do "$python" "tests/gpu/${script}_times.py" >>"$results"; done
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -ge 2 ]; then
     "$python" -m raylm.cli bench all-reduce >>"$results"

@@ -38,6 +38,7 @@ def test_a_build_for_cuda_has_every_kernel():
         "prefill_kernel",
         "prefill_hopper_kernel",
         "skinny_linear_kernel",
+        "split_linear_kernel",
         "gated_linear_kernel",
         "penalize_kernel",
         "sample_kernel",

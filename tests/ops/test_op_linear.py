@@ -34,10 +34,10 @@ def test_strided_rows_and_leading_dimensions(op, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32, 33, 64, 65])
 @pytest.mark.parametrize(
     ("out_size", "in_size"),
-    [(13, 8), (40, 72), (1000, 520), (256, 1024), (4096, 1024), (130, 2048), (1024, 3072), (530, 4104), (20, 14336)],
+    [(13, 8), (40, 72), (1000, 520), (256, 1024), (4096, 1024), (130, 2048), (1024, 3072), (530, 4104), (24, 14336)],
 )
 def test_few_rows(op, device, dtype, rows, out_size, in_size):
     x, weight = _random(rows, in_size).to(device, dtype), _random(out_size, in_size).to(device, dtype)
@@ -48,53 +48,61 @@ def test_few_rows(op, device, dtype, rows, out_size, in_size):
     assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps
 
 
-def test_few_rows_strided_and_unaligned(op, device):
-    wide, weight = _random(4, 400).to(device, torch.bfloat16), _random(96, 136).to(device, torch.bfloat16)
+@pytest.mark.parametrize("rows", [4, 40])
+def test_few_rows_strided_and_unaligned(op, device, rows):
+    wide, weight = _random(rows, 400).to(device, torch.bfloat16), _random(96, 136).to(device, torch.bfloat16)
     for start, first in ((0, 0), (8, 8), (3, 0), (0, 5)):
         x, w = wide[:, start : start + 128], weight[:, first : first + 128]
         close(op("linear")(x, w, None), x.double() @ w.double().t(), scale=128**0.5)
 
 
-def test_a_bad_row_stays_where_it_is(op, device):
-    x, weight = _random(5, 264).to(device, torch.bfloat16), _random(48, 264).to(device, torch.bfloat16)
+@pytest.mark.parametrize("rows", [5, 33])
+def test_a_bad_row_stays_where_it_is(op, device, rows):
+    x, weight = _random(rows, 264).to(device, torch.bfloat16), _random(48, 264).to(device, torch.bfloat16)
     x[2], weight[7] = float("nan"), float("inf")
     out = op("linear")(x, weight, None)
-    fine = torch.ones(5, 48, dtype=torch.bool, device=device)
+    fine = torch.ones(rows, 48, dtype=torch.bool, device=device)
     fine[2], fine[:, 7] = False, False
     assert torch.isfinite(out[fine]).all() and not torch.isfinite(out[~fine]).any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("most", "out_size", "in_size"),
+    ("fewest", "most", "out_size", "in_size"),
     [
-        (16, 4096, 1024),
-        (16, 1024, 3072),
-        (16, 333, 2048),
-        (16, 70000, 512),
-        (8, 4096, 4096),
-        (4, 4096, 14336),
-        (2, 520, 14336),
+        (1, 16, 4096, 1024),
+        (1, 16, 1024, 3072),
+        (1, 16, 333, 2048),
+        (1, 16, 70000, 512),
+        (1, 8, 4096, 4096),
+        (1, 4, 4096, 14336),
+        (1, 2, 520, 14336),
+        (9, 16, 6144, 4096),
+        (17, 32, 2048, 14336),
+        (17, 32, 1000, 520),
+        (33, 64, 1024, 4096),
+        (33, 64, 1024, 3072),
     ],
 )
-def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, most, out_size, in_size):
-    """Among the rows that the extension's own kernel takes; torch's library takes more."""
+def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, fewest, most, out_size, in_size):
+    """Among the rows that one of the extension's own kernels takes; torch's library takes more."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     x, weight = _random(most, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
     together = ops.linear(x, weight)
-    for rows in {1, 2, most // 2, most // 2 + 1, most - 1}:
+    for rows in {fewest, fewest + 1, (fewest + most) // 2, (fewest + most) // 2 + 1, most - 1}:
         assert torch.equal(ops.linear(x[-rows:], weight), together[-rows:])
 
 
 @pytest.mark.gpu
-def test_products_in_a_captured_graph(needs_extension):
+@pytest.mark.parametrize("rows", [4, 30])
+def test_products_in_a_captured_graph(needs_extension, rows):
     """Each product's weights are read while the kernel before still runs, its rows are not."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     sizes = [1024, 4096, 1024, 3072, 1024, 256, 2048, 8]
     weights = [_random(n, k).to("cuda", torch.bfloat16) / k**0.5 for k, n in zip(sizes, sizes[1:], strict=False)]
-    static = torch.zeros(4, 1024, dtype=torch.bfloat16, device="cuda")
+    static = torch.zeros(rows, 1024, dtype=torch.bfloat16, device="cuda")
 
     def step(x: torch.Tensor) -> torch.Tensor:
         for weight in weights:
@@ -107,7 +115,7 @@ def test_products_in_a_captured_graph(needs_extension):
     with torch.cuda.graph(graph):
         out = step(static)
     for seed in range(50):
-        static.copy_(torch.randn(4, 1024, generator=torch.Generator().manual_seed(seed)))
+        static.copy_(torch.randn(rows, 1024, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         assert torch.equal(out, step(static))
 

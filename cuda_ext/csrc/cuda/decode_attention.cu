@@ -80,25 +80,14 @@ int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
   return sums + align_up(logs) + joins * static_cast<int64_t>(sizeof(int4));
 }
 
-// The second kernel may start while the first still runs, for which it then waits: that hides its launch.
 template <typename T>
-void launch_join(const DecodeParams<T>& p, int64_t columns, const Tensor& q, cudaStream_t stream) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q.get_device_index());
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
+void launch_join(const DecodeParams<T>& p, int64_t columns, cudaStream_t stream) {
   // Where few sequences share many slots, there are many parts to join.
   const bool many = p.batch.slots >= 8 * p.batch.num_seqs;
   const int rows = p.parts.rows, blocks = many ? std::min(rows, 16) : std::clamp(rows / 8, 1, 4);
-  config.gridDim = dim3(columns, std::min(p.batch.slots, p.batch.num_seqs), blocks);
-  config.blockDim = dim3(many ? kJoinThreads : 128);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  const dim3 grid(columns, std::min(p.batch.slots, p.batch.num_seqs), blocks), block(many ? kJoinThreads : 128);
   const auto kernel = p.attention.head_dim <= 128 ? decode_join_kernel<T, 1> : decode_join_kernel<T, 2>;
-  cudaLaunchKernelEx(&config, kernel, p);
+  launch_dependent(kernel, grid, block, stream, p);
 }
 
 template <typename T, int D, int N, bool Biased>
@@ -126,9 +115,10 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_qu
   }
   const dim3 grid(columns, p.batch.slots);
   const cudaStream_t stream = current_stream(q);
-  decode_attention_kernel<T, D, N, Biased><<<grid, kDecodeThreads, Layout::kBytes, stream>>>(p);
+  const auto kernel = decode_attention_kernel<T, D, N, Biased>;
+  launch_dependent(kernel, {grid, dim3(kDecodeThreads), stream, Layout::kBytes}, p);
   check_launch("paged_attention");
-  if (may_cut) launch_join(p, columns, q, stream);
+  if (may_cut) launch_join(p, columns, stream);
   return true;
 }
 

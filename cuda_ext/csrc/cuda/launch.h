@@ -57,22 +57,45 @@ inline int device_attribute(cudaDeviceAttr which, int32_t device) {
 
 inline int compute_major(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }
 
+struct Launch {
+  dim3 grid, block;
+  cudaStream_t stream;
+  size_t shared = 0;  // bytes of dynamic shared memory
+  int cluster = 1;    // blocks of a cluster, neighbours in x
+};
+
 // Launches a kernel that may start while the one before it on the stream drains (programmatic dependent launch, compute
 // capability 9.0): the kernel waits for it by itself, see raylm/cuda/grid_dependency.cuh.
 template <typename... Params>
-void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, const Params&... params) {
+void launch_dependent(void (*kernel)(Params...), const Launch& launch, const Params&... params) {
   int device = 0;
   cudaGetDevice(&device);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = launch.cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = compute_major(device) >= 9 ? 1 : 0;
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared;
+  config.stream = launch.stream;
+  config.attrs = attributes;
+  config.numAttrs = compute_major(device) < 9 ? 0 : launch.cluster > 1 ? 2 : 1;
   cudaLaunchKernelEx(&config, kernel, params...);  // its error is read by check_launch
+}
+
+template <typename... Params>
+void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, const Params&... params) {
+  launch_dependent(kernel, Launch{grid, block, stream}, params...);
+}
+
+// Whether a kernel may read weights while the one before it still runs: in a captured graph, where no one writes them
+// between two kernels of a step. Elsewhere a kernel that lets this one start early might be the one that writes them.
+inline bool reads_weights_early(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
 }
 
 // Threads for a row of `size` elements: whole warps, at most `most`.

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <optional>
-#include <vector>
 
 #include "products.h"
 #include "raylm/cuda/skinny_linear.cuh"
@@ -55,13 +54,6 @@ Plan plan_for(int64_t rows, int64_t n, int64_t k) {
   return shared_bytes(plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kTorch;
 }
 
-// Weights are read early only in a captured graph: there, no one writes them between two kernels of a step. Elsewhere a
-// kernel that lets this one start early might be the one that writes them.
-bool reads_early(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
-}
-
 struct Grid {
   int blocks, shared;
 };
@@ -84,22 +76,13 @@ void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   auto* const kernel = skinny_linear_kernel<T, Groups, Tiles, kStages, kWarpsOfBlock>;
   args.split = split_of(args.k);
   args.tiles = (args.n + 8 * Tiles - 1) / (8 * Tiles);
-  args.early = reads_early(stream);
+  args.early = reads_weights_early(stream);
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
                             (args.tiles + teams - 1) / teams, device_attribute(cudaDevAttrMultiProcessorCount, device));
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock - 1024);
-  cudaLaunchAttribute dependent{};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid.blocks;
-  config.blockDim = teams * args.split * kWarp;
-  config.dynamicSmemBytes = grid.shared;
-  config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args);  // its error is read by check_launch
+  const dim3 block(teams * args.split * kWarp);
+  launch_dependent(kernel, {dim3(grid.blocks), block, stream, static_cast<size_t>(grid.shared)}, args);
 }
 
 template <typename T>
@@ -118,9 +101,7 @@ bool has_aligned_rows(const Tensor& tensor, int64_t stride) {
 template <typename T>
 Tensor skinny(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows, int64_t x_stride,
               Plan plan) {
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = weight.size(0);
-  Tensor out = torch::stable::new_empty(x, shape);
+  Tensor out = new_product(x, weight);
   SkinnyArgs<T> args{};
   args.x = data<T>(x);
   args.weight = data<T>(weight);
@@ -149,7 +130,10 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
                     has_aligned_rows(x, x_stride) && has_aligned_rows(weight, weight.stride(0)) &&
                     compute_major(x.get_device_index()) == 9;
   const Plan plan = fits ? plan_for(rows, weight.size(0), k) : Plan{0, 0};
-  if (plan.groups == 0) return torch_linear(x, weight, bias);
+  if (plan.groups == 0) {
+    const std::optional<Tensor> out = fits ? split_linear(x, weight, bias, rows, x_stride) : std::nullopt;
+    return out ? *out : torch_linear(x, weight, bias);
+  }
   return x.scalar_type() == ScalarType::Half ? skinny<__half>(x, weight, bias, rows, x_stride, plan)
                                              : skinny<__nv_bfloat16>(x, weight, bias, rows, x_stride, plan);
 }

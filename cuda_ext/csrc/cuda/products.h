@@ -1,14 +1,28 @@
-// Launchers that another operator's launcher calls. They check their arguments.
+// Products, and launchers that another operator's launcher calls.
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "launch.h"
 
 namespace raylm::cuda {
 
+// These check their arguments.
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias);
 Tensor silu_mul(Tensor x);
 Tensor gelu_tanh_mul(Tensor x);
+
+// linear by the kernel for up to 64 rows; nothing where it does not take the shape. The caller has checked that x and
+// weight hold 16-bit numbers, that their rows, `x_stride` elements apart, are 16-byte aligned, and that this is Hopper.
+std::optional<Tensor> split_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                                   int64_t rows, int64_t x_stride);
+
+// For the product of x and the transposed weight.
+inline Tensor new_product(const Tensor& x, const Tensor& weight) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = weight.size(0);
+  return torch::stable::new_empty(x, shape);
+}
 
 }  // namespace raylm::cuda

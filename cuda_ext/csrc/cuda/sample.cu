@@ -28,20 +28,8 @@ void launch(const SampleParams& params, int64_t rows, int device, cudaStream_t s
     fail(kOp, "logits has ", params.vocab, " columns, must have at most ", columns);
   }
   cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kSampleCtas;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(rows * kSampleCtas);
-  config.blockDim = dim3(kSampleThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  cudaLaunchKernelEx(&config, sample_kernel<T>, params);
+  const dim3 grid(rows * kSampleCtas), block(kSampleThreads);
+  launch_dependent(sample_kernel<T>, {grid, block, stream, static_cast<size_t>(bytes), kSampleCtas}, params);
 }
 
 Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,

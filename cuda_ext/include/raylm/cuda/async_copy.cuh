@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "raylm/cuda/common.cuh"
+
 namespace raylm::cuda {
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
@@ -19,6 +21,12 @@ __device__ inline void barrier_init_done() {
 
 __device__ inline void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// A warp's arrivals, all of kWarpArrivals.
+__device__ inline void barrier_arrive_warp(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % kWarp < kWarpArrivals) barrier_arrive(barrier);
 }
 
 // One arrival, which also announces the bytes that copies will bring.
@@ -51,12 +59,6 @@ __device__ inline void bulk_copy_once(unsigned to, const void* from, unsigned by
       "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
-}
-
-__device__ inline uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 }  // namespace raylm::cuda

@@ -10,6 +10,14 @@ namespace raylm::cuda {
 
 constexpr int kWarp = 32;
 
+// Lanes that arrive at a barrier for their warp. One does: __syncwarp has ordered what the others did before. The tool
+// racecheck does not follow that; in a build for it every lane arrives, which costs a decode step a tenth and more.
+#ifdef RAYLM_RACECHECK
+constexpr unsigned kWarpArrivals = kWarp;
+#else
+constexpr unsigned kWarpArrivals = 1;
+#endif
+
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float to_float(__half x) { return __half2float(x); }
@@ -38,6 +46,13 @@ __device__ inline float block_sum(float x) {
   __syncthreads();
   x = threadIdx.x % kWarp < blockDim.x / kWarp ? parts[threadIdx.x % kWarp] : 0.0f;
   return warp_sum(x);
+}
+
+// For copies of what is read once: it is the first to leave the L2 cache.
+__device__ inline uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
 }  // namespace raylm::cuda

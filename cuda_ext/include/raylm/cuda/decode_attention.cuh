@@ -8,6 +8,7 @@
 
 #include "raylm/cuda/attention.cuh"
 #include "raylm/cuda/decode_schedule.cuh"
+#include "raylm/cuda/grid_dependency.cuh"
 #include "raylm/cuda/warp_mma.cuh"
 
 namespace raylm::cuda {
@@ -385,9 +386,8 @@ template <typename T, int D, int N, bool Biased>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
   extern __shared__ uint4 shared[];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  start_dependents();
+  wait_for_dependencies();
   DecodeBlock<T, D, N, Biased> block(p, reinterpret_cast<T*>(shared));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   // Rows past the last sequence are zeros.
@@ -462,9 +462,8 @@ struct DecodeJoin {
 template <typename T, int Quads>
 __global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
   constexpr int kBatch = DecodeJoin<Quads>::kBatch;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  start_dependents();
+  wait_for_dependencies();
   const int columns = gridDim.x, column = blockIdx.x, num_kv_heads = static_cast<int>(p.attention.num_kv_heads);
   const int chunk = column / num_kv_heads, first_row = chunk * p.parts.chunk, kv_head = column - chunk * num_kv_heads;
   const int4 join = p.parts.joins[blockIdx.y * (columns / num_kv_heads) + chunk];

@@ -52,6 +52,51 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
                ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
 }
 
+// The same for ordinary writes to shared memory, also of the threads that were synchronised with this one before: another
+// block's thread sees them when it has waited by barrier_wait_acquiring.
+template <int Ranks>
+__device__ inline void barrier_arrive_releasing(uint32_t barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\n.reg .pred p;\n"
+               "setp.lt.u32 p, %1, %2;\n"
+               "@p mapa.shared::cluster.u32 there, %0, %1;\n"
+               "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
+               ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
+}
+
+// A lane's part of its warp's arrivals, kWarpArrivals of them, at this barrier of every block; __syncwarp stands before.
+template <int Ranks>
+__device__ inline void barrier_arrive_lane(uint32_t barrier, int lane) {
+  if constexpr (kWarpArrivals == 1) {
+    barrier_arrive_releasing<Ranks>(barrier, lane);
+  } else {
+    for (int rank = 0; rank < Ranks; ++rank) barrier_arrive_releasing<Ranks>(barrier, rank);
+  }
+}
+
+__device__ inline void barrier_wait_acquiring(uint32_t barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  }
+}
+
+__device__ inline void store_shared(uint32_t to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
+// What the cluster's block `rank` has at this block's address of it, 16-byte aligned.
+__device__ inline float4 load_shared_at(uint32_t from, int rank) {
+  float4 x;
+  asm volatile("{\n.reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %4, %5;\n"
+               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from), "r"(rank) : "memory");
+  return x;
+}
+
 // The stage of a ring that comes next, and the parity of its barrier.
 template <int Stages>
 struct Ring {
@@ -102,6 +147,14 @@ __device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t ba
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4}], [%2];"
                ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]) : "memory");
+}
+
+// The same for what is read once: it is the first to leave the L2 cache.
+__device__ inline void load_box_once(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[2],
+                                     uint64_t policy) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4}], [%2], %5;"
+               ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]), "l"(policy) : "memory");
 }
 
 __device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[3]) {
@@ -191,8 +244,12 @@ __device__ __forceinline__ void settle(float (&x)[N]) {
 #define RAYLM_OUT8(i) \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
       "+f"(c[i + 6]), "+f"(c[i + 7])
-#define RAYLM_LIST32 RAYLM_TEXT0 "," RAYLM_TEXT8 "," RAYLM_TEXT16 "," RAYLM_TEXT24
-#define RAYLM_OUT32 RAYLM_OUT8(0), RAYLM_OUT8(8), RAYLM_OUT8(16), RAYLM_OUT8(24)
+#define RAYLM_LIST08 RAYLM_TEXT0
+#define RAYLM_OUT08 RAYLM_OUT8(0)
+#define RAYLM_LIST16 RAYLM_LIST08 "," RAYLM_TEXT8
+#define RAYLM_OUT16 RAYLM_OUT08, RAYLM_OUT8(8)
+#define RAYLM_LIST32 RAYLM_LIST16 "," RAYLM_TEXT16 "," RAYLM_TEXT24
+#define RAYLM_OUT32 RAYLM_OUT16, RAYLM_OUT8(16), RAYLM_OUT8(24)
 #define RAYLM_LIST40 RAYLM_LIST32 "," RAYLM_TEXT32
 #define RAYLM_OUT40 RAYLM_OUT32, RAYLM_OUT8(32)
 #define RAYLM_LIST48 RAYLM_LIST40 "," RAYLM_TEXT40
@@ -221,8 +278,12 @@ __device__ __forceinline__ void settle(float (&x)[N]) {
 // c (+)= a b^T for 64 rows of a and N rows of b, 16 products.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_transposed(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(N == 64 || N == 96 || N == 128 || N == 256);
+  static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 256);
   constexpr bool kHalf = std::is_same_v<T, __half>;
+  if constexpr (N == 16 && kHalf) RAYLM_WGMMA_SS(16, "f16", 08, 8, 9, 10);
+  if constexpr (N == 16 && !kHalf) RAYLM_WGMMA_SS(16, "bf16", 08, 8, 9, 10);
+  if constexpr (N == 32 && kHalf) RAYLM_WGMMA_SS(32, "f16", 16, 16, 17, 18);
+  if constexpr (N == 32 && !kHalf) RAYLM_WGMMA_SS(32, "bf16", 16, 16, 17, 18);
   if constexpr (N == 64 && kHalf) RAYLM_WGMMA_SS(64, "f16", 32, 32, 33, 34);
   if constexpr (N == 64 && !kHalf) RAYLM_WGMMA_SS(64, "bf16", 32, 32, 33, 34);
   if constexpr (N == 96 && kHalf) RAYLM_WGMMA_SS(96, "f16", 48, 48, 49, 50);

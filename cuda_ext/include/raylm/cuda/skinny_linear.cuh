@@ -201,8 +201,8 @@ class SkinnyMeeting {
 
   static __device__ void init(unsigned barriers, int split) {
     for (int i = 0; i < kSkinnySlots; ++i) {
-      barrier_init(barriers + 8 * i, split);
-      barrier_init(barriers + 8 * (kSkinnySlots + i), 1);
+      barrier_init(barriers + 8 * i, split * kWarpArrivals);
+      barrier_init(barriers + 8 * (kSkinnySlots + i), kWarpArrivals);
     }
   }
 
@@ -211,12 +211,10 @@ class SkinnyMeeting {
     const int slot = count_ % kSkinnySlots, use = count_ / kSkinnySlots;
     barrier_wait(emptied_ + 8 * slot, (use & 1) ^ 1);
     sums.store(parts_ + (slot * args_.split + team_.warp) * kSums);
-    __syncwarp();
-    if (team_.lane == 0) barrier_arrive(filled_ + 8 * slot);
+    barrier_arrive_warp(filled_ + 8 * slot);
     if (count_ > 0 && (count_ - 1) % args_.split == team_.warp) {
       write(count_ - 1, team_.lane, kWarp);
-      __syncwarp();
-      if (team_.lane == 0) barrier_arrive(emptied_ + 8 * ((count_ - 1) % kSkinnySlots));
+      barrier_arrive_warp(emptied_ + 8 * ((count_ - 1) % kSkinnySlots));
     }
     ++count_;
   }

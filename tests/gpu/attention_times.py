@@ -1,0 +1,131 @@
+"""What paged attention takes: decode as a share of the memory's bandwidth, prefill in TFLOP/s.
+
+python tests/gpu/attention_times.py        on a CUDA host; prints one JSON line a case, in all in half a minute
+
+bf16, cache blocks of 16 in random order. Calls stand in a CUDA graph with a kernel of no work behind each, whose own
+time is taken off, over caches that take turns, so that no call finds its own in the L2 cache. The bandwidth is that of
+a large element-wise kernel, measured before them, its reading and its writing counted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from timing import COLD_BYTES, Call, bandwidth, graph_us
+from torch import Tensor
+
+from raylm import ops
+from raylm.layers.alibi import alibi_slopes
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of `context` keys, of which each one's last `queries` are computed."""
+
+    seqs: int
+    context: int
+    queries: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    window: int = 0
+    alibi: bool = False
+    spread: bool = False
+    """Contexts from a hundredth of `context` to twice as much, instead of one for all."""
+
+    def lengths(self) -> list[int]:
+        if not self.spread:
+            return [self.context] * self.seqs
+        low, high = self.context // 100, 2 * self.context
+        return [low + (high - low) * i // (self.seqs - 1) for i in range(self.seqs)]
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values that have to be read."""
+        seen = self.window + self.queries - 1 if self.window else 1 << 40
+        return sum(min(length, seen) for length in self.lengths()) * self.kv_heads * self.head_size * 4
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(self.queries * (length - self.queries) + self.queries**2 / 2 for length in self.lengths())
+        return int(4 * pairs * self.heads * self.head_size)
+
+
+DECODE = [
+    Case(64, 4096),
+    Case(1, 32768),
+    Case(256, 512),
+    Case(64, 6400, spread=True),
+    Case(32, 256),
+    Case(1, 128),
+    *(Case(64, 4096, queries=queries) for queries in (5, 8, 16)),
+    *(Case(64, 4096, head_size=size) for size in (64, 80, 96, 192, 256)),
+    Case(64, 4096, heads=9, kv_heads=3, head_size=64),
+    Case(1, 32768, head_size=64),
+    Case(64, 4096, window=1024),
+    Case(64, 4096, kv_heads=1),
+    Case(64, 4096, heads=64, kv_heads=8),
+    Case(64, 4096, alibi=True),
+]
+PREFILL = [
+    *(Case(8, 4096, queries=4096, head_size=size) for size in (64, 80, 96, 128, 192, 256)),
+    Case(1, 16384, queries=16384),
+    Case(16, 1024, queries=1024),
+    Case(1, 16384, queries=2048),
+    Case(8, 4096, queries=4096, alibi=True),
+]
+
+
+def attention_us(case: Case) -> float:
+    """Without the kernel between them, calls would begin before the call ahead has ended, as in no model."""
+    nothing = torch.zeros(1, device="cuda")
+
+    def spaced(call: Call) -> Call:
+        def both() -> Tensor:
+            call()
+            return nothing.neg_()
+
+        return both
+
+    return graph_us([spaced(call) for call in calls_of(case)]) - graph_us([nothing.neg_])
+
+
+def calls_of(case: Case) -> list[Call]:
+    """The case over several caches, all of them together larger than the L2 cache."""
+    blocks = [-(-length // BLOCK) for length in case.lengths()]
+    shape = (sum(blocks), BLOCK, case.kv_heads, case.head_size)
+    copies = max(2, -(-COLD_BYTES // (4 * sum(blocks) * BLOCK * case.kv_heads * case.head_size)))
+    table = torch.zeros(case.seqs, max(blocks), dtype=torch.int32)
+    order = torch.randperm(sum(blocks)).split(blocks)
+    for row, ids in zip(table, order, strict=True):
+        row[: len(ids)] = ids
+    starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.queries
+    lengths = torch.tensor(case.lengths(), dtype=torch.int32)
+    q = torch.randn(case.seqs * case.queries, case.heads, case.head_size, dtype=torch.bfloat16, device="cuda")
+    slopes = alibi_slopes(case.heads).cuda() if case.alibi else None
+    rest = (table.cuda(), starts.cuda(), lengths.cuda(), case.queries, max(case.lengths()), case.head_size**-0.5)
+    caches = [torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
+    return [
+        lambda k=k, v=v: ops.paged_attention(q, k, v, *rest, window=case.window, alibi_slopes=slopes) for k, v in caches
+    ]
+
+
+def main() -> None:
+    most = bandwidth()
+    print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
+    for case in DECODE:
+        time = attention_us(case)
+        share = round(case.bytes / time / most, 3)
+        print(json.dumps({"bench": "decode", **asdict(case), "us": round(time, 2), "of_bandwidth": share}), flush=True)
+    for case in PREFILL:
+        time = attention_us(case)
+        tflops = round(case.flops / time / 1e6, 1)
+        print(json.dumps({"bench": "prefill", **asdict(case), "us": round(time, 2), "tflops": tflops}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What products of few rows take, beside torch's library.
+
+python tests/gpu/linear_times.py [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
+
+bf16, in a CUDA graph, with weights that come from memory. `of_bandwidth` is the reading of the weight alone as a share
+of what the memory gives to a large element-wise kernel, measured before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from timing import COLD_BYTES, Call, bandwidth, graph_us
+from torch.nn import functional
+
+from raylm import ops
+
+ROWS = (1, 8, 12, 16, 17, 24, 32, 48, 64)
+SHAPES = {
+    "8b qkv": (6144, 4096),
+    "8b o": (4096, 4096),
+    "8b gate, up": (28672, 4096),
+    "8b down": (4096, 14336),
+    "8b head": (128256, 4096),
+    "0.6b qkv": (4096, 1024),
+    "0.6b o": (1024, 2048),
+    "0.6b gate, up": (6144, 1024),
+    "0.6b down": (1024, 3072),
+    "0.6b head": (151936, 1024),
+}
+"""Name: rows of the weight, columns."""
+
+
+def main() -> None:
+    most = bandwidth()
+    print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
+    for name, (n, k) in SHAPES.items():
+        copies = max(2, -(-COLD_BYTES // (2 * n * k)))
+        weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5 for _ in range(copies)]
+        for rows in [int(rows) for rows in sys.argv[1:]] or ROWS:
+            x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
+            ours: list[Call] = [lambda x=x, w=w: ops.linear(x, w) for w in weights]
+            library: list[Call] = [lambda x=x, w=w: functional.linear(x, w) for w in weights]
+            us, library_us = graph_us(ours), graph_us(library)
+            line = {"bench": "linear", "name": name, "n": n, "k": k, "rows": rows, "us": round(us, 2)}
+            share = round(2 * n * k / us / most, 3)
+            print(json.dumps({**line, "library_us": round(library_us, 2), "of_bandwidth": share}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

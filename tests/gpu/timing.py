@@ -1,0 +1,42 @@
+"""How the scripts of this folder time GPU work."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+COLD_BYTES = 512 << 20
+"""Inputs of this size in all take turns, so that no call finds its own in the L2 cache."""
+REPLAYS = 15
+
+Call = Callable[[], Tensor]
+
+
+def graph_us(calls: list[Call]) -> float:
+    """Of one call, in a CUDA graph of many that follow each other as a step's kernels do; the median of replays."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph, count = torch.cuda.CUDAGraph(), max(len(calls), 12)
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / count)
+    return statistics.median(times[3:])
+
+
+def bandwidth() -> float:
+    """Bytes in a microsecond, of a kernel that reads and writes much."""
+    source = torch.randn(1 << 30, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / graph_us([lambda: torch.neg(source, out=target)])
