@@ -91,7 +91,7 @@ def attention_us(case: Case) -> float:
 
         return both
 
-    return graph_us([spaced(call) for call in calls_of(case)]) - graph_us([nothing.neg_])
+    return graph_us([spaced(call) for call in calls_of(case)]) - graph_us([nothing.neg_] * 64)
 
 
 def calls_of(case: Case) -> list[Call]:

@@ -2,8 +2,9 @@
 
 python tests/gpu/linear_times.py [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
 
-bf16, in a CUDA graph, with weights that come from memory. `of_bandwidth` is the reading of the weight alone as a share
-of what the memory gives to a large element-wise kernel, measured before.
+bf16, in a CUDA graph, with weights that come from memory. A call of ours begins while the one ahead drains, as it does
+in a model; the library's do not. `of_bandwidth` is the reading of the weight alone as a share of what the memory gives
+to a large element-wise kernel, measured before.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 #
 #   tests/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [PROCESSES [EVERY [LOGS]]]
 #
-# PROCESSES (4) run side by side, over all GPUs that torch sees; on one GPU they take turns. EVERY 4 takes one test of
-# four. What the processes say goes into the folder LOGS. racecheck wants kernels that were built for it
-# (cmake.define.RAYLM_RACECHECK=ON).
+# PROCESSES (4) share the GPUs that torch sees. EVERY 4 takes one test of four. What the processes say goes into the
+# folder LOGS. racecheck wants kernels that were built for it (cmake.define.RAYLM_RACECHECK=ON).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -16,8 +15,9 @@ logs=${4:-$(mktemp -d)}
 
 # The references are small: with threads for all cores of a large host they take many times as long.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-# For memcheck each tensor is to be an allocation, whose ends it knows. A graph cannot be captured then.
-[ "$tool" != memcheck ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+# These two know where an allocation ends and what of it was written: each tensor is to be one. A graph cannot be
+# captured then.
+case "$tool" in memcheck | initcheck) export PYTORCH_NO_CUDA_MEMORY_CACHING=1 ;; esac
 mkdir -p "$logs"
 chosen="not cpu and not graph and not fallback and not avx and not generic"
 # Of CUDA 13.0, racecheck ends with an internal error in 16-bit products of torch's library: these run none.

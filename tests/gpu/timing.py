@@ -16,17 +16,18 @@ Call = Callable[[], Tensor]
 
 
 def graph_us(calls: list[Call]) -> float:
-    """Of one call, in a CUDA graph of many that follow each other as a step's kernels do; the median of replays."""
+    """Of one call, in a CUDA graph of many that follow each other; the median of replays, each behind another one."""
     for call in calls:
         call()
     torch.cuda.synchronize()
-    graph, count = torch.cuda.CUDAGraph(), max(len(calls), 12)
+    graph, count = torch.cuda.CUDAGraph(), len(calls) * -(-12 // len(calls))
     with torch.cuda.graph(graph):
         for i in range(count):
             calls[i % len(calls)]()
     times = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
         start.record()
         graph.replay()
         end.record()

@@ -1,8 +1,6 @@
 #include "decode_attention.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "raylm/cuda/decode_attention.cuh"
 
@@ -12,7 +10,6 @@ namespace {
 static_assert(kMaxDecodeQueries == kDecodeQueries);
 
 constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
-constexpr int kMaxDevices = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -39,17 +36,16 @@ int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
 // How many blocks the device runs at a time; 0 where it has too little shared memory for one.
 template <typename T, int D, int N, bool Biased>
 int resident_blocks(int device) {
-  static std::array<std::atomic<int>, kMaxDevices> known{};
-  if (device < kMaxDevices && known[device] > 0) return known[device] - 1;
-  constexpr int bytes = DecodeLayout<D, N>::kBytes;
-  const auto kernel = decode_attention_kernel<T, D, N, Biased>;
-  int blocks = 0, multiprocessors = 0;
-  const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
-  if (fits) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  cudaGetLastError();
-  if (device < kMaxDevices) known[device] = blocks * multiprocessors + 1;
-  return blocks * multiprocessors;
+  static DeviceNumber known;
+  return known.of(device, [device] {
+    constexpr int bytes = DecodeLayout<D, N>::kBytes;
+    const auto kernel = decode_attention_kernel<T, D, N, Biased>;
+    int blocks = 0;
+    const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+    if (fits) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
+    cudaGetLastError();
+    return blocks * device_attribute(cudaDevAttrMultiProcessorCount, device);
+  });
 }
 
 template <typename T>

@@ -6,6 +6,9 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <array>
+#include <atomic>
+
 #include "checks.h"
 
 // It lives in torch's CUDA library; weak, so that this extension also loads into a torch for CPUs only.
@@ -56,6 +59,21 @@ inline int device_attribute(cudaDeviceAttr which, int32_t device) {
 }
 
 inline int compute_major(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }
+
+// A number that takes long to find out and is each device's own: found out once.
+class DeviceNumber {
+ public:
+  template <typename Find>
+  int of(int device, const Find& find) {
+    if (device >= kMost) return find();
+    if (known_[device] == 0) known_[device] = find() + 1;
+    return known_[device] - 1;
+  }
+
+ private:
+  static constexpr int kMost = 64;
+  std::array<std::atomic<int>, kMost> known_{};  // plus one; 0: not yet
+};
 
 struct Launch {
   dim3 grid, block;

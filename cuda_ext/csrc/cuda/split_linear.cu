@@ -1,8 +1,6 @@
 #include "raylm/cuda/split_linear.cuh"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "products.h"
 #include "tensor_map.h"
@@ -12,11 +10,10 @@ namespace {
 
 constexpr int kMostRows = 64;
 constexpr int kSharedOfBlock = 226 * 1024;  // dynamic; of 227 that a block of compute capability 9.0 may have
-constexpr int kMaxDevices = 64;
 constexpr int kTileCost = 1, kMeetingCost = 2;  // in steps, about
 
-// Of a weight: of larger ones torch's library keeps more copies under way, and is as fast or faster (H200).
-int64_t most_bytes(int64_t rows) { return rows <= 32 ? 64 << 20 : 8 << 20; }
+// Of a weight: torch's library is as fast or faster with larger ones (H200).
+int64_t most_bytes(int64_t rows) { return (rows <= 16 ? 64 : rows <= 32 ? 40 : 8) << 20; }
 
 int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -28,24 +25,24 @@ struct Plan {
 // How many clusters the device runs at a time, with a block on each multiprocessor.
 template <typename T, int Rows, int Cluster>
 int resident_clusters(int device) {
-  static std::array<std::atomic<int>, kMaxDevices> known{};
-  if (device < kMaxDevices && known[device] > 0) return known[device] - 1;
-  const auto kernel = split_linear_kernel<T, Rows, Cluster>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = Cluster;
-  config.blockDim = kSplitThreads;
-  config.dynamicSmemBytes = kSharedOfBlock;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) clusters = 0;
-  cudaGetLastError();
-  if (device < kMaxDevices) known[device] = clusters + 1;
-  return clusters;
+  static DeviceNumber known;
+  return known.of(device, [] {
+    const auto kernel = split_linear_kernel<T, Rows, Cluster>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock);
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {Cluster, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = Cluster;
+    config.blockDim = kSplitThreads;
+    config.dynamicSmemBytes = kSharedOfBlock;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) clusters = 0;
+    cudaGetLastError();
+    return clusters;
+  });
 }
 
 // Replaces the plan where x has room in the blocks' shared memory and the cost is lower.
@@ -113,10 +110,8 @@ std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::opti
 std::optional<Tensor> split_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                    int64_t rows, int64_t x_stride) {
   const int64_t n = weight.size(0), k = weight.size(1);
-  if (!kHopperKernels || rows < 1 || rows > kMostRows || n < 8 || n % 8 != 0 || n > (1 << 30) || k < 64 || k % 8 != 0 ||
-      k > (1 << 20) || 2 * n * k > most_bytes(rows)) {
-    return std::nullopt;
-  }
+  const bool fits = n >= 8 && n % 8 == 0 && k >= 64 && k % 8 == 0 && 2 * n * k <= most_bytes(rows);
+  if (!kHopperKernels || rows < 1 || rows > kMostRows || !fits) return std::nullopt;
   const Guard guard(x.get_device_index());
   return x.scalar_type() == ScalarType::Half ? run<__half>(x, weight, bias, rows, x_stride)
                                              : run<__nv_bfloat16>(x, weight, bias, rows, x_stride);
