@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
-from timing import COLD_BYTES, Call, bandwidth, graph_us
+from timing import Call, bandwidth, cold_copies, graph_us
 from torch import Tensor
 
 from raylm import ops
@@ -98,7 +98,7 @@ def calls_of(case: Case) -> list[Call]:
     """The case over several caches, all of them together larger than the L2 cache."""
     blocks = [-(-length // BLOCK) for length in case.lengths()]
     shape = (sum(blocks), BLOCK, case.kv_heads, case.head_size)
-    copies = max(2, -(-COLD_BYTES // (4 * sum(blocks) * BLOCK * case.kv_heads * case.head_size)))
+    copies = cold_copies(4 * sum(blocks) * BLOCK * case.kv_heads * case.head_size)
     table = torch.zeros(case.seqs, max(blocks), dtype=torch.int32)
     order = torch.randperm(sum(blocks)).split(blocks)
     for row, ids in zip(table, order, strict=True):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 
 import torch
+from timing import cold_copies
 from torch import Tensor
 
 from raylm import ops
@@ -27,8 +28,6 @@ CASES = [
 """Rows, input size, width of gate and of up."""
 SLICES = 4
 SLICE_MS = 500.0
-COLD_BYTES = 256 << 20
-"""Weights of this size take turns: no call finds its own in the L2 cache."""
 
 Way = Callable[[Tensor, Tensor], Tensor]
 
@@ -64,7 +63,7 @@ def check(x: Tensor, weight: Tensor) -> float:
 
 
 def measure(rows: int, in_size: int, width: int) -> dict[str, object]:
-    copies = max(2, -(-COLD_BYTES // (4 * width * in_size)))
+    copies = cold_copies(4 * width * in_size)
     x = torch.randn(rows, in_size, dtype=torch.bfloat16, device="cuda")
     weights = [
         torch.randn(2 * width, in_size, dtype=torch.bfloat16, device="cuda") / in_size**0.5 for _ in range(copies)

@@ -13,7 +13,7 @@ import json
 import sys
 
 import torch
-from timing import COLD_BYTES, Call, bandwidth, graph_us
+from timing import Call, bandwidth, cold_copies, graph_us
 from torch.nn import functional
 
 from raylm import ops
@@ -38,8 +38,9 @@ def main() -> None:
     most = bandwidth()
     print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
     for name, (n, k) in SHAPES.items():
-        copies = max(2, -(-COLD_BYTES // (2 * n * k)))
-        weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5 for _ in range(copies)]
+        weights = [
+            torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5 for _ in range(cold_copies(2 * n * k))
+        ]
         for rows in [int(rows) for rows in sys.argv[1:]] or ROWS:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
             ours: list[Call] = [lambda x=x, w=w: ops.linear(x, w) for w in weights]

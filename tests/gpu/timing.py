@@ -15,6 +15,11 @@ REPLAYS = 15
 Call = Callable[[], Tensor]
 
 
+def cold_copies(size: int) -> int:
+    """How many inputs of so many bytes take turns."""
+    return max(2, -(-COLD_BYTES // size))
+
+
 def graph_us(calls: list[Call]) -> float:
     """Of one call, in a CUDA graph of many that follow each other; the median of replays, each behind another one."""
     for call in calls:

@@ -11,8 +11,6 @@ static_assert(kMaxDecodeQueries == kDecodeQueries);
 
 constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t align_up(int64_t bytes) { return divide_up(bytes, 16) * 16; }
 
 bool aligned(const void* pointer, size_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }

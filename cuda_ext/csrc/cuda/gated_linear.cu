@@ -48,9 +48,7 @@ void launch(const GatedLinearParams& params, int32_t device, cudaStream_t stream
   constexpr int kSlab = kCluster * Shape::kRows;
   const int tiles = (params.rows + kSlab - 1) / kSlab * (params.columns / Shape::kColumns);
   const int clusters = std::min(tiles, device_attribute(cudaDevAttrMultiProcessorCount, device) / kCluster);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchAttribute cluster = cluster_attribute(kCluster);
   cudaLaunchConfig_t config{};
   config.gridDim = clusters * kCluster;
   config.blockDim = Shape::kThreads;

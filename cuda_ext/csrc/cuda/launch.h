@@ -60,6 +60,8 @@ inline int device_attribute(cudaDeviceAttr which, int32_t device) {
 
 inline int compute_major(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }
 
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // A number that takes long to find out and is each device's own: found out once.
 class DeviceNumber {
  public:
@@ -75,11 +77,19 @@ class DeviceNumber {
   std::array<std::atomic<int>, kMost> known_{};  // plus one; 0: not yet
 };
 
+// Has a grid's blocks run in clusters of `blocks` neighbours in x.
+inline cudaLaunchAttribute cluster_attribute(unsigned blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {blocks, 1, 1};
+  return attribute;
+}
+
 struct Launch {
   dim3 grid, block;
   cudaStream_t stream;
-  size_t shared = 0;  // bytes of dynamic shared memory
-  int cluster = 1;    // blocks of a cluster, neighbours in x
+  size_t shared = 0;     // bytes of dynamic shared memory
+  unsigned cluster = 1;  // blocks of a cluster
 };
 
 // Launches a kernel that may start while the one before it on the stream drains (programmatic dependent launch, compute
@@ -88,12 +98,9 @@ template <typename... Params>
 void launch_dependent(void (*kernel)(Params...), const Launch& launch, const Params&... params) {
   int device = 0;
   cudaGetDevice(&device);
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[2]{{}, cluster_attribute(launch.cluster)};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = launch.cluster;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = launch.grid;
   config.blockDim = launch.block;

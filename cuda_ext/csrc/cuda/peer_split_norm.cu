@@ -7,11 +7,9 @@ namespace {
 
 constexpr const char* kOp = "peer_split_add_rms_norm";
 
-int64_t up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
 // A slot of a window has the share of a rank for each of the others.
 void check_slot(const Peers& peers, int64_t rows, int64_t row_bytes) {
-  const int64_t bytes = (peers.ranks - 1) * up(rows, peers.ranks) * row_bytes;
+  const int64_t bytes = (peers.ranks - 1) * divide_up(rows, peers.ranks) * row_bytes;
   if (bytes > peers.capacity) {
     fail(kOp, "the peers' shares of x have ", bytes, " bytes, must have at most ", peers.capacity, " (capacity)");
   }
@@ -20,11 +18,11 @@ void check_slot(const Peers& peers, int64_t rows, int64_t row_bytes) {
 // Follows from the shape alone, so that it is the same on every rank.
 template <typename T, int kMost, int kVecs>
 void launch_vecs(const Peers& peers, const NormParams<T>& params, cudaStream_t stream) {
-  const int64_t vecs = params.hidden / kVec<T>, most = up(params.rows, peers.ranks);
-  const unsigned width = threads_for(up(vecs, kVecs), kSplitThreads), groups = kSplitThreads / width;
-  const int64_t blocks = std::min<int64_t>(kWindowBlocks, most), turns = up(most, blocks * groups);
-  const int64_t rounds = up(turns, std::min<int64_t>(kSplitChunks, turns));
-  const Split split{most, static_cast<int>(width), static_cast<int>(groups), static_cast<int>(up(turns, rounds)),
+  const int64_t vecs = params.hidden / kVec<T>, most = divide_up(params.rows, peers.ranks);
+  const unsigned width = threads_for(divide_up(vecs, kVecs), kSplitThreads), groups = kSplitThreads / width;
+  const int64_t blocks = std::min<int64_t>(kWindowBlocks, most), turns = divide_up(most, blocks * groups);
+  const int64_t rounds = divide_up(turns, std::min<int64_t>(kSplitChunks, turns));
+  const Split split{most, static_cast<int>(width), static_cast<int>(groups), static_cast<int>(divide_up(turns, rounds)),
                     static_cast<int>(rounds)};
   const dim3 grid(static_cast<unsigned>(blocks)), block(width * groups);
   launch_dependent(peer_split_add_rms_norm_kernel<T, kMost, kVecs>, grid, block, stream, peers, params, split);

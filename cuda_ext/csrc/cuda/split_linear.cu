@@ -15,8 +15,6 @@ constexpr int kTileCost = 1, kMeetingCost = 2;  // in steps, about
 // Of a weight: torch's library is as fast or faster with larger ones (H200).
 int64_t most_bytes(int64_t rows) { return (rows <= 16 ? 64 : rows <= 32 ? 40 : 8) << 20; }
 
-int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
-
 struct Plan {
   int cluster, clusters, block_steps, shared;
   int64_t cost;  // of a block: its steps of k, and what its tiles cost besides, in such steps
@@ -29,9 +27,7 @@ int resident_clusters(int device) {
   return known.of(device, [] {
     const auto kernel = split_linear_kernel<T, Rows, Cluster>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock);
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {Cluster, 1, 1};
+    cudaLaunchAttribute cluster = cluster_attribute(Cluster);
     cudaLaunchConfig_t config{};
     config.gridDim = Cluster;
     config.blockDim = kSplitThreads;
@@ -48,12 +44,13 @@ int resident_clusters(int device) {
 // Replaces the plan where x has room in the blocks' shared memory and the cost is lower.
 template <typename T, int Rows, int Cluster>
 void consider(Plan& plan, int64_t n, int64_t k, int device) {
-  const int block_steps = divide_up(divide_up(k, kSplitStep), Cluster), tiles = divide_up(n, kSplitTile);
+  const int block_steps = static_cast<int>(divide_up(divide_up(k, kSplitStep), Cluster));
+  const int tiles = static_cast<int>(divide_up(n, kSplitTile));
   const int shared = SplitLayout<Rows>::bytes(block_steps);
   if (shared > kSharedOfBlock) return;
   const int clusters = std::min(tiles, resident_clusters<T, Rows, Cluster>(device));
   if (clusters == 0) return;
-  const int64_t cost = int64_t{divide_up(tiles, clusters)} * (block_steps + (Cluster == 1 ? kTileCost : kMeetingCost));
+  const int64_t cost = divide_up(tiles, clusters) * (block_steps + (Cluster == 1 ? kTileCost : kMeetingCost));
   if (plan.clusters == 0 || cost < plan.cost) plan = {Cluster, clusters, block_steps, shared, cost};
 }
 
@@ -84,8 +81,8 @@ std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::opti
   params.bias = bias ? data<T>(*bias) : nullptr;
   params.out = data<T>(out);
   params.rows = static_cast<int>(rows), params.n = static_cast<int>(n);
-  params.tiles = divide_up(n, kSplitTile);
-  params.steps = divide_up(k, kSplitStep), params.block_steps = plan.block_steps;
+  params.tiles = static_cast<int>(divide_up(n, kSplitTile));
+  params.steps = static_cast<int>(divide_up(k, kSplitStep)), params.block_steps = plan.block_steps;
   params.early = reads_weights_early(stream);
   switch (plan.cluster) {
     case 1: launch<T, Rows, 1>(params, plan, stream); break;
