@@ -66,7 +66,7 @@ struct SplitBlock {
   const uint32_t full, empty, met;
   const int rank = hopper::cluster_rank();
   const int from = min(rank * params.block_steps, params.steps);
-  const int steps = max(0, min(params.block_steps, params.steps - from));
+  const int steps = min(params.block_steps, params.steps - from);
 
   __device__ SplitBlock(const SplitLinearParams<T>& p, const unsigned char* memory, SplitBarriers& barriers)
       : params(p), at(memory, p.block_steps), full(hopper::shared_address(barriers.full)),
@@ -229,8 +229,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   hopper::cluster_sync();
   if (threadIdx.x < 128) block.compute();
   if (fetches) block.fetch();
-  // A block stays until the others have read its sums. It has waited for the kernel ahead, whatever its part was.
-  wait_for_dependencies();
+  // A block stays until the others have read its sums.
   __syncwarp();
   hopper::cluster_sync();
 #endif
