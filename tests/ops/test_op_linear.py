@@ -57,11 +57,14 @@ def test_few_rows_strided_and_unaligned(op, device, rows):
 
 
 @pytest.mark.parametrize("rows", [5, 33])
-def test_a_bad_row_stays_where_it_is(op, device, rows):
-    # On CPUs 16-bit products are torch's library's: with AMX, where a row ends within 64 bytes, it multiplies the start
-    # of the next row by zero.
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x, weight = _random(rows, 264).to(device, dtype), _random(48, 264).to(device, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "in_size"), [(torch.bfloat16, 264), (torch.bfloat16, 288), (torch.float32, 264)], ids=str
+)
+def test_a_bad_row_stays_where_it_is(op, device, rows, dtype, in_size):
+    library = device == "cpu" and dtype == torch.bfloat16
+    if library and rows == 33 and in_size == 264 and torch.cpu._is_amx_tile_supported():
+        pytest.skip("with AMX, torch's library multiplies the next row by zero where a row ends within 64 bytes")
+    x, weight = _random(rows, in_size).to(device, dtype), _random(48, in_size).to(device, dtype)
     x[2], weight[7] = float("nan"), float("inf")
     out = op("linear")(x, weight, None)
     fine = torch.ones(rows, 48, dtype=torch.bool, device=device)
