@@ -19,9 +19,9 @@ void check(const Tensor& x, int64_t bytes, int64_t capacity) {
 // Follows from the number of vectors alone, so that it is the same on every rank.
 template <typename T>
 void launch(const Peers& peers, void* x, int64_t vecs, bool two_shot, cudaStream_t stream) {
-  const int64_t spread = two_shot ? (vecs + peers.ranks - 1) / peers.ranks : vecs;
-  const int64_t blocks = std::min<int64_t>(kPeerBlocks, (spread + kFewThreads - 1) / kFewThreads);
-  const dim3 grid(static_cast<unsigned>(blocks)), block(threads_for((spread + blocks - 1) / blocks, kReduceThreads));
+  const int64_t spread = two_shot ? divide_up(vecs, peers.ranks) : vecs;
+  const int64_t blocks = std::min<int64_t>(kPeerBlocks, divide_up(spread, kFewThreads));
+  const dim3 grid(static_cast<unsigned>(blocks)), block(threads_for(divide_up(spread, blocks), kReduceThreads));
   by_ranks(peers.ranks, [&](auto most) {
     const auto kernel = two_shot ? two_shot_all_reduce_kernel<T, most> : one_shot_all_reduce_kernel<T, most>;
     launch_dependent(kernel, grid, block, stream, peers, static_cast<uint4*>(x), vecs);

@@ -15,12 +15,12 @@ void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t width) {
   const int64_t vecs = width / kVec<T>;
   if (!is_aligned(source) || !is_aligned(target) || width % kVec<T> != 0 || x.stride(0) % kVec<T> != 0) {
     const unsigned threads = threads_for(width, 256);
-    const dim3 grid(rows, (width + 4 * threads - 1) / (4 * threads));
+    const dim3 grid(rows, divide_up(width, 4 * threads));
     return launch_dependent(gated_any_kernel<T, Act>, grid, dim3(threads), stream, source, x.stride(0), target, width);
   }
   const bool many = rows * vecs >= 256 * 1024;
   const unsigned threads = many ? threads_for(vecs / kMany, 256) : 64, each = many ? kMany * threads : threads;
-  const dim3 grid(rows, (vecs + each - 1) / each);
+  const dim3 grid(rows, divide_up(vecs, each));
   const auto kernel = many ? gated_kernel<T, Act, kMany> : gated_kernel<T, Act, 1>;
   launch_dependent(kernel, grid, dim3(threads), stream, source, x.stride(0), target, width);
 }

@@ -46,7 +46,7 @@ void launch(const GatedLinearParams& params, int32_t device, cudaStream_t stream
   const auto kernel = gated_linear_kernel<T, Act, kCluster>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   constexpr int kSlab = kCluster * Shape::kRows;
-  const int tiles = (params.rows + kSlab - 1) / kSlab * (params.columns / Shape::kColumns);
+  const int tiles = divide_up(params.rows, kSlab) * (params.columns / Shape::kColumns);
   const int clusters = std::min(tiles, device_attribute(cudaDevAttrMultiProcessorCount, device) / kCluster);
   cudaLaunchAttribute cluster = cluster_attribute(kCluster);
   cudaLaunchConfig_t config{};

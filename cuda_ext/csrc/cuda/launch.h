@@ -60,7 +60,10 @@ inline int device_attribute(cudaDeviceAttr which, int32_t device) {
 
 inline int compute_major(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <typename A, typename B>
+constexpr auto divide_up(A a, B b) {
+  return (a + b - 1) / b;
+}
 
 // A number that takes long to find out and is each device's own: found out once.
 class DeviceNumber {
@@ -125,7 +128,7 @@ inline bool reads_weights_early(cudaStream_t stream) {
 
 // Threads for a row of `size` elements: whole warps, at most `most`.
 inline unsigned threads_for(int64_t size, int64_t most) {
-  const int64_t warps = (size + 31) / 32;
+  const int64_t warps = divide_up(size, 32);
   return static_cast<unsigned>(32 * (warps < 1 ? 1 : warps > most / 32 ? most / 32 : warps));
 }
 

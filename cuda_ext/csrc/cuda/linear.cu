@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kWarpsOfBlock = 8;
 constexpr int kStages = 2;
-constexpr int kSharedOfBlock = 227 * 1024;  // the most that a block of compute capability 9.0 may have
 constexpr int kSharedOfMultiprocessor = 228 * 1024;
 constexpr int kSharedBesides = 2 * 1024;  // of a block: what the driver takes, the barriers
 constexpr int64_t kSmallWeight = 16 << 20;  // bytes; below, a product takes about as long as a launch
@@ -25,9 +24,9 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 // Among how many warps k is split: by k alone, because the order of each sum follows from it. Each has as few blocks of
 // k as 8 warps allow.
 int split_of(int64_t k) {
-  const int64_t blocks = (k + kSkinnyBlock - 1) / kSkinnyBlock;
-  const int64_t each = (blocks + kWarpsOfBlock - 1) / kWarpsOfBlock;
-  const int64_t warps = (blocks + each - 1) / each;
+  const int64_t blocks = divide_up(k, kSkinnyBlock);
+  const int64_t each = divide_up(blocks, kWarpsOfBlock);
+  const int64_t warps = divide_up(blocks, each);
   return static_cast<int>(warps <= 1 ? 1 : warps <= 2 ? 2 : warps <= 4 ? 4 : warps);
 }
 
@@ -67,20 +66,20 @@ Grid grid_of(bool small, int shared, int blocks, int multiprocessors) {
     return {std::min(blocks, multiprocessors), std::max(shared, no_second)};
   }
   const int resident = multiprocessors * std::clamp(kSharedOfMultiprocessor / (shared + kSharedBesides), 1, 4);
-  const int turns = (blocks + resident - 1) / resident;
-  return {(blocks + turns - 1) / turns, shared};
+  const int turns = divide_up(blocks, resident);
+  return {divide_up(blocks, turns), shared};
 }
 
 template <typename T, int Groups, int Tiles>
 void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   auto* const kernel = skinny_linear_kernel<T, Groups, Tiles, kStages, kWarpsOfBlock>;
   args.split = split_of(args.k);
-  args.tiles = (args.n + 8 * Tiles - 1) / (8 * Tiles);
+  args.tiles = divide_up(args.n, 8 * Tiles);
   args.early = reads_weights_early(stream);
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
-                            (args.tiles + teams - 1) / teams, device_attribute(cudaDevAttrMultiProcessorCount, device));
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock - 1024);
+                            divide_up(args.tiles, teams), device_attribute(cudaDevAttrMultiProcessorCount, device));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDynamicOfBlock);
   const dim3 block(teams * args.split * kWarp);
   launch_dependent(kernel, {dim3(grid.blocks), block, stream, static_cast<size_t>(grid.shared)}, args);
 }

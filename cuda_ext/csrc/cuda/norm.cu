@@ -18,10 +18,10 @@ template <typename T>
 void launch_vec(const NormParams<T>& params, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>;
   int64_t each = vecs >= 512 && params.rows >= 1024 ? 2 : 1;
-  while (each < kMaxVecs && (vecs + each - 1) / each > 1024) each *= 2;
-  const unsigned threads = threads_for((vecs + each - 1) / each, 1024);
+  while (each < kMaxVecs && divide_up(vecs, each) > 1024) each *= 2;
+  const unsigned threads = threads_for(divide_up(vecs, each), 1024);
   const unsigned rows = threads >= 256 || params.rows < 512 ? 1 : 256 / threads;
-  const dim3 grid((params.rows + rows - 1) / rows), block(threads, rows);
+  const dim3 grid(divide_up(params.rows, rows)), block(threads, rows);
   switch (each) {
     case 1: return launch_dependent(rms_norm_kernel<T, 1>, grid, block, stream, params);
     case 2: return launch_dependent(rms_norm_kernel<T, 2>, grid, block, stream, params);

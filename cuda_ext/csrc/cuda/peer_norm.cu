@@ -17,7 +17,7 @@ template <typename T>
 void launch(const Peers& peers, const NormParams<T>& params, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>;
   const int64_t each = vecs <= kPeerNormThreads ? 1 : vecs <= 2 * kPeerNormThreads ? 2 : kMostNormVecs;
-  const dim3 grid(static_cast<unsigned>(params.rows)), block(threads_for((vecs + each - 1) / each, kPeerNormThreads));
+  const dim3 grid(static_cast<unsigned>(params.rows)), block(threads_for(divide_up(vecs, each), kPeerNormThreads));
   by_ranks(peers.ranks, [&](auto most) {
     const auto kernel = each == 1   ? peer_add_rms_norm_kernel<T, most, 1>
                         : each == 2 ? peer_add_rms_norm_kernel<T, most, 2>

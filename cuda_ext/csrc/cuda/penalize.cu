@@ -22,7 +22,7 @@ void check(const Tensor& logits, const Tensor& token_ids, const std::pair<const 
 
 template <typename T>
 void launch(const PenalizeParams<T>& params, int64_t rows, cudaStream_t stream) {
-  const dim3 grid(rows, (params.vocab + kPenalizeSlice - 1) / kPenalizeSlice);
+  const dim3 grid(rows, divide_up(params.vocab, kPenalizeSlice));
   launch_dependent(penalize_kernel<T>, grid, dim3(kPenalizeThreads), stream, params);
 }
 

@@ -8,6 +8,9 @@
 
 namespace raylm::cuda {
 
+constexpr int kSharedOfBlock = 227 * 1024;  // the most that a block of compute capability 9.0 may have
+constexpr int kDynamicOfBlock = kSharedOfBlock - 1024;  // of it; the rest is for barriers
+
 // These check their arguments.
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias);
 Tensor silu_mul(Tensor x);

@@ -38,7 +38,7 @@ void launch(const RopeStoreParams<T>& p, cudaStream_t stream) {
   int64_t lanes = 4;
   while (lanes < needed) lanes *= 2;
   const int64_t threads = p.num_tokens * (p.q.num_heads + p.k.num_heads + p.v.num_heads) * lanes;
-  const dim3 grid((threads + kThreads - 1) / kThreads), block(kThreads);
+  const dim3 grid(divide_up(threads, kThreads)), block(kThreads);
   if (!vectors) return launch_dependent(rope_store_any_kernel<T>, grid, block, stream, p);
   switch (lanes) {
     case 4: return launch_dependent(rope_store_kernel<T, 4>, grid, block, stream, p);

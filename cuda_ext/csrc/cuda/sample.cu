@@ -47,7 +47,7 @@ Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Ten
     using T = decltype(type);
     const SampleParams params{
         logits.data_ptr(), logits.stride(0), static_cast<int>(vocab),
-        static_cast<int>((vocab + unit - 1) / unit * kSegmentUnit),
+        static_cast<int>(divide_up(vocab, unit) * kSegmentUnit),
         is_aligned(logits.data_ptr()) && logits.stride(0) % kVec<T> == 0,
         data<float>(temperature), data<float>(top_p), data<float>(min_p),
         data<int64_t>(top_k), data<int64_t>(seed), data<int64_t>(position), data<int64_t>(token_ids)};

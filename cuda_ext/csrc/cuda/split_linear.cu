@@ -9,7 +9,6 @@ namespace raylm::cuda {
 namespace {
 
 constexpr int kMostRows = 64;
-constexpr int kSharedOfBlock = 226 * 1024;  // dynamic; of 227 that a block of compute capability 9.0 may have
 constexpr int kTileCost = 1, kMeetingCost = 2;  // in steps, about
 
 // Of a weight: torch's library is as fast or faster with larger ones (H200).
@@ -17,7 +16,7 @@ int64_t most_bytes(int64_t rows) { return (rows <= 16 ? 64 : rows <= 32 ? 40 : 8
 
 struct Plan {
   int cluster, clusters, block_steps, shared;
-  int64_t cost;  // of a block: its steps of k, and what its tiles cost besides, in such steps
+  int cost;  // of a block: its steps of k, and what its tiles cost besides, in such steps
 };
 
 // How many clusters the device runs at a time, with a block on each multiprocessor.
@@ -26,12 +25,12 @@ int resident_clusters(int device) {
   static DeviceNumber known;
   return known.of(device, [] {
     const auto kernel = split_linear_kernel<T, Rows, Cluster>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedOfBlock);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDynamicOfBlock);
     cudaLaunchAttribute cluster = cluster_attribute(Cluster);
     cudaLaunchConfig_t config{};
     config.gridDim = Cluster;
     config.blockDim = kSplitThreads;
-    config.dynamicSmemBytes = kSharedOfBlock;
+    config.dynamicSmemBytes = kDynamicOfBlock;
     config.attrs = &cluster;
     config.numAttrs = 1;
     int clusters = 0;
@@ -47,10 +46,10 @@ void consider(Plan& plan, int64_t n, int64_t k, int device) {
   const int block_steps = static_cast<int>(divide_up(divide_up(k, kSplitStep), Cluster));
   const int tiles = static_cast<int>(divide_up(n, kSplitTile));
   const int shared = SplitLayout<Rows>::bytes(block_steps);
-  if (shared > kSharedOfBlock) return;
+  if (shared > kDynamicOfBlock) return;
   const int clusters = std::min(tiles, resident_clusters<T, Rows, Cluster>(device));
   if (clusters == 0) return;
-  const int64_t cost = divide_up(tiles, clusters) * (block_steps + (Cluster == 1 ? kTileCost : kMeetingCost));
+  const int cost = divide_up(tiles, clusters) * (block_steps + (Cluster == 1 ? kTileCost : kMeetingCost));
   if (plan.clusters == 0 || cost < plan.cost) plan = {Cluster, clusters, block_steps, shared, cost};
 }
 
