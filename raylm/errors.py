@@ -36,8 +36,34 @@ class DeadlineExceeded(RaylmError):
     """The time that a request set itself was up before it was done; what it has generated is incomplete."""
 
 
-class EngineDeadError(RaylmError):
+class RequestLost(RaylmError):
+    """A live request ended through no fault of its own; `code` says what happened. Another attempt may succeed."""
+
+    code = "request_lost"
+
+
+class EngineDeadError(RequestLost):
     """The engine or one of its workers died or stopped making progress; every live request of it has failed."""
+
+    code = "engine_dead"
+
+
+class EngineStopped(RequestLost):
+    """The engine was stopped on purpose, and the request outlived its drain."""
+
+    code = "engine_stopped"
+
+
+class IngressStalled(RequestLost):
+    """The ingress did not read what the engine sent for so long that the engine gave its requests up."""
+
+    code = "ingress_stalled"
+
+
+class ConnectionLost(RequestLost):
+    """The connection between ingress and engine was lost; the engine itself may be well."""
+
+    code = "connection_lost"
 
 
 class TransferError(RaylmError):

@@ -73,10 +73,12 @@ class EngineActor:
         """Requests taken and not ended: 0 means that a drain is over."""
         return self._server.num_live if self._thread.is_alive() else 0
 
-    def stop(self) -> None:
-        """Stop after the step in hand and give back the workers. One that hangs is not waited for: the actor is killed
-        next, and its workers end with it."""
-        self._server.stop()
+    def stop(self, reason: str) -> None:
+        """Stop after the step in hand and give back the workers; requests that live get an error with the reason.
+
+        A step that hangs is not waited for: the actor is killed next, and its workers end with it.
+        """
+        self._server.stop(reason)
         self._thread.join(_LAST_STEP_S)
 
     def _run(self) -> None:

@@ -23,12 +23,15 @@ from raylm.engine.messages import (
     Follow,
     FromEngine,
     Load,
+    LossKind,
+    Lost,
     Refused,
     Submit,
+    Taken,
     ToEngine,
 )
-from raylm.engine.streams import EventFeed, Sequences
-from raylm.errors import EngineDeadError, Overloaded, RequestRejected
+from raylm.engine.streams import ChannelError, EventFeed, Sequences
+from raylm.errors import EngineDeadError, EngineStopped, IngressStalled, Overloaded, RequestLost, RequestRejected
 
 _LAST_WORDS_S = 0.05
 _TRY_AGAIN_S = 0.2
@@ -36,6 +39,11 @@ _HEARTBEAT_MS = 2_000
 _SILENCE_MS = 8_000
 """An engine that does not answer a heartbeat for this long is lost: its process is stopped, or its node is gone without
 a word. (libzmq answers from a thread of its own, however busy the engine is.)"""
+_LOSSES: dict[LossKind, type[RequestLost]] = {
+    "engine_dead": EngineDeadError,
+    "engine_stopped": EngineStopped,
+    "ingress_stalled": IngressStalled,
+}
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -100,7 +108,7 @@ class EngineClient:
     async def follow(self) -> AsyncGenerator[EventSnapshot | EventBatch, None]:
         """The engine's cached blocks: a snapshot, then what happens to them, without a gap; at times a new snapshot.
 
-        Raises RequestRejected where cache.events is off, Overloaded, EngineDeadError.
+        Raises RequestRejected where cache.events is off, Overloaded, RequestLost.
         """
         follow_id = uuid4().hex
         feed = self._feeds[follow_id] = EventFeed(lambda: self._send(Follow(follow_id)))
@@ -146,16 +154,26 @@ class EngineClient:
                 for delta in message.deltas:
                     if (sequences := self._sequences.get(delta.request_id)) is not None:
                         sequences.push(delta)
+            elif isinstance(message, Taken):
+                for request_id in message.request_ids:
+                    if (sequences := self._sequences.get(request_id)) is not None:
+                        sequences.admit()
             elif isinstance(message, Refused):
-                refused: Sequences | EventFeed | None
-                refused = self._sequences.get(message.request_id) or self._feeds.get(message.request_id)
-                if refused is not None:
-                    refused.fail(_refusal(message))
+                self._fail([message.request_id], _refusal(message))
+            elif isinstance(message, Lost):
+                self._fail(message.request_ids, _LOSSES[message.kind](message.message))
             elif (feed := self._feeds.get(message.request_id)) is not None:
                 if isinstance(message, BlockSnapshot):
                     feed.begin(message.snapshot)
                 else:
                     feed.push(message.batch)
+
+    def _fail(self, request_ids: list[str], error: ChannelError) -> None:
+        for request_id in request_ids:
+            failed: Sequences | EventFeed | None
+            failed = self._sequences.get(request_id) or self._feeds.get(request_id)
+            if failed is not None:
+                failed.fail(error)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """A lost connection means that the engine's process has ended or hangs: it never closes one on its own."""

@@ -38,10 +38,15 @@ class Followers:
         self._clients.pop(request_id, None)
         self._behind.pop(request_id, None)
 
+    def items(self) -> list[tuple[str, bytes]]:
+        """Every id by which somebody follows, with the client."""
+        return list(self._clients.items())
+
     def drop(self, client: bytes) -> None:
         """Forget everything of a client that has gone."""
-        for request_id in [request_id for request_id, owner in self._clients.items() if owner == client]:
-            self.remove(request_id)
+        for request_id, owner in self.items():
+            if owner == client:
+                self.remove(request_id)
 
     def publish(self, batch: EventBatch | None) -> None:
         """Send what a step did, and a snapshot to those that missed something. None: nothing happened."""

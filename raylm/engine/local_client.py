@@ -98,14 +98,19 @@ class LocalClient:
                 self._feeder.drop(message)
 
     def _feed(self) -> None:
+        added = []
         for group in self._feeder.ready():
             try:
                 self._engine.add(*group)
             except (RequestRejected, Overloaded) as error:
                 self._call(self._fail, group.ids[0], error)
                 continue
+            added.append(group.ids[0])
             if not group.params.stop:
                 self._held.update((request_id, []) for request_id in group.ids)
+        if added:
+            # One call of the event loop for all of them.
+            self._call(self._admit, added)
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         """One call of the event loop for all that a step gave."""
@@ -127,6 +132,11 @@ class LocalClient:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     # In the event loop.
+
+    def _admit(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if (sequences := self._sequences.get(request_id)) is not None:
+                sequences.admit()
 
     def _push(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -1,4 +1,5 @@
-"""What travels between an ingress and an engine: requests and cancels in, token deltas, refusals and block events out.
+"""What travels between an ingress and an engine: requests and cancels in, their admission, token deltas, refusals and
+block events out.
 
 msgpack arrays over ZeroMQ. One `Deltas` message per step and ingress, however many requests it carries.
 """
@@ -53,6 +54,12 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     request_id: str
 
 
+class Taken(msgspec.Struct, tag="taken", array_like=True, frozen=True):
+    """Submits, each named by its first id, that the engine has taken into its queue."""
+
+    request_ids: list[str]
+
+
 class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
     """What a step gave the sequences of one client."""
 
@@ -86,5 +93,16 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     retry_after: float = 0.0
 
 
+LossKind = Literal["engine_dead", "engine_stopped", "ingress_stalled"]
+
+
+class Lost(msgspec.Struct, tag="lost", array_like=True, frozen=True):
+    """These sequences and Follows of one client have ended, without another delta; the message says why."""
+
+    request_ids: list[str]
+    kind: LossKind
+    message: str
+
+
 ToEngine = Submit | Follow | Abort
-FromEngine = Deltas | BlockSnapshot | BlockEvents | Refused
+FromEngine = Taken | Lost | Deltas | BlockSnapshot | BlockEvents | Refused

@@ -12,7 +12,19 @@ from zmq.auth.thread import ThreadAuthenticator
 from raylm.core.step import TokenDelta
 from raylm.engine.engine import Engine
 from raylm.engine.followers import Followers
-from raylm.engine.messages import Abort, Deltas, Follow, FromEngine, Load, Refused, Submit, ToEngine
+from raylm.engine.messages import (
+    Abort,
+    Deltas,
+    Follow,
+    FromEngine,
+    Load,
+    LossKind,
+    Lost,
+    Refused,
+    Submit,
+    Taken,
+    ToEngine,
+)
 from raylm.errors import Overloaded, RequestRejected
 from raylm.log import get_logger
 
@@ -52,7 +64,7 @@ class EngineServer:
         self._followers = Followers(engine.event_snapshot, self._send)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._stopping = False
+        self._stop_reason: str | None = None
 
     @property
     def num_live(self) -> int:
@@ -73,9 +85,12 @@ class EngineServer:
         )
 
     def run(self) -> None:
-        """Serve until stop(). When the engine dies every live request fails with its reason, and this raises it."""
+        """Serve until stop(), or until the engine dies: this raises what it died of.
+
+        Either way every live request fails with the reason.
+        """
         try:
-            while not self._stopping:
+            while self._stop_reason is None:
                 if not self._engine.has_work:
                     self._engine.check()
                 self._receive(0 if self._engine.has_work or self._unsent else _IDLE_POLL_MS)
@@ -83,24 +98,31 @@ class EngineServer:
                 self._followers.publish(self._engine.take_events())
         except Exception as error:
             logger.error("the engine stopped: %s", error)
-            self._own_unread()
-            self._deliver([TokenDelta(request_id, [], "error", str(error)) for request_id in self._owner])
+            self._lose_all("engine_dead", str(error))
             raise
+        else:
+            self._lose_all("engine_stopped", self._stop_reason)
         finally:
-            self._engine.shutdown()
+            # First of all, so that no client waits for workers that are slow to end.
             self._socket.close(linger=1000)
+            self._engine.shutdown()
             self._auth.stop()
             self._context.term()
 
-    def stop(self) -> None:
-        """Ask run() to return after the step in hand. Called from any thread."""
-        self._stopping = True
+    def stop(self, reason: str = "the engine was stopped") -> None:
+        """Ask run() to return after the step in hand; live requests fail with the reason. Called from any thread."""
+        self._stop_reason = reason
 
     def _receive(self, timeout_ms: int) -> None:
         """Take every message that is there; wait up to `timeout_ms` for the first."""
-        if self._socket.poll(timeout_ms):
-            for client, message in self._unread():
-                self._handle(client, message)
+        if not self._socket.poll(timeout_ms):
+            return
+        taken: dict[bytes, list[str]] = {}
+        for client, message in self._unread():
+            if self._handle(client, message) and isinstance(message, Submit):
+                taken.setdefault(client, []).append(message.request_ids[0])
+        for client, request_ids in taken.items():
+            self._send(client, Taken(request_ids))
 
     def _unread(self) -> Iterator[tuple[bytes, ToEngine]]:
         """Every message that is there, with its client. What cannot be understood is dropped."""
@@ -122,11 +144,23 @@ class EngineServer:
             if isinstance(message, Submit):
                 for request_id in message.request_ids:
                     self._owner.setdefault(request_id, client)
+            elif isinstance(message, Follow):
+                self._owner.setdefault(message.request_id, client)
 
-    def _handle(self, client: bytes, message: ToEngine) -> None:
+    def _lose_all(self, kind: LossKind, reason: str) -> None:
+        """Say to every client what has become of all that it waits for."""
+        self._own_unread()
+        lost: dict[bytes, list[str]] = {}
+        for request_id, client in (*self._owner.items(), *self._followers.items()):
+            lost.setdefault(client, []).append(request_id)
+        for client, request_ids in lost.items():
+            self._send(client, Lost(request_ids, kind, reason))
+
+    def _handle(self, client: bytes, message: ToEngine) -> bool:
+        """False where the message was refused."""
         if isinstance(message, Abort):
             self._abort(message.request_id)
-            return
+            return True
         try:
             if isinstance(message, Follow):
                 self._follow(client, message)
@@ -134,6 +168,8 @@ class EngineServer:
                 self._submit(client, message)
         except (RequestRejected, Overloaded) as error:
             self._send(client, _refusal(message, error))
+            return False
+        return True
 
     def _abort(self, request_id: str) -> None:
         self._followers.remove(request_id)

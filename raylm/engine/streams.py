@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.step import TokenDelta
-from raylm.errors import EngineDeadError, Overloaded, RequestRejected
+from raylm.errors import Overloaded, RequestLost, RequestRejected
 
 MAX_PENDING_EVENTS = 100_000
 """Events kept for a follower that does not read; past that it gets a new snapshot instead."""
-ChannelError = RequestRejected | Overloaded | EngineDeadError
+ChannelError = RequestRejected | Overloaded | RequestLost
 
 
 class Sequences:
     """The deltas of one prompt's sequences, until all have ended; of several steps merged where the reader is behind.
 
-    Who leaves early must close it. Raises RequestRejected, Overloaded or EngineDeadError, for all sequences at once.
+    Who leaves early must close it. Raises RequestRejected, Overloaded or RequestLost, for all sequences at once.
     """
 
     def __init__(self, request_ids: Sequence[str], release: Callable[[str, bool], None]) -> None:
@@ -27,7 +27,19 @@ class Sequences:
         self._live = dict.fromkeys(request_ids)
         self._pending: dict[str, list[TokenDelta]] = {}
         self._error: ChannelError | None = None
+        self._is_admitted = False
         self._arrived = asyncio.Event()
+
+    async def admitted(self) -> None:
+        """Return once the engine has taken the request into its queue.
+
+        Raises RequestRejected or Overloaded where it was refused, RequestLost where it was lost before.
+        """
+        while not self._is_admitted and self._live:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if not self._is_admitted and self._error is not None:
+            raise self._error
 
     def __aiter__(self) -> Sequences:
         return self
@@ -54,11 +66,14 @@ class Sequences:
             self.end(request_id)
         self._pending.clear()
 
+    def admit(self) -> None:
+        """The engine has taken the request."""
+        self._is_admitted = True
+        self._arrived.set()
+
     def push(self, delta: TokenDelta) -> None:
         """What came from the engine."""
-        if delta.finish_reason == "error":
-            self.fail(EngineDeadError(delta.message or "the engine has died"))
-            return
+        self._is_admitted = True
         self._pending.setdefault(delta.request_id, []).append(delta)
         if delta.finish_reason is not None:
             self._forget(delta.request_id, abort=False)
@@ -105,7 +120,7 @@ class EventFeed:
         self._arrived = asyncio.Event()
 
     async def next(self) -> EventSnapshot | EventBatch:
-        """Raises RequestRejected where the engine keeps no events, EngineDeadError, Overloaded."""
+        """Raises RequestRejected where the engine keeps no events, RequestLost, Overloaded."""
         while not self._pending:
             if self._error is not None:
                 raise self._error

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from raylm.errors import DeadlineExceeded, EngineDeadError, Overloaded, RaylmError, RequestRejected
+from raylm.errors import DeadlineExceeded, Overloaded, RaylmError, RequestLost, RequestRejected
 from raylm.log import get_logger
 
 log = get_logger(__name__)
@@ -14,7 +14,7 @@ log = get_logger(__name__)
 MAX_MESSAGE_CHARS = 1000
 """A message may quote what the client sent, and that may be megabytes."""
 ENGINE_RETRY_S = 2
-"""Retry-After when an engine died: about what a router needs to move on to another one."""
+"""Retry-After when an engine died or was stopped: about what a router needs to move on to another one."""
 
 
 class HttpError(RaylmError):
@@ -68,8 +68,8 @@ def http_error(error: Exception) -> HttpError:
         # OpenAI's clients try a 5xx again by themselves: what that gives comes after the deadline.
         headers = ((b"x-should-retry", b"false"),)
         return HttpError(504, str(error), kind="timeout_error", code="deadline_exceeded", headers=headers)
-    if isinstance(error, EngineDeadError):
-        return _unavailable(error, "engine_dead", ENGINE_RETRY_S)
+    if isinstance(error, RequestLost):
+        return _unavailable(error, error.code, ENGINE_RETRY_S)
     log.error("unexpected error in a request", exc_info=error)
     return HttpError(
         500, "The server had an internal error; its log has the details", kind="server_error", code="internal_error"

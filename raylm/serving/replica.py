@@ -87,7 +87,7 @@ class ModelReplica:
                     await self._drained()
                 await self._directory().remove.remote(self._engine_id)
                 if self._dead is None:
-                    await self._engine.stop.remote()
+                    await self._engine.stop.remote("the replica's drain is over")
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("engine %s ended before its drain did: %s", self._engine_id, error)
         finally:

@@ -13,7 +13,7 @@ from fakes import FakeExecutor, expected_beams, expected_tokens
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.client import KeyPair
-from raylm.errors import EngineDeadError, Overloaded, RequestRejected
+from raylm.errors import EngineDeadError, EngineStopped, Overloaded, RequestRejected
 
 
 @pytest.fixture
@@ -299,4 +299,50 @@ async def test_garbage_does_not_stop_the_engine(served):
     await client._socket.send(b"\xff\x00garbage")
     await client._socket.send(b"")
     assert (await collect(client, "a", [1], SamplingParams(max_tokens=2)))[1] is not None
+    await client.close()
+
+
+async def test_a_request_is_admitted_before_its_first_token():
+    executor = PacedExecutor(max_model_len=200, num_blocks=400)
+    served = Served(executor, queue=2)
+    client = served.client()
+    streams = [client.generate([str(i)], [1], SamplingParams(max_tokens=2, ignore_eos=True), OPTIONS) for i in range(4)]
+    outcomes = await asyncio.gather(*(stream.admitted() for stream in streams), return_exceptions=True)
+    assert executor.num_steps == 0, "no step is over, so no token has come"
+    assert [type(outcome) for outcome in outcomes] == [type(None)] * 2 + [Overloaded] * 2
+    executor.permits.release(100)
+    for stream in streams[:2]:
+        await stream.admitted()
+        assert [delta async for delta in stream][-1].finish_reason == "length"
+    with pytest.raises(Overloaded):
+        await anext(streams[3])
+    await client.close()
+    served.stop()
+
+
+async def test_a_request_that_is_refused_is_not_admitted(served):
+    client = served.client()
+    with pytest.raises(RequestRejected, match="250 tokens"):
+        await client.generate(["a"], [1] * 250, SamplingParams(), OPTIONS).admitted()
+    await client.close()
+
+
+async def test_a_stopped_engine_says_why_it_ended_every_request():
+    executor = PacedExecutor(max_model_len=200, num_blocks=400)
+    served = Served(executor)
+    client = served.client()
+    early = client.generate(["early"], [1], SamplingParams(temperature=0, ignore_eos=True), OPTIONS)
+    executor.permits.release(1)
+    await anext(early)
+    await until(lambda: executor.is_waiting)  # From now on the engine reads nothing.
+    late = client.generate(["late"], [2], SamplingParams(), OPTIONS)
+    await until(lambda: bool(served.server._socket.poll(0)))
+    served.server.stop("the replica's drain is over")
+    executor.permits.release(5)
+    for stream in (early, late):
+        with pytest.raises(EngineStopped, match="the replica's drain is over") as caught:
+            while True:
+                await anext(stream)
+        assert caught.value.code == "engine_stopped"
+    served.thread.join(10)
     await client.close()

@@ -13,7 +13,7 @@ from fakes import FakeExecutor
 
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.sampling import SamplingParams
-from raylm.errors import EngineDeadError, RequestRejected
+from raylm.errors import EngineStopped, RequestRejected
 
 Items = AsyncGenerator[EventSnapshot | EventBatch, None]
 
@@ -83,12 +83,12 @@ async def test_an_engine_without_events_refuses():
     served.stop()
 
 
-async def test_a_follower_learns_of_a_lost_connection():
+async def test_a_follower_learns_that_the_engine_was_stopped():
     served = Served(FakeExecutor(), events=True)
     client = served.client()
     items = client.follow()
     assert isinstance(await anext(items), EventSnapshot)
     served.stop()
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(EngineStopped, match="the engine was stopped"):
         await asyncio.wait_for(anext(items), 10)
     await client.close()

@@ -79,6 +79,24 @@ async def test_what_is_still_waiting_here_can_be_left_too():
         assert await collect(local, "next", [2], params)
 
 
+async def test_requests_are_admitted_with_one_call_of_the_loop_a_step(monkeypatch):
+    executor = Paused()
+    async with client(executor, queue=8) as local:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        first = local.generate(["first"], [1], params, OPTIONS)
+        await first.admitted()
+        calls: list[object] = []
+        call = local._call
+        monkeypatch.setattr(local, "_call", lambda function, *given: (calls.append(function), call(function, *given)))
+        many = [local.generate([str(number)], [number + 1], params, OPTIONS) for number in range(6)]
+        executor.allowed.release()
+        await asyncio.gather(*(sequences.admitted() for sequences in many))
+        assert calls == [local._admit]
+        with pytest.raises(RequestRejected):
+            executor.allowed.release(100)
+            await local.generate(["bad"], [1] * 64, params, OPTIONS).admitted()
+
+
 async def test_a_refusal_reaches_its_reader_alone():
     async with client() as local:
         good = collect(local, "good", [1], SamplingParams(max_tokens=2, ignore_eos=True))

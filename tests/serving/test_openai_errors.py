@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai_fakes import Server, ended, sse
 
 from raylm.core.step import TokenDelta
-from raylm.errors import EngineDeadError, Overloaded, RequestRejected
+from raylm.errors import EngineDeadError, EngineStopped, Overloaded, RequestRejected
 from raylm.openai.parser import UNSUPPORTED as UNSUPPORTED_FIELDS
 from raylm.openai.protocol import GenerationRequest
 
@@ -339,6 +339,7 @@ async def test_routes_and_methods() -> None:
         (Overloaded("the queue is full", retry_after=2.5), 503, "overloaded", "3"),
         (Overloaded("the queue is full", retry_after=0.0), 503, "overloaded", "1"),
         (EngineDeadError("the engine died"), 503, "engine_dead", "2"),
+        (EngineStopped("the replica's drain is over"), 503, "engine_stopped", "2"),
         (ValueError("secret detail"), 500, "internal_error", None),
         (TokenDelta("", [], "error", "out of blocks"), 500, "generation_failed", None),
         (TokenDelta("", [], "deadline", "deadline_s is 2: the time was up"), 504, "deadline_exceeded", None),
