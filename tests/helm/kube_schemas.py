@@ -12,13 +12,14 @@ import yaml
 from rendered import Document
 
 SCHEMAS = Path(__file__).parent / "schemas"
+CUSTOM = ("RayService", "RayCluster", "RayJob", "RayCronJob", "ServiceMonitor", "PodMonitor", "HTTPRoute")
 KUBERNETES = ("1.28", "1.37")
 
 
 def check(document: Document) -> None:
     """Raises jsonschema.ValidationError (kubernetes_validate's is one) where a manifest is not what its kind allows."""
     kind, version = str(document["kind"]), str(document["apiVersion"])
-    if kind in ("RayService", "RayJob", "RayCronJob", "ServiceMonitor", "PodMonitor", "HTTPRoute"):
+    if kind in CUSTOM:
         jsonschema.Draft7Validator(custom_schema(version, kind)).validate(document)
         return
     for release in KUBERNETES:
@@ -27,13 +28,20 @@ def check(document: Document) -> None:
 
 @cache
 def custom_schema(api_version: str, kind: str) -> Document:
+    return closed(_definition(api_version, kind)["schema"]["openAPIV3Schema"])
+
+
+def subresources(api_version: str, kind: str) -> Document:
+    return _definition(api_version, kind).get("subresources", {})
+
+
+@cache
+def _definition(api_version: str, kind: str) -> Document:
     group, version = api_version.split("/")
     path = SCHEMAS / f"{group}_{kind.lower()}s.yaml.gz"
     definition = yaml.load(gzip.decompress(path.read_bytes()), Loader=yaml.CSafeLoader)
-    (schema,) = (
-        entry["schema"]["openAPIV3Schema"] for entry in definition["spec"]["versions"] if entry["name"] == version
-    )
-    return closed(schema)
+    (entry,) = (one for one in definition["spec"]["versions"] if one["name"] == version)
+    return entry
 
 
 def closed(schema: Document) -> Document:

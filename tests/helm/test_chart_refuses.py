@@ -9,6 +9,7 @@ import rendered
 from helm_python.errors import HelmError
 
 GPU = rendered.values_of("gpu")
+BATCH = {"enabled": True, "input": "s3://bucket/in.jsonl", "output": "s3://bucket/out.jsonl"}
 MODEL = {"model": {"path": "/models/x"}}
 
 
@@ -58,6 +59,9 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("workerGroups.0.minReplicas", 9, ["workerGroups[0].minReplicas is 9; at most its maxReplicas, 8"]),
         ("workerGroups.0.replicas", 9, ["workerGroups[0].replicas is 9; from its minReplicas, 1"]),
         ("workerGroups", GPU["workerGroups"] * 2, ['workerGroups[1].name is "h200", which another group has too']),
+        ("workerGroups.0.minAvailable", "50%", ["/workerGroups/0/minAvailable", "want integer"]),
+        ("workerGroups.0.minAvailable", 1, ["workerGroups[0].minAvailable is 1; at most 0", "minReplicas × hosts"]),
+        ("podDisruptionBudget.maxUnavailable", 1, ["/podDisruptionBudget", "'maxUnavailable' not allowed"]),
         ("models.volume.type", "nfs", ["/models/volume/type", "'hostPath'"]),
         ("models.volume", {"type": "hostPath"}, ["/models/volume/hostPath", "minLength"]),
         ("models.fetch.0", {"folder": "x"}, ["/models/fetch/0", "oneOf"]),
@@ -66,10 +70,20 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("security.runAsUser", 0, ["/security/runAsUser", "want 1"]),
         ("env", {"RAY_AUTH_MODE": "disabled"}, ["env.RAY_AUTH_MODE is not to be set: it comes from auth.mode"]),
         ("networkPolicy.operator", [], ["/networkPolicy/operator", "minItems"]),
+        ("routes.paths", [], ["/routes/paths", "minItems"]),
+        ("routes.paths", ["v1"], ["/routes/paths/0", "v1"]),
+        ("routes.timeoutSeconds", "1h", ["/routes/timeoutSeconds", "want integer"]),
+        ("routes.timeoutSeconds", 100000, ["/routes/timeoutSeconds", "want 86,400"]),
+        ("routes.maxBodyBytes", "8m", ["/routes/maxBodyBytes", "want integer"]),
         ("ingress", {"enabled": True}, ["/ingress/host", "minLength"]),
         ("httpRoute", {"enabled": True}, ["/httpRoute/parentRefs", "minItems"]),
         ("batch", {"enabled": True}, ["/batch/input", "/batch/output"]),
         ("batch", {"schedule": "every night"}, ["/batch/schedule"]),
+        (
+            "batch",
+            {**BATCH, "workerGroups": [{**GPU["workerGroups"][0], "minAvailable": 1}]},
+            ["batch.workerGroups[0].minAvailable is 1; leave it out"],
+        ),
     ],
 )
 def test_a_wrong_value_is_named(path, value, said):

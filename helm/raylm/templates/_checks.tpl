@@ -17,6 +17,14 @@
 {{- if or (lt $count $low) (gt $count $high) -}}
 {{- fail (printf "%s.replicas is %d; from its minReplicas, %d, to its maxReplicas, %d" $place $count $low $high) -}}
 {{- end -}}
+{{- $kept := int (dig "minAvailable" 0 $group) -}}
+{{- $pods := mul $low (default 1 $group.hosts) | int -}}
+{{- if and (gt $kept 0) (hasPrefix "batch." $key) -}}
+{{- fail (printf "%s.minAvailable is %d; leave it out, because a batch has no PodDisruptionBudget" $place $kept) -}}
+{{- end -}}
+{{- if and (gt $kept 0) (ge $kept $pods) -}}
+{{- fail (printf "%s.minAvailable is %d; at most %d, one less than minReplicas × hosts, or a node with its pods could not be drained" $place $kept (sub $pods 1)) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

@@ -1,0 +1,156 @@
+"""The image's recipe: what it installs is what raylm and the chart's examples import, compiled."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import rendered
+from fsspec.registry import known_implementations
+
+DOCKERFILE = rendered.ROOT / "deployments" / "Dockerfile"
+PROJECT = tomllib.loads((rendered.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTIONS = {
+    # Not in every environment of the tests.
+    **{"cupy": "cupy-cuda13x", "s3fs": "s3fs", "gcsfs": "gcsfs"},
+    **{
+        module: names[0].lower().replace("_", "-")
+        for module, names in importlib.metadata.packages_distributions().items()
+    },
+}
+NOT_IN_THE_IMAGE = {
+    "matplotlib": "figures of raylm bench and simulate (extra plot), which name it where it is missing",
+}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The recipe's instructions and their arguments, lines joined and comments dropped."""
+    lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.strip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())]
+
+
+def installed_by_uv(run: str, folder: Path, torch_backend: str) -> list[list[str]]:
+    """What a RUN instruction would tell uv: it is run by a shell with a uv that notes its arguments."""
+    fake, log = folder / "uv", folder / "log"
+    fake.write_text('#!/bin/sh\necho "$@" >> "$UV_LOG"\n', encoding="utf-8")
+    fake.chmod(0o755)
+    log.write_text("", encoding="utf-8")
+    env = {"PATH": f"{folder}{os.pathsep}{os.defpath}", "UV_LOG": str(log), "TORCH_BACKEND": torch_backend}
+    subprocess.run(["/bin/sh", "-ec", run], env={**env, "TORCH_VERSION": "2.13.0"}, check=True, cwd=folder)
+    return [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def extras_of_the_image(folder: Path, torch_backend: str) -> set[str]:
+    (run,) = (rest for word, rest in instructions() if word == "RUN" and "--requirement pyproject.toml" in rest)
+    words = installed_by_uv(run, folder, torch_backend)[-1]
+    assert words[words.index("--requirement") + 1] == "pyproject.toml"
+    return {following for word, following in zip(words, words[1:], strict=False) if word == "--extra"}
+
+
+def named(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=!~;, (]", one, maxsplit=1)[0].lower().replace("_", "-") for one in requirements}
+
+
+def contents(extras: set[str]) -> set[str]:
+    """The distributions that raylm's own requirements and these extras name."""
+    assert extras <= PROJECT["optional-dependencies"].keys()
+    return named(PROJECT["dependencies"] + [one for extra in extras for one in PROJECT["optional-dependencies"][extra]])
+
+
+def imported_by_raylm() -> set[str]:
+    """The packages of others that raylm imports anywhere, in functions too."""
+    found = set()
+    for path in (rendered.ROOT / "raylm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"raylm"}
+
+
+def test_the_image_has_what_raylm_imports(tmp_path):
+    has = contents(extras_of_the_image(tmp_path, "cu130"))
+    # uvloop is one of ray[serve]'s, and its import has another way out.
+    missing = {module for module in imported_by_raylm() - {"uvloop"} if DISTRIBUTIONS[module] not in has}
+    assert missing == NOT_IN_THE_IMAGE.keys()
+
+
+def test_an_image_for_cpus_lacks_nothing_but_nccl(tmp_path):
+    gpu, cpu = extras_of_the_image(tmp_path, "cu130"), extras_of_the_image(tmp_path, "cpu")
+    assert contents(gpu) - contents(cpu) == {"cupy-cuda13x"}
+    # CuPy is made for one CUDA; another one's would not find its libraries.
+    assert extras_of_the_image(tmp_path, "cu128") == cpu
+
+
+def schemes() -> set[str]:
+    """The kinds of URL that the chart's examples and the page on batches use."""
+    examples = [path.read_text(encoding="utf-8") for path in rendered.EXAMPLES.values()]
+    docs = (rendered.ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
+    return set(re.findall(r"\b(s3|gs|gcs|hf|abfs|az)://", "\n".join([*examples, docs])))
+
+
+@pytest.mark.parametrize("scheme", sorted(schemes()))
+def test_batches_reach_their_object_stores(scheme, tmp_path):
+    module = known_implementations[scheme]["class"].partition(".")[0]
+    has = contents(extras_of_the_image(tmp_path, "cpu"))
+    brought_along = named(importlib.metadata.requires("transformers") or [])
+    assert {"s3", "gs"} <= schemes() and DISTRIBUTIONS[module] in has | brought_along
+
+
+def test_ray_data_is_asked_for(tmp_path):
+    extras = extras_of_the_image(tmp_path, "cpu")
+    asked = [one for extra in extras for one in PROJECT["optional-dependencies"][extra]]
+    assert any(re.match(r"ray\[.*\bdata\b.*\]", one) for one in asked)
+
+
+def test_the_build_imports_what_only_batches_and_stores_need():
+    """So a build fails where an installation gave something that cannot be imported."""
+    (check,) = (rest for word, rest in instructions() if word == "RUN" and 'python -c "import' in rest)
+    said = re.search(r'python -c "import (.+?)"', check).group(1)
+    assert set(re.split(r"[,; ]+(?:import )?", said)) == {
+        *("gcsfs", "pyarrow", "ray.data", "s3fs", "raylm.batch", "raylm.serving.app"),
+    }
+
+
+def test_whatever_is_installed_is_compiled():
+    """The chart runs it on a read-only file system, where Python cannot keep what it compiles."""
+    compiles = {}
+    for word, rest in instructions():
+        if word == "FROM":
+            base, _, stage = rest.partition(" AS ")
+            compiles[stage] = compiles.get(base, False)
+        elif word == "ENV":
+            compiles[stage] |= "UV_COMPILE_BYTECODE=1" in rest.split()
+            assert "PYTHONPYCACHEPREFIX" not in rest
+        elif word == "RUN" and re.search(r"\buv (pip|python) install\b", rest):
+            assert compiles[stage] and "--no-compile" not in rest, rest
+    copied = [rest for word, rest in instructions()]
+    # raylm is used where it lies, so installing it compiles nothing.
+    install = next(place for place, rest in enumerate(copied) if "--editable ." in rest)
+    assert "python -m compileall -q raylm" in copied[install] and "raylm raylm" in copied[:install]
+
+
+def test_the_linter_passes_the_dockerfile():
+    program = Path(sys.executable).with_name("hadolint")
+    command = [program, "--failure-threshold", "style", str(DOCKERFILE)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_dockerfile_takes_what_is_there_and_what_docker_is_sent():
+    sent = (rendered.ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert {"pyproject.toml", "raylm", "cuda_ext", "configs", "deployments", "README.md"} == set(names)
+    for name in names:
+        assert (rendered.ROOT / name).exists() and f"!{name}" in sent
+    assert "\nUSER 1000:1000\n" in DOCKERFILE.read_text(encoding="utf-8")
