@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import msgspec
 
-from raylm.openai.parser import UNSUPPORTED
 from raylm.openai.protocol import ChatRequest, CompletionRequest
+from raylm.openai.unsupported import OPENAI, VLLM
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -17,7 +17,8 @@ OTHER_MODELS = {"/v1/embeddings": "embeddings", "/v1/score": "scores"}
 """Urls that are known and need models of other kinds, with what those give."""
 
 _MAX_QUOTED = 100
-_BODY_FIELDS = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | UNSUPPORTED.keys()
+# Other servers' fields are not among them: tables have columns of their own that are called "task" or "request_id".
+_BODY_FIELDS = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | OPENAI.keys() | VLLM.keys()
 REQUEST_COLUMNS = _BODY_FIELDS | {"custom_id", "method", "url", "body"}
 """The columns of a table that parse_row looks at."""
 

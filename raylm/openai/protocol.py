@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
@@ -18,6 +18,12 @@ def _listed(value: object) -> object:
 
 
 def _not_empty(value: list[object]) -> list[object]:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
+def _given(value: str) -> str:
     if not value:
         raise ValueError("must not be empty")
     return value
@@ -44,17 +50,26 @@ class StreamOptions(_Body):
 
 
 class ChatMessage(_Body):
-    """One message of a chat; `content` is a string or a list of text parts, and TextProcessor.chat checks it."""
+    """One message of a chat; `content` is a string or a list of text parts, and TextProcessor.chat checks it.
 
-    role: Literal["system", "developer", "user", "assistant"]
+    Every role goes to the model's chat template, which knows which there are; so do the other fields.
+    """
+
+    role: Annotated[str, AfterValidator(_given), AfterValidator(_short)]
     content: object = None
     name: str | None = None
+    refusal: str | None = None
+    """What an assistant said instead of a content, in a history of OpenAI's models."""
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class GenerationRequest(_Body):
     """What both ways of asking share. null means the default everywhere."""
 
-    model: str
+    model: str | None = None
+    """Where it is left out, the one model that there is."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

@@ -14,7 +14,7 @@ from uuid import uuid4
 import msgspec
 
 from raylm.config.serving import HttpConfig
-from raylm.errors import Overloaded
+from raylm.errors import Overloaded, RequestRejected
 from raylm.openai.adapter import (
     DONE,
     ChoiceDelta,
@@ -34,6 +34,7 @@ from raylm.openai.metrics import HttpMetrics
 from raylm.openai.params import check_num_sequences, wanted
 from raylm.openai.parser import parse, prompts_of
 from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
+from raylm.openai.quote import MAX_VALUE_CHARS
 from raylm.openai.served_model import ModelCatalog, ServedModel
 
 LONG_TEXT_CHARS = 20_000
@@ -80,13 +81,22 @@ class OpenAIService:
         encoded = await _unblocked(sum(map(len, prompts)), partial(_encode, model, prompts, bool(request.echo)))
         return await self._run(request, model, plan(model, encoded, asked), started)
 
-    def _model(self, name: str) -> ServedModel:
+    def _model(self, name: str | None) -> ServedModel:
+        """The model of this name; without one, the only model that there is."""
+        names = self._models.names()
+        if name is None:
+            if len(names) != 1:
+                raise RequestRejected(
+                    f"model is required: one of {_listed(names)}", param="model", code="missing_field"
+                )
+            name = names[0]
         model = self._models.get(name)
         if model is not None:
             return model
-        if name in self._models.names():
+        if name in names:
             raise Overloaded(f"The model {name!r} is starting", retry_after=START_RETRY_S)
-        raise HttpError(404, f"The model {name!r} does not exist", param="model", code="model_not_found")
+        message = f"The model {name[:MAX_VALUE_CHARS]!r} does not exist; this server has {_listed(names)}"
+        raise HttpError(404, message, param="model", code="model_not_found")
 
     async def _run(self, request: GenerationRequest, model: ServedModel, job: Job, started: float) -> bytes | Events:
         chat = isinstance(request, ChatRequest)
@@ -103,16 +113,16 @@ class OpenAIService:
         return _events(encoder, deltas, tally, include_usage=request.includes_usage)
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
 def _card(model: ServedModel) -> ModelCard:
     return ModelCard(model.name, model.created, model.max_model_len)
 
 
 async def _chat_prompt(model: ServedModel, request: ChatRequest) -> EncodedPrompt:
-    messages = [
-        # Templates know no "developer", OpenAI's later name of the system's role.
-        message.model_dump(exclude_none=True) | {"role": "system" if message.role == "developer" else message.role}
-        for message in request.messages
-    ]
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
     length = sum(len(str(message.get("content"))) for message in messages)
     generate = request.add_generation_prompt is not False
     ids = await _unblocked(length, partial(model.text.chat, messages, add_generation_prompt=generate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -14,9 +14,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylm.errors import RequestRejected
+from raylm.text.template_reading import TemplateReading
 
 Message = Mapping[str, object]
-"""{"role": str, "content": str or a list of {"type": "text", "text": str}}, and whatever else a template reads."""
+"""{"role": str, "content": str or a list of {"type": "text", "text": str}}, and whatever else a template reads. An
+assistant's content may be None or missing, and one of its parts or its `refusal` may be what it refused with."""
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of a part that are text, with the field that holds it."""
 
 
 class ChatTemplate:
@@ -26,7 +31,7 @@ class ChatTemplate:
         """`special_tokens`: the template's variables such as bos_token and eos_token."""
         self._source = source
         self._special_tokens = dict(special_tokens)
-        self._template: jinja2.Template | None = None
+        self._template: tuple[jinja2.Template, TemplateReading] | None = None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The prompt's text; special tokens stand in it as text.
@@ -34,10 +39,11 @@ class ChatTemplate:
         Raises RequestRejected(param="messages") when a message is malformed, the template refuses the conversation or
         the model has none.
         """
-        plain = _plain(messages)
+        conversation = _checked(messages)
         try:
-            return self._compiled().render(
-                messages=plain,
+            template, reading = self._compiled()
+            return template.render(
+                messages=[_as_read(message, reading) for message in conversation],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -53,44 +59,79 @@ class ChatTemplate:
             reason = f"{type(error).__name__}: {error}"
             raise _rejected(f"the model's chat template fails on these messages: {reason}") from None
 
-    def _compiled(self) -> jinja2.Template:
+    def _compiled(self) -> tuple[jinja2.Template, TemplateReading]:
         if self._source is None:
             raise _rejected("the model has no chat template, so it takes no messages; send a prompt instead")
         if self._template is None:
-            self._template = _environment().from_string(self._source)
+            environment = _environment()
+            tree = environment.parse(self._source)
+            # Read before it is compiled, which folds constants in the tree.
+            reading = TemplateReading(tree)
+            self._template = (environment.from_string(tree), reading)
         return self._template
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, object]]:
+class _Turn(NamedTuple):
+    """A message that was checked: its texts, and whether they came as parts."""
+
+    message: Message
+    role: str
+    texts: list[str]
+    is_string: bool
+
+
+def _checked(messages: Sequence[Message]) -> list[_Turn]:
     if not messages:
         raise _rejected("messages must hold at least one message, got none")
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _plain_message(message: Message, where: str) -> dict[str, object]:
+def _checked_message(message: Message, where: str) -> _Turn:
     if not isinstance(message, Mapping):
         raise _rejected(f"{where} must be an object with role and content, got {message!r}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _rejected(f"{where}.role must be a non-empty string, got {role!r}")
-    return {**message, "content": _plain_content(message.get("content"), f"{where}.content")}
+    content = message.get("content")
+    if role == "assistant":
+        refusal = message.get("refusal")
+        if isinstance(refusal, str) and refusal:
+            texts = [] if content is None else _texts(content, f"{where}.content")
+            return _Turn(message, role, [*texts, refusal], is_string=not texts)
+        if content is None:
+            content = ""
+    return _Turn(message, role, _texts(content, f"{where}.content"), is_string=isinstance(content, str))
 
 
-def _plain_content(content: object, where: str) -> str:
+def _texts(content: object, where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list | tuple):
         raise _rejected(f"{where} must be a string or a list of text parts, got {content!r}")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
+        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
             raise _rejected(f"{where}[{index}] must be a part of type 'text' (the model reads text only), got {kind!r}")
-        text = part.get("text")
+        text = part.get(field)
         if not isinstance(text, str):
-            raise _rejected(f"{where}[{index}].text must be a string, got {text!r}")
+            raise _rejected(f"{where}[{index}].{field} must be a string, got {text!r}")
         texts.append(text)
-    return "".join(texts)
+    return texts
+
+
+def _as_read(turn: _Turn, reading: TemplateReading) -> dict[str, object]:
+    """A message as the template wants it. A template that goes through parts gets them; others get one string, in which
+    a line end stands between two parts, as with vLLM."""
+    content: object = "\n".join(turn.texts)
+    if reading.takes_parts and not (turn.is_string and reading.takes_strings):
+        content = [{"type": "text", "text": text} for text in turn.texts]
+    role = turn.role
+    if role == "developer" and not reading.knows_developer:
+        # OpenAI's later name of the system's role, which most templates have not heard of.
+        role = "system"
+    return {**turn.message, "role": role, "content": content}
 
 
 def _rejected(message: str) -> RequestRejected:

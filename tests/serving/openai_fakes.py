@@ -53,11 +53,14 @@ TEMPLATE = ChatTemplate(
 
 
 class ByteText:
+    def __init__(self, template: ChatTemplate = TEMPLATE) -> None:
+        self._template = template
+
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode())
 
     def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> list[int]:
-        return self.encode(TEMPLATE.render(messages, add_generation_prompt=add_generation_prompt))
+        return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
@@ -177,10 +180,13 @@ def ended(text: bytes = b"") -> TokenDelta:
 
 
 class Catalog:
-    """One model, "tiny" (64 tokens long); "late" is known but has no engine."""
+    """One model, "tiny" (64 tokens long); "late" is known but has no engine, unless tiny is `alone`."""
 
-    def __init__(self, generator: ScriptedGenerator, max_model_len: int = 64) -> None:
-        self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, ByteText(), generator)
+    def __init__(
+        self, generator: ScriptedGenerator, text: ByteText, max_model_len: int = 64, *, alone: bool = False
+    ) -> None:
+        self.alone = alone
+        self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, text, generator)
         self.is_ready = True
         self.engine_stats = [
             EngineStats(
@@ -194,7 +200,7 @@ class Catalog:
         return self.model if name == "tiny" else None
 
     def names(self) -> list[str]:
-        return ["tiny", "late"]
+        return ["tiny"] if self.alone else ["tiny", "late"]
 
     def ready(self) -> bool:
         return self.is_ready
@@ -206,9 +212,16 @@ class Catalog:
 class Server:
     """The application over a scripted generator, with ways to talk to it."""
 
-    def __init__(self, *script: bytes | Exception | TokenDelta | None, max_model_len: int = 64, **config: Any) -> None:
+    def __init__(
+        self,
+        *script: bytes | Exception | TokenDelta | None,
+        max_model_len: int = 64,
+        alone: bool = False,
+        template: ChatTemplate = TEMPLATE,
+        **config: Any,
+    ) -> None:
         self.generator = ScriptedGenerator(script or None)
-        self.catalog = Catalog(self.generator, max_model_len)
+        self.catalog = Catalog(self.generator, ByteText(template), max_model_len, alone=alone)
         self.app = build_http_app(self.catalog, HttpConfig(**config))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://raylm")
 

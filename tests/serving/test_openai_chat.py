@@ -174,7 +174,7 @@ async def test_text_parts_are_joined() -> None:
     server = Server()
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     await server.chat(messages=[{"role": "user", "content": parts}])
-    assert bytes(server.generator.requests[0].prompt_ids) == b"user: ab\n>"
+    assert bytes(server.generator.requests[0].prompt_ids) == b"user: a\nb\n>"
 
 
 async def test_a_long_chat_is_tokenised_all_the_same() -> None:

@@ -92,12 +92,72 @@ def test_renders_as_transformers_does(reference, name, messages, generate):
     assert template.render(messages, add_generation_prompt=generate) == expected
 
 
-def test_text_parts_are_joined():
-    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
-    template = ChatTemplate(CHATML, SPECIALS)
-    assert template.render([{"role": "user", "content": parts}]) == template.render(
-        [{"role": "user", "content": "Hello there"}]
-    )
+PARTS = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message['content'] %}"
+    "{% if part.type == 'text' %}<{{ part.text }}>{% endif %}{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% set told = messages[1:] if messages[0].role == 'system' else messages %}{% for message in told %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content | list %}<{{ part['text'] }}>{% endfor %}{% endif %}{% endfor %}"
+)
+MACRO = (
+    "{% macro show(body) %}{% for part in body %}<{{ part.text }}>{% endfor %}{% endmacro %}"
+    "{% for message in messages %}{% set content = message.get('content') %}{{ show(content) }}{% endfor %}"
+)
+LINES = "{% for message in messages %}{% for line in message.content.split('\n') %}({{ line }}){% endfor %}{% endfor %}"
+TWO = [{"type": "text", "text": "Read."}, {"type": "text", "text": "Answer."}]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "expected"),
+    [
+        ("{{ messages[0].content }}", TWO, "Read.\nAnswer."),
+        (LINES, TWO, "(Read.)(Answer.)"),
+        (PARTS, TWO, "user:<Read.><Answer.>"),
+        (PARTS, "Read.", "user:<Read.>"),
+        (EITHER, TWO, "<Read.><Answer.>"),
+        (EITHER, "Read.", "Read."),
+        (MACRO, TWO, "<Read.><Answer.>"),
+    ],
+)
+def test_a_template_gets_parts_where_it_goes_through_them_and_lines_otherwise(source, content, expected):
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": content}]) == expected
+
+
+@pytest.mark.parametrize("name", ["either", "chatml", "llama3"])
+def test_contents_that_are_strings_render_as_with_transformers(reference, name):
+    source = {**TEMPLATES, "either": EITHER}[name]
+    expected = reference.apply_chat_template([SYSTEM, USER], chat_template=source, tokenize=False)
+    assert ChatTemplate(source, SPECIALS).render([SYSTEM, USER], add_generation_prompt=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None}, "[]"),
+        ({}, "[]"),
+        ({"content": None, "refusal": "No."}, "[No.]"),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "[No.]"),
+        ({"content": [{"type": "output_text", "text": "Well."}], "refusal": "No."}, "[Well.\nNo.]"),
+        ({"content": "Well.", "refusal": None}, "[Well.]"),
+    ],
+)
+def test_what_an_assistant_did_not_say(message, expected):
+    template = ChatTemplate("{% for message in messages %}[{{ message.content }}]{% endfor %}", {})
+    assert template.render([{"role": "assistant", **message}]) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].role }}", "system"),
+        ("{# for a developer #}developer: {{ messages[0].role }}", "developer: system"),
+        ("{% if messages[0].role in ['system', 'developer'] %}{{ messages[0].role }}{% endif %}", "developer"),
+    ],
+)
+def test_a_developer_is_the_system_unless_the_template_knows_developers(source, expected):
+    assert ChatTemplate(source, {}).render([{"role": "developer", "content": "Be brief."}]) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""Fields that clients of OpenAI, vLLM and SGLang know and that raylm has not built: refused by name, never ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from raylm.errors import RequestRejected
+from raylm.openai.quote import quote
+
+Neutral = tuple[object, ...]
+"""The values of a field, besides null, that ask for nothing."""
+Fields = Mapping[str, Neutral]
+
+OPENAI: Fields = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+VLLM: Fields = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": ({},),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+SGLANG: Fields = {
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_labels": ({},),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "ebnf": (),
+    "extra_key": (),
+    "images_config": ({},),
+    "input_ids": (),
+    "json_schema": (),
+    "lora_path": (),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "ngram_corpus_id": (),
+    "no_stop_trim": (False,),
+    "reasoning": (),
+    "regex": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "routed_dp_rank": (),
+    "routed_experts_start_len": (0,),
+    "session_params": ({},),
+    "stop_regex": ([],),
+    "task": (),
+    "use_audio_in_video": (False,),
+}
+IDS: Fields = {"request_id": (), "rid": ()}
+"""vLLM's and SGLang's id of a request, which becomes the answer's id there."""
+
+UNSUPPORTED: Fields = {**OPENAI, **VLLM, **SGLANG, **IDS}
+"""On every route."""
+CHAT_ONLY: Fields = {"echo": (False,), "add_special_tokens": (False,)}
+COMPLETIONS_ONLY: Fields = {"max_completion_tokens": (), "add_special_tokens": (True,)}
+STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+MESSAGE: Fields = {"tool_calls": ([],), "function_call": (), "audio": (), "tools": ([],)}
+
+HARMLESS = frozenset(
+    {
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "session_id"),
+        # They say how reasoning and render answers are laid out, and no answer here has any.
+        *("separate_reasoning", "stream_reasoning", "return_mm_kwargs", "truncation_side"),
+    }
+)
+"""Fields that are known and never change an answer."""
+
+
+def refuse_unsupported(data: Mapping[str, object], *, chat: bool) -> None:
+    """Raises RequestRejected for the first field, in the order of the tables above, that asks for something."""
+    own = CHAT_ONLY if chat else COMPLETIONS_ONLY
+    without = _turned_off(data)
+    for table in (UNSUPPORTED, own):
+        for name, neutral in table.items():
+            if name in data and name not in without:
+                _check(name, data[name], neutral)
+    _check_inside("stream_options", data.get("stream_options"), STREAM_OPTIONS)
+    messages = data.get("messages")
+    for index, message in enumerate(messages if chat and isinstance(messages, list) else ()):
+        _check_inside(f"messages[{index}]", message, MESSAGE)
+
+
+def _turned_off(data: Mapping[str, object]) -> set[str]:
+    """Lists of tools that the model is not to use. They are not shown to the chat template."""
+    pairs = (("tools", "tool_choice"), ("functions", "function_call"))
+    return {tools for tools, choice in pairs if data.get(choice) == "none" and isinstance(data.get(tools), list)}
+
+
+def _check_inside(place: str, value: object, table: Fields) -> None:
+    if isinstance(value, dict):
+        for name, neutral in table.items():
+            if name in value:
+                _check(f"{place}.{name}", value[name], neutral)
+
+
+def _check(name: str, value: object, neutral: Neutral) -> None:
+    # In Python False equals 0, but logprobs=0 asks for something and logprobs=false does not.
+    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        return
+    allowed = " or ".join([json.dumps(one) for one in neutral] + ["null"])
+    raise RequestRejected(
+        f"{name} is not supported: it must be left out or be {allowed}, got {quote(value)}",
+        param=name,
+        code="unsupported_parameter",
+    )
