@@ -33,7 +33,14 @@ from raylm.openai.merge import merged
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.params import check_num_sequences, wanted
 from raylm.openai.parser import parse, prompts_of
-from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
+from raylm.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+)
 from raylm.openai.quote import MAX_VALUE_CHARS
 from raylm.openai.served_model import ModelCatalog, ServedModel
 
@@ -118,7 +125,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(model.name, model.created, model.max_model_len)
+    permission = ModelPermission(f"modelperm-{model.name}", model.created)
+    return ModelCard(model.name, model.created, model.max_model_len, root=model.name, permission=[permission])
 
 
 async def _chat_prompt(model: ServedModel, request: ChatRequest) -> EncodedPrompt:

@@ -72,6 +72,31 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, problem, capsys):
     assert problem in captured.err
 
 
+@pytest.mark.parametrize("option", ["--api-key", "--api-keys", "--api-key=sesame"])
+def test_a_key_on_the_command_line_is_not_repeated(option, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", "smollm2-135m", option, *([] if "=" in option else ["sesame"])])
+    assert exit_.value.code == 2
+    told = capsys.readouterr()
+    assert "--api-keys-file FILE" in told.err
+    assert "sesame" not in told.err + told.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--log-l=INFO", "serve", "m"],
+        ["serve", "m", "--api-keys-f", "keys"],
+        ["generate", "m", "hi", "--temp", "0"],
+        ["bench", "latency", "m", "--rep", "2"],
+    ],
+)
+def test_options_have_no_short_forms(words, capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(words)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def parsed(*words):
     return make_parser().parse_args(["generate", *words, "hi"])
 

@@ -103,6 +103,23 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
             {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"api_keys_file": "keys.txt"}}},
             r"'ingress\.http\.api_keys_file' has the value 'keys\.txt': must be an absolute path",
         ),
+        *(
+            (
+                {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"cors_origins": origins}}},
+                r"'ingress\.http\.cors_origins' has the value .*" + problem,
+            )
+            for origins, problem in (
+                (["https://a.example/"], r"'https://a\.example/' is no origin: scheme://host\[:port\]"),
+                (["https://A.example"], "is no origin"),
+                (["a.example"], "is no origin"),
+                (["https://*.example"], "is no origin"),
+                (["*", "https://a.example"], r"'\*' means every origin and must stand alone"),
+            )
+        ),
+        (
+            {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"keep_alive_s": 0}}},
+            r"'ingress\.http\.keep_alive_s' has the value 0.*greater than 0",
+        ),
         ({"models": [{"engine": {"model": MODEL}}], "channel_host": "moon"}, "'channel_host'.*'moon'.*'loopback'"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from openai import APIError, AsyncOpenAI, NotFoundError
 from openai_fakes import Server, ended, sse, usage
 
+import raylm
 from raylm.core.options import RequestOptions
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError
@@ -228,3 +229,16 @@ async def test_openai_client_lists_models(counting: tuple[Server, AsyncOpenAI]) 
     _, client = counting
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).created == 1_700_000_000
+
+
+async def test_answers_and_chunks_say_what_made_them(counting: tuple[Server, AsyncOpenAI]) -> None:
+    server, client = counting
+    expected = f"raylm-{raylm.__version__}"
+    answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1)
+    assert answer.system_fingerprint == expected
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    assert {chunk.system_fingerprint async for chunk in stream} == {expected}
+    assert (await server.complete(max_tokens=1)).json()["system_fingerprint"] == expected
+    assert {event["system_fingerprint"] for event in sse(await server.complete(stream=True))} == {expected}
