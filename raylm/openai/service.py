@@ -71,8 +71,8 @@ class OpenAIService:
         """POST /v1/chat/completions."""
         started = perf_counter()
         request = parse(ChatRequest, body, strict=self._config.strict)
-        asked = wanted(request, default_max_tokens=None)
         model = self._model(request.model)
+        asked = wanted(request, model.sampling, default_max_tokens=None)
         check_num_sequences(1, asked, self._config.max_choices)
         prompt = await _chat_prompt(model, request)
         return await self._run(request, model, plan(model, [prompt], asked), started)
@@ -81,8 +81,8 @@ class OpenAIService:
         """POST /v1/completions."""
         started = perf_counter()
         request = parse(CompletionRequest, body, strict=self._config.strict)
-        asked = wanted(request, default_max_tokens=self._config.default_max_tokens)
         model = self._model(request.model)
+        asked = wanted(request, model.sampling, default_max_tokens=self._config.default_max_tokens)
         prompts = prompts_of(request.prompt)
         check_num_sequences(len(prompts), asked, self._config.max_choices)
         encoded = await _unblocked(sum(map(len, prompts)), partial(_encode, model, prompts, bool(request.echo)))
