@@ -46,8 +46,8 @@ NEVER = {
 # Who may import a package that the others must not.
 ONLY_IN = {
     "ray": ["raylm/executor/ray.py", "raylm/executor/peers.py", "raylm/executor/cluster.py",
-            "raylm/executor/local_ray.py", "raylm/engine/", "raylm/serving/", "raylm/batch/", "raylm/bench/",
-            "raylm/cli"],
+            "raylm/executor/local_ray.py", "raylm/executor/local_head.py", "raylm/engine/", "raylm/serving/",
+            "raylm/batch/", "raylm/bench/", "raylm/cli"],
     "ray.serve": ["raylm/serving/"],
     "fastapi": ["raylm/serving/"],
     "starlette": ["raylm/serving/"],

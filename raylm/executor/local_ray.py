@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 LOCAL_DEFAULTS = {
     "RAY_AUTH_MODE": "token",
@@ -19,13 +20,17 @@ def set_local_defaults() -> None:
         os.environ.setdefault(key, value)
 
 
-def start_local_ray(**options: str) -> None:
-    """Start it on loopback, without a dashboard; `options` are more of ray.init's."""
+def start_local_ray(*, meanwhile: Callable[[], None] = lambda: None, **options: str) -> None:
+    """Start it on loopback, without a dashboard; `options` are more of ray.init's. `meanwhile` is done while its
+    processes start."""
     if "ray" not in sys.modules:  # Else it has read them: its processes must not be told anything else.
         set_local_defaults()
     import ray
 
-    ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=True, **options)
+    from raylm.executor.local_head import local_heads
+
+    with local_heads(meanwhile):
+        ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=True, **options)
 
 
 def connect_to_ray() -> bool:

@@ -6,6 +6,7 @@ dashboard, HAProxy instead of Serve's Python proxy, and a configuration that is 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -44,7 +45,7 @@ def serve_command(
     config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
     options = config["http_options"]
     check_address(options["host"], options["port"])
-    start_local_ray(namespace="serve")
+    start_local_ray(namespace="serve", meanwhile=_import_serve)
     # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
     on_signals(interrupt)
     try:
@@ -58,6 +59,11 @@ def serve_command(
     finally:
         on_signals(signal.SIG_IGN)
         _shut_down()
+
+
+def _import_serve() -> None:
+    """What the next steps need: a second of imports."""
+    importlib.import_module("raylm.serving.app")
 
 
 def _set_serve_defaults() -> None:

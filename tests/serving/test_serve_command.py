@@ -46,6 +46,10 @@ def test_serve_answers_and_leaves_nothing_behind(tmp_path):
             assert httpx.get(f"http://127.0.0.1:{port}{probe}").status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("haproxy" in child.name() for child in family)
+        scripts = {os.path.basename(word) for child in family for word in child.cmdline()[:4] if word.endswith(".py")}
+        assert "log_monitor.py" in scripts
+        # Ray's option leaves it out in part only, and waits for the rest; and there is nothing to scale.
+        assert not scripts & {"dashboard.py", "monitor.py"}
         assert not [c for c in process_addresses(family, port) if not c.startswith("127.")]
         # As a terminal that is closed does it; Ray's processes must not be hit before Serve has ended.
         os.killpg(process.pid, signal.SIGHUP)
