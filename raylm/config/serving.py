@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from pydantic import Field, field_validator
 
 from raylm.config.base import FrozenConfig
-
-# As browsers write it in the header Origin.
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z*,]+")
 
 
 class HttpConfig(FrozenConfig):
@@ -24,25 +20,24 @@ class HttpConfig(FrozenConfig):
     """max_tokens of /v1/completions where the client gives none (OpenAI's default); less where the model is full."""
     max_choices: int = Field(default=1024, ge=1)
     """Completions that one HTTP request may ask for: its prompts times n."""
+    max_messages: int = Field(default=2048, ge=1)
+    """Messages of one chat."""
+    max_content_parts: int = Field(default=4096, ge=1)
+    """Parts of all messages of one chat, where a message's content is a list."""
+    max_stop_chars: int = Field(default=1024, ge=1)
+    """Characters of one stop string. (A request may have 16 stop strings.)"""
+    max_stop_token_ids: int = Field(default=256, ge=1)
+    """Entries of `stop_token_ids`."""
+    max_fields: int = Field(default=256, ge=1)
+    """Fields of a body's outermost object, unknown ones included."""
+    max_json_values: int = Field(default=32_768, ge=64, le=65_536)
+    """Strings, numbers, objects, lists and literals in a body; the token ids of `prompt` do not count. Reading as many
+    holds the event loop or its lock for some 15 ms."""
+    max_json_depth: int = Field(default=64, ge=4, le=128)
+    """Objects and lists inside each other in a body, the outermost included."""
     api_keys_file: str | None = None
     """A file with API keys, one a line, on every node; lines that begin with # are comments. It is read again when it
     changes. With it, all of /v1 wants the header `Authorization: Bearer KEY`; without it, nothing does."""
-
-    cors_origins: list[str] = []
-    """Web pages that may call the server from a browser, by origin, such as https://chat.example.org; ["*"] lets in
-    all. Without any a browser keeps what the server answers from every page."""
-    keep_alive_s: float = Field(default=15.0, gt=0, le=3600)
-    """Seconds after which a stream that has nothing to say sends a comment, so that no proxy in between cuts it."""
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _are_origins(cls, origins: list[str]) -> list[str]:
-        if "*" in origins and len(origins) > 1:
-            raise ValueError("'*' means every origin and must stand alone")
-        for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin: scheme://host[:port] in small letters, without a path")
-        return origins
 
     @field_validator("api_keys_file")
     @classmethod

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from raylm import __version__
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.errors import RequestRejected
@@ -84,18 +83,22 @@ def check_prompt(model: ServedModel, token_ids: list[int], field: str) -> None:
     if not token_ids:
         raise RequestRejected("The prompt has no tokens", param=field)
     if len(token_ids) >= model.max_model_len:
-        raise RequestRejected(
-            f"The prompt has {len(token_ids)} tokens, but {model.name} takes {model.max_model_len} tokens in all, "
-            "at least one of them for the completion",
-            param=field,
-            code="context_length_exceeded",
-        )
+        raise too_long(model, f"{len(token_ids)} tokens", field)
     for token in (min(token_ids), max(token_ids)):
         if not 0 <= token < model.vocab_size:
             raise RequestRejected(
                 f"{field} holds the token id {token}, but those of {model.name} go from 0 to {model.vocab_size - 1}",
                 param=field,
             )
+
+
+def too_long(model: ServedModel, size: str, field: str) -> RequestRejected:
+    return RequestRejected(
+        f"The prompt has {size}, but {model.name} takes {model.max_model_len} tokens in all, at least one of them for "
+        "the completion",
+        param=field,
+        code="context_length_exceeded",
+    )
 
 
 def _max_tokens(model: ServedModel, num_prompt: int, limit: TokenLimit) -> int:
@@ -110,10 +113,6 @@ def _max_tokens(model: ServedModel, num_prompt: int, limit: TokenLimit) -> int:
             code="context_length_exceeded",
         )
     return limit.value
-
-
-FINGERPRINT = f"raylm-{__version__}"
-"""OpenAI's system_fingerprint: with another one, the same seed may give other tokens."""
 
 
 class Reply(NamedTuple):
@@ -133,7 +132,7 @@ def answer(reply: Reply, ends: list[tuple[str, str | None]], usage: Usage) -> by
     else:
         choices = [TextChoice(index, text, reason) for index, (text, reason) in enumerate(ends)]
     kind = "chat.completion" if reply.chat else "text_completion"
-    return msgspec.json.encode(Completion(reply.id, kind, reply.created, reply.model, choices, usage, FINGERPRINT))
+    return msgspec.json.encode(Completion(reply.id, kind, reply.created, reply.model, choices, usage))
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -149,7 +148,7 @@ class ChunkEncoder:
         self._kind = "chat.completion.chunk" if reply.chat else "text_completion"
         start = (
             f'data: {{"id":{_json(reply.id)},"object":"{self._kind}","created":{reply.created},'
-            f'"model":{_json(reply.model)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":'
+            f'"model":{_json(reply.model)},"choices":[{{"index":'
         )
         first = ',"delta":{"role":"assistant","content":' if reply.chat else ',"text":'
         later = ',"delta":{"content":' if reply.chat else ',"text":'
@@ -175,9 +174,7 @@ class ChunkEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         """The event with the usage, which comes after the last choice's."""
-        return event(
-            Completion(self._reply.id, self._kind, self._reply.created, self._reply.model, [], usage, FINGERPRINT)
-        )
+        return event(Completion(self._reply.id, self._kind, self._reply.created, self._reply.model, [], usage))
 
 
 DONE = b"data: [DONE]\n\n"

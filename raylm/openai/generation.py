@@ -13,14 +13,17 @@ from raylm.openai.errors import HttpError
 from raylm.openai.metrics import ChoiceMeter, ModelMetrics
 from raylm.openai.protocol import Usage
 from raylm.openai.served_model import ServedModel, TextPieces
+from raylm.text.stop import StopTable
 
 
 class Origin(NamedTuple):
-    """Whose tokens they are: the reply's id, whether it is a chat's, when its HTTP request arrived (perf_counter)."""
+    """Whose tokens they are: the reply's id, whether it is a chat's, when its HTTP request arrived (perf_counter), and
+    what its answers share to look for stop strings."""
 
     reply_id: str
     chat: bool
     started: float
+    stops: StopTable | None
 
 
 async def text_deltas(
@@ -31,7 +34,7 @@ async def text_deltas(
         f"{origin.reply_id}-{index}": _Sequence(
             index,
             is_first=index == job.first,
-            text=model.text.stream(job.params, continues_prompt=not origin.chat),
+            text=model.text.stream(job.params, continues_prompt=not origin.chat, stops=origin.stops),
             prefix=job.prefix,
             meter=ChoiceMeter(metrics, origin.started),
         )

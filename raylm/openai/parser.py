@@ -6,9 +6,12 @@ import json
 from typing import TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
+from raylm.config.serving import HttpConfig
 from raylm.errors import RequestRejected
+from raylm.openai.body import read_json
+from raylm.openai.limits import check_counts
 from raylm.openai.protocol import ChatRequest, GenerationRequest, StreamOptions
 from raylm.openai.quote import quote
 from raylm.openai.unsupported import (
@@ -23,11 +26,19 @@ from raylm.openai.unsupported import (
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
-def parse(cls: type[Request], body: bytes, *, strict: bool) -> Request:
-    """Check a body. Raises RequestRejected; with `strict` also for unknown fields and for a field given twice."""
-    data = _load(body)
-    if strict:
-        _check_known(cls, data, body)
+def parse(cls: type[Request], body: bytes | bytearray, limits: HttpConfig) -> Request:
+    """Check a body, and empty it. Raises RequestRejected; if `limits.strict` also for unknown fields and for a field
+    given twice."""
+    data, rest = read_json(body, limits)
+    if isinstance(body, bytearray) and rest is not body:
+        body.clear()
+    if not isinstance(data, dict):
+        raise RequestRejected(f"The body must be a JSON object, got {quote(data)}", code="invalid_json")
+    check_counts(data, limits)
+    if limits.strict:
+        _check_known(cls, data, rest)
+    if isinstance(rest, bytearray):
+        rest.clear()
     refuse_unsupported(data, chat=issubclass(cls, ChatRequest))
     try:
         return cls.model_validate(data)
@@ -55,21 +66,7 @@ def _prompt(value: object, place: str) -> str | list[int]:
     raise RequestRejected(f"{place} {reason}", param=place)
 
 
-def _load(body: bytes) -> dict[str, object]:
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise RequestRejected(f"The body is not valid UTF-8 at byte {error.start}", code="invalid_utf8") from None
-    try:
-        data = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestRejected(f"The body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise RequestRejected(f"The body must be a JSON object, got {quote(data)}", code="invalid_json")
-    return data
-
-
-def _check_known(cls: type[GenerationRequest], data: dict[str, object], body: bytes) -> None:
+def _check_known(cls: type[GenerationRequest], data: dict[str, object], body: bytes | bytearray) -> None:
     own = CHAT_ONLY if issubclass(cls, ChatRequest) else COMPLETIONS_ONLY
     _check_names(data, cls.model_fields.keys() | UNSUPPORTED.keys() | own.keys() | HARMLESS)
     options = data.get("stream_options")

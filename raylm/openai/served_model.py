@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.engine.messages import Load
+from raylm.text.stop import StopTable
 
 
 class TextPiece(Protocol):
@@ -31,12 +31,15 @@ class TextPieces(Protocol):
 
 
 class Text(Protocol):
-    """The part of a TextProcessor that the HTTP face uses. encode and chat may be called from other threads."""
+    """The part of a TextProcessor that the HTTP face uses. Other threads call encode, render, decode."""
 
-    def encode(self, prompt: str) -> list[int]: ...
-    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]: ...
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
+    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> TextPieces: ...
+    def stop_table(self, params: SamplingParams) -> StopTable | None: ...
+    def stream(
+        self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None
+    ) -> TextPieces: ...
 
 
 class Deltas(Protocol):
@@ -77,8 +80,6 @@ class ServedModel:
     vocab_size: int
     text: Text
     generator: Generator
-    sampling: SamplingDefaults = SamplingDefaults()
-    """How requests are sampled that leave it open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
 from raylm.text.chat import ChatTemplate, Message
 from raylm.text.detokenizer import Detokenizer
-from raylm.text.stop import StopStrings
+from raylm.text.stop import StopStrings, StopTable
 from raylm.text.tokenizer import Tokenizer
 
 
@@ -34,9 +34,9 @@ class TextStream:
 
     __slots__ = ("_detokenizer", "_stops", "stopped")
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopTable | None = None) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = None if stops is None else StopStrings(stops)
         self.stopped = False
 
     def push(self, token_ids: list[int], finish_reason: str | None) -> TextDelta:
@@ -83,23 +83,35 @@ class TextProcessor:
         """Load a model's tokenizer and chat template. Raises ConfigError as Tokenizer.load does."""
         return cls(Tokenizer.load(source, cache_dir=cache_dir))
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, with what the model wants around it (such as BOS)."""
-        return self.tokenizer.encode(prompt)
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, with what the model wants around it (such as BOS), which a rendered chat has already.
+        Raises TooManyTokens as Tokenizer.encode does."""
+        return self.tokenizer.encode(prompt, add_special_tokens, max_tokens=max_tokens)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """A conversation as text, by the model's chat template. Raises RequestRejected(param="messages")."""
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
 
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. Raises RequestRejected(param="messages")."""
-        text = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        """Token ids of a conversation. Raises RequestRejected(param="messages")."""
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
         # The template writes BOS and its like itself.
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False)
 
-    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> TextStream:
-        """The text side of one answer (one for each of n).
+    def stop_table(self, params: SamplingParams) -> StopTable | None:
+        """What the answers to one request share to look for its stop strings; None where it has none."""
+        return StopTable(params.stop) if params.stop else None
+
+    def stream(
+        self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None
+    ) -> TextStream:
+        """The text side of one answer (one for each of n). `stops` is stop_table's, where several answers share it.
 
         continues_prompt: the answer goes on from a raw prompt, so a space at its beginning belongs to the text even
         where the tokenizer would drop that of a whole text.
         """
-        return TextStream(Detokenizer(self.tokenizer.table, keep_space=continues_prompt), params.stop)
+        detokenizer = Detokenizer(self.tokenizer.table, keep_space=continues_prompt)
+        return TextStream(detokenizer, self.stop_table(params) if stops is None else stops)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, without special tokens."""

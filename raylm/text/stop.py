@@ -4,6 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class _Pattern(NamedTuple):
+    """One stop string; fallback[n] is the longest beginning, shorter than n, that its first n characters end with."""
+
+    stop: str
+    fallback: list[int]
+
+
+class StopTable:
+    """Stop strings made ready for searching: built once a request, shared by its answers, never changed."""
+
+    __slots__ = ("first_chars", "patterns")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` holds at least one string, none of them empty."""
+        self.patterns = [_Pattern(stop, _fallback(stop)) for stop in dict.fromkeys(stops)]
+        self.first_chars = re.compile("[" + "".join(re.escape(stop[0]) for stop in stops) + "]")
+
+
+def _fallback(stop: str) -> list[int]:
+    fallback = [0, 0]
+    matched = 0
+    for index in range(1, len(stop)):
+        while matched and stop[index] != stop[matched]:
+            matched = fallback[matched]
+        matched += stop[index] == stop[matched]
+        fallback.append(matched)
+    return fallback
 
 
 class StopStrings:
@@ -15,12 +45,12 @@ class StopStrings:
     Morris, Pratt 1977), whatever the length of the text and of the stop strings.
     """
 
-    __slots__ = ("_first_chars", "_held", "_matchers")
+    __slots__ = ("_held", "_matched", "_table")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` holds at least one string, none of them empty."""
-        self._matchers = [_Matcher(stop) for stop in stops]
-        self._first_chars = re.compile("[" + "".join(re.escape(stop[0]) for stop in stops) + "]")
+    def __init__(self, table: StopTable) -> None:
+        self._table = table
+        self._matched = [0] * len(table.patterns)
+        """For each stop string, the length of its longest beginning that the text so far ends with."""
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -30,17 +60,12 @@ class StopStrings:
         """
         position = 0
         if not self._held:  # no match has begun: go on where one may
-            begin = self._first_chars.search(text)
+            begin = self._table.first_chars.search(text)
             if begin is None:
                 return text, False
             position = begin.start()
-        matchers = self._matchers
         for index in range(position, len(text)):
-            char = text[index]
-            found = 0
-            for matcher in matchers:
-                if matcher.step(char) and matcher.length > found:
-                    found = matcher.length
+            found = self._step(text[index])
             if found:
                 return (self._held + text[: index + 1])[:-found], True
         return self._hold(self._held + text), False
@@ -50,36 +75,20 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
+    def _step(self, char: str) -> int:
+        """Take one character; the length of the longest stop string that it completes, else 0."""
+        found = 0
+        for number, (stop, fallback) in enumerate(self._table.patterns):
+            matched = self._matched[number]
+            while matched and stop[matched] != char:
+                matched = fallback[matched]
+            matched += stop[matched] == char
+            self._matched[number] = matched
+            if matched == len(stop) and matched > found:
+                found = matched
+        return found
+
     def _hold(self, text: str) -> str:
-        num_held = max(matcher.matched for matcher in self._matchers)
-        border = len(text) - num_held
+        border = len(text) - max(self._matched)
         self._held = text[border:]
         return text[:border]
-
-
-class _Matcher:
-    """One stop string: `matched` is the length of its longest beginning that the text so far ends with."""
-
-    __slots__ = ("_fallback", "_stop", "length", "matched")
-
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self.length = len(stop)
-        self.matched = 0
-        # fallback[n]: the longest beginning, shorter than n, that the first n characters end with
-        self._fallback = fallback = [0, 0]
-        matched = 0
-        for index in range(1, len(stop)):
-            while matched and stop[index] != stop[matched]:
-                matched = fallback[matched]
-            matched += stop[index] == stop[matched]
-            fallback.append(matched)
-
-    def step(self, char: str) -> bool:
-        """Take one character; True when it completes the stop string."""
-        matched, stop = self.matched, self._stop
-        while matched and stop[matched] != char:
-            matched = self._fallback[matched]
-        matched += stop[matched] == char
-        self.matched = matched
-        return matched == self.length

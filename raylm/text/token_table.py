@@ -74,7 +74,7 @@ class _Rules:
     def _add(self, step: Mapping[str, object]) -> None:
         kind = step["type"]
         if kind == "ByteLevel":
-            self._byte_level = _byte_alphabet()
+            self._byte_level = byte_alphabet()
         elif kind == "Metaspace":
             self._replace.append((str(step["replacement"]), " "))
             self.num_strip = 0 if step.get("prepend_scheme") == "never" else 1
@@ -92,7 +92,7 @@ def _unsupported(step: Mapping[str, object]) -> ConfigError:
     return ConfigError(f"the tokenizer's decoder {json.dumps(step)} is not supported; supported: {_SUPPORTED}")
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The characters that byte-level vocabularies write bytes with (Radford et al. 2019, GPT-2): printable bytes are
     themselves, the others are the characters from U+0100 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

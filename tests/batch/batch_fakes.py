@@ -18,6 +18,7 @@ from raylm.batch.shards import Shard
 from raylm.batch.work import Report, WorkFolder
 from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from raylm.core.sampling import SamplingParams
+from raylm.text.stop import StopTable
 
 CONFIG = EngineConfig(
     model=ModelConfig(path="fake"), scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
@@ -47,23 +48,28 @@ class LetterStream:
 class LetterText:
     """A token is a letter; what is none of them is a blank."""
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [max(LETTERS.find(letter), 1) for letter in prompt]
 
-    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
-        return self.encode(" ".join(str(message["content"]) for message in messages))
+    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        return " ".join(str(message["content"]) for message in messages)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(LETTERS[token] for token in ids)
 
-    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> LetterStream:
+    def stop_table(self, params: SamplingParams) -> StopTable | None:
+        return StopTable(params.stop) if params.stop else None
+
+    def stream(
+        self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None
+    ) -> LetterStream:
         return LetterStream(params.stop)
 
 
-def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4, config: EngineConfig = CONFIG) -> Answerer:
+def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4) -> Answerer:
     """An answerer whose engine has room for few requests at a time."""
     engine = make_engine(executor or FakeExecutor(), queue=queue)
-    return Answerer(config, engine, max_tokens=6, text=LetterText())
+    return Answerer(CONFIG, engine, max_tokens=6, text=LetterText())
 
 
 def in_process(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Generator[Report]:

@@ -15,9 +15,10 @@ from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.engine.messages import Load
-from raylm.openai.served_model import EngineStats, ServedModel
+from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.text.chat import ChatTemplate
+from raylm.text.stop import StopTable
 
 END = 256
 """The end-of-sequence token."""
@@ -56,17 +57,22 @@ class ByteText:
     def __init__(self, template: ChatTemplate = TEMPLATE) -> None:
         self._template = template
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(prompt.encode())
 
-    def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> list[int]:
-        return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
+    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> str:
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
 
-    def stream(self, params: SamplingParams, *, continues_prompt: bool = False) -> ByteStream:
-        return ByteStream(params.stop)
+    def stop_table(self, params: SamplingParams) -> StopTable | None:
+        return StopTable(params.stop) if params.stop else None
+
+    def stream(
+        self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None
+    ) -> ByteStream:
+        return ByteStream([stop for stop, _ in stops.patterns] if stops is not None else ())
 
 
 class Asked(NamedTuple):
@@ -183,7 +189,7 @@ class Catalog:
     """One model, "tiny" (64 tokens long); "late" is known but has no engine, unless tiny is `alone`."""
 
     def __init__(
-        self, generator: ScriptedGenerator, text: ByteText, max_model_len: int = 64, *, alone: bool = False
+        self, generator: ScriptedGenerator, text: Text, max_model_len: int = 64, *, alone: bool = False
     ) -> None:
         self.alone = alone
         self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, text, generator)
@@ -218,10 +224,11 @@ class Server:
         max_model_len: int = 64,
         alone: bool = False,
         template: ChatTemplate = TEMPLATE,
+        text: Text | None = None,
         **config: Any,
     ) -> None:
         self.generator = ScriptedGenerator(script or None)
-        self.catalog = Catalog(self.generator, ByteText(template), max_model_len, alone=alone)
+        self.catalog = Catalog(self.generator, text or ByteText(template), max_model_len, alone=alone)
         self.app = build_http_app(self.catalog, HttpConfig(**config))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://raylm")
 

@@ -7,7 +7,7 @@ import string
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.text.stop import StopStrings
+from raylm.text.stop import StopStrings, StopTable
 
 quick = settings(max_examples=300, deadline=None)
 letters = st.text("ab", max_size=24)
@@ -16,7 +16,7 @@ stops_ = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 def run(stops: list[str], parts: list[str]) -> tuple[str, bool, int]:
     """The text of all parts, whether it was stopped, and how many parts were taken."""
-    watch = StopStrings(stops)
+    watch = StopStrings(StopTable(stops))
     text = ""
     for count, part in enumerate(parts, start=1):
         decided, stopped = watch.push(part)
@@ -46,7 +46,7 @@ def test_equals_a_plain_search_however_the_text_is_cut(stops, parts):
 @quick
 @given(stops_, st.lists(letters, max_size=8))
 def test_no_more_is_held_back_than_may_become_a_stop_string(stops, parts):
-    watch, told, text = StopStrings(stops), "", ""
+    watch, told, text = StopStrings(StopTable(stops)), "", ""
     for part in parts:
         decided, stopped = watch.push(part)
         told, text = told + decided, text + part
@@ -59,7 +59,7 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(stops, parts):
 
 
 def test_text_before_the_stop_string_comes_at_once():
-    watch = StopStrings(["\nUser:"])
+    watch = StopStrings(StopTable(["\nUser:"]))
     assert watch.push("Hello") == ("Hello", False)
     assert watch.push("!\nUs") == ("!", False)
     assert watch.push("ual") == ("\nUsual", False)
@@ -74,7 +74,7 @@ def test_the_first_complete_stop_string_wins_and_the_longest_of_equals():
 
 
 def test_held_text_is_released_at_the_end():
-    watch = StopStrings(["STOP"])
+    watch = StopStrings(StopTable(["STOP"]))
     assert watch.push("a STO") == ("a ", False)
     assert watch.finish() == "STO"
     assert watch.finish() == ""

@@ -1,0 +1,44 @@
+"""Threads for what would hold the event loop: large bodies, long texts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from raylm.openai.memory import MemoryReturn
+
+SMALL_BODY_BYTES = 16 * 1024
+"""A shorter body is read in the event loop: within some 5 ms, whatever it holds."""
+SHORT_PROMPT_TOKENS = 4096
+"""Prompts of fewer characters or token ids, together, become tokens in the event loop: within some 10 ms."""
+
+Result = TypeVar("Result")
+
+
+class WorkThreads:
+    """Where a request that is not small is prepared. Created threads end with this object.
+
+    Reading runs Python and shares its lock with the event loop, which waits for 5 ms at most until it has the lock back
+    (sys.getswitchinterval): so there is one such thread. Tokenising of long texts runs without the lock.
+    """
+
+    def __init__(self) -> None:
+        self._reading = ThreadPoolExecutor(1, "raylm-read")
+        self._tokenising = ThreadPoolExecutor(2, "raylm-tokenise")
+        self._memory = MemoryReturn(self._reading)
+
+    async def read(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """Run what reads a body of this length."""
+        return work() if num_bytes <= SMALL_BODY_BYTES else await self._run(self._reading, work, num_bytes)
+
+    async def tokenise(self, size: int, work: Callable[[], Result]) -> Result:
+        """Run what makes tokens of so many characters."""
+        return work() if size <= SHORT_PROMPT_TOKENS else await self._run(self._tokenising, work, size)
+
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], Result], size: int) -> Result:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
+        finally:
+            self._memory.used(size)

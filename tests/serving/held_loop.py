@@ -1,0 +1,71 @@
+"""How long callbacks hold an event loop, in CPU time of its thread, so that a busy machine changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import thread_time
+from typing import Any
+
+import pytest
+
+ALLOWED_S = 0.15
+"""The promise is 0.05 on a machine of today; this is room for a slow one."""
+
+
+class LongestCallback:
+    """The most CPU time that one callback took so far."""
+
+    seconds = 0.0
+    callback = ""
+
+
+@contextmanager
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[LongestCallback]:
+    """Measures every callback of event loops while it is open. Python's own garbage collection is off: a test process
+    has a heap of its own, and an ingress sets what it starts with apart."""
+    longest = LongestCallback()
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        start = thread_time()
+        run(handle)
+        took = thread_time() - start
+        if took > longest.seconds:
+            longest.seconds, longest.callback = took, repr(handle)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", timed)
+            yield longest
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def longest_call() -> Iterator[LongestCallback]:
+    """Measures the longest time that this thread spends without calling anything of Python's: so long would it keep
+    Python's lock, which another thread can have between two calls."""
+    longest = LongestCallback()
+    last = thread_time()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal last
+        if (took := thread_time() - last) > longest.seconds:
+            longest.seconds, longest.callback = took, f"{event} {argument} in {frame.f_code.co_name}"
+        last = thread_time()
+
+    gc.collect()
+    gc.disable()
+    last = thread_time()
+    sys.setprofile(note)
+    try:
+        yield longest
+    finally:
+        sys.setprofile(None)
+        gc.enable()
