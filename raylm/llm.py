@@ -117,6 +117,11 @@ class LLM:
     def info(self) -> ModelInfo:
         return self._engine.info
 
+    def params(self, **given: Any) -> SamplingParams:
+        """SamplingParams(**given) with the model's own defaults (`model.sampling`) for what is left out."""
+        own: dict[str, Any] = self.config.model.sampling_defaults.fields()
+        return SamplingParams(**{**own, **given})
+
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[list[int]],
@@ -126,7 +131,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete prompts (strings or token ids), batched, in the order given.
 
-        `params` holds for all, or is one a prompt. Raises RequestRejected before anything runs.
+        `params` holds for all, or is one a prompt; without it, `self.params(max_tokens=128)`. Raises RequestRejected
+        before anything runs.
         """
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         encoded = []
@@ -187,7 +193,7 @@ class LLM:
         *,
         progress: bool,
     ) -> list[Completion]:
-        each = _params_for_each(params, len(encoded))
+        each = _params_for_each(self.params(max_tokens=128) if params is None else params, len(encoded))
         for index, (prompt_ids, own) in enumerate(zip(encoded, each, strict=True)):
             with _naming(kind, index, len(encoded)):
                 check_prompt(prompt_ids, own, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
@@ -283,9 +289,7 @@ def _messages(conversation: object) -> list[Message]:
     return list(conversation)
 
 
-def _params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams(max_tokens=128)] * count
+def _params_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

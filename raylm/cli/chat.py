@@ -37,18 +37,21 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from raylm.cli.options import api_key, engine_config, given_sampling, sampling_params
 
-    params = sampling_params(args, max_tokens=_MAX_TOKENS)
     if args.url is not None:
         from raylm.cli.server import ServerSpeaker
+        from raylm.core.sampling import SamplingParams
 
-        options = {"max_tokens": params.max_tokens, **given_sampling(args)}
+        options = {"max_tokens": _MAX_TOKENS, **given_sampling(args)}
+        SamplingParams(**options)  # A wrong one is told before anything is said.
         with closing(ServerSpeaker(args.url, args.model, options, api_key=api_key(args))) as server:
             return Chat(server, system=args.system).run()
     if args.model is None:
         raise ConfigError("chat needs a MODEL, or --url with the address of a server")
     from raylm.llm import LLM
 
-    llm = LLM(engine_config(args))
+    config = engine_config(args)
+    params = sampling_params(args, config, max_tokens=_MAX_TOKENS)
+    llm = LLM(config)
     try:
         return Chat(LocalSpeaker(llm, params), system=args.system).run()
     finally:

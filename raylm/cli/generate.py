@@ -29,10 +29,11 @@ def run(args: argparse.Namespace) -> int:
     from raylm.cli.options import engine_config, sampling_params
     from raylm.llm import LLM
 
-    params = sampling_params(args, max_tokens=_MAX_TOKENS)
+    config = engine_config(args)
+    params = sampling_params(args, config, max_tokens=_MAX_TOKENS)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     progress = sys.stderr.isatty()
-    llm = LLM(engine_config(args), progress=progress)
+    llm = LLM(config, progress=progress)
     try:
         completions = llm.generate(prompts, params, progress=progress)
     finally:

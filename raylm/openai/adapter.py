@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from raylm import __version__
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.errors import RequestRejected
@@ -115,6 +116,10 @@ def _max_tokens(model: ServedModel, num_prompt: int, limit: TokenLimit) -> int:
     return limit.value
 
 
+FINGERPRINT = f"raylm-{__version__}"
+"""OpenAI's system_fingerprint: with another one, the same seed may give other tokens."""
+
+
 class Reply(NamedTuple):
     """What every answer and chunk of one HTTP request says of it. `created` is in seconds since the epoch."""
 
@@ -132,7 +137,7 @@ def answer(reply: Reply, ends: list[tuple[str, str | None]], usage: Usage) -> by
     else:
         choices = [TextChoice(index, text, reason) for index, (text, reason) in enumerate(ends)]
     kind = "chat.completion" if reply.chat else "text_completion"
-    return msgspec.json.encode(Completion(reply.id, kind, reply.created, reply.model, choices, usage))
+    return msgspec.json.encode(Completion(reply.id, kind, reply.created, reply.model, choices, usage, FINGERPRINT))
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -148,7 +153,7 @@ class ChunkEncoder:
         self._kind = "chat.completion.chunk" if reply.chat else "text_completion"
         start = (
             f'data: {{"id":{_json(reply.id)},"object":"{self._kind}","created":{reply.created},'
-            f'"model":{_json(reply.model)},"choices":[{{"index":'
+            f'"model":{_json(reply.model)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":'
         )
         first = ',"delta":{"role":"assistant","content":' if reply.chat else ',"text":'
         later = ',"delta":{"content":' if reply.chat else ',"text":'
@@ -174,7 +179,9 @@ class ChunkEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         """The event with the usage, which comes after the last choice's."""
-        return event(Completion(self._reply.id, self._kind, self._reply.created, self._reply.model, [], usage))
+        return event(
+            Completion(self._reply.id, self._kind, self._reply.created, self._reply.model, [], usage, FINGERPRINT)
+        )
 
 
 DONE = b"data: [DONE]\n\n"

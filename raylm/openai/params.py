@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import MAX_BEAM_WIDTH, SamplingParams
 from raylm.errors import RequestRejected
@@ -34,24 +35,30 @@ class Wanted(NamedTuple):
     n: int
 
 
-def wanted(request: GenerationRequest, *, default_max_tokens: int | None) -> Wanted:
-    """Raises RequestRejected where a value is out of its range or does not fit together with another."""
+def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_max_tokens: int | None) -> Wanted:
+    """`sampling` and `default_max_tokens` hold where the request says nothing.
+
+    Raises RequestRejected where a value is out of its range or does not fit together with another.
+    """
     n = 1 if request.n is None else request.n
-    params = _sampling_params(request, n)
+    params = _sampling_params(request, n, sampling)
     _check_together(request, params, n)
     return Wanted(params, _options(request), _token_limit(request, default_max_tokens), n)
 
 
-def _sampling_params(request: GenerationRequest, n: int) -> SamplingParams:
+def _sampling_params(request: GenerationRequest, n: int, defaults: SamplingDefaults) -> SamplingParams:
+    # vLLM's clients write -1 for "keep all".
+    top_k = 0 if request.top_k == -1 else request.top_k
     params = SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        # vLLM's clients write -1 for "keep all".
-        top_k=0 if request.top_k is None or request.top_k == -1 else request.top_k,
-        min_p=0.0 if request.min_p is None else request.min_p,
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        top_k=defaults.top_k if top_k is None else top_k,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
         presence_penalty=0.0 if request.presence_penalty is None else request.presence_penalty,
         frequency_penalty=0.0 if request.frequency_penalty is None else request.frequency_penalty,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=(
+            defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
+        ),
         seed=request.seed,
         max_tokens=request.max_tokens,
         n=n,

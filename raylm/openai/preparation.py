@@ -78,8 +78,8 @@ class Preparation:
 
     def _draft_chat(self, body: bytes | bytearray) -> _Draft:
         request = parse(ChatRequest, body, self._config)
-        asked = wanted(request, default_max_tokens=None)
         model = self.model(request.model)
+        asked = wanted(request, model.sampling, default_max_tokens=None)
         check_num_sequences(1, asked, self._config.max_choices)
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         text = model.text.render(messages, add_generation_prompt=request.add_generation_prompt is not False)
@@ -87,8 +87,8 @@ class Preparation:
 
     def _draft(self, body: bytes | bytearray) -> _Draft:
         request = parse(CompletionRequest, body, self._config)
-        asked = wanted(request, default_max_tokens=self._config.default_max_tokens)
         model = self.model(request.model)
+        asked = wanted(request, model.sampling, default_max_tokens=self._config.default_max_tokens)
         prompts = prompts_of(request.prompt)
         check_num_sequences(len(prompts), asked, self._config.max_choices)
         echo, stream = bool(request.echo), bool(request.stream)

@@ -163,12 +163,35 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[ChatChoice] | list[TextChoice]
     usage: Usage
+    system_fingerprint: str
+
+
+class ModelPermission(msgspec.Struct):
+    """What OpenAI once said of who may do what with a model; clients of that time read it."""
+
+    id: str
+    created: int
+    object: str = "model_permission"
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = False
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
 
 
 class ModelCard(msgspec.Struct):
+    """A model. `root` and `parent` are of fine-tuned models: what they were made from."""
+
     id: str
     created: int
     max_model_len: int
+    root: str
+    permission: list[ModelPermission]
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "raylm"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
@@ -80,6 +81,8 @@ class ServedModel:
     vocab_size: int
     text: Text
     generator: Generator
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How requests are sampled that leave it open."""
 
 
 @dataclass(frozen=True, slots=True)

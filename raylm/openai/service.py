@@ -17,7 +17,7 @@ from raylm.openai.generation import Origin, Tally, gather, text_deltas
 from raylm.openai.merge import merged
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.preparation import Preparation, Prepared
-from raylm.openai.protocol import ModelCard, ModelList
+from raylm.openai.protocol import ModelCard, ModelList, ModelPermission
 from raylm.openai.served_model import ModelCatalog, ServedModel
 
 Events = AsyncGenerator[bytes, None]
@@ -65,7 +65,8 @@ class OpenAIService:
 
 
 def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(model.name, model.created, model.max_model_len)
+    permission = ModelPermission(f"modelperm-{model.name}", model.created)
+    return ModelCard(model.name, model.created, model.max_model_len, root=model.name, permission=[permission])
 
 
 async def _events(

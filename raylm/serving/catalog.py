@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import ray
 
+from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
@@ -60,9 +61,10 @@ class ModelRouter:
 class LiveCatalog:
     """Follows the Directory. A model is listed from the start, and served while an engine of it is ready."""
 
-    def __init__(self, texts: dict[str, Text], directory: str) -> None:
-        """`texts`: model name -> its text side."""
+    def __init__(self, texts: dict[str, Text], sampling: dict[str, SamplingDefaults], directory: str) -> None:
+        """`texts`: model name -> its text side; `sampling`: how its requests are sampled that leave it open."""
         self._texts = texts
+        self._sampling = sampling
         self._directory = directory
         self._created = int(time.time())
         self._routers = {name: ModelRouter(name) for name in texts}
@@ -126,6 +128,7 @@ class LiveCatalog:
             vocab_size=entry.vocab_size,
             text=self._texts[entry.model],
             generator=router,
+            sampling=self._sampling[entry.model],
         )
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model, entry.address)
 

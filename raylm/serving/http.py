@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from raylm import __version__
 from raylm.config.serving import HttpConfig
-from raylm.openai.errors import HttpError, http_error
+from raylm.openai.errors import HttpError
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.served_model import ModelCatalog
 from raylm.openai.service import Events, OpenAIService
+from raylm.serving.answers import Answer, Responder
+from raylm.serving.cors import Cors
 from raylm.serving.keys import ApiKeys
 from raylm.serving.streams import DisconnectGuard
 
-Headers = tuple[tuple[bytes, bytes], ...]
-_JSON = b"application/json"
-_EVENT_STREAM: Headers = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # Proxies such as nginx hold a stream's events back otherwise.
-    (b"x-accel-buffering", b"no"),
-)
+MAX_PATH_CHARS = 100
+"""How much of an unknown path a message repeats."""
 
 
-def build_http_app(models: ModelCatalog, config: HttpConfig) -> Router:
+def build_http_app(models: ModelCatalog, config: HttpConfig) -> ASGIApp:
     """OpenAI's API for the models of a catalog, as an ASGI application. Raises ConfigError when there are no keys in
     `config.api_keys_file`."""
+    return Cors(build_router(models, config), config.cors_origins)
+
+
+def build_router(models: ModelCatalog, config: HttpConfig) -> Router:
+    """The routes alone. Raises as build_http_app does."""
     metrics = HttpMetrics(models)
     service = OpenAIService(models, config, metrics)
     reads, posts = _Reads(models, service, metrics), _Posts(service)
@@ -41,23 +41,20 @@ def build_http_app(models: ModelCatalog, config: HttpConfig) -> Router:
     api_keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
 
     def route(path: str, method: str, handler: Handler, keys: ApiKeys | None = api_keys) -> Route:
-        return Route(path, Endpoint(method, handler, config.max_body_bytes, keys))
+        return Route(path, Endpoint(method, handler, config.max_body_bytes, keys), name=f"{method} {path}")
 
-    return Router(
-        [
-            route("/v1/chat/completions", "POST", posts.chat),
-            route("/v1/completions", "POST", posts.complete),
-            route("/v1/models", "GET", reads.list_models),
-            route("/v1/models/{model:path}", "GET", reads.describe_model),
-            # Probes and Prometheus have no key, and nothing of what is asked or answered is in these.
-            route("/health", "GET", reads.health, keys=None),
-            route("/version", "GET", reads.version, keys=None),
-            route("/metrics", "GET", reads.metrics, keys=None),
-        ],
-        # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
-        redirect_slashes=False,
-        default=NotFound(api_keys),
-    )
+    routes = [
+        route("/v1/chat/completions", "POST", posts.chat),
+        route("/v1/completions", "POST", posts.complete),
+        route("/v1/models", "GET", reads.list_models),
+        route("/v1/models/{model:path}", "GET", reads.describe_model),
+        # Probes and Prometheus have no key, and nothing of what is asked or answered is in these.
+        route("/health", "GET", reads.health, keys=None),
+        route("/version", "GET", reads.version, keys=None),
+        route("/metrics", "GET", reads.metrics, keys=None),
+    ]
+    # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
+    return Router(routes, redirect_slashes=False, default=NotFound(api_keys, [route.name for route in routes]))
 
 
 class HttpRequest(NamedTuple):
@@ -65,12 +62,6 @@ class HttpRequest(NamedTuple):
 
     body: bytes
     model: str
-
-
-class Answer(NamedTuple):
-    body: bytes
-    status: int = 200
-    content_type: bytes = _JSON
 
 
 Handler = Callable[[HttpRequest], Awaitable[Answer | Events]]
@@ -101,6 +92,9 @@ class _Reads:
         return Answer(self._service.list_models())
 
     async def describe_model(self, request: HttpRequest) -> Answer:
+        if not request.model:
+            # /v1/models/, as some clients write /v1/models.
+            return await self.list_models(request)
         return Answer(self._service.describe_model(request.model))
 
     async def health(self, request: HttpRequest) -> Answer:
@@ -124,14 +118,14 @@ class Endpoint:
     With `keys`, nothing of a request counts before its key has been seen."""
 
     def __init__(self, method: str, handler: Handler, max_body_bytes: int, keys: ApiKeys | None) -> None:
-        self._method = method
+        self.methods = ("GET", "HEAD") if method == "GET" else (method,)
         self._handler = handler
         self._max_body_bytes = max_body_bytes
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        responder = Responder(send)
+        responder = Responder(send, without_body=scope["method"] == "HEAD")
         try:
             await self._answer(scope, headers, receive, responder)
         except ClientGone:
@@ -144,58 +138,17 @@ class Endpoint:
     ) -> None:
         if self._keys is not None:
             self._keys.check(headers.get(b"authorization", b""))
-        if scope["method"] != self._method:
-            allow = ((b"allow", self._method.encode()),)
-            message = f"{scope['path']} takes {self._method}, not {scope['method']}"
+        if scope["method"] not in self.methods:
+            allow = ((b"allow", ", ".join(self.methods).encode()),)
+            message = f"{scope['path']} takes {' and '.join(self.methods)}, not {scope['method']}"
             raise HttpError(405, message, code="method_not_allowed", headers=allow)
         model = scope["path_params"].get("model", "")
-        if self._method == "GET":
+        if "GET" in self.methods:
             await responder.reply(await self._handler(HttpRequest(b"", model)))
             return
         body = await read_body(receive, headers, self._max_body_bytes)
         async with DisconnectGuard(receive):
             await responder.reply(await self._handler(HttpRequest(body, model)))
-
-
-class Responder:
-    """Sends one answer. `started` once its status is out, after which no other can be sent. Serve adds the header
-    x-request-id, with the client's own id where that sent one."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = False
-
-    async def reply(self, answer: Answer | Events) -> None:
-        if isinstance(answer, Answer):
-            await self._whole(answer.status, answer.content_type, answer.body)
-        else:
-            await self._stream(answer)
-
-    async def fail(self, error: Exception) -> None:
-        """Answer with an error; when another answer has begun, the server cuts that one off."""
-        problem = http_error(error)
-        if not self.started:
-            await self._whole(problem.status, _JSON, problem.body(), problem.headers)
-
-    async def _whole(self, status: int, content_type: bytes, body: bytes, headers: Headers = ()) -> None:
-        length = str(len(body)).encode()
-        await self._start(status, ((b"content-type", content_type), (b"content-length", length), *headers))
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
-        send = self._send
-        async with aclosing(events):
-            # An error before the first token raises here, and is answered with its own status.
-            first = await anext(events)
-            await self._start(200, _EVENT_STREAM)
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _start(self, status: int, headers: Headers) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
@@ -225,20 +178,23 @@ def _too_large(limit: int) -> HttpError:
 
 
 class NotFound:
-    """What is no route. Under /v1 nobody learns so without a key, where there are any."""
+    """What is no route: it says which there are. Under /v1 nobody learns so without a key, where there are any."""
 
-    def __init__(self, keys: ApiKeys | None) -> None:
+    def __init__(self, keys: ApiKeys | None, routes: list[str]) -> None:
+        """`routes`: method and path of each."""
         self._keys = keys
+        self._routes = ", ".join(routes).replace(":path}", "}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await WebSocketClose()(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        error = HttpError(404, f"There is nothing at {scope['method']} {scope['path']}", code="not_found")
+        message = f"{scope['method']} {scope['path'][:MAX_PATH_CHARS]} is not supported; this server has {self._routes}"
+        error = HttpError(404, message, code="not_found")
         try:
             if self._keys is not None and f"{path}/".startswith("/v1/"):
                 self._keys.check(dict(scope["headers"]).get(b"authorization", b""))
         except HttpError as refused:
             error = refused
-        await Responder(send).fail(error)
+        await Responder(send, without_body=scope["method"] == "HEAD").fail(error)

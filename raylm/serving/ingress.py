@@ -21,7 +21,8 @@ class OpenAIIngress:
         self._config = config
         sources = {model.engine.model.served_name: locate(model.engine.model.path) for model in config.models}
         texts: dict[str, Text] = {name: TextProcessor.load(source) for name, source in sources.items()}
-        self._catalog = LiveCatalog(texts, directory)
+        sampling = {model.engine.model.served_name: model.engine.model.sampling_defaults for model in config.models}
+        self._catalog = LiveCatalog(texts, sampling, directory)
 
     async def check_health(self) -> None:
         """An ingress is healthy without engines (it answers 503 until they are there), not without its catalog."""

@@ -66,10 +66,10 @@ class LetterText:
         return LetterStream(params.stop)
 
 
-def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4) -> Answerer:
+def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4, config: EngineConfig = CONFIG) -> Answerer:
     """An answerer whose engine has room for few requests at a time."""
     engine = make_engine(executor or FakeExecutor(), queue=queue)
-    return Answerer(CONFIG, engine, max_tokens=6, text=LetterText())
+    return Answerer(config, engine, max_tokens=6, text=LetterText())
 
 
 def in_process(todo: list[Shard], settings: BatchSettings, folder: WorkFolder) -> Generator[Report]:

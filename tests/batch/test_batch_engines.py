@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from batch_fakes import completion_line, fake_answerer, in_process, settings, write_lines
@@ -152,3 +153,23 @@ def test_options_that_count_must_count_something(option, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["batch", "--input", "a", "--output", "b", "--model", "m", option, "0"])
     assert "must be at least 1, got 0" in capsys.readouterr().err
+
+
+async def test_sampling_that_a_line_leaves_open_is_the_models_own(monkeypatch):
+    config = EngineConfig.model_validate({"model": {"path": "fake", "sampling": {"temperature": 0.2, "top_p": 0.9}}})
+    answerer = fake_answerer(config=config)
+    asked = []
+    generate = answerer._client.generate
+    monkeypatch.setattr(
+        answerer._client,
+        "generate",
+        lambda ids, prompt, params, options: asked.append(params) or generate(ids, prompt, params, options),
+    )
+    try:
+        for line in ({"prompt": "a"}, completion_line("b"), {"prompt": "c", "temperature": 0}):
+            request = parse_line(json.dumps(line).encode(), 1, model="fake")
+            result = await answerer.answer(request)
+            assert result.response.status_code == 200
+    finally:
+        answerer.close()
+    assert [(params.temperature, params.top_p) for params in asked] == [(0.2, 0.9), (0.2, 0.9), (0.0, 0.9)]

@@ -72,6 +72,31 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, problem, capsys):
     assert problem in captured.err
 
 
+@pytest.mark.parametrize("option", ["--api-key", "--api-keys", "--api-key=sesame"])
+def test_a_key_on_the_command_line_is_not_repeated(option, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", "smollm2-135m", option, *([] if "=" in option else ["sesame"])])
+    assert exit_.value.code == 2
+    told = capsys.readouterr()
+    assert "--api-keys-file FILE" in told.err
+    assert "sesame" not in told.err + told.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--log-l=INFO", "serve", "m"],
+        ["serve", "m", "--api-keys-f", "keys"],
+        ["generate", "m", "hi", "--temp", "0"],
+        ["bench", "latency", "m", "--rep", "2"],
+    ],
+)
+def test_options_have_no_short_forms(words, capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(words)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def parsed(*words):
     return make_parser().parse_args(["generate", *words, "hi"])
 
@@ -116,11 +141,23 @@ def test_a_wrong_configuration_file_is_named(tmp_path, text, problem):
 
 def test_sampling_options():
     args = parsed("--presence-penalty", "-1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1", "m")
-    params = sampling_params(args, max_tokens=9)
+    params = sampling_params(args, engine_config(args), max_tokens=9)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.0, 0.5, 1.1)
     args = parsed("--top-k", "5", "--stop", "a", "--stop", "b", "--seed", "0", "m")
     assert given_sampling(args) == {"top_k": 5, "seed": 0, "stop": ["a", "b"]}
-    assert sampling_params(args, max_tokens=9) == SamplingParams(top_k=5, seed=0, stop=("a", "b"), max_tokens=9)
+    expected = SamplingParams(top_k=5, seed=0, stop=("a", "b"), max_tokens=9)
+    assert sampling_params(args, engine_config(args), max_tokens=9) == expected
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_sampling_that_is_not_given_is_the_models_own(fake_llm, monkeypatch, command):
+    lines = iter(["Hi", "/exit"] * 2)
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    prompt = ["Hi"] if command == "generate" else []
+    assert main([command, "smollm2-135m", *prompt]) == 0
+    assert main([command, "smollm2-135m", "--temperature", "0", *prompt]) == 0
+    asked = [(llm.streamed[0][1] if command == "chat" else llm.calls[0][1][0]) for llm in fake_llm]
+    assert [(params.temperature, params.top_p) for params in asked] == [(0.2, 0.9), (0.0, 0.9)]
 
 
 def test_generate_prints_text_or_json(fake_llm, capsys):

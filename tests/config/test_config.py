@@ -11,6 +11,7 @@ from raylm.config.application import AppConfig, load_app
 from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
+from raylm.config.sampling import SamplingDefaults
 from raylm.config.source import locate
 from raylm.errors import ConfigError
 
@@ -28,6 +29,12 @@ MODEL = {"path": "smollm2-135m"}
         ),
         ({"model": MODEL, "cahce": {}}, ["'cahce'", "did you mean 'cache'?", "runtime"]),
         ({"model": {**MODEL, "dtype": "int3"}}, ["'model.dtype'", "'int3'", "'float32'", "'bfloat16'"]),
+        ({"model": {**MODEL, "sampling": {"temperature": -1}}}, ["'model.sampling.temperature'", "value -1"]),
+        ({"model": {**MODEL, "sampling": {"top_p": 0}}}, ["'model.sampling.top_p'", "greater than 0"]),
+        ({"model": {**MODEL, "sampling": {"top_k": -1}}}, ["'model.sampling.top_k'", "greater than or equal to 0"]),
+        ({"model": {**MODEL, "sampling": {"min_p": 2}}}, ["'model.sampling.min_p'", "less than or equal to 1"]),
+        ({"model": {**MODEL, "sampling": {"repetition_penalty": 3}}}, ["'model.sampling.repetition_penalty'", "2"]),
+        ({"model": {**MODEL, "sampling": {"topp": 0.5}}}, ["'model.sampling.topp'", "did you mean 'top_p'?"]),
         ({"model": MODEL, "runtime": {"attention": "xformers"}}, ["'runtime.attention'", "'flash_attn'", "'torch'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
         ({"model": MODEL, "load": {"peer_timeout_s": 0}}, ["'load.peer_timeout_s'", "value 0", "greater than 0"]),
@@ -103,6 +110,23 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
             {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"api_keys_file": "keys.txt"}}},
             r"'ingress\.http\.api_keys_file' has the value 'keys\.txt': must be an absolute path",
         ),
+        *(
+            (
+                {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"cors_origins": origins}}},
+                r"'ingress\.http\.cors_origins' has the value .*" + problem,
+            )
+            for origins, problem in (
+                (["https://a.example/"], r"'https://a\.example/' is no origin: scheme://host\[:port\]"),
+                (["https://A.example"], "is no origin"),
+                (["a.example"], "is no origin"),
+                (["https://*.example"], "is no origin"),
+                (["*", "https://a.example"], r"'\*' means every origin and must stand alone"),
+            )
+        ),
+        (
+            {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"keep_alive_s": 0}}},
+            r"'ingress\.http\.keep_alive_s' has the value 0.*greater than 0",
+        ),
         ({"models": [{"engine": {"model": MODEL}}], "channel_host": "moon"}, "'channel_host'.*'moon'.*'loopback'"),
         *(
             (
@@ -151,7 +175,7 @@ def test_a_steps_size_and_time_are_by_default_the_devices(device, rows, budget, 
     resolved = resolve(config, device)
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == (rows, budget)
     assert (config.runtime.step_timeout_s, resolved.runtime.step_timeout_s) == (None, timeout)
-    assert resolved.scheduler.policy == "fair" and resolved.model == config.model
+    assert resolved.scheduler.policy == "fair" and resolved.model.path == config.model.path
     assert resolve(resolved, device) == resolved and resolved.runtime.device == device
 
 
@@ -172,3 +196,23 @@ def test_a_given_number_must_go_with_the_others_default():
     config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"max_num_seqs": 4096}})
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(2048\) must be at least max_num_seqs \(4096\)"):
         resolve(config, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"path": "/models/x"}, (1.0, 1.0, 0, 0.0, 1.0)),
+        ({"path": "smollm2-135m"}, (0.2, 0.9, 0, 0.0, 1.0)),
+        ({"path": "smollm2-135m", "sampling": {"temperature": 1, "top_k": 5}}, (1.0, 0.9, 5, 0.0, 1.0)),
+        (
+            {"path": "/models/x", "sampling": {"top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.2}},
+            (1.0, 0.8, 0, 0.1, 1.2),
+        ),
+    ],
+)
+def test_sampling_that_a_request_leaves_open_is_the_configurations_then_the_models_then_openais(model, expected):
+    config = parse(EngineConfig, {"model": model}, source="test")
+    assert config.model.sampling_defaults == SamplingDefaults(*expected)
+    resolved = resolve(config, "cpu").model
+    assert resolved.sampling_defaults == SamplingDefaults(*expected)
+    assert resolved.sampling.temperature == expected[0], "what `raylm doctor` prints"

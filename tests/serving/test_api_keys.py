@@ -12,9 +12,11 @@ from openai import AsyncOpenAI, AuthenticationError
 from openai_fakes import Server
 
 from raylm.config.application import load_app
+from raylm.config.serving import HttpConfig
 from raylm.errors import ConfigError
 from raylm.openai.errors import HttpError
 from raylm.serving.app import assemble
+from raylm.serving.http import build_router
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
 from raylm.serving.serve_file import serve_config
 
@@ -58,8 +60,9 @@ def admits(keys: ApiKeys, key: str) -> bool:
 
 OPEN = ["/health", "/version", "/metrics"]
 ASKED = [
-    *((route.app._method, route.path.replace("{model:path}", "tiny")) for route in Server().app.routes
-      if route.path not in OPEN),
+    *((method, route.path.replace("{model:path}", "tiny"))
+      for route in build_router(Server().catalog, HttpConfig()).routes if route.path not in OPEN
+      for method in route.app.methods if method != "HEAD"),
     # A method that the route does not have, a model that is not there, and paths that are none.
     ("GET", "/v1/completions"),
     ("GET", "/v1/models/nobody"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
 from openai import APIError, AsyncOpenAI, NotFoundError
 from openai_fakes import Server, ended, sse, usage
 
+import raylm
+from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError
@@ -228,3 +231,33 @@ async def test_openai_client_lists_models(counting: tuple[Server, AsyncOpenAI]) 
     _, client = counting
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).created == 1_700_000_000
+
+
+async def test_answers_and_chunks_say_what_made_them(counting: tuple[Server, AsyncOpenAI]) -> None:
+    server, client = counting
+    expected = f"raylm-{raylm.__version__}"
+    answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1)
+    assert answer.system_fingerprint == expected
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    assert {chunk.system_fingerprint async for chunk in stream} == {expected}
+    assert (await server.complete(max_tokens=1)).json()["system_fingerprint"] == expected
+    assert {event["system_fingerprint"] for event in sse(await server.complete(stream=True))} == {expected}
+
+
+async def test_sampling_that_a_request_leaves_open_is_the_models_own() -> None:
+    server = Server(ended())
+    server.catalog.model = dataclasses.replace(server.catalog.model, sampling=SamplingDefaults(0.2, 0.9, 7, 0.1, 1.2))
+    open_fields = {"temperature": None, "top_p": None}
+    given = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    for fields in ({}, open_fields, given):
+        assert (await server.chat(**fields)).status_code == 200
+        assert (await server.complete(**fields)).status_code == 200
+    seen = [
+        (asked.params.temperature, asked.params.top_p, asked.params.top_k, asked.params.min_p)
+        for asked in server.generator.requests
+    ]
+    assert seen == [(0.2, 0.9, 7, 0.1)] * 4 + [(0.0, 1.0, 0, 0.0)] * 2
+    penalties = [asked.params.repetition_penalty for asked in server.generator.requests]
+    assert penalties == [1.2] * 4 + [1.0] * 2

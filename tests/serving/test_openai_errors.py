@@ -326,8 +326,15 @@ async def test_routes_and_methods() -> None:
     check(response, 405, code="method_not_allowed")
     assert response.headers["allow"] == "POST"
     response = await http.post("/v1/models")
-    check(response, 405, code="method_not_allowed")
-    assert response.headers["allow"] == "GET"
+    assert "takes GET and HEAD, not POST" in check(response, 405, code="method_not_allowed")
+    assert response.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/chat/completions", "/v1/" + "x" * 10_000])
+async def test_a_missing_route_says_which_there_are(path: str) -> None:
+    message = check(await Server().http.post(path), 404, code="not_found")
+    assert message.startswith(f"POST {path[:100]} is not supported; this server has POST /v1/chat/completions, ")
+    assert "GET /v1/models/{model}, GET /health" in message
 
 
 @pytest.mark.parametrize("stream", [False, True])

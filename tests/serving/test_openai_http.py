@@ -145,11 +145,57 @@ async def test_health_and_version() -> None:
     assert (await server.http.get("/version")).json() == {"version": raylm.__version__}
 
 
+CARD = {
+    "id": "tiny",
+    "created": 1_700_000_000,
+    "max_model_len": 64,
+    "root": "tiny",
+    "permission": [
+        {
+            "id": "modelperm-tiny",
+            "created": 1_700_000_000,
+            "object": "model_permission",
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": False,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+    ],
+    "parent": None,
+    "object": "model",
+    "owned_by": "raylm",
+}
+
+
 async def test_models() -> None:
     server = Server()
-    card = {"id": "tiny", "created": 1_700_000_000, "max_model_len": 64, "object": "model", "owned_by": "raylm"}
-    assert (await server.http.get("/v1/models")).json() == {"data": [card], "object": "list"}
-    assert (await server.http.get("/v1/models/tiny")).json() == card
+    for path in ("/v1/models", "/v1/models/"):
+        assert (await server.http.get(path)).json() == {"data": [CARD], "object": "list"}
+    assert (await server.http.get("/v1/models/tiny")).json() == CARD
+
+
+@pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/v1/models", "/v1/models/", "/v1/models/tiny"])
+async def test_head_is_get_without_the_body(path: str) -> None:
+    http = Server().http
+    head, whole = await http.head(path), await http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert dict(head.headers) == dict(whole.headers)
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1/models/nobody"])
+async def test_head_of_nothing(path: str) -> None:
+    response = await Server().http.head(path)
+    assert (response.status_code, response.content) == (404, b"")
+    assert int(response.headers["content-length"]) > 0
+
+
+async def test_head_of_what_takes_post_only() -> None:
+    assert (await Server().http.head("/v1/completions")).status_code == 405
 
 
 async def test_below_a_route_prefix() -> None:

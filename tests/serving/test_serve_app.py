@@ -65,6 +65,19 @@ def test_a_chat_is_answered(client):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_sampling_that_a_request_leaves_open_is_the_demos_own(client):
+    """At temperature 1, which is OpenAI's default, so small a model answers with nonsense."""
+
+    def ask(**fields):
+        answer = client.chat.completions.create(model=MODEL, messages=PARIS, max_tokens=16, n=8, seed=1, **fields)
+        return [choice.message.content for choice in answer.choices]
+
+    left_open = ask()
+    assert sum("Paris" in text for text in left_open) >= 5, left_open
+    assert left_open == ask(temperature=0.2, top_p=0.9)
+    assert left_open != ask(temperature=1, top_p=1)
+
+
 def test_streamed_and_whole_answers_are_the_same(client):
     options = {"model": MODEL, "messages": PARIS, "temperature": 0, "max_completion_tokens": 32}
     whole = client.chat.completions.create(**options)
