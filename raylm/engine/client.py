@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple
 from uuid import uuid4
 
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
+from raylm.engine.link import SILENCE_S, EngineAt, KeyPair, Link, Outcome, silence
 from raylm.engine.messages import (
     Abort,
     BlockSnapshot,
@@ -31,52 +28,52 @@ from raylm.engine.messages import (
     ToEngine,
 )
 from raylm.engine.streams import ChannelError, EventFeed, Sequences
-from raylm.errors import EngineDeadError, EngineStopped, IngressStalled, Overloaded, RequestLost, RequestRejected
+from raylm.errors import (
+    ConnectionLost,
+    EngineDeadError,
+    EngineStopped,
+    IngressStalled,
+    Overloaded,
+    RequestLost,
+    RequestRejected,
+)
 
-_LAST_WORDS_S = 0.05
 _TRY_AGAIN_S = 0.2
-_HEARTBEAT_MS = 2_000
-_SILENCE_MS = 8_000
-"""An engine that does not answer a heartbeat for this long is lost: its process is stopped, or its node is gone without
-a word. (libzmq answers from a thread of its own, however busy the engine is.)"""
+_RETRY_AFTER_S = 2.0
+_MAX_UNANSWERED = 1000
+_MAX_UNANSWERED_BYTES = 64 * 2**20
+"""Requests that may be on their way to an engine that is in the middle of a step; past that they are refused here."""
+_READ_S = 0.005
+"""How long messages are read without a pause for the rest of the event loop."""
 _LOSSES: dict[LossKind, type[RequestLost]] = {
     "engine_dead": EngineDeadError,
     "engine_stopped": EngineStopped,
     "ingress_stalled": IngressStalled,
 }
-_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-class KeyPair(NamedTuple):
-    """CURVE keys of a client, Z85-encoded."""
-
-    public: bytes
-    secret: bytes
 
 
 class EngineClient:
-    """A connection to one engine; made and used inside one event loop."""
+    """A connection to one engine; made and used inside one event loop.
+
+    Lost, it is made again. What the engine has not answered is bounded, and so is what waits here unread: the engine
+    keeps the rest, and ends the requests of a client that does not read for too long.
+    """
 
     def __init__(self, address: str, *, server_key: bytes, keys: KeyPair) -> None:
         self.load = Load(0, 0, 0.0)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.curve_serverkey = server_key
-        self._socket.curve_publickey = keys.public
-        self._socket.curve_secretkey = keys.secret
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._engine = EngineAt(address, server_key)
+        self._keys = keys
         self._sequences: dict[str, Sequences] = {}
         self._feeds: dict[str, EventFeed] = {}
+        self._unanswered: dict[str, int] = {}
+        """Bytes of each Submit on its way, by its first id."""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self.is_connected = False
         self._others = 0
-        self._address = address
-        monitor = self._socket.get_monitor_socket(_WATCHED)
-        self._socket.connect(address)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(monitor))]
+        self._link = self._connect()
+        self._task = asyncio.create_task(self._run())
 
     @property
     def num_live(self) -> int:
@@ -98,9 +95,23 @@ class EngineClient:
     ) -> Sequences:
         """One sequence for each id from the same prompt; the caller closes what this returns.
 
-        Raises Overloaded where the engine does not read; the rest is raised by what this returns.
+        Raises Overloaded where the engine is away or too much is on its way to it, RequestRejected for what cannot be
+        sent; the rest is raised by what this returns.
         """
-        self._send(Submit(list(request_ids), prompt_ids, params, options))
+        if self._link.is_lost:
+            raise Overloaded("the engine cannot be reached at the moment", retry_after=_RETRY_AFTER_S)
+        message = self._encoded(Submit(list(request_ids), prompt_ids, params, options))
+        on_the_way = sum(self._unanswered.values())
+        if len(self._unanswered) >= _MAX_UNANSWERED or (
+            on_the_way and on_the_way + len(message) > _MAX_UNANSWERED_BYTES
+        ):
+            raise Overloaded(
+                f"{len(self._unanswered)} requests with {on_the_way} bytes are on their way to the engine and not "
+                f"answered; at most {_MAX_UNANSWERED} with {_MAX_UNANSWERED_BYTES} bytes may be",
+                retry_after=_RETRY_AFTER_S,
+            )
+        self._link.send(message)
+        self._unanswered[request_ids[0]] = len(message)
         sequences = Sequences(request_ids, self._release)
         self._sequences.update(dict.fromkeys(request_ids, sequences))
         return sequences
@@ -117,56 +128,36 @@ class EngineClient:
                 yield await feed.next()
         finally:
             del self._feeds[follow_id]
-            self._abort(follow_id)
+            self._send(Abort(follow_id))
 
     async def close(self) -> None:
         """Drop the connection; live requests fail."""
-        self._lost("the connection to the engine was closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.disable_monitor()
-        self._socket.close()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._link.close()
+        self._fail(self._live(), ConnectionLost("the connection to the engine was closed"))
         self._context.term()
 
+    def _connect(self) -> Link:
+        return Link(self._context, self._engine, self._keys)
+
+    def _encoded(self, message: Submit) -> bytes:
+        try:
+            return self._encode(message)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise RequestRejected(f"the request cannot be sent to an engine: {error}") from error
+
     def _send(self, message: ToEngine) -> None:
-        # Tried at once; a full buffer means that the engine has not read for a thousand messages.
-        sent = asyncio.ensure_future(self._socket.send(self._encode(message), zmq.NOBLOCK))
-        if sent.done() and sent.exception() is not None:
-            raise Overloaded("the engine does not take requests at the moment", retry_after=1.0)
+        if not self._link.is_lost:
+            self._link.send(self._encode(message))
 
     def _release(self, request_id: str, abort: bool) -> None:
         del self._sequences[request_id]
         if abort:
-            self._abort(request_id)
+            self._send(Abort(request_id))
 
-    def _abort(self, request_id: str) -> None:
-        if not self._socket.closed:
-            # An engine that reads nothing is overloaded or dying: neither is the business of one who leaves.
-            with contextlib.suppress(Overloaded):
-                self._send(Abort(request_id))
-
-    async def _read(self) -> None:
-        while True:
-            message = self._decoder.decode(await self._socket.recv())
-            if isinstance(message, Deltas):
-                self.note_load(message.load)
-                for delta in message.deltas:
-                    if (sequences := self._sequences.get(delta.request_id)) is not None:
-                        sequences.push(delta)
-            elif isinstance(message, Taken):
-                for request_id in message.request_ids:
-                    if (sequences := self._sequences.get(request_id)) is not None:
-                        sequences.admit()
-            elif isinstance(message, Refused):
-                self._fail([message.request_id], _refusal(message))
-            elif isinstance(message, Lost):
-                self._fail(message.request_ids, _LOSSES[message.kind](message.message))
-            elif (feed := self._feeds.get(message.request_id)) is not None:
-                if isinstance(message, BlockSnapshot):
-                    feed.begin(message.snapshot)
-                else:
-                    feed.push(message.batch)
+    def _live(self) -> list[str]:
+        return [*self._sequences, *self._feeds]
 
     def _fail(self, request_ids: list[str], error: ChannelError) -> None:
         for request_id in request_ids:
@@ -175,32 +166,91 @@ class EngineClient:
             if failed is not None:
                 failed.fail(error)
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """A lost connection means that the engine's process has ended or hangs: it never closes one on its own."""
-        try:
-            while True:
-                event = parse_monitor_message(await monitor.recv_multipart())
-                if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self.is_connected = True
-                elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    # libzmq gives up for good here, but the engine may only be about to learn this client's key.
-                    await asyncio.sleep(_TRY_AGAIN_S)
-                    self._socket.disconnect(self._address)
-                    self._socket.connect(self._address)
-                elif self.is_connected:
-                    self.is_connected = False
-                    # What the engine said last may still be in the queue, and it says why.
-                    await asyncio.sleep(_LAST_WORDS_S)
-                    self._lost("the engine has died: its connection was lost")
-        finally:
-            monitor.close(linger=0)
+    async def _run(self) -> None:
+        """Connect, read until the connection is lost, connect again: how that goes says what has happened."""
+        orphans: list[str] = []
+        while True:
+            link = self._link
+            outcome = await link.connected()
+            self._fail(orphans, _explained(outcome))
+            if outcome == "up":
+                self.is_connected = True
+                error = await self._serve(link)
+                self.is_connected = False
+                if error is not None:
+                    self._fail(self._live(), error)
+            else:
+                self._fail(self._live(), Overloaded(_NO_CONNECTION[outcome], retry_after=_RETRY_AFTER_S))
+                # The engine may only be about to learn this client's key.
+                await asyncio.sleep(_TRY_AGAIN_S)
+            link.close()
+            orphans = self._live()
+            self._unanswered.clear()
+            self._link = self._connect()
 
-    def _lost(self, reason: str) -> None:
-        self.is_connected = False
-        error = EngineDeadError(reason)
-        waiting: list[Sequences | EventFeed] = [*self._sequences.values(), *self._feeds.values()]
-        for one in waiting:
-            one.fail(error)
+    async def _serve(self, link: Link) -> RequestLost | None:
+        """Read until the connection is lost; returns why, where that is known already."""
+        reading = asyncio.create_task(self._read(link))
+        silent = asyncio.create_task(silence(self._context, self._engine, self._keys))
+        try:
+            await asyncio.wait((reading, silent), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done() and silent.result() == "silent":
+                return EngineDeadError(f"the engine hangs: its process has not answered for {SILENCE_S:g} s")
+            return await reading
+        finally:
+            reading.cancel()
+            silent.cancel()
+            await asyncio.gather(reading, silent, return_exceptions=True)
+
+    async def _read(self, link: Link) -> RequestLost | None:
+        loop = asyncio.get_running_loop()
+        while await link.readable():
+            pause_at = loop.time() + _READ_S
+            while loop.time() < pause_at and (data := link.receive()) is not None:
+                try:
+                    self._take(self._decoder.decode(data))
+                except msgspec.MsgspecError as error:
+                    return ConnectionLost(f"a message of the engine cannot be read: {error}")
+            await asyncio.sleep(0)
+        return None
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Deltas):
+            self.note_load(message.load)
+            for delta in message.deltas:
+                if (sequences := self._sequences.get(delta.request_id)) is not None:
+                    sequences.push(delta)
+        elif isinstance(message, Taken):
+            for request_id in message.request_ids:
+                self._unanswered.pop(request_id, None)
+                if (sequences := self._sequences.get(request_id)) is not None:
+                    sequences.admit()
+        elif isinstance(message, Refused):
+            self._unanswered.pop(message.request_id, None)
+            self._fail([message.request_id], _refusal(message))
+        elif isinstance(message, Lost):
+            self._fail(message.request_ids, _LOSSES[message.kind](message.message))
+        elif (feed := self._feeds.get(message.request_id)) is not None:
+            if isinstance(message, BlockSnapshot):
+                feed.begin(message.snapshot)
+            else:
+                feed.push(message.batch)
+
+
+_NO_CONNECTION: dict[Outcome, str] = {
+    "refused": "the engine cannot be reached: its process has ended",
+    "silent": "the engine cannot be reached: its process does not answer",
+    "unknown key": "the engine does not know this ingress's key yet",
+}
+
+
+def _explained(outcome: Outcome) -> RequestLost:
+    """Why a connection was lost, from how the next attempt ended."""
+    if outcome == "refused":
+        return EngineDeadError("the engine has died: its process has ended")
+    if outcome == "silent":
+        return EngineDeadError("the engine has died or its node is away: the connection was lost, and nothing answers")
+    return ConnectionLost("the connection to the engine was lost, and the request with it; the engine lives")
 
 
 def _refusal(message: Refused) -> RequestRejected | Overloaded:

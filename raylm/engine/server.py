@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,7 @@ from raylm.engine.engine import Engine
 from raylm.engine.followers import Followers
 from raylm.engine.messages import (
     Abort,
-    Deltas,
     Follow,
-    FromEngine,
     Load,
     LossKind,
     Lost,
@@ -25,14 +24,16 @@ from raylm.engine.messages import (
     Taken,
     ToEngine,
 )
+from raylm.engine.outbox import MAX_UNREAD_MESSAGES, Outbox
 from raylm.errors import Overloaded, RequestRejected
 from raylm.log import get_logger
 
 logger = get_logger(__name__)
 
 _IDLE_POLL_MS = 200
-_MAX_UNSENT = 100_000
-"""Deltas kept for a client that does not read; past that its requests are ended."""
+_BACKLOG_POLL_MS = 20
+"""How often an engine with nothing else to do looks whether a client that was behind reads again."""
+_LAST_WORDS_S = 1.0
 
 
 class AllowedClients:
@@ -60,9 +61,8 @@ class EngineServer:
         self._auth.configure_curve_callback(domain="*", credentials_provider=self.clients)
         self._socket, self.address, self.public_key = _bind(self._context, host)
         self._owner: dict[str, bytes] = {}
-        self._unsent: dict[bytes, list[TokenDelta]] = {}
-        self._followers = Followers(engine.event_snapshot, self._send)
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._outbox = Outbox(self._socket, self._drop)
+        self._followers = Followers(engine.event_snapshot, self._outbox.offer)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._stop_reason: str | None = None
 
@@ -93,8 +93,9 @@ class EngineServer:
             while self._stop_reason is None:
                 if not self._engine.has_work:
                     self._engine.check()
-                self._receive(0 if self._engine.has_work or self._unsent else _IDLE_POLL_MS)
+                self._receive(self._patience_ms)
                 self._deliver(self._engine.step())
+                self._catch_up()
                 self._followers.publish(self._engine.take_events())
         except Exception as error:
             logger.error("the engine stopped: %s", error)
@@ -104,7 +105,7 @@ class EngineServer:
             self._lose_all("engine_stopped", self._stop_reason)
         finally:
             # First of all, so that no client waits for workers that are slow to end.
-            self._socket.close(linger=1000)
+            self._socket.close(linger=round(1000 * _LAST_WORDS_S))
             self._engine.shutdown()
             self._auth.stop()
             self._context.term()
@@ -112,6 +113,12 @@ class EngineServer:
     def stop(self, reason: str = "the engine was stopped") -> None:
         """Ask run() to return after the step in hand; live requests fail with the reason. Called from any thread."""
         self._stop_reason = reason
+
+    @property
+    def _patience_ms(self) -> int:
+        if self._engine.has_work:
+            return 0
+        return _IDLE_POLL_MS if self._outbox.is_empty else _BACKLOG_POLL_MS
 
     def _receive(self, timeout_ms: int) -> None:
         """Take every message that is there; wait up to `timeout_ms` for the first."""
@@ -122,10 +129,10 @@ class EngineServer:
             if self._handle(client, message) and isinstance(message, Submit):
                 taken.setdefault(client, []).append(message.request_ids[0])
         for client, request_ids in taken.items():
-            self._send(client, Taken(request_ids))
+            self._outbox.post(client, Taken(request_ids))
 
     def _unread(self) -> Iterator[tuple[bytes, ToEngine]]:
-        """Every message that is there, with its client. What cannot be understood is dropped."""
+        """Every message that is there, with its client. What cannot be understood is refused where it has a name."""
         while True:
             try:
                 client, data = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -134,7 +141,9 @@ class EngineServer:
             try:
                 message = self._decoder.decode(data)
             except (msgspec.MsgspecError, RequestRejected) as error:
-                logger.warning("a message of %d bytes was dropped: %s", len(data), error)
+                logger.warning("a message of %d bytes is refused: %s", len(data), error)
+                if (name := _name_in(data)) is not None:
+                    self._outbox.post(client, _unreadable(name, error))
             else:
                 yield client, message
 
@@ -154,7 +163,11 @@ class EngineServer:
         for request_id, client in (*self._owner.items(), *self._followers.items()):
             lost.setdefault(client, []).append(request_id)
         for client, request_ids in lost.items():
-            self._send(client, Lost(request_ids, kind, reason))
+            self._outbox.post(client, Lost(request_ids, kind, reason))
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self._outbox.is_empty and time.monotonic() < deadline:
+            self._outbox.flush()
+            time.sleep(_BACKLOG_POLL_MS / 1000)
 
     def _handle(self, client: bytes, message: ToEngine) -> bool:
         """False where the message was refused."""
@@ -167,7 +180,7 @@ class EngineServer:
             else:
                 self._submit(client, message)
         except (RequestRejected, Overloaded) as error:
-            self._send(client, _refusal(message, error))
+            self._outbox.post(client, _refusal(message, error))
             return False
         return True
 
@@ -192,9 +205,8 @@ class EngineServer:
         return request_id in self._owner or request_id in self._followers
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
-        """One message for each client that got tokens, together with what it could not take before."""
-        batches = self._unsent
-        self._unsent = {}
+        """One message for each client that got tokens."""
+        batches: dict[bytes, list[TokenDelta]] = {}
         for delta in deltas:
             client = self._owner.get(delta.request_id)
             if client is None:
@@ -206,34 +218,31 @@ class EngineServer:
             return
         load = self.load()
         for client, batch in batches.items():
-            if not self._send(client, Deltas(batch, load)):
-                self._keep(client, batch)
+            self._outbox.deliver(client, batch, load)
 
-    def _keep(self, client: bytes, batch: list[TokenDelta]) -> None:
-        if len(batch) > _MAX_UNSENT:
-            self._drop(client, f"it left {len(batch)} messages unread")
-        else:
-            self._unsent[client] = batch
+    def _catch_up(self) -> None:
+        """Send what clients had no room for, and give up those who do not read."""
+        if self._outbox.is_empty:
+            return
+        self._outbox.flush()
+        for client, reason in self._outbox.stalled():
+            follows = [request_id for request_id, owner in self._followers.items() if owner == client]
+            self._outbox.end(client, Lost(self._end_all(client, reason) + follows, "ingress_stalled", reason))
 
-    def _send(self, client: bytes, message: FromEngine) -> bool:
-        """False when the client's pipe is full. A client that has gone loses its requests."""
-        try:
-            self._socket.send_multipart((client, self._encode(message)), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._drop(client, "it has disconnected")
-        return True
+    def _drop(self, client: bytes) -> None:
+        """A client has gone; its requests go too."""
+        self._outbox.forget(client)
+        self._end_all(client, "it has disconnected")
 
-    def _drop(self, client: bytes, reason: str) -> None:
+    def _end_all(self, client: bytes, reason: str) -> list[str]:
+        """End the requests of a client; returns their ids."""
         mine = [request_id for request_id, owner in self._owner.items() if owner == client]
         for request_id in mine:
             self._engine.abort(request_id)
             del self._owner[request_id]
         self._followers.drop(client)
         logger.warning("client %s was dropped with %d requests: %s", client.hex(), len(mine), reason)
+        return mine
 
 
 def _in_use(ids: list[str]) -> RequestRejected:
@@ -248,6 +257,23 @@ def _refusal(message: Submit | Follow, error: RequestRejected | Overloaded) -> R
     return Refused(name, "rejected", str(error), error.param, error.code)
 
 
+def _name_in(data: bytes) -> str | None:
+    """The id that a message goes by, or None where it is not even that well made."""
+    try:
+        _, name = msgspec.msgpack.decode(data)[:2]
+    except (msgspec.MsgspecError, TypeError, ValueError):
+        return None
+    if isinstance(name, list) and name:
+        name = name[0]
+    return name if isinstance(name, str) else None
+
+
+def _unreadable(name: str, error: Exception) -> Refused:
+    if isinstance(error, RequestRejected):
+        return Refused(name, "rejected", str(error), error.param, error.code)
+    return Refused(name, "rejected", f"the engine cannot read the request {name!r:.200}: {error}")
+
+
 def _bind(context: zmq.Context[Any], host: str) -> tuple[zmq.Socket[bytes], str, bytes]:
     """A CURVE server socket on a port of the system's choice; returns it, its address and its public key."""
     socket = context.socket(zmq.ROUTER)
@@ -255,6 +281,9 @@ def _bind(context: zmq.Context[Any], host: str) -> tuple[zmq.Socket[bytes], str,
     socket.curve_server = True
     socket.curve_secretkey = secret
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
+    # A client bounds what it sends before the engine answers.
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
     port = socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
     return socket, f"tcp://{host}:{port}", public

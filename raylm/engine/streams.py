@@ -160,8 +160,8 @@ class EventFeed:
         self._arrived.set()
 
     def fail(self, error: ChannelError) -> None:
-        """Nothing more will come."""
-        self._error = error
+        """Nothing more will come. What was first is the reason."""
+        self._error = self._error or error
         self._arrived.set()
 
     def _clear(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import ray
 import zmq
 
-from raylm.engine.client import KeyPair
+from raylm.engine.link import KeyPair
 from raylm.engine.messages import Load
 
 REPORT_EVERY_S = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import zmq
@@ -13,9 +14,10 @@ from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, Schedule
 from raylm.config.resolve import resolve
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import TokenDelta
-from raylm.engine.client import EngineClient, KeyPair
+from raylm.core.step import StepPlan, StepResult, TokenDelta
+from raylm.engine.client import EngineClient
 from raylm.engine.engine import Engine
+from raylm.engine.link import KeyPair
 from raylm.engine.server import EngineServer
 
 OPTIONS = RequestOptions()
@@ -100,3 +102,26 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the condition did not come true")
+
+
+class CountingExecutor(FakeExecutor):
+    """Samples how long each row is, so that a step costs next to nothing; `pause_s` is the least time of a step."""
+
+    def __init__(self, *, pause_s: float = 0.0, **options) -> None:
+        super().__init__(**options)
+        self.pause_s = pause_s
+        self._lengths: dict[int, tuple[int, int]] = {}
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        time.sleep(self.pause_s)
+        for new in plan.new_rows:
+            self._lengths[new.row] = (len(new.token_ids), new.num_computed)
+        tokens = []
+        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
+            known, computed = self._lengths[row]
+            computed += count
+            if computed == known:
+                tokens.append(known % 60 + 1)
+                known += 1
+            self._lengths[row] = (known, computed)
+        return StepResult(plan.step, tokens)

@@ -12,8 +12,8 @@ from fakes import FakeExecutor, expected_beams, expected_tokens
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.engine.client import KeyPair
-from raylm.errors import EngineDeadError, EngineStopped, Overloaded, RequestRejected
+from raylm.engine.link import KeyPair
+from raylm.errors import ConnectionLost, EngineDeadError, EngineStopped, Overloaded, RequestRejected
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def test_a_client_that_vanishes_loses_its_requests():
     executor.permits.release(1000)
     await until(lambda: served.engine.stats().running == 0)
     assert served.server.num_live == 0
-    with pytest.raises(EngineDeadError, match="closed"):
+    with pytest.raises(ConnectionLost, match="closed"):
         await anext(stream)
     served.stop()
 
@@ -296,8 +296,8 @@ async def test_a_dead_engine_fails_every_request_with_its_reason():
 
 async def test_garbage_does_not_stop_the_engine(served):
     client = served.client()
-    await client._socket.send(b"\xff\x00garbage")
-    await client._socket.send(b"")
+    client._link.send(b"\xff\x00garbage")
+    client._link.send(b"")
     assert (await collect(client, "a", [1], SamplingParams(max_tokens=2)))[1] is not None
     await client.close()
 

@@ -95,7 +95,7 @@ MORE_FAULTS = {
     "kill -9 of a worker, rank 0": Fault(
         lambda p: p.workers[0], KILL, "worker 0 of 2 (process {pid} on 127.0.0.1) died"
     ),
-    "the engine is stopped (SIGSTOP)": Fault(lambda p: p.engine, STOP, "the engine has died"),
+    "the engine is stopped (SIGSTOP)": Fault(lambda p: p.engine, STOP, "the engine hangs"),
 }
 
 
