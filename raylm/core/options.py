@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from raylm.core.sampling import integer
 from raylm.errors import RequestRejected
 
 MAX_PRIORITY = 1_000_000
@@ -39,21 +39,21 @@ class RequestOptions:
                 raise RequestRejected(
                     f"{name} must be a string of at most {MAX_NAME_CHARS} characters, got {value!r:.300}", param=name
                 )
-        priority = self.priority
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise RequestRejected(
-                f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}",
-                param="priority",
-            )
+            object.__setattr__(self, name, str(value))
+        object.__setattr__(self, "priority", integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY))
         for name in ("deadline_s", "queue_timeout_s"):
             value = getattr(self, name)
-            if value is not None and not _is_duration(value):
+            if value is None:
+                continue
+            if not _is_duration(value):
                 raise RequestRejected(
-                    f"{name} must be a number of seconds over 0 and at most {MAX_SECONDS:g}, got {value!r}", param=name
+                    f"{name} must be a number of seconds over 0 and at most {MAX_SECONDS:g}, got {value!r:.300}",
+                    param=name,
                 )
+            object.__setattr__(self, name, float(value))
 
 
 def _is_duration(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and 0 < value <= MAX_SECONDS
+    return 0 < value <= MAX_SECONDS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raylm.errors import RequestRejected
 
@@ -11,6 +11,7 @@ MAX_SEED = 2**63 - 1
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_BEAM_WIDTH = 16
+_LISTS = (list, tuple, set, frozenset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +60,96 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_int("n", self.n, 1, MAX_N)
-        _check_int("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
-        _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
+        for name, bounds in _NUMBERS.items():
+            self._set(name, _number(name, getattr(self, name), bounds))
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, integer(name, value, low, high))
+        for name in _FLAGS:
+            if type(value := getattr(self, name)) is not bool:
+                raise RequestRejected(f"{name} must be true or false, got {value!r:.300}", param=name)
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_tokens(self.stop_token_ids))
+        self._check_together()
+
+    def _set(self, name: str, value: object) -> None:
+        """What travels to engines and workers is of the very type that they expect, not of one derived from it."""
+        object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
         if 0 < self.beam_width < self.n:
             raise RequestRejected(f"n is {self.n}, but beam_width {self.beam_width} gives no more sequences", param="n")
         if self.beam_width and self.logprobs:
             raise RequestRejected(
                 "logprobs are not reported for a beam search; leave one of the two out", param="logprobs"
             )
-        if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestRejected(
-                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop"
-            )
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestRejected(f"stop must hold non-empty strings, got {text!r}", param="stop")
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def _check_number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    wrong = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-    if wrong or value < low or value > high or (low_open and value == low):
-        bracket = "(" if low_open else "["
-        raise RequestRejected(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", param=name)
+class _Bounds(NamedTuple):
+    low: float
+    high: float
+    low_open: bool = False
 
 
-def _check_int(name: str, value: int, low: int, high: int) -> None:
+_NUMBERS = {
+    "temperature": _Bounds(0.0, 100.0),
+    "top_p": _Bounds(0.0, 1.0, low_open=True),
+    "min_p": _Bounds(0.0, 1.0),
+    "presence_penalty": _Bounds(-2.0, 2.0),
+    "frequency_penalty": _Bounds(-2.0, 2.0),
+    "repetition_penalty": _Bounds(0.0, 2.0, low_open=True),
+    "length_penalty": _Bounds(-10.0, 10.0),
+}
+_INTEGERS = {
+    "top_k": (0, 2**31 - 1),
+    "n": (1, MAX_N),
+    "beam_width": (0, MAX_BEAM_WIDTH),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": (1, 2**31 - 1),
+}
+_OPTIONAL = ("seed", "max_tokens")
+_FLAGS = ("logprobs", "early_stopping", "ignore_eos")
+
+
+def integer(name: str, value: object, low: int, high: int) -> int:
+    """The value of a field; raises RequestRejected."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestRejected(f"{name} must be an integer from {low} to {high}, got {value!r}", param=name)
+        raise RequestRejected(f"{name} must be an integer from {low} to {high}, got {value!r:.300}", param=name)
+    return int(value)
+
+
+def _number(name: str, value: object, bounds: _Bounds) -> float:
+    low, high, low_open = bounds
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not low <= value <= high
+        or (low_open and value == low)
+    ):
+        bracket = "(" if low_open else "["
+        raise RequestRejected(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r:.300}", param=name)
+    return float(value)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, _LISTS):
+        raise RequestRejected(f"stop must be a string or a list of strings, got {value!r:.300}", param="stop")
+    if len(value) > MAX_STOP_STRINGS:
+        raise RequestRejected(f"stop has {len(value)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise RequestRejected(f"stop must hold non-empty strings, got {text!r:.300}", param="stop")
+    return tuple(map(str, value))
+
+
+def _stop_tokens(value: object) -> tuple[int, ...]:
+    if not isinstance(value, _LISTS):
+        raise RequestRejected(f"stop_token_ids must be a list of integers, got {value!r:.300}", param="stop_token_ids")
+    return tuple(integer("stop_token_ids", token, 0, 2**31 - 1) for token in value)

@@ -190,6 +190,9 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len
             f"beam_width is {params.beam_width}, but half of this model's {vocab_size} tokens is the most it can be",
             param="beam_width",
         )
+    if set(map(type, prompt_ids)) != {int}:
+        index, wrong = next((index, token) for index, token in enumerate(prompt_ids) if type(token) is not int)
+        raise RequestRejected(f"the prompt must hold integers, got {wrong!r:.300} at {index}", param="prompt")
     worst = max(prompt_ids) if min(prompt_ids) >= 0 else min(prompt_ids)
     if not 0 <= worst < vocab_size:
         raise RequestRejected(
