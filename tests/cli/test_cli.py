@@ -348,14 +348,18 @@ def test_a_server_without_models():
 
 def test_serve_hands_over(monkeypatch):
     calls = []
+
+    def serve(target, *, folder, front, host, port, api_keys_file):
+        assert folder.is_dir()
+        calls.append((target, front, host, port, api_keys_file, folder))
+
     monkeypatch.setattr("raylm.serving.keeper.fork_keeper", lambda: None)
-    monkeypatch.setattr(
-        "raylm.serving.run.serve_command",
-        lambda target, *, host, port, api_keys_file: calls.append((target, host, port, api_keys_file)),
-    )
-    assert main(["serve", "app.yaml", "--port", "8001"]) == 0
+    monkeypatch.setattr("raylm.serving.run.serve_command", serve)
+    assert main(["serve", "app.yaml", "--port", "8001", "--front", "front.yaml"]) == 0
     assert main(["serve", "m", "--api-keys-file", "keys"]) == 0
-    assert calls == [("app.yaml", None, 8001, None), ("m", None, None, str(Path.cwd() / "keys"))]
+    first, second = ("app.yaml", "front.yaml", None, 8001, None), ("m", None, None, None, str(Path.cwd() / "keys"))
+    assert [call[:-1] for call in calls] == [first, second]
+    assert not any(call[-1].exists() for call in calls)
 
 
 def test_doctor_reports_as_json(capsys):

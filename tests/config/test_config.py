@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from raylm.config.application import AppConfig, load_app
 from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
+from raylm.config.front import FrontConfig
 from raylm.config.resolve import resolve
 from raylm.config.sampling import SamplingDefaults
 from raylm.config.source import locate
@@ -148,6 +149,25 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
 def test_a_wrong_application_says_so(args, message):
     with pytest.raises(ConfigError, match=message):
         load_app(args, source="test")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"header_timeout_s": 0}, "'header_timeout_s' has the value 0: input should be greater than 0"),
+        ({"body_timeout_s": 3601}, "'body_timeout_s' has the value 3601.*3600"),
+        ({"max_connections": 1}, "'max_connections' has the value 1.*2"),
+        ({"max_connections_per_client": 0}, "'max_connections_per_client' has the value 0.*1"),
+        ({"max_connections": 9, "max_connections_per_client": 10}, r"per_client is 10; allowed: up to .*\(9\)"),
+        ({"trusted_proxies": ["10.0.0.0/33"]}, "'trusted_proxies'.*such as 10.0.0.0/8"),
+        ({"trusted_proxies": ["proxy.example"]}, "'trusted_proxies'.*'proxy.example'"),
+        ({"proxy_protocol": True}, "proxy_protocol wants trusted_proxies"),
+        ({"keepalive": 3}, "'keepalive' is unknown"),
+    ],
+)
+def test_wrong_limits_of_the_front_say_so(limits, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(FrontConfig, limits, source="front.yaml")
 
 
 def test_the_served_name_is_the_paths_last_part():

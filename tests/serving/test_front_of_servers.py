@@ -1,0 +1,190 @@
+"""Two `raylm serve` of one machine: who listens where, who answers whom, and what happens when a part in front dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoints
+import grpc
+import httpx
+import psutil
+import pytest
+from ports import free_port
+from serve_process import running, wait_for_line
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+INGRESS, REPLICA = "OpenAIIngress", "ray::ServeReplica"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `raylm serve`, and a client of it."""
+
+    process: psutil.Process
+    client: httpx.Client
+    model: str
+    port: int
+
+    def family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def find(self, name: str) -> list[psutil.Process]:
+        """Its processes of this name or title."""
+        return [process for process in self.family() if name in title(process)]
+
+    def models(self) -> httpx.Response:
+        return self.client.get("/v1/models")
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        # Ray puts an actor's class into the command line.
+        return " ".join([process.name(), *process.cmdline()[:1]])
+    except psutil.Error:
+        return ""
+
+
+def start(stack: ExitStack, name: str, folder: Path) -> Server:
+    port = free_port()
+    model = checkpoints.llama(folder / name)
+    (keys := folder / f"{name}.keys").write_text(f"key-of-{name}\n")
+    process, lines = stack.enter_context(running(str(model), "--port", str(port), "--api-keys-file", str(keys)))
+    wait_for_line(process, lines, "ready:")
+    headers = {"authorization": f"Bearer key-of-{name}"}
+    client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60))
+    return Server(psutil.Process(process.pid), client, name, port)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        yield list(threads.map(lambda name: start(stack, name, folder), ["one", "two"]))
+
+
+@pytest.fixture(scope="module")
+def server(servers: list[Server]) -> Server:
+    return servers[0]
+
+
+def wait_for(condition: Callable[[], bool], message: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.05)
+
+
+def listeners(server: Server) -> list[tuple[psutil.Process, str, int]]:
+    found = [(process, each) for process in server.family() for each in process.net_connections("tcp")]
+    return [(process, c.laddr.ip, c.laddr.port) for process, c in found if c.status == psutil.CONN_LISTEN]
+
+
+def test_all_ports_are_on_loopback_but_for_one_of_rays(servers: list[Server]):
+    for server in servers:
+        assert server.port in [port for _, _, port in listeners(server)]
+        open_ones = [(title(process), ip, port) for process, ip, port in listeners(server) if ip not in LOOPBACK]
+        # Serve's channel between deployments takes every interface, one port a replica. raylm does not use it.
+        assert {REPLICA in name for name, _, _ in open_ones} <= {True}, open_ones
+        assert len(open_ones) == len(server.find(REPLICA))
+        for _, _, port in open_ones:
+            assert is_refused_without_a_token(port)
+
+
+def is_refused_without_a_token(port: int) -> bool:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=30)
+    return refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_no_port_is_two_servers(servers: list[Server]):
+    first, second = ({port for _, _, port in listeners(server)} for server in servers)
+    assert not first & second
+
+
+class Asking:
+    """Asks a server for its models without a pause while something happens to it."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.answers: list[httpx.Response] = []
+        self.cut: list[httpx.HTTPError] = []
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        wait_for(lambda: bool(self.answers), "the server does not answer")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._enough.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._enough.is_set():
+            try:
+                with httpx.Client(base_url=self._server.client.base_url, headers=self._server.client.headers) as new:
+                    self.answers.append(new.get("/v1/models", timeout=60))
+            except httpx.HTTPError as error:
+                self.cut.append(error)
+
+    def wait_for_more(self, number: int) -> None:
+        enough = len(self.answers) + number
+        wait_for(lambda: len(self.answers) >= enough, "the server does not answer")
+
+
+def test_haproxy_killed_is_back_and_no_later_request_is_lost(server: Server):
+    (haproxy,) = server.find("haproxy")
+    with Asking(server) as asking:
+        haproxy.kill()
+        wait_for(lambda: any(p.pid != haproxy.pid for p in server.find("haproxy")), "HAProxy does not come back")
+        asking.wait_for_more(20)
+    assert {answer.status_code for answer in asking.answers} == {200}
+    assert len(asking.cut) <= 1  # The one that HAProxy had.
+    # Serve's manager of HAProxy goes on with the new one.
+    assert server.client.get("/-/routes").status_code == 200
+
+
+def test_haproxys_manager_killed_is_replaced_and_nobody_notices(server: Server):
+    (manager,) = server.find("ray::HAProxyManager")
+    (program,) = server.find("raylm-front")
+    body = {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with Asking(server) as asking, server.client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        manager.kill()
+        asking.wait_for_more(5)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_for(lambda: bool(server.find("ray::HAProxyManager")), "the manager is not replaced")
+        wait_for(lambda: any(p.pid != program.pid for p in server.find("raylm-front")), "it does not start its HAProxy")
+        asking.wait_for_more(20)
+    assert {answer.status_code for answer in asking.answers} == {200} and not asking.cut
+
+
+def test_two_servers_never_answer_for_each_other(servers: list[Server]):
+    """Also while one has no ingress."""
+    one, two = servers
+    assert one.client.get("/v1/models", headers=two.client.headers).status_code == 401
+    with Asking(one) as asking:
+        for ingress in one.find(INGRESS):
+            ingress.kill()
+        for _ in range(3):
+            wait_for(lambda: bool(one.find(INGRESS)), "the ingress is not replaced")
+            asking.wait_for_more(10)
+        wait_for(lambda: asking.answers[-1].status_code == 200, "the server does not come back")
+    for answer in asking.answers:
+        if answer.status_code == 200:
+            assert [model["id"] for model in answer.json()["data"]] == ["one"]
+        else:
+            assert answer.status_code in (500, 502, 503) and answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) > 0
+    assert [model["id"] for model in two.models().json()["data"]] == ["two"]
