@@ -155,27 +155,25 @@ class ChunkEncoder:
             f'data: {{"id":{_json(reply.id)},"object":"{self._kind}","created":{reply.created},'
             f'"model":{_json(reply.model)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":'
         )
-        first = ',"delta":{"role":"assistant","content":' if reply.chat else ',"text":'
-        later = ',"delta":{"content":' if reply.chat else ',"text":'
-        self._first = [f"{start}{index}{first}".encode() for index in range(num_choices)]
-        self._later = [f"{start}{index}{later}".encode() for index in range(num_choices)]
-        self._heads = list(self._first)
+        field = ',"delta":{"content":' if reply.chat else ',"text":'
+        self._heads = [f"{start}{index}{field}".encode() for index in range(num_choices)]
         self._reason = ('},"logprobs":null,' if reply.chat else ',"logprobs":null,').encode() + b'"finish_reason":'
         # With include_usage every chunk has the field, and only the last one its numbers.
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._tail = self._reason + b"null" + self._end
+        role = f',"delta":{{"role":"assistant","content":""{self._tail.decode()}'
+        self._roles = "".join(f"{start}{index}{role}" for index in range(num_choices)) if reply.chat else ""
+
+    def opening(self) -> bytes:
+        """The events before the first token: who speaks, for each choice of a chat."""
+        return self._roles.encode()
 
     def chunk(self, delta: ChoiceDelta) -> bytes:
         """The event of a delta; empty when it would say nothing new."""
         index, text, reason = delta[:3]
-        head = self._heads[index]
         if reason is None:
-            later = self._later[index]
-            if head is later:
-                return head + _text(text) + self._tail if text else b""
-            self._heads[index] = later
-            return head + _text(text) + self._tail
-        return head + _text(text) + self._reason + _json(reason).encode() + self._end
+            return self._heads[index] + _text(text) + self._tail if text else b""
+        return self._heads[index] + _text(text) + self._reason + _json(reason).encode() + self._end
 
     def usage(self, usage: Usage) -> bytes:
         """The event with the usage, which comes after the last choice's."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import NamedTuple
 
 from raylm.core.step import TokenDelta
 from raylm.errors import DeadlineExceeded, EngineDeadError
 from raylm.openai.adapter import ChoiceDelta, Job, PromptJob, usage_of
 from raylm.openai.errors import HttpError
+from raylm.openai.merge import merged
 from raylm.openai.metrics import ChoiceMeter, ModelMetrics
 from raylm.openai.protocol import Usage
-from raylm.openai.served_model import ServedModel, TextPieces
+from raylm.openai.served_model import Deltas, ServedModel, TextPieces
 from raylm.text.stop import StopTable
 
 
@@ -26,42 +27,92 @@ class Origin(NamedTuple):
     stops: StopTable | None
 
 
-async def text_deltas(
-    model: ServedModel, job: PromptJob, metrics: ModelMetrics, origin: Origin
-) -> AsyncGenerator[ChoiceDelta, None]:
-    """The texts of one prompt's sequences until all have ended. Left earlier, the engine's requests are aborted."""
-    live = {
-        f"{origin.reply_id}-{index}": _Sequence(
-            index,
-            is_first=index == job.first,
-            text=model.text.stream(job.params, continues_prompt=not origin.chat, stops=origin.stops),
-            prefix=job.prefix,
-            meter=ChoiceMeter(metrics, origin.started),
-        )
-        for index in range(job.first, job.first + job.params.n)
-    }
-    outcome = "abort"
-    is_new = True
-    try:
-        async with aclosing(model.generator.generate(list(live), job.prompt_ids, job.params, job.options)) as deltas:
+class Generation:
+    """All sequences of one HTTP request. Must be closed: what has not ended by then is aborted in the engine."""
+
+    def __init__(self, model: ServedModel, job: Job, metrics: ModelMetrics, origin: Origin) -> None:
+        self._prompts = [_Prompt(model, prompt, metrics, origin) for prompt in job.prompts]
+
+    async def admitted(self) -> None:
+        """Return once the engine has taken every prompt into its queue. Raises what it refuses one with."""
+        for prompt in self._prompts:
+            prompt.start()
+        for prompt in self._prompts:
+            await prompt.admitted()
+
+    def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """The texts of all sequences as they grow, until all have ended."""
+        return merged([prompt.deltas() for prompt in self._prompts])
+
+    async def aclose(self) -> None:
+        for prompt in self._prompts:
+            await prompt.aclose()
+
+
+class _Prompt:
+    """The sequences of one prompt."""
+
+    def __init__(self, model: ServedModel, job: PromptJob, metrics: ModelMetrics, origin: Origin) -> None:
+        self._generator = model.generator
+        self._job = job
+        self._metrics = metrics
+        self._live = {
+            f"{origin.reply_id}-{index}": _Sequence(
+                index,
+                is_first=index == job.first,
+                text=model.text.stream(job.params, continues_prompt=not origin.chat, stops=origin.stops),
+                prefix=job.prefix,
+                meter=ChoiceMeter(metrics, origin.started),
+            )
+            for index in range(job.first, job.first + job.params.n)
+        }
+        self._deltas: Deltas | None = None
+        self._outcome = "abort"
+
+    def start(self) -> Deltas:
+        """Ask the engine, once."""
+        if self._deltas is None:
+            job = self._job
+            with self._noting_errors():
+                self._deltas = self._generator.generate(list(self._live), job.prompt_ids, job.params, job.options)
+        return self._deltas
+
+    async def admitted(self) -> None:
+        with self._noting_errors():
+            await self.start().admitted()
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        live = self._live
+        is_new = True
+        with self._noting_errors():
+            deltas = self.start()
             async for delta in deltas:
                 gained = live[delta.request_id].push(delta)
                 if is_new:
-                    metrics.prompt_tokens += len(job.prompt_ids)
+                    self._metrics.prompt_tokens += len(self._job.prompt_ids)
                     is_new = False
                 if gained.finish_reason is not None:
                     # Before the yield: a stop string must free the engine before a slow client has read.
                     deltas.end(delta.request_id)
                     live.pop(delta.request_id).meter.finished(gained.finish_reason)
                 yield gained
-        if live:
-            raise EngineDeadError("The engine ended a completion without a reason")
-    except Exception as error:
-        outcome = "deadline" if isinstance(error, DeadlineExceeded) else "error"
-        raise
-    finally:
-        for sequence in live.values():
-            sequence.meter.finished(outcome)
+            if live:
+                raise EngineDeadError("The engine ended a completion without a reason")
+
+    async def aclose(self) -> None:
+        if self._deltas is not None:
+            await self._deltas.aclose()
+        for sequence in self._live.values():
+            sequence.meter.finished(self._outcome)
+        self._live.clear()
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._outcome = "deadline" if isinstance(error, DeadlineExceeded) else "error"
+            raise
 
 
 class _Sequence:

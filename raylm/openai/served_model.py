@@ -50,6 +50,10 @@ class Deltas(Protocol):
     EngineDeadError, which may also come after tokens.
     """
 
+    async def admitted(self) -> None:
+        """Return once the engine has taken the request into its queue; raises as the deltas do."""
+        ...
+
     def __aiter__(self) -> Deltas: ...
     async def __anext__(self) -> TokenDelta: ...
     def end(self, request_id: str) -> None:

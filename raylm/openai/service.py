@@ -11,10 +11,9 @@ from uuid import uuid4
 import msgspec
 
 from raylm.config.serving import HttpConfig
-from raylm.openai.adapter import DONE, ChoiceDelta, ChunkEncoder, Reply, answer, error_event
+from raylm.openai.adapter import DONE, ChunkEncoder, Reply, answer, error_event
 from raylm.openai.errors import http_error
-from raylm.openai.generation import Origin, Tally, gather, text_deltas
-from raylm.openai.merge import merged
+from raylm.openai.generation import Generation, Origin, Tally, gather
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.preparation import Preparation, Prepared
 from raylm.openai.protocol import ModelCard, ModelList, ModelPermission
@@ -55,13 +54,14 @@ class OpenAIService:
         metrics = self._metrics.model(model.name)
         # All choices share one table of stop strings.
         origin = Origin(reply_id, chat, started, model.text.stop_table(job.prompts[0].params))
-        deltas = merged([text_deltas(model, prompt, metrics, origin) for prompt in job.prompts])
+        generation = Generation(model, job, metrics, origin)
         tally = Tally(job.prompt_tokens)
         if not prepared.stream:
-            chosen = await gather(job, deltas, tally)
+            async with aclosing(generation):
+                chosen = await gather(job, generation.deltas(), tally)
             return answer(reply, [(one.text, one.finish_reason) for one in chosen], tally.usage())
         encoder = ChunkEncoder(reply, job.num_sequences, include_usage=prepared.include_usage)
-        return _events(encoder, deltas, tally, include_usage=prepared.include_usage)
+        return _events(encoder, generation, tally, include_usage=prepared.include_usage)
 
 
 def _card(model: ServedModel) -> ModelCard:
@@ -69,22 +69,24 @@ def _card(model: ServedModel) -> ModelCard:
     return ModelCard(model.name, model.created, model.max_model_len, root=model.name, permission=[permission])
 
 
-async def _events(
-    encoder: ChunkEncoder, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally, *, include_usage: bool
-) -> Events:
-    """SSE events. An error before the first one is raised, a later one becomes an event."""
-    begun = False
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                tally.add(delta)
-                chunk = encoder.chunk(delta)
-                if chunk:
-                    begun = True
-                    yield chunk
-    except Exception as error:
-        if not begun:
-            raise
-        yield error_event(http_error(error))
-        return
+async def _events(encoder: ChunkEncoder, generation: Generation, tally: Tally, *, include_usage: bool) -> Events:
+    """SSE events, the first as soon as the engine has taken the request, though it may wait for its turn there.
+
+    An error before that is raised, a later one becomes an event.
+    """
+    async with aclosing(generation):
+        await generation.admitted()
+        yield encoder.opening()
+        try:
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    tally.add(delta)
+                    chunk = encoder.chunk(delta)
+                    if chunk:
+                        yield chunk
+        except Exception as error:
+            # The engine is free before a slow client has read.
+            await generation.aclose()
+            yield error_event(http_error(error))
+            return
     yield (encoder.usage(tally.usage()) if include_usage else b"") + DONE

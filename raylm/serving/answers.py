@@ -10,6 +10,7 @@ from starlette.types import Send
 
 from raylm.openai.errors import http_error
 from raylm.openai.service import Events
+from raylm.serving.sse import EventSender
 
 Headers = tuple[tuple[bytes, bytes], ...]
 _JSON = b"application/json"
@@ -31,10 +32,12 @@ class Responder:
     """Sends one answer. `started` once its status is out, after which no other can be sent. Serve adds the header
     x-request-id, with the client's own id where that sent one."""
 
-    def __init__(self, send: Send, *, without_body: bool = False) -> None:
-        """`without_body`: the answer to HEAD, which has the headers of the answer to GET."""
+    def __init__(self, send: Send, *, without_body: bool = False, keep_alive_s: float = 15.0) -> None:
+        """`without_body`: the answer to HEAD, which has the headers of the answer to GET. `keep_alive_s`: see
+        EventSender."""
         self._send = send
         self._without_body = without_body
+        self._keep_alive_s = keep_alive_s
         self.started = False
 
     async def reply(self, answer: Answer | Events) -> None:
@@ -55,15 +58,16 @@ class Responder:
         await self._send({"type": "http.response.body", "body": b"" if self._without_body else body})
 
     async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
-        send = self._send
         async with aclosing(events):
-            # An error before the first token raises here, and is answered with its own status.
+            # An error before the first event raises here, and is answered with its own status.
             first = await anext(events)
             await self._start(200, _EVENT_STREAM)
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            async with EventSender(self._send, self._keep_alive_s) as sender:
+                if first:
+                    await sender.send(first)
+                async for event in events:
+                    await sender.send(event)
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True

@@ -41,7 +41,7 @@ def build_router(models: ModelCatalog, config: HttpConfig) -> Router:
     api_keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
 
     def route(path: str, method: str, handler: Handler, keys: ApiKeys | None = api_keys) -> Route:
-        return Route(path, Endpoint(method, handler, config.max_body_bytes, keys), name=f"{method} {path}")
+        return Route(path, Endpoint(method, handler, config, keys), name=f"{method} {path}")
 
     routes = [
         route("/v1/chat/completions", "POST", posts.chat),
@@ -117,15 +117,16 @@ class Endpoint:
     """One route as an ASGI application: it reads the body, calls the handler and sends what that returns or raises.
     With `keys`, nothing of a request counts before its key has been seen."""
 
-    def __init__(self, method: str, handler: Handler, max_body_bytes: int, keys: ApiKeys | None) -> None:
+    def __init__(self, method: str, handler: Handler, config: HttpConfig, keys: ApiKeys | None) -> None:
         self.methods = ("GET", "HEAD") if method == "GET" else (method,)
         self._handler = handler
-        self._max_body_bytes = max_body_bytes
+        self._config = config
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        responder = Responder(send, without_body=scope["method"] == "HEAD")
+        is_head = scope["method"] == "HEAD"
+        responder = Responder(send, without_body=is_head, keep_alive_s=self._config.keep_alive_s)
         try:
             await self._answer(scope, headers, receive, responder)
         except ClientGone:
@@ -146,7 +147,7 @@ class Endpoint:
         if "GET" in self.methods:
             await responder.reply(await self._handler(HttpRequest(b"", model)))
             return
-        body = await read_body(receive, headers, self._max_body_bytes)
+        body = await read_body(receive, headers, self._config.max_body_bytes)
         async with DisconnectGuard(receive):
             await responder.reply(await self._handler(HttpRequest(body, model)))
 

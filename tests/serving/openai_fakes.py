@@ -15,6 +15,7 @@ from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.engine.messages import Load
+from raylm.errors import Overloaded
 from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.text.chat import ChatTemplate
@@ -84,11 +85,14 @@ class Asked(NamedTuple):
     options: RequestOptions
 
 
-Script = Sequence[bytes | Exception | TokenDelta | None]
+Item = bytes | Exception | TokenDelta | asyncio.Event | None
+Script = Sequence[Item]
 
 
 class ScriptedGenerator:
-    """Plays `script` for every sequence: bytes are tokens, an exception is raised, None waits for ever.
+    """Plays `script` for every sequence: bytes are tokens, an exception is raised, None waits for ever, an event until
+    it is set. An exception at the beginning refuses the request; with an `admission` it is taken when that is set.
+    `refused` are the numbers of calls that are refused though the script goes on.
 
     A script's delta that has a request_id of its own is the number of the sequence that it is for. Without a script it
     counts: letters from that of the seed, plus the sequence's number, on until max_tokens.
@@ -97,6 +101,8 @@ class ScriptedGenerator:
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
         self.requests: list[Asked] = []
+        self.admission: asyncio.Event | None = None
+        self.refused: set[int] = set()
         self.live = 0
         self.num_deltas = 0
         self.aborted: list[str] = []
@@ -114,9 +120,23 @@ class ScriptedDeltas:
 
     def __init__(self, generator: ScriptedGenerator, asked: Asked) -> None:
         self._generator = generator
+        self._number = len(generator.requests) - 1
         self._live = dict.fromkeys(asked.request_ids)
         generator.live += len(self._live)
         self._steps = self._play(asked)
+
+    async def admitted(self) -> None:
+        await asyncio.sleep(0)
+        if self._generator.admission is not None:
+            await self._generator.admission.wait()
+        script = self._generator.script
+        error = script[0] if script and isinstance(script[0], Exception) else None
+        if self._number in self._generator.refused:
+            error = Overloaded("the queue is full", retry_after=1)
+        if error is not None:
+            for refused in list(self._live):
+                self._forget(refused)
+            raise error
 
     def __aiter__(self) -> ScriptedDeltas:
         return self
@@ -128,13 +148,16 @@ class ScriptedDeltas:
                 return await self._step(request_id, item)
         raise StopAsyncIteration
 
-    async def _step(self, request_id: str, item: bytes | Exception | TokenDelta | None) -> TokenDelta:
+    async def _step(self, request_id: str, item: Item) -> TokenDelta:
         if isinstance(item, Exception):
             for failed in list(self._live):
                 self._forget(failed)
             raise item
         if item is None:
             await asyncio.Event().wait()
+        if isinstance(item, asyncio.Event):
+            await item.wait()
+            item = b""
         delta = item if isinstance(item, TokenDelta) else TokenDelta("", list(item or b""))
         if delta.finish_reason is not None:
             self._forget(request_id)
@@ -154,7 +177,7 @@ class ScriptedDeltas:
         del self._live[request_id]
         self._generator.live -= 1
 
-    def _play(self, asked: Asked) -> Iterator[tuple[str, bytes | Exception | TokenDelta | None]]:
+    def _play(self, asked: Asked) -> Iterator[tuple[str, Item]]:
         script = self._generator.script
         ids = asked.request_ids
         if script is not None:
@@ -220,7 +243,7 @@ class Server:
 
     def __init__(
         self,
-        *script: bytes | Exception | TokenDelta | None,
+        *script: Item,
         max_model_len: int = 64,
         alone: bool = False,
         template: ChatTemplate = TEMPLATE,

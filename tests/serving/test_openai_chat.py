@@ -52,8 +52,8 @@ async def test_answer() -> None:
 async def test_stream() -> None:
     events = sse(await Server(b"hel", b"lo", ended()).chat(stream=True))
     deltas = [event["choices"][0]["delta"] for event in events]
-    assert deltas == [{"role": "assistant", "content": "hel"}, {"content": "lo"}, {"content": ""}]
-    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, "stop"]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "hel"}, {"content": "lo"}, {"content": ""}]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, None, "stop"]
     assert len({event["id"] for event in events}) == 1
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert all("usage" not in event for event in events)
@@ -61,12 +61,12 @@ async def test_stream() -> None:
 
 async def test_stream_usage() -> None:
     events = sse(await Server(b"hello", ended()).chat(stream=True, stream_options={"include_usage": True}))
-    assert [event["usage"] for event in events[:-1]] == [None, None]
+    assert [event["usage"] for event in events[:-1]] == [None, None, None]
     assert events[-1]["choices"] == []
     assert events[-1]["usage"] == usage(10, 6)
 
 
-async def test_first_token_is_sent_though_it_has_no_text_yet() -> None:
+async def test_a_token_that_has_no_text_yet_gives_no_chunk() -> None:
     snowman = "\u2603".encode()
     events = sse(await Server(snowman[:1], snowman[1:2], snowman[2:], ended()).chat(stream=True))
     deltas = [event["choices"][0]["delta"] for event in events]
@@ -76,8 +76,8 @@ async def test_first_token_is_sent_though_it_has_no_text_yet() -> None:
 async def test_line_ends_and_quotes_stay_inside_their_event() -> None:
     text = 'a"\\\n\r\u2028\u2029\x85\x00\u2603\U0001f600'
     response = await Server(text.encode(), ended()).chat(stream=True)
-    assert len(response.text.splitlines()) == 2 * 3
-    assert sse(response)[0]["choices"][0]["delta"]["content"] == text
+    assert len(response.text.splitlines()) == 2 * 4
+    assert sse(response)[1]["choices"][0]["delta"]["content"] == text
 
 
 @pytest.mark.parametrize("reason", ["length", "abort"])
@@ -189,7 +189,7 @@ async def test_a_long_chat_is_tokenised_all_the_same() -> None:
 @pytest.mark.parametrize("error", [EngineDeadError("the engine died"), RuntimeError("a bug")])
 async def test_error_in_the_middle_of_a_stream(error: Exception) -> None:
     response = await Server(b"one", error).chat(stream=True)
-    first, last = sse(response)
+    _, first, last = sse(response)
     assert first["choices"][0]["delta"]["content"] == "one"
     code = "engine_dead" if isinstance(error, EngineDeadError) else "internal_error"
     assert last["error"]["code"] == code
@@ -210,7 +210,7 @@ async def test_openai_client_streams(counting: tuple[Server, AsyncOpenAI]) -> No
         model="tiny", messages=MESSAGES, max_tokens=3, seed=0, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
-    assert [chunk.choices[0].delta.content for chunk in chunks if chunk.choices] == ["a", "b", "c"]
+    assert [chunk.choices[0].delta.content for chunk in chunks if chunk.choices] == ["", "a", "b", "c"]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 3
 

@@ -337,22 +337,26 @@ async def test_a_missing_route_says_which_there_are(path: str) -> None:
     assert "GET /v1/models/{model}, GET /health" in message
 
 
-@pytest.mark.parametrize("stream", [False, True])
+REFUSALS: list[tuple[Any, int, str, str | None]] = [
+    (RequestRejected("no such adapter", param="model", code="adapter"), 400, "adapter", None),
+    (Overloaded("the queue is full", retry_after=2.5), 503, "overloaded", "3"),
+    (Overloaded("the queue is full", retry_after=0.0), 503, "overloaded", "1"),
+    (EngineDeadError("the engine died"), 503, "engine_dead", "2"),
+    (EngineStopped("the replica's drain is over"), 503, "engine_stopped", "2"),
+    (ValueError("secret detail"), 500, "internal_error", None),
+]
+FAILURES: list[tuple[Any, int, str, str | None]] = [
+    (TokenDelta("", [], "error", "out of blocks"), 500, "generation_failed", None),
+    (TokenDelta("", [], "deadline", "deadline_s is 2: the time was up"), 504, "deadline_exceeded", None),
+]
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "code", "retry_after"),
-    [
-        (RequestRejected("no such adapter", param="model", code="adapter"), 400, "adapter", None),
-        (Overloaded("the queue is full", retry_after=2.5), 503, "overloaded", "3"),
-        (Overloaded("the queue is full", retry_after=0.0), 503, "overloaded", "1"),
-        (EngineDeadError("the engine died"), 503, "engine_dead", "2"),
-        (EngineStopped("the replica's drain is over"), 503, "engine_stopped", "2"),
-        (ValueError("secret detail"), 500, "internal_error", None),
-        (TokenDelta("", [], "error", "out of blocks"), 500, "generation_failed", None),
-        (TokenDelta("", [], "deadline", "deadline_s is 2: the time was up"), 504, "deadline_exceeded", None),
-    ],
+    ("error", "status", "code", "retry_after", "stream"),
+    [*((*one, stream) for one in REFUSALS for stream in (False, True)), *((*one, False) for one in FAILURES)],
 )
 @pytest.mark.parametrize("n", [1, 2])
-async def test_errors_before_the_first_token(
+async def test_errors_before_the_answer_has_begun(
     error: Any, status: int, code: str, retry_after: str | None, stream: bool, n: int
 ) -> None:
     server = Server(error)
@@ -360,6 +364,16 @@ async def test_errors_before_the_first_token(
     message = check(response, status, code=code, param="model" if status == 400 else None)
     assert response.headers.get("retry-after") == retry_after
     assert "secret" not in message
+    assert server.generator.live == 0
+
+
+@pytest.mark.parametrize(("error", "code"), [(b"", "engine_dead"), *((one[0], one[2]) for one in FAILURES)])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_errors_of_a_request_that_was_taken_are_events_of_its_stream(error: Any, code: str, n: int) -> None:
+    server = Server(error, EngineDeadError("the engine died"))
+    *roles, last = sse(await server.chat(stream=True, n=n))
+    assert [event["choices"][0]["delta"]["role"] for event in roles] == ["assistant"] * n
+    assert last["error"]["code"] == code
     assert server.generator.live == 0
 
 

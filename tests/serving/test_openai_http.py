@@ -43,8 +43,9 @@ async def test_disconnect_while_streaming(n: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_disconnect_before_the_first_token(stream: bool, n: int) -> None:
+async def test_disconnect_before_the_request_is_taken(stream: bool, n: int) -> None:
     server = Server(None)
+    server.generator.admission = asyncio.Event()
     client = RawClient(server.app, encode(stream=stream, n=n))
     while server.generator.live < n:
         await asyncio.sleep(0)
@@ -75,7 +76,7 @@ async def test_a_client_that_stops_reading_holds_its_choices_back(n: int) -> Non
     client.reads.set()
     await finished(client.task)
     assert server.generator.num_deltas == 500 * n
-    assert sum(message["type"] == "http.response.body" for message in client.sent) == 500 * n + 2
+    assert sum(message["type"] == "http.response.body" for message in client.sent) == 1 + 500 * n + 2
 
 
 async def test_the_server_may_cancel_a_request() -> None:
@@ -108,9 +109,9 @@ async def test_each_delta_is_sent_at_once_with_one_message() -> None:
     server = Server(b"one", b"two", b"three", ended())
     client = RawClient(server.app, encode(stream=True), chunks=5)
     await finished(client.task)
-    assert [message["type"] for message in client.sent] == ["http.response.start"] + 6 * ["http.response.body"]
+    assert [message["type"] for message in client.sent] == ["http.response.start"] + 7 * ["http.response.body"]
     assert client.sent[-1] == {"type": "http.response.body", "body": b""}
-    assert [message.get("more_body", False) for message in client.sent[1:]] == 5 * [True] + [False]
+    assert [message.get("more_body", False) for message in client.sent[1:]] == 6 * [True] + [False]
 
 
 async def test_body_over_the_limit_is_not_read_to_its_end() -> None:
