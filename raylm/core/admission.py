@@ -17,6 +17,9 @@ _LEAST_SECONDS = 1.0
 _LEAST_COUNT = 3.0
 """How much must have been measured recently (seconds of a queue, steps or requests) before a rate says anything."""
 _MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+_UNKNOWN_OUTPUT = 128
+"""Tokens that a request generates, where none has ended yet."""
 _PURGE_AT_LEAST = 64
 
 
@@ -35,6 +38,7 @@ class Admission:
         self._max_running = config.max_num_seqs
         self._in_order = config.policy == "fcfs"
         self._rates = _Rates()
+        self._places = _Places()
         self._limits = _TimeLimits()
 
     def observe(self, prompt_tokens: int, output_tokens: int, seconds: float, num_waiting: int) -> None:
@@ -61,7 +65,7 @@ class Admission:
     ) -> None:
         """Raise Overloaded when a newcomer has no room or not enough time beside those who run and behind the newcomers
         who wait, with so many prompt tokens. `num_cached` tokens of its own prompt need not be computed."""
-        self._check_room(request, num_waiting, waiting_tokens)
+        self._check_room(request, num_waiting, waiting_tokens, now)
         if request.queue_deadline == math.inf and request.deadline == math.inf:
             return
         if num_running or num_waiting:
@@ -77,20 +81,25 @@ class Admission:
         run, with the forks that wait for them."""
         return self._limits.due(now)
 
-    def _check_room(self, request: Request, num_waiting: int, waiting_tokens: int) -> None:
+    def _check_room(self, request: Request, num_waiting: int, waiting_tokens: int, now: float) -> None:
         if num_waiting >= self._max_requests:
-            rate = self._rates.requests_per_s
+            place_s = self._rates.seconds_a_place(request, self._max_running)
             raise Overloaded(
                 f"{num_waiting} requests are waiting, at most {self._max_requests} may",
-                retry_after=max(_time(num_waiting + 1 - self._max_requests, rate), _MIN_RETRY_S),
+                retry_after=self._places.promise(
+                    now, place_s, (num_waiting + 1 - self._max_requests) * place_s, num_waiting * place_s
+                ),
             )
         # A longer prompt gets in when nobody waits: it would never get in otherwise.
         if self._max_tokens and waiting_tokens and waiting_tokens + request.num_prompt > self._max_tokens:
+            token_s = self._rates.seconds_a_token
             excess = waiting_tokens + request.num_prompt - self._max_tokens
             raise Overloaded(
                 f"{waiting_tokens} prompt tokens are waiting; with this request's {request.num_prompt} they pass "
                 f"max_queued_tokens {self._max_tokens}",
-                retry_after=max(_time(excess, self._rates.tokens_per_s), _MIN_RETRY_S),
+                retry_after=self._places.promise(
+                    now, request.num_prompt * token_s, excess * token_s, waiting_tokens * token_s
+                ),
             )
 
     def _check_time(self, request: Request, num_prefill: int, wait: float, num_waiting: int, now: float) -> None:
@@ -118,6 +127,25 @@ class Admission:
         if num_running >= self._max_running:
             return _time(num_waiting, self._rates.requests_per_s)
         return _time(waiting_tokens, self._rates.tokens_per_s)
+
+
+class _Places:
+    """When those who were refused may come back: one after the other, as places in the queue become free.
+
+    All told the same time would come back at once, and all but one be refused again. Nobody is told more than the whole
+    queue's wait: who knows whether those told before will come.
+    """
+
+    def __init__(self) -> None:
+        self._promised = -math.inf
+        """When the last place that was promised is free."""
+
+    def promise(self, now: float, own_s: float, first_s: float, queue_s: float) -> float:
+        """Seconds until there is a place beyond those promised. A place takes `own_s` to become free; the first does in
+        `first_s`, the last request in the queue leaves it in `queue_s`."""
+        latest = now + min(max(queue_s, first_s), _MAX_RETRY_S)
+        self._promised = min(max(now + first_s, self._promised + own_s), latest)
+        return max(self._promised - now, _MIN_RETRY_S)
 
 
 class _Ratio:
@@ -168,6 +196,22 @@ class _Rates:
     def tokens_per_s(self) -> float | None:
         """Prompt tokens of the requests that leave the queue."""
         return self._tokens.value
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Seconds in which one prompt token leaves the queue, or is computed where that was not measured."""
+        rate = self.tokens_per_s
+        return 1 / rate if rate else self._cost.slope or 0.0
+
+    def seconds_a_place(self, request: Request, num_rows: int) -> float:
+        """Seconds in which one request leaves the queue. Where that was not measured: what one like `request` takes
+        beside so many others, by the times of steps; 0 before there were any."""
+        rate = self.requests_per_s
+        if rate:
+            return 1 / rate
+        limit = request.max_len - request.num_prompt
+        num_output = min(self._outputs.value or _UNKNOWN_OUTPUT, limit)
+        return request.num_prompt * (self._cost.slope or 0.0) + num_output * (self._itl.value or 0.0) / num_rows
 
     def observe(self, prompt_tokens: int, output_tokens: int, seconds: float, num_waiting: int) -> None:
         factor = math.exp(-seconds / _MEMORY_S)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from heapq import heappop, heappush
 
 import pytest
+from engines import make_engine
+from fakes import FakeExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +17,7 @@ from raylm.core.admission import Admission
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request, Status
 from raylm.core.sampling import SamplingParams
+from raylm.core.step import StepResult
 from raylm.errors import Overloaded
 
 ROWS = 4
@@ -103,8 +108,69 @@ def test_retry_after_is_when_there_will_be_room():
     queue_up(admission, steps=200, step_s=1.0, prompt=100)
     # A request, with 100 prompt tokens, leaves every 5 s.
     assert refusal(admission, make_request(), waiting=10).retry_after == pytest.approx(5, rel=0.1)
-    error = refusal(admission, make_request(prompt=200), waiting=5, tokens=2000)
+    error = refusal(admission, make_request(prompt=200), waiting=5, tokens=2000, now=1000.0)
     assert error.retry_after == pytest.approx(10, rel=0.1)
+
+
+def test_those_refused_at_once_are_told_one_place_after_the_other_up_to_the_whole_wait():
+    admission = make_admission(max_queued_requests=10)
+    queue_up(admission, steps=200, step_s=1.0)
+    told = [refusal(admission, make_request(), waiting=10, now=7.0).retry_after for _ in range(20)]
+    whole = 10 * told[0]
+    assert told[:10] == pytest.approx([told[0] * place for place in range(1, 11)])
+    assert told[10:] == pytest.approx([whole] * 10), "nobody is told more than the last in the queue waits"
+    # Later, as places become free, so do those promised; when all have passed it is as at first.
+    assert refusal(admission, make_request(), waiting=10, now=7.0 + whole / 2).retry_after == pytest.approx(
+        whole / 2 + told[0]
+    )
+    assert refusal(admission, make_request(), waiting=10, now=1000.0).retry_after == pytest.approx(told[0])
+
+
+def test_a_place_that_was_never_measured_is_foretold_by_the_times_of_steps():
+    admission = make_admission(max_queued_requests=40)
+    decode(admission, step_s=0.2, finished_after=50)
+    # 50 tokens of 0.2 s take 10 s, and four requests run at a time.
+    told = [refusal(admission, make_request(), waiting=40).retry_after for _ in range(3)]
+    assert told == pytest.approx([2.5, 5.0, 7.5], rel=0.01)
+    admission = make_admission(max_queued_requests=40)
+    decode(admission, step_s=0.2)
+    # None has ended: this one may generate 100.
+    assert refusal(admission, make_request(), waiting=40).retry_after == pytest.approx(5, rel=0.01)
+
+
+class _TimedExecutor(FakeExecutor):
+    """A step takes 0.1 s of a simulated clock."""
+
+    now = 0.0
+
+    def result(self) -> StepResult:
+        self.now += 0.1
+        return super().result()
+
+
+@pytest.mark.parametrize("limit", ["max_queued_requests", "max_queued_tokens"])
+def test_one_who_comes_back_when_told_gets_in(limit):
+    """A queue of some 10 s, 2 requests/s, and 60 clients at once who come back as often as they are told."""
+    executor = _TimedExecutor(num_blocks=200)
+    limits = {"queue": 20} if limit == "max_queued_requests" else {"max_queued_tokens": 60}
+    engine = make_engine(executor, max_num_seqs=4, clock=lambda: executor.now, **limits)
+    arrivals = [(0.0, number) for number in range(24)] + [(5.0, 24 + number) for number in range(60)]
+    attempts = Counter[int]()
+    while arrivals or engine.has_work:
+        while arrivals and arrivals[0][0] <= executor.now:
+            _, number = heappop(arrivals)
+            attempts[number] += 1
+            try:
+                engine.add([str(number)], [1, 2, number % 60], SamplingParams(max_tokens=20, ignore_eos=True))
+            except Overloaded as error:
+                heappush(arrivals, (executor.now + math.ceil(error.retry_after), number))
+        if engine.has_work:
+            engine.step()
+        else:
+            executor.now += 0.1
+    crowd = [attempts[number] for number in range(24, 84)]
+    # The queue takes 20 of them a wait: a third gets in at the second attempt at the latest, all after few more.
+    assert sum(count <= 2 for count in crowd) >= 20 and sum(crowd) < 3 * len(crowd) and max(crowd) <= 6
 
 
 # Time in the queue.
