@@ -28,6 +28,8 @@ E2E_BOUNDS = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
 
 class Histogram:
     """Counts per bucket of values in seconds."""
@@ -97,6 +99,7 @@ class HttpMetrics(Collector):
     def __init__(self, models: ModelCatalog) -> None:
         self._models = models
         self._by_model: dict[str, ModelMetrics] = {}
+        self.loop_lag = Histogram(LAG_BOUNDS)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -137,7 +140,12 @@ class HttpMetrics(Collector):
             metrics.time_to_first_token.add_to(first, [name])
             metrics.inter_token_latency.add_to(inter, [name])
             metrics.e2e_latency.add_to(e2e, [name])
-        yield from (first, inter, e2e)
+        lag = HistogramMetricFamily(
+            "raylm:event_loop_lag_seconds",
+            "How late the ingress's event loop wakes a task, observed ten times a second.",
+        )
+        self.loop_lag.add_to(lag, [])
+        yield from (first, inter, e2e, lag)
 
 
 def _histogram(name: str, documentation: str) -> HistogramMetricFamily:

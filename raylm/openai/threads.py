@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from raylm.errors import RaylmError
 from raylm.openai.memory import MemoryReturn
 
 SMALL_BODY_BYTES = 16 * 1024
@@ -39,6 +40,26 @@ class WorkThreads:
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], Result], size: int) -> Result:
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
+            done = await asyncio.get_running_loop().run_in_executor(pool, _outcome, work)
         finally:
             self._memory.used(size)
+        if not isinstance(done, _Refused):
+            return done
+        try:
+            raise done.error
+        finally:
+            del done
+
+
+class _Refused(NamedTuple):
+    error: RaylmError
+
+
+def _outcome(work: Callable[[], Result]) -> Result | _Refused:
+    """What came of it. A refusal is parted from where it was raised: a future holds its error in a cycle, so the frames
+    there would hold the body's values until the garbage collector comes."""
+    try:
+        return work()
+    except RaylmError as error:
+        error.__context__ = None
+        return _Refused(error.with_traceback(None))

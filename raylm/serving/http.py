@@ -20,6 +20,7 @@ from raylm.openai.service import Events, OpenAIService
 from raylm.serving.answers import Answer, Responder
 from raylm.serving.cors import Cors
 from raylm.serving.keys import ApiKeys
+from raylm.serving.loop import LoopWatch
 from raylm.serving.streams import DisconnectGuard
 
 MAX_PATH_CHARS = 100
@@ -29,12 +30,12 @@ MAX_PATH_CHARS = 100
 def build_http_app(models: ModelCatalog, config: HttpConfig) -> ASGIApp:
     """OpenAI's API for the models of a catalog, as an ASGI application. Raises ConfigError when there are no keys in
     `config.api_keys_file`."""
-    return Cors(build_router(models, config), config.cors_origins)
-
-
-def build_router(models: ModelCatalog, config: HttpConfig) -> Router:
-    """The routes alone. Raises as build_http_app does."""
     metrics = HttpMetrics(models)
+    return LoopWatch(Cors(build_router(models, config, metrics), config.cors_origins), metrics.loop_lag)
+
+
+def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> Router:
+    """The routes alone. Raises as build_http_app does."""
     service = OpenAIService(models, config, metrics)
     reads, posts = _Reads(models, service, metrics), _Posts(service)
 
@@ -58,9 +59,9 @@ def build_router(models: ModelCatalog, config: HttpConfig) -> Router:
 
 
 class HttpRequest(NamedTuple):
-    """`model` is the path's, `body` is empty unless the method is POST."""
+    """`model` is the path's, `body` is empty unless the method is POST; the handler empties it once it is read."""
 
-    body: bytes
+    body: bytearray
     model: str
 
 
@@ -145,31 +146,29 @@ class Endpoint:
             raise HttpError(405, message, code="method_not_allowed", headers=allow)
         model = scope["path_params"].get("model", "")
         if "GET" in self.methods:
-            await responder.reply(await self._handler(HttpRequest(b"", model)))
+            await responder.reply(await self._handler(HttpRequest(bytearray(), model)))
             return
         body = await read_body(receive, headers, self._config.max_body_bytes)
         async with DisconnectGuard(receive):
             await responder.reply(await self._handler(HttpRequest(body, model)))
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytearray:
     """The whole body. Raises HttpError 413 as soon as it is known to be longer than `limit` bytes, or ClientGone."""
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
         raise _too_large(limit)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
+        body += message.get("body", b"")
+        if len(body) > limit:
             raise _too_large(limit)
         more = message.get("more_body", False)
-    return b"".join(parts)
+    return body
 
 
 def _too_large(limit: int) -> HttpError:

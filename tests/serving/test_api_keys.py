@@ -15,6 +15,7 @@ from raylm.config.application import load_app
 from raylm.config.serving import HttpConfig
 from raylm.errors import ConfigError
 from raylm.openai.errors import HttpError
+from raylm.openai.metrics import HttpMetrics
 from raylm.serving.app import assemble
 from raylm.serving.http import build_router
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
@@ -58,10 +59,11 @@ def admits(keys: ApiKeys, key: str) -> bool:
     return True
 
 
+CATALOG = Server().catalog
 OPEN = ["/health", "/version", "/metrics"]
 ASKED = [
     *((method, route.path.replace("{model:path}", "tiny"))
-      for route in build_router(Server().catalog, HttpConfig()).routes if route.path not in OPEN
+      for route in build_router(CATALOG, HttpConfig(), HttpMetrics(CATALOG)).routes if route.path not in OPEN
       for method in route.app.methods if method != "HEAD"),
     # A method that the route does not have, a model that is not there, and paths that are none.
     ("GET", "/v1/completions"),
