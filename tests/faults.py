@@ -101,7 +101,7 @@ class FaultCluster:
         found: dict[str, list[psutil.Process]] = {"Replica": [], "Engine": [], "Worker": []}
         for process in self.family():
             title = _title(process)
-            for name, mark in (("Replica", ":ModelReplica:"), ("Engine", "::EngineActor"), ("Worker", "::WorkerActor")):
+            for name, mark in (("Replica", ":ModelReplica"), ("Engine", "::EngineActor"), ("Worker", "::WorkerActor")):
                 if mark in title:
                     found[name].append(process)
         if [len(group) for group in found.values()] != [1, 1, 2]:

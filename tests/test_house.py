@@ -11,9 +11,10 @@ import check_layers
 import pytest
 import yaml
 
-from raylm.config.application import load_app
+from raylm.config.application import load_ingress, load_model
 from raylm.config.base import load_yaml
 from raylm.config.engine import EngineConfig
+from raylm.config.files import INGRESS_PATH, MODEL_PATH
 
 CONFIGS = sorted((check_layers.ROOT / "configs").glob("*.yaml"))
 DEPLOYMENTS = sorted((check_layers.ROOT / "deployments").glob("*.yaml"))
@@ -64,5 +65,5 @@ def test_every_engine_configuration_loads(path: Path):
 @pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
 def test_every_deployment_loads(path: Path):
     for application in yaml.safe_load(path.read_text())["applications"]:
-        assert application["import_path"] == "raylm.serving.app:build_app"
-        assert load_app(application["args"], source=str(path)).models
+        load = {INGRESS_PATH: load_ingress, MODEL_PATH: load_model}[application["import_path"]]
+        assert load(application.get("args", {}), source=str(path)).endpoint == "default"

@@ -216,18 +216,18 @@ def _is_serve_config(target: str) -> bool:
 
 def _examine_application(path: str, findings: Findings) -> None:
     """Check a Serve config file and every model in it."""
-    from raylm.config.application import load_app
-    from raylm.config.files import IMPORT_PATH
+    from raylm.config.application import load_ingress, load_model
+    from raylm.config.files import INGRESS_PATH, MODEL_PATH
     from raylm.serving.serve_file import serve_config
 
     findings.config = serve_config(path, host=None, port=None)
     for application in findings.config["applications"]:
-        if application.get("import_path") != IMPORT_PATH:
-            continue
-        app = load_app(application.get("args") or {}, source=path)
-        application["args"] = app.model_dump(exclude_none=True)
-        for model, shown in zip(app.models, application["args"]["models"], strict=True):
-            shown["engine"] = _resolved(model.engine)
+        args = application.get("args") or {}
+        if application["import_path"] == INGRESS_PATH:
+            application["args"] = load_ingress(args, source=path).model_dump(exclude_none=True)
+        elif application["import_path"] == MODEL_PATH:
+            model = load_model(args, source=path)
+            application["args"] = model.model_dump(exclude_none=True) | {"engine": _resolved(model.engine)}
             name = model.engine.model.served_name
             found = choices(model.engine)
             findings.choices += [dataclasses.replace(one, name=f"{name}: {one.name}") for one in found]

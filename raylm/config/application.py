@@ -1,82 +1,61 @@
-"""AppConfig: the Serve application, as the `args` of deployments/*.yaml give it."""
+"""The `args` of a Serve config file's applications: the HTTP face, and one application a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raylm.config.base import FrozenConfig, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.files import find_config, read_config
 from raylm.config.serving import HttpConfig
 
-
-class AutoscalingConfig(FrozenConfig):
-    """How many replicas a model has. Equal bounds fix the number."""
-
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(default=1, ge=1)
-    target_queued_requests: float = Field(default=4.0, gt=0)
-    """Waiting requests a replica; more than this on average adds replicas."""
-    upscale_delay_s: float = Field(default=5.0, ge=0)
-    downscale_delay_s: float = Field(default=120.0, ge=0)
-
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> AutoscalingConfig:
-        if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
-        return self
-
-
-class ModelDeployment(FrozenConfig):
-    """One model of the application."""
-
-    engine: EngineConfig
-    """In YAML: the name of an engine configuration file, or its content in place."""
-    autoscaling: AutoscalingConfig = AutoscalingConfig()
-    drain_timeout_s: float = Field(default=60.0, ge=0)
-    """A replica that is going finishes its requests for this long, then ends them."""
+Endpoint = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
 
 
 class IngressConfig(FrozenConfig):
-    """The HTTP face."""
+    """The HTTP face (`build_ingress`): it serves every model of its endpoint."""
 
-    num_replicas: int = Field(default=1, ge=1)
+    endpoint: Endpoint = "default"
+    """An ingress and the models of the same endpoint find each other; a cluster may have several endpoints."""
     http: HttpConfig = HttpConfig()
+    drain_timeout_s: float = Field(default=60.0, ge=0)
+    """An ingress that is going lets its requests end for this many seconds, then ends them with an error."""
 
 
-class AppConfig(FrozenConfig):
-    """Models behind one OpenAI endpoint."""
+class ModelDeployment(FrozenConfig):
+    """One model (`build_model`)."""
 
-    models: list[ModelDeployment] = Field(min_length=1)
-    ingress: IngressConfig = IngressConfig()
+    engine: EngineConfig
+    """In YAML: the name of an engine configuration file, or its content in place."""
+    endpoint: Endpoint = "default"
+    """The endpoint that serves the model. Names of its models differ."""
+    drain_timeout_s: float = Field(default=60.0, ge=0)
+    """A replica that is going lets its requests end for this many seconds, then ends them with an error."""
     channel_host: Literal["auto", "loopback", "node"] = "auto"
     """Where engines listen for ingresses: loopback keeps everything on one node; node is the node's own address;
     auto takes loopback while the cluster has one node."""
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> AppConfig:
-        names = [model.engine.model.served_name for model in self.models]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two models are named {name!r}; give one of them another model.name")
-        return self
+
+class QueuePolicyConfig(FrozenConfig):
+    """`autoscaling_config.policy.policy_kwargs` of a ModelReplica."""
+
+    target_queued_requests: float = Field(default=4.0, gt=0)
+    """Waiting requests a replica; more than this on average adds replicas."""
 
 
-def load_app(args: Mapping[str, object], *, source: str) -> AppConfig:
-    """Check the `args` of a Serve application, reading the engine files that they name. Raises ConfigError."""
+def load_ingress(args: Mapping[str, object], *, source: str) -> IngressConfig:
+    """Check the `args` of an ingress application. Raises ConfigError."""
+    return parse(IngressConfig, dict(args), source=source)
+
+
+def load_model(args: Mapping[str, object], *, source: str) -> ModelDeployment:
+    """Check the `args` of a model's application, reading the engine file that it names. Raises ConfigError."""
     data = dict(args)
-    models = data.get("models")
-    if isinstance(models, list):
-        data["models"] = [_with_engine(model) for model in models]
-    return parse(AppConfig, data, source=source)
-
-
-def _with_engine(model: object) -> object:
-    """Replace the name of an engine file by its checked content, so that errors name that file."""
-    if not isinstance(model, dict) or not isinstance(model.get("engine"), str):
-        return model
-    path = find_config(model["engine"])
-    return {**model, "engine": parse(EngineConfig, read_config(path), source=str(path))}
+    if isinstance(name := data.get("engine"), str):
+        # Parsed on its own, so that errors name that file.
+        path = find_config(name)
+        data["engine"] = parse(EngineConfig, read_config(path), source=str(path))
+    return parse(ModelDeployment, data, source=source)

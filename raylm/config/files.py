@@ -8,8 +8,10 @@ from raylm.config.base import read_yaml
 from raylm.config.source import DEMO_MODELS
 from raylm.errors import ConfigError
 
-IMPORT_PATH = "raylm.serving.app:build_app"
-"""What a Serve config file calls an application of ours."""
+INGRESS_PATH = "raylm.serving.app:build_ingress"
+"""What a Serve config file calls the HTTP face."""
+MODEL_PATH = "raylm.serving.app:build_model"
+"""What a Serve config file calls the application of one model."""
 _PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -44,34 +46,30 @@ def find_config(name: str, *, beside: Path | None = None) -> Path:
 
 def named_engines(data: dict[str, object]) -> list[object]:
     """The content of every engine that a Serve config file's content has or names. Raises ConfigError."""
-    engines: list[object] = []
     applications = data.get("applications")
-    for application in applications if isinstance(applications, list) else []:
-        if not isinstance(application, dict) or application.get("import_path") != IMPORT_PATH:
-            continue
-        args = application.get("args")
-        models = args.get("models") if isinstance(args, dict) else None
-        found = [model.get("engine") for model in models or [] if isinstance(model, dict)]
-        engines += [read_config(engine) if isinstance(engine, str) else engine for engine in found]
-    return engines
+    found = [_args_of_model(application) for application in (applications if isinstance(applications, list) else [])]
+    engines = [args["engine"] for args in found if args is not None and "engine" in args]
+    return [read_config(engine) if isinstance(engine, str) else engine for engine in engines]
 
 
 def _application(application: object, folder: Path) -> object:
-    if not isinstance(application, dict) or application.get("import_path") != IMPORT_PATH:
+    args = _args_of_model(application)
+    if args is None or not isinstance(application, dict):
         return application
-    args = application.get("args")
-    if not isinstance(args, dict) or not isinstance(args.get("models"), list):
-        return application
-    return {**application, "args": {**args, "models": [_deployment(model, folder) for model in args["models"]]}}
-
-
-def _deployment(model: object, folder: Path) -> object:
-    if not isinstance(model, dict):
-        return model
-    engine = model.get("engine")
+    engine = args.get("engine")
     if isinstance(engine, str):
-        return {**model, "engine": str(find_config(engine, beside=folder).absolute())}
-    return {**model, "engine": _engine(engine, folder)} if isinstance(engine, dict) else model
+        engine = str(find_config(engine, beside=folder).absolute())
+    elif isinstance(engine, dict):
+        engine = _engine(engine, folder)
+    return {**application, "args": {**args, "engine": engine}} if "engine" in args else application
+
+
+def _args_of_model(application: object) -> dict[str, object] | None:
+    """None where it is no model's application, or has no args."""
+    if not isinstance(application, dict) or application.get("import_path") != MODEL_PATH:
+        return None
+    args = application.get("args")
+    return args if isinstance(args, dict) else None
 
 
 def _engine(engine: dict[str, object], folder: Path) -> dict[str, object]:

@@ -1,4 +1,8 @@
-"""build_app: from the `args` of a Serve config file to a Serve application."""
+"""From the `args` of a Serve config file to Serve applications: the HTTP face, and one a model.
+
+Ingresses and models find each other through the Directory, not by Serve handles: so Serve takes them for applications
+that have nothing to do with each other, and a change of one restarts no other.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import (
+    RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S,
+    RAY_SERVE_ENABLE_DIRECT_INGRESS,
+)
 
-from raylm.config.application import AppConfig, ModelDeployment, load_app
-from raylm.config.resolve import resolve
+from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
 from raylm.config.source import locate
 from raylm.executor.cluster import plan_worker, wait_for_room
-from raylm.executor.placement import REPLICA_CPUS, worker_device
-from raylm.serving.autoscaling import serve_autoscaling
+from raylm.executor.placement import REPLICA_CPUS
 from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.keys import read_keys
 from raylm.serving.replica import ModelReplica
@@ -27,31 +33,47 @@ _AFTER_DRAIN_S = 30.0
 """What Serve waits for longer than the drain: an engine stops its workers in it."""
 
 
-def build_app(args: dict[str, Any]) -> Application:
-    """The application for `import_path: raylm.serving.app:build_app`. Raises ConfigError before anything starts."""
-    return assemble(load_app(args, source="args of the Serve application"))
+def build_ingress(args: dict[str, Any]) -> Application:
+    """The application for `import_path: raylm.serving.app:build_ingress`. Raises ConfigError before anything starts."""
+    return ingress_application(load_ingress(args, source="args of the ingress application"))
 
 
-def assemble(config: AppConfig) -> Application:
-    """Bind one ingress deployment to one deployment a model."""
-    for model in config.models:
-        locate(model.engine.model.path)
-    if (keys := config.ingress.http.api_keys_file) is not None:
+def build_model(args: dict[str, Any]) -> Application:
+    """The application for `import_path: raylm.serving.app:build_model`. Raises ConfigError before anything starts."""
+    return model_application(load_model(args, source="args of the model's application"))
+
+
+def ingress_application(config: IngressConfig) -> Application:
+    """The HTTP face of one endpoint."""
+    if (keys := config.http.api_keys_file) is not None:
         read_keys(keys)
-    directory = "+".join(model.engine.model.served_name for model in config.models)
-    host = channel_host(config.channel_host)
-    models = [_bind_model(model, host, directory) for model in config.models]
-    ingress = serve.deployment(serve.ingress()(OpenAIIngress)).options(
+    deployment = serve.deployment(serve.ingress()(OpenAIIngress)).options(
         name="OpenAIIngress",
-        num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        # An ingress that goes holds streams of engines that stay: it gets the time that a draining engine has.
-        graceful_shutdown_timeout_s=max(model.drain_timeout_s for model in config.models) + _AFTER_DRAIN_S,
+        graceful_shutdown_timeout_s=_stop_seconds(config.drain_timeout_s),
         logging_config={"enable_access_log": False},
     )
-    return ingress.bind(config, directory, models)
+    return deployment.bind(config)
+
+
+def model_application(config: ModelDeployment) -> Application:
+    """One model: replicas, each with an engine. Waits until the cluster has room for one."""
+    locate(config.engine.model.path)
+    worker = plan_worker(config.engine)
+    bundles, strategy, labels = wait_for_room(config.engine, worker)
+    deployment = serve.deployment(ModelReplica).options(
+        name="ModelReplica",
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        placement_group_bundles=bundles,
+        placement_group_strategy=strategy,
+        placement_group_bundle_label_selector=labels,
+        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        graceful_shutdown_timeout_s=_stop_seconds(config.drain_timeout_s),
+    )
+    return deployment.bind(config, worker, channel_host(config.channel_host))
 
 
 def channel_host(choice: str) -> str:
@@ -61,19 +83,8 @@ def channel_host(choice: str) -> str:
     return "loopback" if sum(node["Alive"] for node in ray.nodes()) <= 1 else "node"
 
 
-def _bind_model(model: ModelDeployment, host: str, directory: str) -> Application:
-    worker = plan_worker(model.engine)
-    bundles, strategy, labels = wait_for_room(model.engine, worker)
-    capacity = resolve(model.engine, worker_device(worker)).scheduler.max_num_seqs
-    deployment = serve.deployment(ModelReplica).options(
-        name=f"ModelReplica:{model.engine.model.served_name}",
-        autoscaling_config=serve_autoscaling(model.autoscaling, capacity=capacity),
-        ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=bundles,
-        placement_group_strategy=strategy,
-        placement_group_bundle_label_selector=labels,
-        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        graceful_shutdown_timeout_s=model.drain_timeout_s + _AFTER_DRAIN_S,
-    )
-    return deployment.bind(model, worker, host, directory)
+def _stop_seconds(drain_timeout_s: float) -> float:
+    """What Serve gives a replica from the moment it is asked to stop. Behind HAProxy every application's first
+    deployment waits for load balancers to let go of it, models too, before its own drain begins."""
+    before = RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S if RAY_SERVE_ENABLE_DIRECT_INGRESS else 0.0
+    return before + drain_timeout_s + _AFTER_DRAIN_S

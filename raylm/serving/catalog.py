@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import ray
 
-from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
 from raylm.engine.streams import Sequences
-from raylm.errors import Overloaded
+from raylm.errors import Overloaded, RaylmError
 from raylm.log import get_logger
 from raylm.openai.served_model import EngineStats, ServedModel, Text
-from raylm.serving.directory import EngineEntry, Snapshot, find_directory
+from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
 
 logger = get_logger(__name__)
 
 _RETRY_AFTER_S = 5.0
 _RECONNECT_S = 0.5
+_LOAD_AGAIN_S = 5.0
 
 
 class _Engine:
@@ -42,6 +42,8 @@ class ModelRouter:
     def __init__(self, name: str) -> None:
         self.name = name
         self.engines: dict[str, _Engine] = {}
+        self.limits: tuple[int, int] | None = None
+        """max_model_len and vocab_size of the engine that came last; None before the first."""
 
     @property
     def usable(self) -> list[_Engine]:
@@ -59,15 +61,16 @@ class ModelRouter:
 
 
 class LiveCatalog:
-    """Follows the Directory. A model is listed from the start, and served while an engine of it is ready."""
+    """Follows the Directory. A model is listed from the moment that the Directory knows it, and served while its
+    tokenizer is loaded and an engine of it is ready."""
 
-    def __init__(self, texts: dict[str, Text], sampling: dict[str, SamplingDefaults], directory: str) -> None:
-        """`texts`: model name -> its text side; `sampling`: how its requests are sampled that leave it open."""
-        self._texts = texts
-        self._sampling = sampling
+    def __init__(self, directory: DirectoryClient, load_text: Callable[[str], Text]) -> None:
+        """`load_text`: from model.path to the model's text side; it runs in a thread. Raises ConfigError."""
         self._directory = directory
+        self._load_text = load_text
         self._created = int(time.time())
-        self._routers = {name: ModelRouter(name) for name in texts}
+        self._routers: dict[str, ModelRouter] = {}
+        self._texts: dict[str, _TextSide] = {}
         self._models: dict[str, ServedModel] = {}
         self._version = -1
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
@@ -76,10 +79,10 @@ class LiveCatalog:
         return self._models.get(name)
 
     def names(self) -> list[str]:
-        return list(self._texts)
+        return sorted(self._texts)
 
     def ready(self) -> bool:
-        return all(router.usable for router in self._routers.values())
+        return bool(self._texts) and all(name in self._models and self._routers[name].usable for name in self._texts)
 
     def stats(self) -> list[EngineStats]:
         return [
@@ -96,7 +99,7 @@ class LiveCatalog:
     async def _watch(self) -> None:
         while True:
             try:
-                snapshot = await find_directory(self._directory).watch.remote(self._version)
+                snapshot = await self._directory.ask(lambda directory: directory.watch.remote(self._version))
                 await self._apply(snapshot)
             except (ray.exceptions.RayError, ValueError) as error:
                 # ValueError: the actor was found by its name, and gone when it was asked.
@@ -105,12 +108,37 @@ class LiveCatalog:
 
     async def _apply(self, snapshot: Snapshot) -> None:
         self._version = snapshot.version
-        entries = {entry.engine_id: entry for entry in snapshot.entries if entry.model in self._routers}
-        for entry in entries.values():
+        for model in snapshot.models:
+            self._know(model)
+        for entry in snapshot.entries:
             self._update(entry, snapshot)
+        entries = {entry.engine_id for entry in snapshot.entries}
         for router in self._routers.values():
             for engine_id in [engine_id for engine_id in router.engines if engine_id not in entries]:
                 await self._retire(router, engine_id)
+        if snapshot.settled:
+            self._forget(self._texts.keys() - {model.name for model in snapshot.models})
+
+    def _know(self, model: ModelEntry) -> None:
+        known = self._texts.get(model.name)
+        if known is not None and known.model.path == model.path:
+            if known.model != model:
+                known.model = model
+                self._offer(model.name)
+            return
+        if known is not None:
+            known.cancel()
+        self._routers.setdefault(model.name, ModelRouter(model.name))
+        self._texts[model.name] = _TextSide(model, self._load_text, on_loaded=self._offer)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Of a model that is no more; its engines are retired by themselves."""
+        for name in names:
+            self._texts.pop(name).cancel()
+            self._models.pop(name, None)
+            logger.info("model %s is no more", name)
+        for name in [name for name in self._routers if name not in self._texts and not self._routers[name].engines]:
+            del self._routers[name]
 
     def _update(self, entry: EngineEntry, snapshot: Snapshot) -> None:
         router = self._routers[entry.model]
@@ -121,16 +149,25 @@ class LiveCatalog:
             return
         client = EngineClient(entry.address, server_key=entry.public_key, keys=snapshot.client_keys)
         router.engines[entry.engine_id] = _Engine(entry, client)
-        self._models[entry.model] = ServedModel(
-            name=entry.model,
-            created=self._created,
-            max_model_len=entry.max_model_len,
-            vocab_size=entry.vocab_size,
-            text=self._texts[entry.model],
-            generator=router,
-            sampling=self._sampling[entry.model],
-        )
+        router.limits = (entry.max_model_len, entry.vocab_size)
+        self._offer(entry.model)
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model, entry.address)
+
+    def _offer(self, name: str) -> None:
+        """Serve a model, once its tokenizer is loaded and its limits are known from an engine."""
+        side, router = self._texts[name], self._routers[name]
+        if side.text is None or router.limits is None:
+            return
+        max_model_len, vocab_size = router.limits
+        self._models[name] = ServedModel(
+            name=name,
+            created=self._created,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            text=side.text,
+            generator=router,
+            sampling=side.model.sampling,
+        )
 
     async def _retire(self, router: ModelRouter, engine_id: str) -> None:
         """Close a connection that nothing uses. The Directory may be wrong or young: live requests go on. Those of a
@@ -141,3 +178,27 @@ class LiveCatalog:
         del router.engines[engine_id]
         await engine.client.close()
         logger.info("engine %s of %s has gone", engine_id, router.name)
+
+
+class _TextSide:
+    """The tokenizer of one model, loaded in a thread: it takes seconds, in which streams of other models go on."""
+
+    def __init__(self, model: ModelEntry, load: Callable[[str], Text], *, on_loaded: Callable[[str], None]) -> None:
+        self.model = model
+        self.text: Text | None = None
+        self._load = load
+        self._on_loaded = on_loaded
+        self._task = asyncio.create_task(self._run())
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while self.text is None:
+            try:
+                self.text = await asyncio.to_thread(self._load, self.model.path)
+            except Exception as error:
+                unforeseen = error if not isinstance(error, RaylmError) else None
+                logger.error("model %s has no tokenizer, trying again: %s", self.model.name, error, exc_info=unforeseen)
+                await asyncio.sleep(_LOAD_AGAIN_S)
+        self._on_loaded(self.model.name)

@@ -55,7 +55,7 @@ class Cors:
             return None
         vary = ((b"vary", b"origin"),)
         if origin not in self._origins and "*" not in self._origins:
-            message = f"Web pages of {origin} may not call this server: ingress.http.cors_origins does not list it"
+            message = f"Web pages of {origin} may not call this server: http.cors_origins does not list it"
             return HttpError(403, message, code="origin_not_allowed", headers=vary)
         if method not in METHODS:
             message = f"Web pages may use {', '.join(METHODS)}, not {method}"

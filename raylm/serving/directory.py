@@ -1,8 +1,9 @@
-"""Directory: which engines serve which model, where, and how busy they are.
+"""Directory: which models an endpoint has, which engines serve them, where, and how busy they are.
 
-A small Ray actor, found by its name. Replicas report their engine once a second; an entry that is not renewed expires.
-Ingresses hold a long poll on it and keep their copy when it is away. It is made by whoever asks first, and it ends by
-itself when nobody has spoken to it for a while, so it outlives any replica and leaves nothing behind.
+A small Ray actor, found by its endpoint's name. Replicas report their model and their engine once a second; an engine
+that is not reported expires. A model stays known without engines, while its replicas start or are replaced, until Serve
+has deleted its application. Ingresses hold a long poll on the Directory and keep their copy when it is away. It is made
+by whoever asks first, and it ends by itself when nobody has spoken to it for a while.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Any, Literal, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ray
 import zmq
 
+from raylm.config.sampling import SamplingDefaults
 from raylm.engine.link import KeyPair
 from raylm.engine.messages import Load
+from raylm.log import get_logger
+
+logger = get_logger(__name__)
 
 REPORT_EVERY_S = 1.0
 EXPIRE_AFTER_S = 10.0
@@ -26,6 +32,20 @@ NAMESPACE = "raylm"
 _HEAD = "node:__internal_head__"
 """A resource that Ray's head node has. The Directory lives there: elsewhere it would hold up a node that drains, and in
 a replica's placement group it would end with the replica."""
+
+
+class ModelEntry(NamedTuple):
+    """One model of the endpoint: what an ingress must have before the first engine is up."""
+
+    name: str
+    application: str
+    """Serve's name for the application that the model's replicas are in."""
+    path: str
+    """model.path, for the tokenizer."""
+    sampling: SamplingDefaults
+    since: float
+    """When the replica that says so began, in seconds since the epoch: of two that differ, as in an upgrade, the
+    younger one counts."""
 
 
 class EngineEntry(NamedTuple):
@@ -43,11 +63,14 @@ class EngineEntry(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All engines at one version, and the keys with which clients connect to them."""
+    """All models and engines at one version, and the keys with which clients connect to the engines. A Directory
+    that is younger than EXPIRE_AFTER_S (`settled` is false) may not have heard of all of them yet."""
 
     version: int
+    models: list[ModelEntry]
     entries: list[EngineEntry]
     client_keys: KeyPair
+    settled: bool
 
 
 class Directory:
@@ -55,21 +78,32 @@ class Directory:
 
     def __init__(self) -> None:
         self._keys = KeyPair(*zmq.curve_keypair())
+        self._models: dict[str, ModelEntry] = {}
         self._entries: dict[str, EngineEntry] = {}
         self._seen: dict[str, float] = {}
         # Versions start at the clock, so that a copy kept from an earlier life is never taken for the newest.
         self._version = time.time_ns()
         self._changed = asyncio.Event()
-        self._last_call = time.monotonic()
+        self._made = self._last_call = time.monotonic()
         self._expiry = asyncio.get_running_loop().create_task(self._expire())
 
     async def client_key(self) -> bytes:
         """The public key that clients will show: an engine lets it in before it reports itself."""
         return self._keys.public
 
-    async def report(self, entry: EngineEntry) -> None:
-        """Add or renew an engine."""
-        self._last_call = self._seen[entry.engine_id] = time.monotonic()
+    async def know(self, model: ModelEntry) -> None:
+        """Add or renew a model whose engine is still starting."""
+        self._last_call = time.monotonic()
+        known = self._models.get(model.name)
+        if known is None or known.since < model.since:
+            self._models[model.name] = model
+            if known is None or known._replace(since=model.since) != model:
+                self._publish()
+
+    async def report(self, model: ModelEntry, entry: EngineEntry) -> None:
+        """Add or renew an engine, and its model."""
+        await self.know(model)
+        self._seen[entry.engine_id] = time.monotonic()
         known = self._entries.get(entry.engine_id)
         self._entries[entry.engine_id] = entry
         if known is None or known.state != entry.state or known.address != entry.address:
@@ -82,12 +116,13 @@ class Directory:
             self._publish()
 
     async def watch(self, version: int) -> Snapshot:
-        """The engines, as soon as they differ from `version`, or after a while the same again with new loads."""
+        """Models and engines, as soon as they differ from `version`, or after a while the same again with new loads."""
         self._last_call = time.monotonic()
         if version == self._version:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
-        return Snapshot(self._version, list(self._entries.values()), self._keys)
+        settled = time.monotonic() - self._made > EXPIRE_AFTER_S
+        return Snapshot(self._version, list(self._models.values()), list(self._entries.values()), self._keys, settled)
 
     def _publish(self) -> None:
         self._version += 1
@@ -100,12 +135,67 @@ class Directory:
             limit = time.monotonic() - EXPIRE_AFTER_S
             for engine_id in [engine_id for engine_id, seen in self._seen.items() if seen < limit]:
                 await self.remove(engine_id)
+            await self._forget_models()
         ray.actor.exit_actor()
 
+    async def _forget_models(self) -> None:
+        """Forget the models without engines whose applications serve another model by now, or are deleted."""
+        served = {entry.model for entry in self._entries.values()}
+        idle = [model for model in self._models.values() if model.name not in served]
+        if not idle:
+            return
+        successors = {model.application for model in self._models.values() if model.name in served}
+        left = await asyncio.to_thread(_applications)
+        for model in idle:
+            gone = left is not None and model.application not in left
+            # It may have been reported anew meanwhile.
+            if (gone or model.application in successors) and self._models.get(model.name) is model:
+                served = {entry.model for entry in self._entries.values()}
+                if model.name not in served:
+                    del self._models[model.name]
+                    logger.info("model %s of application %s is no more", model.name, model.application)
+                    self._publish()
 
-def find_directory(name: str) -> Any:
-    """A handle to the application's Directory, made when there is none. Raises RayError when there is none to have."""
-    name = f"directory:{name}"
+
+def _applications() -> set[str] | None:
+    """The names of Serve's applications, without those that are being deleted; None where Serve does not say."""
+    from ray import serve
+    from ray.serve.schema import ApplicationStatus
+
+    try:
+        applications = serve.status().applications
+    except Exception as error:  # Serve's own and Ray's, whatever is away.
+        logger.warning("Serve does not say which applications there are: %s", error)
+        return None
+    return {name for name, each in applications.items() if each.status != ApplicationStatus.DELETING}
+
+
+Result = TypeVar("Result")
+
+
+class DirectoryClient:
+    """One endpoint's Directory, for an event loop: it is looked up in a thread, since Ray's look-up waits for as long
+    as the cluster's head does not answer, and only where there is no handle or its actor has died."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._handle: Any = None
+
+    async def ask(self, call: Callable[[Any], Awaitable[Result]]) -> Result:
+        """The result of `call`, which gets the actor's handle. Raises RayError, also when the Directory has died; the
+        next call then finds or makes another one."""
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(find_directory, self._endpoint)
+        try:
+            return await call(self._handle)
+        except ray.exceptions.RayActorError:
+            self._handle = None
+            raise
+
+
+def find_directory(endpoint: str) -> Any:
+    """A handle to the endpoint's Directory, made when there is none. Raises RayError when there is none to have."""
+    name = f"directory:{endpoint}"
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     place = {"num_cpus": 0, "resources": {_HEAD: 0.001}, "scheduling_strategy": "DEFAULT"}
     try:

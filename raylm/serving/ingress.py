@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from raylm import log
-from raylm.config.application import AppConfig
+from raylm.config.application import IngressConfig
 from raylm.config.source import locate
-from raylm.openai.served_model import Text
 from raylm.serving.catalog import LiveCatalog
+from raylm.serving.directory import DirectoryClient
 from raylm.text.processor import TextProcessor
 
 
 class OpenAIIngress:
-    """Text, routing and HTTP. It talks to engines over its own channel, never through Serve handles."""
+    """Text, routing and HTTP. It finds engines through its endpoint's Directory and talks to them over their own
+    channel, never through Serve handles."""
 
-    async def __init__(self, config: AppConfig, directory: str, models: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`models` are Serve's handles of the model deployments; they are here only so that Serve deploys them."""
+    async def __init__(self, config: IngressConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         log.configure()
         self._config = config
-        sources = {model.engine.model.served_name: locate(model.engine.model.path) for model in config.models}
-        texts: dict[str, Text] = {name: TextProcessor.load(source) for name, source in sources.items()}
-        sampling = {model.engine.model.served_name: model.engine.model.sampling_defaults for model in config.models}
-        self._catalog = LiveCatalog(texts, sampling, directory)
+        self._catalog = LiveCatalog(DirectoryClient(config.endpoint), _load_text)
 
     async def check_health(self) -> None:
         """An ingress is healthy without engines (it answers 503 until they are there), not without its catalog."""
@@ -31,4 +28,8 @@ class OpenAIIngress:
     def __serve_build_asgi_app__(self) -> Any:
         from raylm.serving.http import build_http_app
 
-        return build_http_app(self._catalog, self._config.ingress.http)
+        return build_http_app(self._catalog, self._config.http)
+
+
+def _load_text(path: str) -> TextProcessor:
+    return TextProcessor.load(locate(path))

@@ -16,7 +16,7 @@ from raylm.openai.errors import HttpError
 
 logger = get_logger(__name__)
 
-FIELD = "ingress.http.api_keys_file"
+FIELD = "http.api_keys_file"
 LOOK_EVERY_S = 1.0
 _CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 

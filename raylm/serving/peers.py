@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from raylm.log import get_logger
-from raylm.serving.directory import NAMESPACE, EngineEntry, Snapshot
+from raylm.serving.directory import NAMESPACE, DirectoryClient, EngineEntry, Snapshot
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ def engine_name(engine_id: str) -> str:
     return f"engine:{engine_id}"
 
 
-async def find_peers(directory: Any, model: str, *, limit_s: float) -> list[Any]:
+async def find_peers(directory: DirectoryClient, model: str, *, limit_s: float) -> list[Any]:
     """Handles of the workers, by rank, of the least busy engine that is ready to serve `model`.
 
     Empty where the directory knows none, or none has answered after `limit_s`; the log says which.
@@ -33,12 +33,13 @@ async def find_peers(directory: Any, model: str, *, limit_s: float) -> list[Any]
     return []
 
 
-async def _find(directory: Any, model: str) -> list[Any]:
-    snapshot: Snapshot = await directory.watch.remote(0)
+async def _find(directory: DirectoryClient, model: str) -> list[Any]:
+    snapshot: Snapshot = await directory.ask(lambda actor: actor.watch.remote(0))
     ready = [entry for entry in snapshot.entries if entry.model == model and entry.state == "ready"]
     for entry in sorted(ready, key=_busy):
         try:
-            engine = ray.get_actor(engine_name(entry.engine_id), namespace=NAMESPACE)
+            # In a thread: Ray waits here while the cluster's head does not answer.
+            engine = await asyncio.to_thread(ray.get_actor, engine_name(entry.engine_id), namespace=NAMESPACE)
             workers: list[Any] = await engine.workers.remote()
             return workers
         except (ray.exceptions.RayError, ValueError) as error:

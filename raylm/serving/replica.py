@@ -8,16 +8,21 @@ import uuid
 from typing import Any
 
 import ray
+from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from starlette.requests import Request
+from starlette.responses import Response
 
 from raylm import log
 from raylm.config.application import ModelDeployment
+from raylm.config.resolve import resolve
 from raylm.engine.actor import EngineActor, EngineAddress
 from raylm.engine.messages import Load
 from raylm.errors import EngineDeadError
-from raylm.executor.placement import ENGINE_CPUS, Bundle
-from raylm.serving.autoscaling import RUNNING, WAITING
-from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, EngineEntry, find_directory
+from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
+from raylm.openai.errors import HttpError
+from raylm.serving.autoscaling import CAPACITY, RUNNING, WAITING
+from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry
 from raylm.serving.peers import engine_name, find_peers
 
 logger = log.get_logger(__name__)
@@ -31,37 +36,32 @@ _STOP_S = 10.0
 class ModelReplica:
     """Owns the placement group (it is in bundle 0), starts the engine in it, reports it to the Directory, drains it."""
 
-    async def __init__(self, config: ModelDeployment, resources: Bundle, host: str, directory: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: ModelDeployment, resources: Bundle, host: str) -> None:  # type: ignore[misc]  # Serve awaits it
         log.configure()
         self._config = config
-        self._name = config.engine.model.served_name
+        model = config.engine.model
+        application = serve.get_replica_context().app_name
+        self._model = ModelEntry(
+            model.served_name, application, model.path, sampling=model.sampling_defaults, since=time.time()
+        )
+        self._capacity = resolve(config.engine, worker_device(resources)).scheduler.max_num_seqs
         self._engine_id = uuid.uuid4().hex
-        self._directory_name = directory
+        self._directory = DirectoryClient(config.endpoint)
         self._reporter: asyncio.Task[None] | None = None
         self._allowed: set[bytes] = set()
-        peers = await self._peers()
-        group = ray.util.get_current_placement_group()
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        self._engine = (
-            ray.remote(EngineActor)
-            .options(
-                num_cpus=ENGINE_CPUS,
-                scheduling_strategy=strategy,
-                max_concurrency=8,
-                max_restarts=0,
-                name=engine_name(self._engine_id),
-                namespace=NAMESPACE,
-            )
-            .remote(config.engine, group, resources, _listen_address(host), peers)
-        )
-        self._address: EngineAddress = await self._engine.address.remote()
+        starting = asyncio.get_running_loop().create_task(self._keep_known())
+        try:
+            self._engine = self._start_engine(resources, host, await self._peers())
+            self._address: EngineAddress = await self._engine.address.remote()
+        finally:
+            starting.cancel()
         self._load = Load(0, 0, 0.0)
         self._heard = time.monotonic()
         self._dead: str | None = None
         self._draining = False
         await self._report()
         self._reporter = asyncio.get_running_loop().create_task(self._keep_reporting())
-        logger.info("%s is ready: engine %s, %s", self._name, self._engine_id, self._address.info)
+        logger.info("%s is ready: engine %s, %s", self._model.name, self._engine_id, self._address.info)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
@@ -72,7 +72,16 @@ class ModelReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What QueuePolicy scales by."""
-        return {WAITING: float(self._load.waiting), RUNNING: float(self._load.running)}
+        return {
+            WAITING: float(self._load.waiting),
+            RUNNING: float(self._load.running),
+            CAPACITY: float(self._capacity),
+        }
+
+    async def __call__(self, request: Request) -> Response:
+        """Behind HAProxy Serve opens a port here too. Nobody is led to it."""
+        error = HttpError(404, "Models are asked through the HTTP face of their endpoint", code="not_found")
+        return Response(error.body(), error.status, media_type="application/json")
 
     async def __del__(self) -> None:
         """Take no new requests, let the live ones end, then stop the engine and its workers."""
@@ -85,7 +94,7 @@ class ModelReplica:
                 if self._dead is None:
                     await self._report()
                     await self._drained()
-                await self._directory().remove.remote(self._engine_id)
+                await self._directory.ask(lambda directory: directory.remove.remote(self._engine_id))
                 if self._dead is None:
                     await self._engine.stop.remote("the replica's drain is over")
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -93,12 +102,29 @@ class ModelReplica:
         finally:
             ray.kill(self._engine)
 
+    def _start_engine(self, resources: Bundle, host: str, peers: list[Any]) -> Any:
+        """The engine's actor, in the replica's own bundle."""
+        group = ray.util.get_current_placement_group()
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return (
+            ray.remote(EngineActor)
+            .options(
+                num_cpus=ENGINE_CPUS,
+                scheduling_strategy=strategy,
+                max_concurrency=8,
+                max_restarts=0,
+                name=engine_name(self._engine_id),
+                namespace=NAMESPACE,
+            )
+            .remote(self._config.engine, group, resources, _listen_address(host), peers)
+        )
+
     async def _peers(self) -> list[Any]:
         """The workers of a replica that serves the model already, where the weights may come from one."""
         load = self._config.engine.load
         if not load.from_peer:
             return []
-        return await find_peers(self._directory(), self._name, limit_s=load.peer_timeout_s)
+        return await find_peers(self._directory, self._model.name, limit_s=load.peer_timeout_s)
 
     async def _drained(self) -> None:
         deadline = time.monotonic() + self._config.drain_timeout_s
@@ -106,6 +132,15 @@ class ModelReplica:
         await asyncio.sleep(REPORT_EVERY_S / 2)
         while time.monotonic() < deadline and await self._engine.num_live.remote():
             await asyncio.sleep(0.1)
+
+    async def _keep_known(self) -> None:
+        """Tell the Directory of the model from the start, so that requests are asked to come back."""
+        while True:
+            try:
+                await self._directory.ask(lambda directory: directory.know.remote(self._model))
+            except (ray.exceptions.RayError, ValueError) as error:
+                logger.warning("model %s could not be reported: %s", self._model.name, error)
+            await asyncio.sleep(REPORT_EVERY_S)
 
     async def _keep_reporting(self) -> None:
         while self._dead is None:
@@ -120,7 +155,7 @@ class ModelReplica:
                 await self._engine_may_be_dead(error)
             except (ray.exceptions.RayError, ValueError) as error:
                 logger.warning("engine %s could not be reported: %s", self._engine_id, error)
-        await self._directory().remove.remote(self._engine_id)
+        await self._directory.ask(lambda directory: directory.remove.remote(self._engine_id))
 
     async def _engine_may_be_dead(self, error: ray.exceptions.RayActorError) -> None:
         """Tell the engine's death from the Directory's, which is only made again."""
@@ -133,7 +168,7 @@ class ModelReplica:
         info = self._address.info
         entry = EngineEntry(
             engine_id=self._engine_id,
-            model=self._name,
+            model=self._model.name,
             node_id=ray.get_runtime_context().get_node_id(),
             address=self._address.address,
             public_key=self._address.public_key,
@@ -142,15 +177,11 @@ class ModelReplica:
             state="draining" if self._draining else "ready",
             load=self._load,
         )
-        directory = self._directory()
-        client_key = await directory.client_key.remote()
+        client_key = await self._directory.ask(lambda directory: directory.client_key.remote())
         if client_key not in self._allowed:
             await self._engine.allow.remote(client_key)
             self._allowed.add(client_key)
-        await directory.report.remote(entry)
-
-    def _directory(self) -> Any:
-        return find_directory(self._directory_name)
+        await self._directory.ask(lambda directory: directory.report.remote(self._model, entry))
 
 
 def _listen_address(host: str) -> str:

@@ -13,10 +13,12 @@ import re
 import signal
 import sys
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from raylm.config.files import INGRESS_PATH
 from raylm.errors import RaylmError
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import get_logger
@@ -29,6 +31,7 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.1
 _SHUTDOWN_S = 30.0
+_HEALTH_S = 5.0
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
 """An error of raylm at the end of a traceback."""
@@ -94,7 +97,7 @@ def _set_serve_defaults() -> None:
 
 
 def deploy(config: dict[str, Any]) -> None:
-    """Start Serve, submit the applications, wait until all run."""
+    """Start Serve, submit the applications, wait until all run and every model answers."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve._private import api
@@ -109,6 +112,7 @@ def deploy(config: dict[str, Any]) -> None:
     except (RayError, RuntimeError, TimeoutError) as error:
         raise front_failure(error) from None
     client.deploy_apps(schema, _blocking=False)
+    healths = _health_urls(config)
     while True:
         applications = serve.status().applications
         states = {name: app.status.value for name, app in applications.items()}
@@ -116,9 +120,32 @@ def deploy(config: dict[str, Any]) -> None:
             application = applications[failed[0]]
             messages = [one.message for one in application.deployments.values() if one.status.value in _FAILED]
             raise RaylmError(f"application {failed[0]!r} did not start: {cause([application.message, *messages])}")
-        if states and all(state == "RUNNING" for state in states.values()):
+        if states and all(state == "RUNNING" for state in states.values()) and all(map(_is_ready, healths)):
             return
         time.sleep(_POLL_S)
+
+
+def _health_urls(config: dict[str, Any]) -> list[str]:
+    """Where raylm's ingresses say whether every model can be asked."""
+    options = config["http_options"]
+    # A server that listens on all addresses listens on this one.
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options["host"], options["host"])
+    address = f"http://[{host}]" if ":" in host.strip("[]") and not host.startswith("[") else f"http://{host}"
+    prefixes = [
+        application.get("route_prefix", "/").rstrip("/")
+        for application in config["applications"]
+        if application["import_path"] == INGRESS_PATH
+    ]
+    return [f"{address}:{options['port']}{options.get('root_path', '')}{prefix}/health" for prefix in prefixes]
+
+
+def _is_ready(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Whatever proxies the environment names.
+    try:
+        with direct.open(url, timeout=_HEALTH_S) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False  # 503 too: no tokenizer yet, or no engine.
 
 
 def cause(messages: list[str]) -> str:

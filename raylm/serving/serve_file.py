@@ -1,4 +1,4 @@
-"""What `raylm serve` is given, as the content of a Serve config file, checked.
+"""The Serve config file's content for whatever `raylm serve` is given, checked.
 
 Serve itself ignores keys that it does not know, and finds out only in its cluster what cannot be imported.
 """
@@ -11,15 +11,17 @@ import os
 import sys
 from typing import Any
 
-from raylm.config.application import load_app
+from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
 from raylm.config.base import parse, parse_foreign
 from raylm.config.engine import EngineConfig
-from raylm.config.files import IMPORT_PATH, read_config
+from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
 from raylm.errors import ConfigError
 from raylm.models.check import check_model
 from raylm.serving.keys import read_keys
+from raylm.serving.serve_options import check_deployments
 
 _OF_SERVE = {"applications", "http_options", "grpc_options", "proxy_location"}
+_OLD_PATH = "raylm.serving.app:build_app"
 
 
 def is_serve_file(data: object) -> bool:
@@ -41,14 +43,8 @@ def serve_config(
     if is_serve_file(data):
         options.update(_check_serve_keys(data, source=target))
     else:
-        engine = parse(EngineConfig, data, source=target)
-        data = _single_application({"models": [{"engine": engine.model_dump()}]})
-    for application in data["applications"]:
-        source = f"{target}: application {application.get('name')!r}"
-        if application["import_path"] == IMPORT_PATH:
-            _check_application(application, api_keys_file, source=source)
-        else:
-            _check_import(application, source=source)
+        data = _applications_of(parse(EngineConfig, data, source=target))
+    _check_applications(data["applications"], api_keys_file, source=target)
     options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
     return {**data, "http_options": options}
 
@@ -57,20 +53,77 @@ def _check_serve_keys(data: dict[str, Any], *, source: str) -> dict[str, Any]:
     """The http_options that the file gives."""
     from ray.serve.schema import ServeDeploySchema
 
-    given: dict[str, Any] = parse_foreign(ServeDeploySchema, data, source=source).http_options.model_dump(
-        exclude_unset=True
-    )
+    try:
+        schema = parse_foreign(ServeDeploySchema, data, source=source)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source}: the policy of an autoscaling_config cannot be imported: {error}") from None
+    given: dict[str, Any] = schema.http_options.model_dump(exclude_unset=True)
     return given
 
 
-def _check_application(application: dict[str, Any], api_keys_file: str | None, *, source: str) -> None:
-    """Check the `args` of raylm's application, and give it the keys' file where it is to have another."""
-    app = load_app(application.get("args") or {}, source=source)
-    for model in app.models:
-        check_model(model.engine)
-    if (keys := api_keys_file or app.ingress.http.api_keys_file) is not None:
+def _check_applications(applications: list[dict[str, Any]], api_keys_file: str | None, *, source: str) -> None:
+    """Check each application, and all of raylm's together. With `api_keys_file`, ingresses get it as their keys."""
+    ingresses: dict[str, IngressConfig] = {}
+    models: dict[str, ModelDeployment] = {}
+    for application in applications:
+        name, path = application.get("name", "default"), application["import_path"]
+        place = f"{source}: application {name!r}"
+        if path == INGRESS_PATH:
+            ingresses[name] = _check_ingress(application, api_keys_file, source=place)
+        elif path == MODEL_PATH:
+            models[name] = _check_model(application, source=place)
+        elif path == _OLD_PATH:
+            raise ConfigError(
+                f"{place}: import_path {path!r} is no more: write an application with import_path {INGRESS_PATH!r} "
+                f"(its args are http), and one for each model with import_path {MODEL_PATH!r} and route_prefix null "
+                "(its args are engine, drain_timeout_s); deployments/multi-model.yaml shows both"
+            )
+        else:
+            _check_import(application, source=place)
+    _check_endpoints(ingresses, models, source=source)
+
+
+def _check_ingress(application: dict[str, Any], api_keys_file: str | None, *, source: str) -> IngressConfig:
+    config = load_ingress(application.get("args") or {}, source=source)
+    check_deployments(application, "OpenAIIngress", source=source)
+    if application.get("route_prefix", "/") is None:
+        raise ConfigError(f"{source}: route_prefix is null; an ingress needs one, such as /")
+    if (keys := api_keys_file or config.http.api_keys_file) is not None:
         read_keys(keys)
-        application["args"] = _with_keys(application["args"], keys)
+        args = application.get("args") or {}
+        application["args"] = {**args, "http": {**args.get("http", {}), "api_keys_file": keys}}
+    return config
+
+
+def _check_model(application: dict[str, Any], *, source: str) -> ModelDeployment:
+    config = load_model(application.get("args") or {}, source=source)
+    check_deployments(application, "ModelReplica", source=source)
+    if (prefix := application.get("route_prefix", "/")) is not None:
+        raise ConfigError(
+            f"{source}: route_prefix is {prefix!r}; a model has none (route_prefix: null), "
+            f"an application with import_path {INGRESS_PATH!r} serves it"
+        )
+    check_model(config.engine)
+    return config
+
+
+def _check_endpoints(ingresses: dict[str, IngressConfig], models: dict[str, ModelDeployment], *, source: str) -> None:
+    """Every model of an endpoint has a name of its own, and an ingress."""
+    served = {config.endpoint for config in ingresses.values()}
+    seen: dict[tuple[str, str], str] = {}
+    for application, config in models.items():
+        name = config.engine.model.served_name
+        if config.endpoint not in served:
+            raise ConfigError(
+                f"{source}: application {application!r}: no application with import_path {INGRESS_PATH!r} is of its "
+                f"endpoint {config.endpoint!r}"
+            )
+        other = seen.setdefault((config.endpoint, name), application)
+        if other != application:
+            raise ConfigError(
+                f"{source}: applications {other!r} and {application!r}: two models of endpoint {config.endpoint!r} are "
+                f"named {name!r}; give one of them another model.name"
+            )
 
 
 def _check_import(application: dict[str, Any], *, source: str) -> None:
@@ -100,11 +153,9 @@ def _import(module: str) -> object:
         sys.path.remove(os.getcwd())
 
 
-def _single_application(args: dict[str, Any]) -> dict[str, Any]:
-    application = {"name": "llm", "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
-    return {"proxy_location": "HeadOnly", "applications": [application]}
-
-
-def _with_keys(args: dict[str, Any], path: str) -> dict[str, Any]:
-    ingress = args.get("ingress", {})
-    return {**args, "ingress": {**ingress, "http": {**ingress.get("http", {}), "api_keys_file": path}}}
+def _applications_of(engine: EngineConfig) -> dict[str, Any]:
+    """The file for one model."""
+    face = {"name": "llm", "route_prefix": "/", "import_path": INGRESS_PATH}
+    name = f"model-{engine.model.served_name}"
+    model = {"name": name, "route_prefix": None, "import_path": MODEL_PATH, "args": {"engine": engine.model_dump()}}
+    return {"proxy_location": "HeadOnly", "applications": [face, model]}

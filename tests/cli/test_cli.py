@@ -411,15 +411,17 @@ def test_doctor_finds_a_wrong_configuration(tmp_path, capsys):
     assert "does not exist" in json.loads(capsys.readouterr().out)["problem"]
 
 
+def applications(*engines):
+    """Of a Serve config file: the HTTP face, and one for each engine."""
+    face = {"name": "llm", "import_path": "raylm.serving.app:build_ingress"}
+    model = {"route_prefix": None, "import_path": "raylm.serving.app:build_model"}
+    return [face, *({"name": f"m{i}", **model, "args": {"engine": one}} for i, one in enumerate(engines))]
+
+
 def test_doctor_checks_a_serve_config(tmp_path, capsys):
     path = tmp_path / "llm.yaml"
     engine = {"model": {"path": "nothing/here"}}
-    application = {
-        "name": "llm",
-        "import_path": "raylm.serving.app:build_app",
-        "args": {"models": [{"engine": engine}]},
-    }
-    path.write_text(json.dumps({"applications": [application]}))
+    path.write_text(json.dumps({"applications": applications(engine)}))
     assert main(["doctor", str(path), "--json"]) == 1
     assert "nothing/here" in json.loads(capsys.readouterr().out)["problem"]
 
@@ -431,15 +433,14 @@ def test_doctor_prints_the_configuration_as_it_would_be(tmp_path, capsys):
     config = json.loads(capsys.readouterr().out)["config"]
     assert config["model"]["name"] == "smollm2-135m"
     assert (config["scheduler"]["max_num_seqs"], config["scheduler"]["max_num_batched_tokens"]) == (7, 2048)
-    application = {"name": "llm", "import_path": "raylm.serving.app:build_app"}
-    application["args"] = {"models": [{"engine": "engine.yaml"}]}
-    (tmp_path / "llm.yaml").write_text(json.dumps({"applications": [application]}))
+    (tmp_path / "llm.yaml").write_text(json.dumps({"applications": applications("engine.yaml")}))
     assert main(["doctor", str(tmp_path / "llm.yaml")]) == 0
     out = capsys.readouterr().out
     shown = yaml.safe_load(out.partition("\nconfiguration\n")[2])
-    (model,) = shown["applications"][0]["args"]["models"]
+    face, model = (application["args"] for application in shown["applications"])
     assert model["engine"] == {**config, "scheduler": {**config["scheduler"], "max_num_seqs": 64}}
-    assert model["autoscaling"]["max_replicas"] == 1 and "null" not in out
+    assert (face["drain_timeout_s"], model["drain_timeout_s"]) == (60, 60)
+    assert "null" not in out.replace("route_prefix: null", "")
 
 
 @pytest.mark.parametrize("option", [["--gpu", "H200"], ["--gpus", "2"], ["--context", "9"]])
@@ -453,9 +454,7 @@ def test_a_serve_file_of_one_model_stands_for_its_engine(tmp_path):
     path = tmp_path / "llm.yaml"
 
     def config(*engines):
-        application = {"name": "llm", "import_path": "raylm.serving.app:build_app"}
-        application["args"] = {"models": [{"engine": engine} for engine in engines]}
-        path.write_text(json.dumps({"applications": [application, {"import_path": "other:app"}]}))
+        path.write_text(json.dumps({"applications": [*applications(*engines), {"import_path": "other:app"}]}))
         return engine_config(parsed("--max-num-seqs", "3", str(path)))
 
     assert config("engine.yaml").model.name == "mine"

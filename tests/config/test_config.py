@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from raylm.config.application import AppConfig, load_app
+from raylm.config.application import ModelDeployment, load_ingress, load_model
 from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.front import FrontConfig
@@ -79,43 +79,43 @@ def test_a_configuration_never_changes():
         config.cache.block_size = 3
 
 
-def test_an_application_reads_its_engine_files(tmp_path: Path):
+def test_an_application_reads_its_engine_file(tmp_path: Path):
     engine = tmp_path / "engine.yaml"
     engine.write_text("model: {path: smollm2-135m, name: tiny}\n")
-    app = load_app({"models": [{"engine": str(engine)}]}, source="test")
-    assert app.models[0].engine.model.served_name == "tiny"
+    assert load_model({"engine": str(engine)}, source="test").engine.model.served_name == "tiny"
     engine.write_text("model: {path: smollm2-135m, nam: tiny}\n")
     with pytest.raises(ConfigError, match=r"engine\.yaml: key 'model\.nam' is unknown \(did you mean 'name'\?\)"):
-        load_app({"models": [{"engine": str(engine)}]}, source="test")
+        load_model({"engine": str(engine)}, source="test")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({}, "key 'models' is required"),
-        ({"models": []}, "'models'"),
-        ({"models": [{"engine": "nowhere.yaml"}]}, "configuration file 'nowhere.yaml' not found"),
+        ({}, "key 'engine' is required"),
+        ({"engine": "nowhere.yaml"}, "configuration file 'nowhere.yaml' not found"),
+        ({"engine": {"model": MODEL}, "drain_timeout_s": -1}, "'drain_timeout_s' has the value -1"),
+        ({"engine": {"model": MODEL}, "endpoint": "a b"}, "'endpoint' has the value 'a b'"),
+        ({"engine": {"model": MODEL}, "endpoint": ""}, "'endpoint' has the value ''"),
+        ({"engine": {"model": MODEL}, "num_replicas": 2}, "'num_replicas' is unknown; allowed keys: channel_host"),
+        ({"engine": {"model": MODEL}, "channel_host": "moon"}, "'channel_host'.*'moon'.*'loopback'"),
+    ],
+)
+def test_a_wrong_model_application_says_so(args, message):
+    with pytest.raises(ConfigError, match=message):
+        load_model(args, source="test")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http"),
+        ({"drain_timeout_s": -1}, "'drain_timeout_s' has the value -1"),
         (
-            {"models": [{"engine": {"model": MODEL}}, {"engine": {"model": MODEL}}]},
-            "two models are named 'smollm2-135m'",
-        ),
-        (
-            {"models": [{"engine": {"model": MODEL}, "autoscaling": {"min_replicas": 3, "max_replicas": 2}}]},
-            r"max_replicas \(2\) must be at least min_replicas \(3\)",
-        ),
-        (
-            {"models": [{"engine": {"model": MODEL}, "autoscaling": {"min": 3}}]},
-            r"'models.0.autoscaling.min' is unknown.*allowed keys: downscale_delay_s",
-        ),
-        (
-            {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"api_keys_file": "keys.txt"}}},
-            r"'ingress\.http\.api_keys_file' has the value 'keys\.txt': must be an absolute path",
+            {"http": {"api_keys_file": "keys.txt"}},
+            r"'http\.api_keys_file' has the value 'keys\.txt': must be an absolute path",
         ),
         *(
-            (
-                {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"cors_origins": origins}}},
-                r"'ingress\.http\.cors_origins' has the value .*" + problem,
-            )
+            ({"http": {"cors_origins": origins}}, r"'http\.cors_origins' has the value .*" + problem)
             for origins, problem in (
                 (["https://a.example/"], r"'https://a\.example/' is no origin: scheme://host\[:port\]"),
                 (["https://A.example"], "is no origin"),
@@ -124,16 +124,9 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
                 (["*", "https://a.example"], r"'\*' means every origin and must stand alone"),
             )
         ),
-        (
-            {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {"keep_alive_s": 0}}},
-            r"'ingress\.http\.keep_alive_s' has the value 0.*greater than 0",
-        ),
-        ({"models": [{"engine": {"model": MODEL}}], "channel_host": "moon"}, "'channel_host'.*'moon'.*'loopback'"),
+        ({"http": {"keep_alive_s": 0}}, r"'http\.keep_alive_s' has the value 0.*greater than 0"),
         *(
-            (
-                {"models": [{"engine": {"model": MODEL}}], "ingress": {"http": {name: value}}},
-                rf"'ingress\.http\.{name}' has the value {value}: input should be",
-            )
+            ({"http": {name: value}}, rf"'http\.{name}' has the value {value}: input should be")
             for name, value in (
                 ("max_messages", 0),
                 ("max_content_parts", -1),
@@ -146,9 +139,9 @@ def test_an_application_reads_its_engine_files(tmp_path: Path):
         ),
     ],
 )
-def test_a_wrong_application_says_so(args, message):
+def test_a_wrong_ingress_application_says_so(args, message):
     with pytest.raises(ConfigError, match=message):
-        load_app(args, source="test")
+        load_ingress(args, source="test")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +170,8 @@ def test_the_served_name_is_the_paths_last_part():
 
 
 def test_parsing_survives_a_round_trip():
-    app = load_app({"models": [{"engine": {"model": MODEL}}]}, source="test")
-    assert parse(AppConfig, app.model_dump(), source="again") == app
+    model = load_model({"engine": {"model": MODEL}}, source="test")
+    assert parse(ModelDeployment, model.model_dump(), source="again") == model
 
 
 def test_models_that_are_not_there(tmp_path: Path):

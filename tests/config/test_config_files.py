@@ -10,8 +10,8 @@ import yaml
 
 from raylm.bench.shapes import SHAPES
 from raylm.cli.options import engine_config
-from raylm.config.application import load_app
-from raylm.config.files import IMPORT_PATH, read_config
+from raylm.config.application import load_model
+from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
 from raylm.config.source import locate
 from raylm.errors import ConfigError
 from raylm.serving.serve_file import serve_config
@@ -28,17 +28,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def application(folder: Path, engine: object, import_path: str = IMPORT_PATH) -> str:
+def application(folder: Path, engine: object, import_path: str = MODEL_PATH) -> str:
     path = folder / "app.yaml"
-    entry = {"name": "llm", "import_path": import_path, "args": {"models": [{"engine": engine}]}}
-    path.write_text(yaml.safe_dump({"applications": [entry]}))
+    face = {"name": "llm", "import_path": INGRESS_PATH}
+    entry = {"name": "model", "route_prefix": None, "import_path": import_path, "args": {"engine": engine}}
+    path.write_text(yaml.safe_dump({"applications": [face, entry]}))
     return str(path)
 
 
 def model_of(target: str) -> str:
     """The model's path as the process learns it that builds the application, wherever it runs."""
-    (entry,) = serve_config(target, host=None, port=None)["applications"]
-    return load_app(entry["args"], source="test").models[0].engine.model.path
+    _, entry = serve_config(target, host=None, port=None)["applications"]
+    return load_model(entry["args"], source="test").engine.model.path
 
 
 def test_a_model_is_looked_for_beside_its_engine_file(folder: Path):
@@ -68,8 +69,8 @@ def test_what_is_nowhere_is_told_with_the_places(folder: Path):
 def test_applications_of_others_are_left_alone(folder: Path):
     data = read_config(application(folder, "no.yaml", "others:app"))
     assert isinstance(data, dict)
-    (entry,) = data["applications"]
-    assert entry["args"] == {"models": [{"engine": "no.yaml"}]}
+    _, entry = data["applications"]
+    assert entry["args"] == {"engine": "no.yaml"}
 
 
 def test_commands_take_the_model_beside_the_file_too(folder: Path):

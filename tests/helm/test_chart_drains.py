@@ -21,7 +21,7 @@ ENGINE = {
     "cache": {"cpu_memory_gib": 0.1},
     "runtime": {"device": "cpu", "num_threads": 1},
 }
-VALUES = {"service": {"args": {"models": [{"engine": ENGINE, "drain_timeout_s": 120}]}}}
+VALUES = {"service": {"models": [{"engine": ENGINE, "drain_timeout_s": 120}]}}
 
 
 def worker_hook() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import rendered
 
-from raylm.config.application import load_app
+from raylm.config.application import load_ingress
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.served_model import EngineStats
 
@@ -104,10 +104,10 @@ def test_api_keys_come_from_a_secret_into_every_pod_that_may_hold_an_ingress():
     values = rendered.values_of("everything")
     pods = pods_of(values)
     assert len(pods["RayService"]) == 1 + len(values["workerGroups"])
-    (application,) = rendered.serve_config(values)["applications"]
-    path = Path(application["args"]["ingress"]["http"]["api_keys_file"])
+    face, *_ = rendered.serve_config(values)["applications"]
+    path = Path(face["args"]["http"]["api_keys_file"])
     # What else the ingress was told is still there.
-    assert application["args"]["ingress"]["http"]["max_body_bytes"] == 33554432
+    assert face["args"]["http"]["max_body_bytes"] == 33554432
     for pod in pods["RayService"]:
         (volume,) = (one for one in pod["volumes"] if one["name"] == "api-keys")
         assert volume["secret"] == {"secretName": "llm-keys", "items": [{"key": "keys.txt", "path": path.name}]}
@@ -120,9 +120,9 @@ def test_api_keys_come_from_a_secret_into_every_pod_that_may_hold_an_ingress():
 @pytest.mark.parametrize("deployment", ["llm", "multi-model"])
 def test_every_deployment_can_have_keys(deployment):
     values = {"service": {"deployment": deployment}, "apiKeys": {"secretName": "llm-keys"}}
-    for application in rendered.serve_config(values)["applications"]:
-        http = load_app(application["args"], source=deployment).ingress.http
-        assert http.api_keys_file == "/etc/raylm/api-keys"
+    face, *models = rendered.serve_config(values)["applications"]
+    assert load_ingress(face["args"], source=deployment).http.api_keys_file == "/etc/raylm/api-keys"
+    assert models and all("http" not in model["args"] for model in models)
     (volume,) = (one for one in pods_of(values)["RayService"][0]["volumes"] if one["name"] == "api-keys")
     assert volume["secret"]["items"] == [{"key": "api-keys", "path": "api-keys"}]
 

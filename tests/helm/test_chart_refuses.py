@@ -34,22 +34,42 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("rayVersion", "2.40.0", ["/rayVersion"]),
         ("service.deployment", "lllm", ['service.deployment is "lllm"; the chart has', "llm"]),
         ("service.port", 80, ["/service/port", "want 1,024"]),
-        ("service.args", {"models": []}, ["/service/args/models", "minItems"]),
-        ("service.args.models.0.engine", {}, ["/service/args/models/0/engine", "missing property 'model'"]),
-        ("service.args.models.0.engine", {**MODEL, "cahce": {}}, ["/engine", "'cahce' not allowed"]),
-        ("service.args.models.0.engine", {**MODEL, "scheduler": {"max_num_seqs": 0}}, ["/max_num_seqs", "want 1"]),
-        ("service.args.models.0.engine", {**MODEL, "parallel": {"tensor": 0}}, ["/parallel/tensor", "want 1"]),
-        ("service.args.models.0.engine", MODEL, ["service.args.models[0].engine.runtime.device", '"cuda" or "cpu"']),
-        ("service", {"deployment": "llm"}, ["deployments/llm.yaml: args.models[0].engine.runtime.device", '"cuda"']),
-        ("service.args.models.0.drain_timeout_s", -1, ["/drain_timeout_s", "want 0"]),
+        ("service.args", {"models": []}, ["/service", "'args' not allowed"]),
+        ("service.models", [{}], ["/service/models/0", "missing property 'engine'"]),
+        ("service.models.0.engine", {}, ["/service/models/0/engine", "missing property 'model'"]),
+        ("service.models.0.engine", {**MODEL, "cahce": {}}, ["/engine", "'cahce' not allowed"]),
+        ("service.models.0.engine", {**MODEL, "scheduler": {"max_num_seqs": 0}}, ["/max_num_seqs", "want 1"]),
+        ("service.models.0.engine", {**MODEL, "parallel": {"tensor": 0}}, ["/parallel/tensor", "want 1"]),
+        ("service.models.0.engine", MODEL, ["service.models[0].engine.runtime.device", '"cuda" or "cpu"']),
+        (
+            "service",
+            {"deployment": "llm"},
+            ["deployments/llm.yaml: applications[1].args.engine.runtime.device", '"cuda"'],
+        ),
+        ("service.models.0.drain_timeout_s", -1, ["/drain_timeout_s", "want 0"]),
+        ("service.models.0.endpoint", "other", ["/service/models/0", "'endpoint' not allowed"]),
+        ("service.models.0.replicas", 0, ["/service/models/0/replicas", "want 1"]),
+        ("service.models.0.replicas", 2, ["service.models[0] has both replicas and autoscaling"]),
+        ("service.models.0.autoscaling", {"min": 1}, ["/service/models/0/autoscaling", "'min' not allowed"]),
+        (
+            "service.models.0.autoscaling",
+            {"min_replicas": 3, "max_replicas": 2},
+            ["service.models[0].autoscaling.max_replicas is 2; at least its min_replicas, 3"],
+        ),
+        (
+            "service.models",
+            GPU["service"]["models"] * 2,
+            ['service.models[1] is named "qwen3-0.6b", as another one; give one of them another model.name'],
+        ),
+        ("service.ingress", {"num_replicas": 2}, ["/service/ingress", "'num_replicas' not allowed"]),
         ("apiKeys", {"existingSecret": "keys"}, ["/apiKeys", "'existingSecret' not allowed"]),
         ("apiKeys.secretName", "My Keys", ["/apiKeys/secretName", "My Keys"]),
         ("apiKeys.secretKey", "", ["/apiKeys/secretKey"]),
         ("apiKeys.secretKey", "a/b", ["/apiKeys/secretKey", "a/b"]),
         (
-            "service.args.ingress",
+            "service.ingress",
             {"http": {"api_keys_file": 5}},
-            ["/service/args/ingress/http/api_keys_file", "want"],
+            ["/service/ingress/http/api_keys_file", "want"],
         ),
         ("workerGroups", [], ["/workerGroups", "minItems"]),
         ("workerGroups.0.gpus", "one", ["/workerGroups/0/gpus", "want integer"]),
@@ -95,10 +115,10 @@ def test_a_wrong_value_is_named(path, value, said):
 
 
 def test_two_files_of_keys():
-    values = with_value("service.args.ingress", {"http": {"api_keys_file": "/data/keys"}})
-    (application,) = rendered.serve_config(values)["applications"]
-    assert application["args"]["ingress"] == {"http": {"api_keys_file": "/data/keys"}}
+    values = with_value("service.ingress", {"http": {"api_keys_file": "/data/keys"}})
+    face, _ = rendered.serve_config(values)["applications"]
+    assert face["args"] == {"http": {"api_keys_file": "/data/keys"}}
     with pytest.raises(HelmError) as caught:
         rendered.documents({**values, "apiKeys": {"secretName": "llm-keys"}})
-    assert 'service.args.ingress.http.api_keys_file is "/data/keys"' in str(caught.value)
+    assert 'service.ingress.http.api_keys_file is "/data/keys"' in str(caught.value)
     assert 'apiKeys.secretName is "llm-keys"' in str(caught.value)

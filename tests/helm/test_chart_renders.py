@@ -12,8 +12,10 @@ import rendered
 import yaml
 from helm_python.chart import Chart, lint, package
 
-from raylm.config.application import AppConfig, ModelDeployment, load_app
+from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
+from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.config.source import DEMO_MODELS
+from raylm.serving.serve_file import serve_config
 
 LINKED = [*rendered.ROOT.glob("deployments/*.yaml"), *rendered.ROOT.glob("configs/*.yaml")]
 DEPLOYMENTS = sorted(path.stem for path in LINKED if path.parent.name == "deployments")
@@ -94,18 +96,18 @@ def test_the_values_schema_is_up_to_date():
     )
 
 
-def same_but_waiting(got: AppConfig, expected: AppConfig, seconds: float, *, api_keys_file: str | None = None) -> bool:
-    """Whether `got` is `expected` with these keys, and engines that listen on their nodes and wait so long for room."""
-    models = []
-    for model in expected.models:
-        given = "placement_timeout_s" in model.engine.parallel.model_fields_set
-        wait = {} if given else {"placement_timeout_s": seconds}
-        engine = model.engine.model_copy(update={"parallel": model.engine.parallel.model_copy(update=wait)})
-        models.append(model.model_copy(update={"engine": engine}))
-    host = expected.channel_host if "channel_host" in expected.model_fields_set else "node"
-    http = expected.ingress.http.model_copy(update={"api_keys_file": api_keys_file})
-    ingress = expected.ingress.model_copy(update={"http": http})
-    return got == expected.model_copy(update={"models": models, "channel_host": host, "ingress": ingress})
+def loaded(application: dict) -> IngressConfig | ModelDeployment:
+    load = {INGRESS_PATH: load_ingress, MODEL_PATH: load_model}[application["import_path"]]
+    return load(application.get("args", {}), source="test")
+
+
+def in_pods(model: ModelDeployment, seconds: float) -> ModelDeployment:
+    """The model as the chart has it: engines listen on their nodes, and wait so long for room."""
+    given = "placement_timeout_s" in model.engine.parallel.model_fields_set
+    wait = {} if given else {"placement_timeout_s": seconds}
+    engine = model.engine.model_copy(update={"parallel": model.engine.parallel.model_copy(update=wait)})
+    host = model.channel_host if "channel_host" in model.model_fields_set else "node"
+    return model.model_copy(update={"engine": engine, "channel_host": host})
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -114,41 +116,76 @@ def test_serve_config_is_the_deployment_itself(name):
     config = rendered.serve_config({"service": {"deployment": name}})
     assert (config["proxy_location"], config["http_options"]["host"]) == ("EveryNode", "0.0.0.0")
     for application, original in zip(config["applications"], deployment["applications"], strict=True):
-        got = load_app(application.pop("args"), source="the chart")
-        assert same_but_waiting(got, load_app(original.pop("args"), source=name), 1800)
-        assert application == original
+        expected = loaded(original)
+        assert loaded(application) == (in_pods(expected, 1800) if isinstance(expected, ModelDeployment) else expected)
+        assert {**application, "args": {}} == {**original, "args": {}}
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "batch"])
-def test_raylm_loads_every_serve_config(name):
+def test_raylm_takes_every_serve_config(name, tmp_path, monkeypatch):
+    """All of it as `raylm serve` checks it, but for models and keys that are not here."""
+    monkeypatch.setattr("raylm.serving.serve_file.check_model", lambda engine: None)
+    monkeypatch.setattr("raylm.serving.serve_file.read_keys", lambda path: None)
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(rendered.serve_config(rendered.values_of(name))), encoding="utf-8")
+    config = serve_config(str(path), host=None, port=None)
     service = rendered.values_of(name).get("service", {})
-    config = rendered.serve_config(rendered.values_of(name))
-    (application,) = config["applications"]
-    app = load_app(application["args"], source=name)
     assert config["http_options"]["port"] == service.get("port", 8000)
-    if args := service.get("args"):
-        keys = "/etc/raylm/api-keys" if "apiKeys" in rendered.values_of(name) else None
-        wait = service.get("placementSeconds", 1800)
-        assert same_but_waiting(app, load_app(args, source=name), wait, api_keys_file=keys)
     # A model is one of the image or lies in the volume.
-    for model in app.models:
-        path = model.engine.model.path
-        assert path in DEMO_MODELS or path.startswith("/models/")
+    for application in config["applications"][1:]:
+        model = loaded(application).engine.model.path
+        assert model in DEMO_MODELS or model.startswith("/models/")
+
+
+@pytest.mark.parametrize("name", ["gpu", "multi-host", "everything"])
+def test_models_and_ingress_of_the_values_are_what_is_served(name):
+    values = rendered.values_of(name)
+    service = values["service"]
+    face, *models = rendered.serve_config(values)["applications"]
+    ingress = {key: value for key, value in service.get("ingress", {}).items() if key != "replicas"}
+    if "apiKeys" in values:
+        ingress["http"] = {**ingress["http"], "api_keys_file": "/etc/raylm/api-keys"}
+    assert loaded(face) == load_ingress(ingress, source=name)
+    for application, given in zip(models, service["models"], strict=True):
+        args = {key: value for key, value in given.items() if key not in ("replicas", "autoscaling")}
+        expected = in_pods(load_model(args, source=name), service.get("placementSeconds", 1800))
+        assert loaded(application) == expected
+        assert application["name"] == f"model-{expected.engine.model.served_name}"
+
+
+def test_replicas_are_options_of_serve_which_restart_nothing():
+    def deployments(name: str) -> list[dict]:
+        applications = rendered.serve_config(rendered.values_of(name))["applications"]
+        return [options for application in applications for options in application.get("deployments", [])]
+
+    face, fixed, scaled = deployments("everything")
+    assert face == {"name": "OpenAIIngress", "num_replicas": 2}
+    assert fixed == {"name": "ModelReplica", "num_replicas": 2}
+    policy = {
+        "policy_function": "raylm.serving.autoscaling:QueuePolicy",
+        "policy_kwargs": {"target_queued_requests": 8},
+    }
+    bounds = {"min_replicas": 2, "max_replicas": 4, "upscale_delay_s": 10, "downscale_delay_s": 300}
+    assert scaled["autoscaling_config"] == {**bounds, "look_back_period_s": 15, "policy": policy}
+    (usual,) = deployments("gpu")
+    assert usual["autoscaling_config"]["policy"]["policy_kwargs"] == {"target_queued_requests": 4}
+    assert usual["autoscaling_config"]["downscale_delay_s"] == 120
 
 
 def test_an_engine_file_that_only_the_image_has_is_left_to_it():
-    (application,) = rendered.serve_config({"service": {"args": {"models": [{"engine": "mine/x.yaml"}]}}})[
-        "applications"
-    ]
-    assert application["args"]["models"] == [{"engine": "mine/x.yaml"}]
+    _, model = rendered.serve_config({"service": {"models": [{"engine": "mine/x.yaml"}]}})["applications"]
+    assert (model["name"], model["args"]["engine"]) == ("model-x", "mine/x.yaml")
 
 
 @pytest.mark.parametrize("name", ["defaults", "gpu", "everything"])
 def test_the_grace_period_covers_the_drain_and_serves_own_end(name):
     values = rendered.values_of(name)
-    args = values.get("service", {}).get("args") or {"models": [{}]}
+    service = values.get("service", {})
     default = ModelDeployment.model_fields["drain_timeout_s"].default
-    drain = max(model.get("drain_timeout_s", default) for model in args["models"])
+    asked = [*service.get("models", [{}]), service.get("ingress", {})]
+    drain = max(one.get("drain_timeout_s", default) for one in asked)
+    # Behind HAProxy a replica's drain begins that much later.
+    drain += 5 if service.get("haProxy", True) else 0
     wait = values.get("drain", {}).get("replacementSeconds", 60)
     service = next(one for one in rendered.documents(values) if one["kind"] == "RayService")
     assert service["spec"]["rayClusterDeletionDelaySeconds"] >= drain + 30
@@ -207,5 +244,6 @@ def test_environment_is_said_explicitly():
     for name, mode, proxy in (("defaults", "token", "1"), ("everything", "token", "0")):
         for pod in pods({**rendered.values_of(name), "batch": {}}):
             env = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+            assert env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] == "5"
             assert env["RAY_AUTH_MODE"] == mode and env["RAY_SERVE_ENABLE_HA_PROXY"] == proxy
     assert (env["LIMIT"], env["FLAG"]) == ("3", "true")

@@ -11,12 +11,12 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from openai_fakes import Server
 
-from raylm.config.application import load_app
+from raylm.config.application import load_ingress
 from raylm.config.serving import HttpConfig
 from raylm.errors import ConfigError
 from raylm.openai.errors import HttpError
 from raylm.openai.metrics import HttpMetrics
-from raylm.serving.app import assemble
+from raylm.serving.app import ingress_application
 from raylm.serving.http import build_router
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
 from raylm.serving.serve_file import serve_config
@@ -242,20 +242,16 @@ def test_a_wrong_file_is_refused_before_anything_starts(
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
-    args = {
-        "models": [{"engine": {"model": {"path": "smollm2-135m"}}}],
-        "ingress": {"http": {"api_keys_file": str(path)}},
-    }
-    application = load_app(args, source="test")
+    config = load_ingress({"http": {"api_keys_file": str(path)}}, source="test")
     for start in (
-        lambda: assemble(application),
+        lambda: ingress_application(config),
         lambda: guarded(path),
         lambda: serve_config("smollm2-135m", host=None, port=None, api_keys_file=str(path)),
     ):
         with pytest.raises(ConfigError) as caught:
             start()
         said = str(caught.value)
-        assert said.startswith(f"ingress.http.api_keys_file is {str(path)!r}")
+        assert said.startswith(f"http.api_keys_file is {str(path)!r}")
         assert all(part in said for part in parts) and "good" not in said and "words" not in said
 
 
@@ -266,10 +262,8 @@ def test_a_folder_is_no_file_of_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["smollm2-135m", "deployments/llm.yaml", "deployments/multi-model.yaml"])
 def test_the_option_of_raylm_serve_is_the_configurations_key(path: Path, target: str) -> None:
-    config = serve_config(target, host=None, port=None, api_keys_file=str(path))
-    for application in config["applications"]:
-        http = load_app(application["args"], source="test").ingress.http
-        assert http.api_keys_file == str(path)
-    plain = serve_config(target, host=None, port=None)
-    for application in plain["applications"]:
-        assert load_app(application["args"], source="test").ingress.http.api_keys_file is None
+    def keys(api_keys_file: str | None) -> str | None:
+        face, *_ = serve_config(target, host=None, port=None, api_keys_file=api_keys_file)["applications"]
+        return load_ingress(face.get("args", {}), source="test").http.api_keys_file
+
+    assert (keys(str(path)), keys(None)) == (str(path), None)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raylm.config.application import AutoscalingConfig
-from raylm.serving.autoscaling import QueuePolicy, desired_replicas, serve_autoscaling
+from raylm.errors import ConfigError
+from raylm.serving.autoscaling import QueuePolicy, desired_replicas
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,22 @@ def test_replicas_follow_the_queue(current, waiting, running, expected):
 
 
 def test_the_policy_adds_up_what_replicas_report():
-    metrics = {"waiting": {"a": 3.0, "b": 7.0}, "running": {"a": 64.0, "b": 64.0}}
+    metrics = {
+        "waiting": {"a": 3.0, "b": 7.0},
+        "running": {"a": 64.0, "b": 64.0},
+        "capacity": {"a": 64.0, "b": 64.0},
+    }
     context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=2)
-    assert QueuePolicy(target=4, capacity=64)(context)[0] == 3
-    idle = SimpleNamespace(aggregated_metrics=None, target_num_replicas=1)
-    assert QueuePolicy(target=4, capacity=64)(idle)[0] == 1
+    assert QueuePolicy(target_queued_requests=4)(context)[0] == 3
+    # Half of what one replica runs: one is enough.
+    quiet = metrics | {"waiting": {"a": 0.0, "b": 0.0}, "running": {"a": 32.0, "b": 0.0}}
+    assert QueuePolicy()(SimpleNamespace(aggregated_metrics=quiet, target_num_replicas=2))[0] == 1
+    unheard = SimpleNamespace(aggregated_metrics=None, target_num_replicas=3)
+    assert QueuePolicy()(unheard)[0] == 3
 
 
-def test_settings_reach_serve():
-    config = AutoscalingConfig(min_replicas=2, max_replicas=5, target_queued_requests=3, upscale_delay_s=1)
-    settings = serve_autoscaling(config, capacity=8)
-    assert (settings.min_replicas, settings.max_replicas, settings.upscale_delay_s) == (2, 5, 1)
-    assert settings.policy.policy_kwargs == {"target": 3, "capacity": 8}
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match=r"'target' is unknown; allowed keys: target_queued_requests"):
+        QueuePolicy(target=4)
+    with pytest.raises(ConfigError, match="'target_queued_requests' has the value 0: input should be greater than 0"):
+        QueuePolicy(target_queued_requests=0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import httpx
 import openai
@@ -15,30 +15,32 @@ import pytest
 import yaml
 from openai import OpenAI
 
+if TYPE_CHECKING:
+    from conftest import Served
+
 pytestmark = pytest.mark.serve
 SMALL, PRIORITY, SCALED = "smollm2-135m", "smollm2-135m-priority", "smollm2-135m-scaled"
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @contextmanager
-def running(file: str, serve_url: str) -> Iterator[OpenAI]:
-    """A client of the one application of a file, which runs until the block ends."""
+def running(file: str, served: Served) -> Iterator[OpenAI]:
+    """A client of the endpoint of a file, which runs until the block ends."""
     with open(f"deployments/{file}", encoding="utf-8") as text:
-        (application,) = yaml.safe_load(text)["applications"]
+        applications = yaml.safe_load(text)["applications"]
     name = file.removesuffix(".yaml")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's and Serve's own
-        from ray import serve
-
-        from raylm.serving.app import build_app
-
-        serve.run(build_app(application["args"]), name=name, route_prefix=f"/{name}")
+    for application in applications:
+        application["name"] = f"{name}-{application['name']}"
+        application["args"] = {**application.get("args", {}), "endpoint": name}
+    applications[0]["route_prefix"] = f"/{name}"
+    config = served.changed()
+    config["applications"] += applications
+    served.deploy(config)
     try:
-        wait_for(lambda: httpx.get(f"{serve_url}/{name}/health", timeout=30).status_code == 200)
-        with OpenAI(base_url=f"{serve_url}/{name}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        with OpenAI(base_url=f"{served.url}/{name}/v1", api_key="none", max_retries=0, timeout=120) as client:
             yield client
     finally:
-        serve.delete(name)
+        served.deploy(served.config)
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:
@@ -48,8 +50,8 @@ def wait_for(condition, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_two_models_behind_one_endpoint(serve_url):
-    with running("multi-model.yaml", serve_url) as client:
+def test_two_models_behind_one_endpoint(served):
+    with running("multi-model.yaml", served) as client:
         assert [model.id for model in client.models.list().data] == [SMALL, PRIORITY]
         for name in (SMALL, PRIORITY):
             answer = client.chat.completions.create(model=name, messages=PARIS, temperature=0, max_tokens=16)
@@ -65,8 +67,8 @@ def test_two_models_behind_one_endpoint(serve_url):
         assert "smollm2-135" in caught.value.body["message"]
 
 
-def test_a_queue_brings_a_second_replica(serve_url):
-    with running("autoscale.yaml", serve_url) as client:
+def test_a_queue_brings_a_second_replica(served):
+    with running("autoscale.yaml", served) as client:
         metrics = f"{str(client.base_url).removesuffix('/v1/')}/metrics"
 
         full = threading.Event()

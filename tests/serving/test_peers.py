@@ -12,10 +12,11 @@ import httpx
 import pytest
 import ray
 
+from raylm.config.sampling import SamplingDefaults
 from raylm.engine.messages import Load
 from raylm.errors import TransferError
 from raylm.executor.peers import WEIGHTS, PeerWorker
-from raylm.serving.directory import EngineEntry, find_directory
+from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, find_directory
 from raylm.serving.peers import find_peers
 
 pytestmark = pytest.mark.serve
@@ -97,7 +98,7 @@ def silent(serve_url: str) -> Iterator[ray.actor.ActorHandle]:
 
 
 def peers(model: str = MODEL) -> list[ray.actor.ActorHandle]:
-    return asyncio.run(find_peers(find_directory(MODEL), model, limit_s=LIMIT_S))
+    return asyncio.run(find_peers(DirectoryClient("default"), model, limit_s=LIMIT_S))
 
 
 def test_a_serving_replica_s_workers_are_asked_while_it_serves(serve_url: str, borrower) -> None:
@@ -119,10 +120,11 @@ def test_no_replica_serves_another_model(serve_url: str) -> None:
 
 
 def test_an_engine_that_has_just_ended_is_passed_over(serve_url: str) -> None:
-    directory = find_directory(MODEL)
+    directory = find_directory("default")
+    model = ModelEntry(MODEL, MODEL, MODEL, SamplingDefaults(), since=0.0)
     # It would be asked first: it has nothing to do at all.
     gone = EngineEntry("gone", MODEL, "node", "tcp://127.0.0.1:1", b"", 8, 8, "ready", Load(-1, 0, 0.0))
-    ray.get(directory.report.remote(gone))
+    ray.get(directory.report.remote(model, gone))
     try:
         assert len(peers()) == 1
     finally:

@@ -94,7 +94,7 @@ def test_a_model_that_fails_in_its_replica_ends_in_its_sentence(tmp_path, monkey
     with running(str(tmp_path), "--port", str(free_port())) as (process, lines):
         assert process.wait(120) == 2
     problem = re.escape(str(weights)) + r": the file ends inside tensor \S+: it is cut short"
-    assert re.fullmatch(f"raylm: application 'llm' did not start: {problem}\n", lines[-1])
+    assert re.fullmatch(f"raylm: application 'model-{tmp_path.name}' did not start: {problem}\n", lines[-1])
 
 
 def test_the_cause_of_a_failure_is_what_a_traceback_ends_with():

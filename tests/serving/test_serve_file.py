@@ -11,8 +11,28 @@ from raylm.cli import main
 from raylm.errors import ConfigError
 from raylm.serving.serve_file import serve_config
 
-ARGS = {"models": [{"engine": {"model": {"path": "smollm2-135m"}}}]}
-LLM = {"name": "llm", "import_path": "raylm.serving.app:build_app", "args": ARGS}
+ENGINE = {"model": {"path": "smollm2-135m"}}
+FACE = {"name": "llm", "import_path": "raylm.serving.app:build_ingress"}
+MODEL = {
+    "name": "model",
+    "route_prefix": None,
+    "import_path": "raylm.serving.app:build_model",
+    "args": {"engine": ENGINE},
+}
+APPLICATIONS = [FACE, MODEL]
+POLICY = "raylm.serving.autoscaling:QueuePolicy"
+
+
+def deployed(application, **options):
+    """The application with options of its deployment."""
+    name = "OpenAIIngress" if application is FACE else "ModelReplica"
+    return application | {"deployments": [{"name": name, **options}]}
+
+
+def scaled(policy):
+    """The applications, the model with this autoscaling policy."""
+    bounds = {"min_replicas": 1, "max_replicas": 2}
+    return {"applications": [FACE, deployed(MODEL, autoscaling_config=bounds | policy)]}
 
 
 def written(folder, data):
@@ -25,28 +45,84 @@ def written(folder, data):
     ("data", "problem"),
     [
         (
-            {"applications": [LLM], "http_options": {"prt": 8029}},
+            {"applications": APPLICATIONS, "http_options": {"prt": 8029}},
             "key 'http_options.prt' is unknown (did you mean 'port'?); allowed keys: host, ",
         ),
         (
-            {"aplications": [LLM]},
+            {"aplications": APPLICATIONS},
             "key 'aplications' is unknown (did you mean 'applications'?); allowed keys: applications, ",
         ),
         ({"http_options": {"port": 8029}}, "key 'applications' is required"),
         (
-            {"applications": [LLM | {"deployments": [{"name": "OpenAIIngress", "num_replica": 2}]}]},
+            {"applications": [deployed(FACE, num_replica=2)]},
             "key 'applications.0.deployments.0.num_replica' is unknown (did you mean 'num_replicas'?)",
         ),
-        ({"applications": [LLM], "http_options": {"port": "many"}}, "key 'http_options.port' has the value 'many'"),
+        (
+            {"applications": APPLICATIONS, "http_options": {"port": "many"}},
+            "key 'http_options.port' has the value 'many'",
+        ),
         ({"applications": [{"name": "llm"}]}, "key 'applications.0.import_path' is required"),
         (
-            {"applications": [LLM | {"import_path": "raylm.serving.app:bild_app"}]},
-            "application 'llm': import_path 'raylm.serving.app:bild_app': raylm.serving.app has no 'bild_app' "
-            "(did you mean 'build_app'?)",
+            {"applications": [FACE | {"import_path": "raylm.serving.app:bild_ingress"}]},
+            "application 'llm': import_path 'raylm.serving.app:bild_ingress': raylm.serving.app has no "
+            "'bild_ingress' (did you mean 'build_ingress'?)",
         ),
         (
-            {"applications": [LLM | {"import_path": "raylm.serving.ap.build_app"}]},
+            {"applications": [FACE | {"import_path": "raylm.serving.ap.build_ingress"}]},
             "cannot be imported: ModuleNotFoundError: No module named 'raylm.serving.ap'",
+        ),
+        (
+            {"applications": [FACE | {"import_path": "raylm.serving.app:build_app", "args": {"models": []}}]},
+            "application 'llm': import_path 'raylm.serving.app:build_app' is no more: write an application with "
+            "import_path 'raylm.serving.app:build_ingress' (its args are http), and one for each model with",
+        ),
+        (
+            {"applications": [FACE, MODEL | {"route_prefix": "/model"}]},
+            "application 'model': route_prefix is '/model'; a model has none (route_prefix: null)",
+        ),
+        ({"applications": [FACE | {"route_prefix": None}]}, "application 'llm': route_prefix is null; an ingress"),
+        (
+            {"applications": [FACE, MODEL, MODEL | {"name": "again"}]},
+            "applications 'model' and 'again': two models of endpoint 'default' are named 'smollm2-135m'",
+        ),
+        (
+            {"applications": [FACE, MODEL | {"args": {"engine": ENGINE, "endpoint": "other"}}]},
+            "application 'model': no application with import_path 'raylm.serving.app:build_ingress' is of its "
+            "endpoint 'other'",
+        ),
+        (
+            {"applications": [FACE, MODEL | {"args": {"engine": ENGINE, "drain_timeout": 3}}]},
+            "application 'model': key 'drain_timeout' is unknown (did you mean 'drain_timeout_s'?)",
+        ),
+        (
+            {"applications": [FACE, MODEL | {"deployments": [{"name": "ModelReplica:smollm2-135m"}]}]},
+            "deployments.0.name is 'ModelReplica:smollm2-135m'; the application's one deployment is 'ModelReplica'",
+        ),
+        (
+            {"applications": [FACE, deployed(MODEL, num_replicas="auto")]},
+            "deployments.0.num_replicas is 'auto', with which Serve counts requests that do not pass through it",
+        ),
+        (
+            scaled({}),
+            "deployments.0.autoscaling_config.policy.policy_function is None; a model scales by the requests that wait "
+            f"in its engines: policy: {{policy_function: '{POLICY}', policy_kwargs: {{target_queued_requests: 4}}}}",
+        ),
+        (
+            scaled({"policy": {"policy_function": POLICY, "policy_kwargs": {"target": 3}}}),
+            "deployments.0.autoscaling_config.policy.policy_kwargs: key 'target' is unknown; allowed keys: "
+            "target_queued_requests",
+        ),
+        (
+            scaled({"policy": {"policy_function": POLICY}, "upscale_delay": 3}),
+            "deployments.0.autoscaling_config: key 'upscale_delay' is unknown (did you mean 'upscale_delay_s'?)",
+        ),
+        (
+            scaled({"policy": {"policy_function": POLICY}, "max_replicas": 0}),
+            "deployments.0.autoscaling_config: key 'max_replicas' has the value 0: input should be greater than 0",
+        ),
+        (
+            {"applications": [deployed(FACE, autoscaling_config={"policy": {"policy_function": "no.where:f"}})]},
+            "the policy of an autoscaling_config cannot be imported: No module named 'no'",
         ),
     ],
 )
@@ -72,7 +148,7 @@ def test_an_application_of_ones_own_is_found_where_serve_looks(tmp_path, monkeyp
 
 
 def test_options_are_those_of_the_file_unless_they_are_given(tmp_path):
-    path = written(tmp_path, {"applications": [LLM], "http_options": {"port": "8029", "request_timeout_s": 3}})
+    path = written(tmp_path, {"applications": APPLICATIONS, "http_options": {"port": "8029", "request_timeout_s": 3}})
     options = serve_config(path, host=None, port=None)["http_options"]
     assert options == {"host": "127.0.0.1", "port": 8029, "request_timeout_s": 3}
     assert serve_config(path, host="::1", port=1)["http_options"] == options | {"host": "::1", "port": 1}

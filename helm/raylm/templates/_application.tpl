@@ -1,30 +1,30 @@
 {{/*
-The Serve configuration: the deployment's own file, with what a cluster of pods needs, and where its API keys are.
-Everything listens on the pod's address; engines too, because `auto` would look at the cluster while only its head is up.
+The Serve configuration: the deployment's own file, or one application for the HTTP face and one for each of service.models;
+with what a cluster of pods needs, and where its API keys are. Everything listens on the pod's address; engines too, because
+`auto` would look at the cluster while only its head is up.
 */}}
 {{- define "raylm.serveConfig" -}}
 {{- $port := int .Values.service.port -}}
 {{- $config := include "raylm.deployment" . | fromYaml -}}
-{{- $applications := list -}}
-{{- range $config.applications -}}
-{{- $args := merge (dict) (default dict .args) -}}
+{{- range $application := $config.applications -}}
+{{- $args := merge (dict) (default dict $application.args) -}}
+{{- if include "raylm.isModel" $application -}}
 {{- if not (hasKey $args "channel_host") -}}{{- $_ := set $args "channel_host" "node" -}}{{- end -}}
-{{- if $.Values.apiKeys.secretName -}}
-{{- $ingress := deepCopy (default dict $args.ingress) -}}
-{{- $http := set (default dict $ingress.http) "api_keys_file" (include "raylm.apiKeysFile" $) -}}
-{{- $_ := set $args "ingress" (set $ingress "http" $http) -}}
+{{- else if $.Values.apiKeys.secretName -}}
+{{- $http := set (deepCopy (default dict $args.http)) "api_keys_file" (include "raylm.apiKeysFile" $) -}}
+{{- $_ := set $args "http" $http -}}
 {{- end -}}
-{{- $applications = append $applications (set . "args" $args) -}}
+{{- $_ := set $application "args" $args -}}
 {{- end -}}
-{{- $_ := set $config "applications" $applications -}}
 {{- $_ := set $config "proxy_location" "EveryNode" -}}
 {{- $_ := set $config "http_options" (merge (dict "host" "0.0.0.0" "port" $port) (default dict $config.http_options)) -}}
 {{- toYaml $config -}}
 {{- end }}
 
 {{/*
-deployments/<service.deployment>.yaml, with service.args in place of its args, and each engine as its content where it is
-one of configs/ and not a file that only the image has. Engines wait for pods: images are pulled, models fetched.
+deployments/<service.deployment>.yaml, or in its place what service.models says; service.ingress is for either. Each engine
+is its content where it is one of configs/ and not a file that only the image has. Engines wait for pods: images are pulled,
+models fetched.
 */}}
 {{- define "raylm.deployment" -}}
 {{- $name := .Values.service.deployment -}}
@@ -35,19 +35,73 @@ one of configs/ and not a file that only the image has. Engines wait for pods: i
 {{- fail (printf "service.deployment is %q; the chart has %s" $name (join ", " $known)) -}}
 {{- end -}}
 {{- $config := fromYaml $text -}}
-{{- if .Values.service.args -}}
-{{- $application := set (first $config.applications) "args" .Values.service.args -}}
-{{- $_ := set $config "applications" (list $application) -}}
+{{- if .Values.service.models -}}
+{{- $_ := set $config "applications" (include "raylm.applications" . | fromYaml).applications -}}
 {{- end -}}
 {{- range $application := $config.applications -}}
-{{- $args := default dict $application.args -}}
-{{- $models := list -}}
-{{- range $model := $args.models -}}
-{{- $models = append $models (set (deepCopy $model) "engine" (include "raylm.engine" (dict "root" $ "engine" $model.engine) | fromYaml).engine) -}}
+{{- $args := deepCopy (default dict $application.args) -}}
+{{- if include "raylm.isModel" $application -}}
+{{- $_ := set $args "engine" (include "raylm.engine" (dict "root" $ "engine" $args.engine) | fromYaml).engine -}}
+{{- else -}}
+{{- $ingress := $.Values.service.ingress -}}
+{{- $args = mergeOverwrite $args (omit (deepCopy $ingress) "replicas") -}}
+{{- if hasKey $ingress "replicas" -}}
+{{- $_ := set $application "deployments" (list (dict "name" "OpenAIIngress" "num_replicas" $ingress.replicas)) -}}
 {{- end -}}
-{{- $_ := set $application "args" (set (deepCopy $args) "models" $models) -}}
+{{- end -}}
+{{- $_ := set $application "args" $args -}}
 {{- end -}}
 {{- toYaml $config -}}
+{{- end }}
+
+{{/* Says "yes" of an application of raylm.serving.app:build_model, and nothing of another. */}}
+{{- define "raylm.isModel" -}}
+{{- if hasSuffix ":build_model" .import_path -}}yes{{- end -}}
+{{- end }}
+
+{{/* The applications of service.models and the HTTP face. A model's is called by the model's name, so that it is the same
+one wherever it is in the list. */}}
+{{- define "raylm.applications" -}}
+applications:
+  - name: llm
+    route_prefix: /
+    import_path: raylm.serving.app:build_ingress
+{{- $names := list }}
+{{- range $index, $model := .Values.service.models }}
+{{- $name := include "raylm.modelName" $model.engine }}
+{{- if has $name $names }}
+{{- fail (printf "service.models[%d] is named %q, as another one; give one of them another model.name" $index $name) }}
+{{- end }}
+{{- $names = append $names $name }}
+  - name: {{ printf "model-%s" $name | quote }}
+    route_prefix: null
+    import_path: raylm.serving.app:build_model
+    args: {{- omit $model "replicas" "autoscaling" | toYaml | nindent 6 }}
+    deployments:
+      - name: ModelReplica
+        {{- with $model.autoscaling }}
+        autoscaling_config:
+          min_replicas: {{ default 1 .min_replicas }}
+          max_replicas: {{ default 1 .max_replicas }}
+          upscale_delay_s: {{ dig "upscale_delay_s" 5 . }}
+          downscale_delay_s: {{ dig "downscale_delay_s" 120 . }}
+          look_back_period_s: 15
+          policy:
+            policy_function: raylm.serving.autoscaling:QueuePolicy
+            policy_kwargs: {target_queued_requests: {{ dig "target_queued_requests" 4 . }}}
+        {{- else }}
+        num_replicas: {{ default 1 $model.replicas }}
+        {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* model.name of an engine, or the last part of its path, as raylm has it; of a file only the file's own name is known. */}}
+{{- define "raylm.modelName" -}}
+{{- if kindIs "string" . -}}
+{{- base . | trimSuffix ".yaml" -}}
+{{- else -}}
+{{- default (base .model.path | trimSuffix ".gguf") .model.name -}}
+{{- end -}}
 {{- end }}
 
 {{/* (dict "root" $ "engine" its content or a file's name) */}}
@@ -63,16 +117,21 @@ one of configs/ and not a file that only the image has. Engines wait for pods: i
 {{- toYaml (dict "engine" $engine) -}}
 {{- end }}
 
-{{/* Seconds of the longest drain_timeout_s of the models (60 where none is given), and what Serve adds to it. */}}
+{{/*
+Seconds of the longest drain_timeout_s of models and ingresses (60 where none is given), and what Serve adds to it: the
+engine's end, and behind HAProxy the time that it has to let go of a replica.
+*/}}
 {{- define "raylm.modelDrainSeconds" -}}
 {{- $longest := 0 -}}
-{{- range $app := (include "raylm.deployment" . | fromYaml).applications -}}
-{{- range (default dict $app.args).models -}}
-{{- $longest = max $longest (ceil (ternary .drain_timeout_s 60 (hasKey . "drain_timeout_s")) | int) -}}
+{{- range $application := (include "raylm.deployment" . | fromYaml).applications -}}
+{{- $args := default dict $application.args -}}
+{{- $longest = max $longest (ceil (ternary $args.drain_timeout_s 60 (hasKey $args "drain_timeout_s")) | int) -}}
 {{- end -}}
-{{- end -}}
-{{ add $longest 30 }}
+{{ add $longest 30 (ternary (include "raylm.releaseSeconds" . | int) 0 .Values.service.haProxy) }}
 {{- end }}
+
+{{/* HAProxy hears of a replica that goes within a tenth of a second; Serve's default is for load balancers. */}}
+{{- define "raylm.releaseSeconds" -}}5{{- end }}
 
 {{/* From the moment that a pod is asked to go: replacements, then the models' drain. */}}
 {{- define "raylm.drainSeconds" -}}

@@ -28,17 +28,27 @@
 {{- end -}}
 {{- end }}
 
-{{/* Where the args of the application come from. */}}
-{{- define "raylm.argsPlace" -}}
-{{ ternary "service.args" (printf "deployments/%s.yaml: args" .Values.service.deployment) (not (empty .Values.service.args)) }}
-{{- end }}
-
 {{/* One file of keys, from one place. */}}
 {{- define "raylm.checkKeys" -}}
 {{- if .Values.apiKeys.secretName -}}
-{{- range $application := (include "raylm.deployment" . | fromYaml).applications -}}
-{{- with dig "ingress" "http" "api_keys_file" "" $application.args -}}
-{{- fail (printf "%s.ingress.http.api_keys_file is %q; leave it out, because apiKeys.secretName is %q" (include "raylm.argsPlace" $) . $.Values.apiKeys.secretName) -}}
+{{- with dig "http" "api_keys_file" "" .Values.service.ingress -}}
+{{- fail (printf "service.ingress.http.api_keys_file is %q; leave it out, because apiKeys.secretName is %q" . $.Values.apiKeys.secretName) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Replicas are a number or follow the queue. */}}
+{{- define "raylm.checkReplicas" -}}
+{{- range $index, $model := .Values.service.models -}}
+{{- $place := printf "service.models[%d]" $index -}}
+{{- if and $model.replicas $model.autoscaling -}}
+{{- fail (printf "%s has both replicas and autoscaling; leave out one of them" $place) -}}
+{{- end -}}
+{{- with $model.autoscaling -}}
+{{- $low := int (default 1 .min_replicas) -}}
+{{- $high := int (default 1 .max_replicas) -}}
+{{- if gt $low $high -}}
+{{- fail (printf "%s.autoscaling.max_replicas is %d; at least its min_replicas, %d" $place $high $low) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -48,13 +58,11 @@
 {{- define "raylm.checkDevices" -}}
 {{- $gpus := 0 -}}
 {{- range .Values.workerGroups -}}{{- $gpus = add $gpus (default 0 .gpus) -}}{{- end -}}
-{{- $place := include "raylm.argsPlace" . -}}
-{{- range $application := (include "raylm.deployment" . | fromYaml).applications -}}
-{{- range $index, $model := $application.args.models -}}
-{{- if and (gt $gpus 0) (kindIs "map" $model.engine) -}}
-{{- if eq (dig "runtime" "device" "auto" $model.engine) "auto" -}}
-{{- fail (printf "%s.models[%d].engine.runtime.device is \"auto\"; with GPU worker groups it must be \"cuda\" or \"cpu\", because it is decided when the GPU pods may not be up yet" $place $index) -}}
-{{- end -}}
+{{- range $index, $application := (include "raylm.deployment" . | fromYaml).applications -}}
+{{- if and (gt $gpus 0) (include "raylm.isModel" $application) (kindIs "map" $application.args.engine) -}}
+{{- if eq (dig "runtime" "device" "auto" $application.args.engine) "auto" -}}
+{{- $place := ternary (printf "service.models[%d]" (sub $index 1)) (printf "deployments/%s.yaml: applications[%d].args" $.Values.service.deployment $index) (not (empty $.Values.service.models)) -}}
+{{- fail (printf "%s.engine.runtime.device is \"auto\"; with GPU worker groups it must be \"cuda\" or \"cpu\", because it is decided when the GPU pods may not be up yet" $place) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

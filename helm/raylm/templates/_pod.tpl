@@ -96,6 +96,7 @@ volumeMounts: {{- include "raylm.mounts" . | nindent 2 }}
 {{- /* The application on one event loop with its HTTP server, as `raylm serve` has it. */ -}}
 {{- $_ := set $env "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD" "0" -}}
 {{- $_ := set $env "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP" "0" -}}
+{{- $_ := set $env "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" (include "raylm.releaseSeconds" .root) -}}
 {{- end -}}
 {{- $lines := list -}}
 {{- range $name, $source := dict "RAY_AUTH_MODE" "auth.mode" "RAY_SERVE_ENABLE_HA_PROXY" "service.haProxy" "HOME" "the volume of the home" -}}

@@ -1,0 +1,170 @@
+"""`serve deploy` of a changed file: nothing restarts but the changed model, and no request is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import checkpoints
+import httpx
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Served
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+DEMO = "smollm2-135m"
+NUM_STREAMS = 3
+
+
+class Load:
+    """Streams of the demo model, one after another on several connections, each shorter than the drain."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._enough = threading.Event()
+        self._pool = ThreadPoolExecutor(NUM_STREAMS)
+        self._readers: list[Future[int]] = []
+        self._begun = threading.Barrier(NUM_STREAMS + 1, timeout=60)
+
+    def start(self) -> None:
+        """Returns when each has its first event."""
+        self._readers = [self._pool.submit(self._run) for _ in range(NUM_STREAMS)]
+        self._begun.wait()
+
+    def stop(self) -> int:
+        """The number of streams, all of which have ended well; raises what ended one otherwise."""
+        self._enough.set()
+        self._pool.shutdown()
+        return sum(reader.result() for reader in self._readers)
+
+    def _run(self) -> int:
+        done = 0
+        while not self._enough.is_set():
+            self._stream(is_first=done == 0)
+            done += 1
+        return done
+
+    def _stream(self, *, is_first: bool) -> None:
+        body = {"model": DEMO, "prompt": "A", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = answer.iter_lines()
+            first = next(lines)
+            if is_first:
+                self._begun.wait()
+            events = [line for line in (first, *lines) if line]
+        assert events[-1] == "data: [DONE]" and '"length"' in events[-2], events[-2:]
+
+
+@contextmanager
+def under_load(url: str) -> Iterator[None]:
+    """No stream is lost until the block ends."""
+    load = Load(url)
+    load.start()
+    try:
+        yield
+    finally:
+        done = load.stop()
+    assert done >= NUM_STREAMS
+
+
+def replicas() -> dict[str, set[int]]:
+    """The pids of the replicas of each application, as Serve gives them."""
+    from ray.serve.context import _get_global_client
+
+    applications: dict[str, Any] = _get_global_client().get_serve_details()["applications"]
+    return {
+        name: {
+            replica["pid"]
+            for deployment in application["deployments"].values()
+            for replica in deployment["replicas"]
+            if replica["state"] == "RUNNING"
+        }
+        for name, application in applications.items()
+    }
+
+
+def engines() -> set[int]:
+    """The pids of engines and workers, whichever model's."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = " ".join(process.cmdline()[:1])
+        except psutil.Error:
+            continue
+        if "EngineActor" in title or "WorkerActor" in title:
+            found.add(process.pid)
+    return found
+
+
+def with_replicas(served: Served, number: int) -> dict[str, Any]:
+    config = served.changed()
+    for application in config["applications"]:
+        application["deployments"][0]["num_replicas"] = number
+    return config
+
+
+def with_model(config: dict[str, Any], folder: str, **args: object) -> dict[str, Any]:
+    """The configuration with a second, small model."""
+    engine = {"model": {"path": folder, "name": "tiny", "load_format": "dummy"}, "cache": {"cpu_memory_gib": 0.05}}
+    application = {"name": "tiny", "route_prefix": None, "import_path": "raylm.serving.app:build_model"}
+    return {**config, "applications": [*config["applications"], {**application, "args": {"engine": engine, **args}}]}
+
+
+def names(url: str) -> list[str]:
+    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]]
+
+
+def status_of(url: str, model: str) -> int:
+    body = {"model": model, "prompt": [5], "max_tokens": 1}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code
+
+
+@pytest.fixture
+def unchanged(served: Served) -> Iterator[dict[str, Any]]:
+    """The session's configuration, which is deployed again at the end."""
+    yield served.changed()
+    served.deploy(served.config)
+
+
+def test_another_number_of_replicas_restarts_nothing(served: Served, unchanged: dict[str, Any]) -> None:
+    before, kept = replicas(), engines()
+    with under_load(served.url):
+        served.deploy(with_replicas(served, 2))
+        more = replicas()
+        assert {name: len(pids) for name, pids in more.items()} == {"llm": 2, DEMO: 2}
+        assert all(before[name] < more[name] for name in before)
+        assert kept < engines()
+        served.deploy(unchanged)
+    fewer = replicas()
+    assert all(len(fewer[name]) == 1 and fewer[name] < more[name] for name in before)
+
+
+def test_a_model_comes_changes_and_goes_alone(
+    served: Served, unchanged: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = str(checkpoints.llama(tmp_path_factory.mktemp("llama")))
+    before, kept = replicas(), engines()
+    with under_load(served.url):
+        assert status_of(served.url, "tiny") == 404
+        served.deploy(with_model(unchanged, folder))
+        assert names(served.url) == [DEMO, "tiny"] and status_of(served.url, "tiny") == 200
+        first = replicas()
+        assert first | before == first
+        served.deploy(with_model(unchanged, folder, drain_timeout_s=5))
+        second = replicas()
+        assert second["tiny"].isdisjoint(first["tiny"]) and second | before == second
+        assert status_of(served.url, "tiny") == 200
+        served.deploy(unchanged)
+        for _ in range(200):  # The last replica drains, then Serve is asked whether the application is still there.
+            if status_of(served.url, "tiny") == 404:
+                break
+            threading.Event().wait(0.1)
+        assert status_of(served.url, "tiny") == 404 and names(served.url) == [DEMO]
+    assert replicas() == before and engines() == kept
+    assert httpx.get(f"{served.url}/health", timeout=30).status_code == 200
