@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from ray.serve.config import AutoscalingContext
+from typing import TYPE_CHECKING, Any
 
 from raylm.config.application import QueuePolicyConfig
 from raylm.config.base import parse
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 WAITING = "waiting"
 RUNNING = "running"
