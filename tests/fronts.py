@@ -29,7 +29,8 @@ _MANAGER = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, fl
 
 
 class Backend(http.server.ThreadingHTTPServer):
-    """An application: /text answers 400 in plain text, /missing 404; /stream sends pieces until `go_on` is set."""
+    """An application: /text answers 400 in plain text, /missing 404; /stream waits for `go_on` after its first
+    piece; /die closes the connection without an answer."""
 
     daemon_threads = True
 
@@ -57,6 +58,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"5\r\nfirst\r\n")
             self.server.go_on.wait(60)
             self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
+        elif self.path == "/die":
+            self.close_connection = True
         elif self.path.endswith(("/text", "/missing")):
             self._answer(400 if self.path.endswith("text") else 404, b"Invalid HTTP request received.", "text/plain")
         else:

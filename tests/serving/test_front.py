@@ -132,6 +132,8 @@ def test_clients_are_counted_by_the_proxy_protocols_address(backend: Backend):
 def test_errors_are_openais_whoever_makes_them(few: Fronts):
     bad = few.ask("/text")
     assert (bad.status, bad.error["code"]) == (400, "bad_request")
+    dead = few.ask("/die")  # On a connection to the application that was used before, as HAProxy reuses them.
+    assert (dead.status, dead.error["code"], "retry-after" in dead.headers) == (502, "bad_gateway", True)
     assert few.ask("/missing").status == 404  # What the application says is not there is not there.
 
 

@@ -138,11 +138,18 @@ def _global(section: Section, settings: FrontSettings, around: Surroundings) -> 
 
 def _defaults(section: Section, settings: FrontSettings, around: Surroundings) -> list[str]:
     return [
-        *_without(section, "timeout client", "timeout http-request", "errorfile"),
+        *_without(section, "timeout client", "timeout http-request", "errorfile", "retry-on"),
+        *(_retry_reads(line) for line in section.lines if line.strip().startswith("retry-on")),
         f"    timeout http-request {settings.header_timeout_ms}ms",
         f"    timeout client {settings.body_timeout_ms}ms",
         *(f"    errorfile {status} {around.errors}/{status}.http" for status in ERRORS),
     ]
+
+
+def _retry_reads(line: str) -> str:
+    """A GET whose ingress dies goes to another ingress; a POST does not (`_frontend`). Else HAProxy closes the client's
+    connection without an answer, when the one to the ingress was used before."""
+    return line if "empty-response" in line else f"{line} empty-response"
 
 
 def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -> list[str]:
@@ -153,9 +160,9 @@ def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -
         if match:
             lines += _limits(settings)
             if section.head == _HTTP:
-                lines.append(
-                    f"    http-request wait-for-body time {settings.body_timeout_ms}ms unless METH_GET or METH_HEAD"
-                )
+                reads = "METH_GET or METH_HEAD"
+                lines.append(f"    http-request wait-for-body time {settings.body_timeout_ms}ms unless {reads}")
+                lines.append(f"    http-request disable-l7-retry unless {reads}")
     if lines == list(section.lines):
         raise UnknownConfiguration(_MISSING.format("bind"))
     return lines
