@@ -139,6 +139,14 @@ def test_whatever_is_installed_is_compiled():
     assert "python -m compileall -q raylm" in copied[install] and "raylm raylm" in copied[:install]
 
 
+def test_serve_starts_the_front_that_the_build_has_written():
+    written = [match for word, rest in instructions() if (match := re.search(r"raylm front (\S+)", rest))]
+    (environment,) = (
+        rest for word, rest in instructions() if word == "ENV" and "RAY_SERVE_HAPROXY_BINARY_PATH" in rest
+    )
+    assert f"RAY_SERVE_HAPROXY_BINARY_PATH={written[0][1]}" in environment.split() and len(written) == 1
+
+
 def test_the_linter_passes_the_dockerfile():
     program = Path(sys.executable).with_name("hadolint")
     command = [program, "--failure-threshold", "style", str(DOCKERFILE)]
