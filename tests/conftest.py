@@ -24,6 +24,11 @@ settings.register_profile("unshrunk", max_examples=1_000, deadline=None, phases=
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hostile-requests", type=int, default=10_000, help="requests of tests/serving/test_hostile.py")
+    parser.addoption("--hostile-seed", type=int, help="their seed, which is random otherwise and in the log")
+
+
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
     """A program that is run in this process prints raylm's lines to the stderr of its test, and not beyond it."""
