@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 MODEL = "smollm2-135m"
 MAX_BODY_BYTES = 8 * 2**20
+_LETTERS = ("ab ", "the cat sat on a mat. ", "日本語", "😀\u0301é", '"\\[{,', "\x00\x04\t\n", "<|im_end|>")
+_NAMES = ("n", "stop", "temperature", "logit_bias", "stream_options", "seed", "user", "top_k", "tools", "best_of")
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -35,18 +37,15 @@ def size(random: Random, most: int) -> int:
 def _value(random: Random, depth: int = 3) -> Any:
     kind = random.randrange(9 if depth else 6)
     if kind < 6:
-        return (None, random.random() < 0.5, random.randrange(-(2**70), 2**70), random.gauss(0, 1e6), 0, _text(random))[
-            kind
-        ]
+        numbers = (0, random.randrange(-(2**70), 2**70), random.gauss(0, 1e6))
+        return (*numbers, None, random.random() < 0.5, _text(random))[kind]
     if kind < 8:
         return [_value(random, depth - 1) for _ in range(random.randrange(4))]
     return {_text(random)[:8]: _value(random, depth - 1) for _ in range(random.randrange(4))}
 
 
 def _text(random: Random, most: int = 40) -> str:
-    letters = random.choice(
-        ["ab ", "the cat sat on a mat. ", "日本語", "😀\u0301é", '"\\[{,', "\x00\x04\t\n", "<|im_end|>"]
-    )
+    letters = random.choice(_LETTERS)
     return "".join(random.choices(letters, k=min(size(random, most), 4096))) * max(1, size(random, most) // 4096)
 
 
@@ -76,22 +75,8 @@ def _leaver(kind: str, random: Random) -> Hostile:
 
 def _wrong_types(kind: str, random: Random) -> Hostile:
     path, asked = _valid(random)
-    names = [
-        *asked,
-        "n",
-        "stop",
-        "temperature",
-        "logit_bias",
-        "stream_options",
-        "seed",
-        "user",
-        "top_k",
-        "tools",
-        "best_of",
-    ]
-    return Hostile(
-        kind, path, _json(asked | {random.choice(names): _value(random) for _ in range(random.randint(1, 3))})
-    )
+    wrong = {random.choice((*asked, *_NAMES)): _value(random) for _ in range(random.randint(1, 3))}
+    return Hostile(kind, path, _json(asked | wrong))
 
 
 def _damaged(kind: str, random: Random) -> Hostile:

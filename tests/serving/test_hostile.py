@@ -41,7 +41,7 @@ async def test_hostile_requests_stop_nobody(pytestconfig: pytest.Config, seed: i
     port = free_port()
     config = yaml.safe_load(Path("deployments/llm.yaml").read_text())
     engine = {"model": {"path": MODEL, "max_model_len": 2048}, "scheduler": {"max_queued_requests": 100_000}}
-    config["applications"][0]["args"]["models"][0]["engine"] = engine
+    next(app for app in config["applications"] if "engine" in app["args"])["args"]["engine"] = engine
     file = tmp_path / "llm.yaml"
     file.write_text(yaml.safe_dump(config))
     with running(str(file), "--port", str(port)) as (process, lines):

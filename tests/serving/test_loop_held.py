@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from time import thread_time
 from typing import Any
 
 import pytest
 from held_loop import ALLOWED_S, longest_call, measured
-from openai_fakes import Server, ended
+from openai_fakes import ScriptedGenerator, Server, ended
 
 from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
@@ -142,6 +143,26 @@ async def test_choices_share_what_looks_for_stop_strings(
     server.catalog.model = replace(server.catalog.model, vocab_size=100_000)
     with measured(monkeypatch) as longest:
         response = await server.http.post(COMPLETIONS, content=completion(stop=stop, **many))
+    assert response.status_code == 200, response.text
+    assert longest.seconds < ALLOWED_S, longest.callback
+
+
+class SlowGenerator(ScriptedGenerator):
+    """Each prompt takes it half a millisecond to send, as long ones do."""
+
+    def generate(self, *arguments: Any) -> Any:
+        end = thread_time() + 0.0005
+        while thread_time() < end:
+            pass
+        return super().generate(*arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_thousand_prompts_are_sent_in_turns(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(ended())
+    server.catalog.model = replace(server.catalog.model, generator=SlowGenerator([ended()]))
+    with measured(monkeypatch) as longest:
+        response = await server.http.post(COMPLETIONS, content=completion(prompt=["x"] * 1024, stream=stream))
     assert response.status_code == 200, response.text
     assert longest.seconds < ALLOWED_S, longest.callback
 
