@@ -25,41 +25,31 @@ class TemplateReading:
     """
 
     def __init__(self, tree: nodes.Template) -> None:
-        self._tree = tree
+        found = list(tree.find_all((nodes.For, nodes.Assign, nodes.Call, nodes.Macro, nodes.Test, nodes.Const)))
+        loops = [node for node in found if isinstance(node, nodes.For)]
         self._kinds: dict[str, _Kind] = {"messages": _Kind.MESSAGES}
-        while self._spread():
+        assignments = list(_assignments(found))
+        while self._spread(assignments, loops):
             pass
-        self.takes_parts = any(self._kind(loop.iter) is _Kind.CONTENT for loop in tree.find_all(nodes.For))
+        self.takes_parts = any(self._kind(loop.iter) is _Kind.CONTENT for loop in loops)
         """It goes through the parts of a content, so that a list reaches it as a list."""
-        self.takes_strings = any(test.name == "string" for test in tree.find_all(nodes.Test))
+        self.takes_strings = any(isinstance(node, nodes.Test) and node.name == "string" for node in found)
         """It asks whether something is a string, so that a content may be one where it takes parts too."""
-        constants = (constant.value for constant in tree.find_all(nodes.Const))
+        constants = [node.value for node in found if isinstance(node, nodes.Const)]
         self.knows_developer = any(isinstance(value, str) and "developer" in value for value in constants)
         """One of its expressions mentions the role "developer". Text that it prints does not count."""
 
-    def _spread(self) -> bool:
+    def _spread(self, assignments: list[tuple[str, nodes.Node]], loops: list[nodes.For]) -> bool:
         """Follow every assignment once; True where that taught a name's kind."""
         before = len(self._kinds)
-        for name, value in self._assignments():
+        for name, value in assignments:
             kind = self._kind(value)
             if kind is not _Kind.OTHER:
                 self._kinds.setdefault(name, kind)
-        for loop in self._tree.find_all(nodes.For):
+        for loop in loops:
             if isinstance(loop.target, nodes.Name) and self._kind(loop.iter) is _Kind.MESSAGES:
                 self._kinds.setdefault(loop.target.name, _Kind.MESSAGE)
         return len(self._kinds) > before
-
-    def _assignments(self) -> Iterator[tuple[str, nodes.Node]]:
-        for assign in self._tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name):
-                yield assign.target.name, assign.node
-        macros = {macro.name: macro for macro in self._tree.find_all(nodes.Macro)}
-        for call in self._tree.find_all(nodes.Call):
-            if isinstance(call.node, nodes.Name) and call.node.name in macros:
-                for parameter, value in zip(macros[call.node.name].args, call.args, strict=False):
-                    yield parameter.name, value
-                for keyword in call.kwargs:
-                    yield keyword.key, keyword.value
 
     def _kind(self, value: nodes.Node | None) -> _Kind:
         match value:
@@ -87,3 +77,16 @@ class TemplateReading:
         if kind is _Kind.MESSAGES and isinstance(key, int):
             return _Kind.MESSAGE
         return _Kind.CONTENT if kind is _Kind.MESSAGE and key == "content" else _Kind.OTHER
+
+
+def _assignments(found: list[nodes.Node]) -> Iterator[tuple[str, nodes.Node]]:
+    """Names and what they are set to, parameters of macros too."""
+    macros = {node.name: node for node in found if isinstance(node, nodes.Macro)}
+    for node in found:
+        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
+            yield node.target.name, node.node
+        elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name in macros:
+            for parameter, value in zip(macros[node.node.name].args, node.args, strict=False):
+                yield parameter.name, value
+            for keyword in node.kwargs:
+                yield keyword.key, keyword.value
