@@ -25,7 +25,13 @@ from raylm.serving.front.install import make_folder, write_program
 
 OTHER_CLIENT = "127.0.0.2"
 """A second client's address on this machine."""
-_MANAGER = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+_MANAGER = """
+import resource, subprocess, sys
+if files := int(sys.argv[1] or 0):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+print(subprocess.Popen(sys.argv[2:]).pid, flush=True)
+sys.stdin.read()
+"""
 
 
 class Backend(http.server.ThreadingHTTPServer):
@@ -115,11 +121,11 @@ class Fronts:
         api.set_backend_configs(backends)
         api._generate_config_file_internal()
 
-    def start(self, *options: str) -> int:
+    def start(self, *options: str, open_files: int | None = None) -> int:
         """Start the program under a manager of its own; its process, once it answers the admin socket as its own."""
         command = [str(self.program), "-db", "-f", str(self.config_file), "-dR", *options]
         manager = subprocess.Popen(
-            [sys.executable, "-c", _MANAGER, *command],
+            [sys.executable, "-c", _MANAGER, str(open_files or ""), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -18,11 +18,12 @@ class FrontConfig(FrozenConfig):
     body_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """Seconds in which the first 16 KiB of a body must be there; then seconds that a client may send nothing of the
     rest, or read nothing of an answer that waits for it."""
-    max_connections: int = Field(default=4096, ge=2, le=1_000_000)
-    """Open connections in all. Further ones wait in the system's queue."""
+    max_connections: int = Field(default=8192, ge=2, le=1_000_000)
+    """Open connections in all; fewer where the system's limit on open files is low (five for two connections). Further
+    ones wait in the system's queue."""
     max_connections_per_client: int | None = Field(default=None, ge=1)
     """Open connections of one client: an IPv4 address, or 64 bits of an IPv6 address. Further ones are closed at once.
-    None is half of `max_connections`, which suits clients on loopback."""
+    None is half of `max_connections`, but no limit for loopback, where all clients share one address."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks (10.0.0.0/8) of load balancers in front. Their connections are not counted. Counted are the
     open requests of each client, which is the last address in X-Forwarded-For; over the limit they get 429."""

@@ -91,6 +91,25 @@ def test_one_client_has_no_more_connections_than_it_may(few: Fronts):
         connection.close()
 
 
+def test_loopback_is_not_counted_by_default(backend: Backend):
+    """A benchmark, or a proxy on this machine, is many clients with one address."""
+    with fronts(max_connections=100) as running:
+        running.configure({"/": backend.server_port})
+        running.start()
+        held = [running.connect() for _ in range(80)]
+        assert running.ask("/").status == 200
+        for connection in held:
+            connection.close()
+
+
+def test_few_open_files_are_fewer_connections(backend: Backend):
+    with fronts() as running:
+        running.configure({"/": backend.server_port})
+        running.start(open_files=1000)
+        assert "Maxconn: 297\n" in running.say("show info")
+        assert running.ask("/").status == 200
+
+
 def test_clients_behind_a_trusted_proxy_are_counted_by_their_own_address(backend: Backend):
     backend.go_on.clear()
     with fronts(max_connections_per_client=3, trusted_proxies=("127.0.0.1",)) as running:
@@ -266,7 +285,7 @@ def test_an_address_that_is_taken_is_a_sentence(front: Fronts):
     assert (result.returncode, result.stderr) == (1, problem)
 
 
-SETTINGS = FrontSettings("haproxy", 10_000, 30_000, 4096, 2048, (), False)
+SETTINGS = FrontSettings("haproxy", 10_000, 30_000, 4096, 2048, False, (), False)
 AROUND = Surroundings("/tmp/own.sock", "/tmp/errors", {})
 
 

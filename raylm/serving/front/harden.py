@@ -14,6 +14,7 @@ from raylm.serving.front.errors import ERRORS, RETRY_S
 from raylm.serving.front.settings import FrontSettings
 
 _CLIENTS = "raylm_clients"
+_LOOPBACK = ("127.0.0.0/8", "::1")
 _REMOVED = ("frontend prometheus", "listen stats")
 _BIND = re.compile(r"\s+bind (\S+)(.*)")
 _ROUTES = re.compile(r"\s+http-request return status (\d+) .* if routes$")
@@ -171,23 +172,23 @@ def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -
 def _limits(settings: FrontSettings) -> list[str]:
     client, most = f"ipmask(32,64) table {_CLIENTS}", settings.max_connections_per_client
     proxies = f"{{ src {' '.join(settings.trusted_proxies)} }}"
-    if not settings.trusted_proxies:
-        by_connection = [f"tcp-request session track-sc0 src,{client}"]
-    elif settings.proxy_protocol:
-        # `src` is the client's own address as soon as the PROXY header is read.
-        by_connection = [
-            f"tcp-request connection expect-proxy layer4 if {proxies}",
-            f"tcp-request session track-sc0 src,{client}",
-        ]
-    else:
-        by_connection = [
-            f"tcp-request session track-sc0 src,{client} unless {proxies}",
+    uncounted = [] if settings.count_loopback else list(_LOOPBACK)
+    before, after = [], []
+    if settings.proxy_protocol:
+        # From here on `src` is the address that the PROXY header names.
+        before = [f"tcp-request connection expect-proxy layer4 if {proxies}"]
+    elif settings.trusted_proxies:
+        uncounted += settings.trusted_proxies
+        after = [
             f"http-request track-sc1 req.hdr_ip(x-forwarded-for,-1),{client} if {proxies}",
             f"http-request deny deny_status 429 if {proxies} {{ sc1_conn_cur gt {most} }}",
         ]
-    refused = f"tcp-request session reject if {{ sc0_conn_cur gt {most} }}"
-    order = [line for line in by_connection if line.startswith("tcp")] + [refused]
-    return [f"    {line}" for line in [*order, *(line for line in by_connection if line.startswith("http"))]]
+    condition = f" unless {{ src {' '.join(uncounted)} }}" if uncounted else ""
+    counted = [
+        f"tcp-request session track-sc0 src,{client}{condition}",
+        f"tcp-request session reject if {{ sc0_conn_cur gt {most} }}",
+    ]
+    return [f"    {line}" for line in [*before, *counted, *after]]
 
 
 def _not_found() -> str:

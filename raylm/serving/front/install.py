@@ -45,6 +45,7 @@ def write_program(path: Path, config: FrontConfig) -> None:
         body_timeout_ms=max(1, round(config.body_timeout_s * 1000)),
         max_connections=config.max_connections,
         max_connections_per_client=config.max_connections_per_client or config.max_connections // 2,
+        count_loopback=config.max_connections_per_client is not None,
         trusted_proxies=config.trusted_proxies,
         proxy_protocol=config.proxy_protocol,
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import selectors
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from raylm.serving.front import harden
@@ -28,6 +29,8 @@ ORPHAN_S = 120.0
 """How long clients are served without a manager: Serve needs seconds for its successor, a minute on a busy machine."""
 _TICK_S = 0.25
 _POLL_S = 0.01
+_OWN_FILES = 256
+"""Files that HAProxy opens for other things than clients and their ingresses."""
 _START_S = 30.0
 _SOON_S = 1.0
 """A HAProxy that dies sooner than this is started again with a pause."""
@@ -121,7 +124,7 @@ class Front:
         write_error_files(errors)
         numbers = {address: listener.fileno() for address, listener in self._sockets.items()}
         around = harden.Surroundings(self._haproxy_socket, errors, numbers)
-        text = harden.harden(source, self._settings, around)
+        text = harden.harden(source, _within_open_files(self._settings), around)
         with open(os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
 
@@ -232,6 +235,15 @@ class Front:
         if state := harden.server_state_file(source):
             _remove(state)  # What it says of the servers is older than this HAProxy.
         self._restart_at = now if now > self._started + _SOON_S else now + _SOON_S
+
+
+def _within_open_files(settings: FrontSettings) -> FrontSettings:
+    """With no more connections than HAProxy may have files for: it would not start. It counts two a connection, and for
+    one in four connections a pipe."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return settings
+    return replace(settings, max_connections=max(1, min(settings.max_connections, (most - _OWN_FILES) * 2 // 5)))
 
 
 def _complain(sentence: str) -> int:

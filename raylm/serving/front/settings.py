@@ -15,6 +15,7 @@ class FrontSettings:
     body_timeout_ms: int
     max_connections: int
     max_connections_per_client: int
+    count_loopback: bool
     trusted_proxies: tuple[str, ...]
     proxy_protocol: bool
 
