@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from raylm.errors import RequestRejected
 from raylm.openai.body import read_json
 from raylm.openai.limits import check_counts
 from raylm.openai.protocol import ChatRequest, GenerationRequest, StreamOptions
-from raylm.openai.quote import quote
+from raylm.openai.quote import MAX_VALUE_CHARS, quote
 from raylm.openai.unsupported import (
     CHAT_ONLY,
     COMPLETIONS_ONLY,
@@ -78,15 +79,14 @@ def _check_known(cls: type[GenerationRequest], data: dict[str, object], body: by
 def _check_names(given: dict[str, object], known: set[str] | frozenset[str], place: str = "") -> None:
     for name in given:
         if name not in known:
-            name = place + name
+            name = (place + name)[:MAX_VALUE_CHARS]
             raise RequestRejected(f"Field {quote(name)} is unknown", param=name, code="unknown_field")
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0][:MAX_VALUE_CHARS]
         raise RequestRejected(f"Field {quote(twice)} is given twice", param=twice, code="duplicate_field")
     return found
 

@@ -96,12 +96,17 @@ class Preparation:
 
     async def _finish(self, draft: _Draft, *, chat: bool) -> Prepared:
         size = sum(map(len, draft.prompts)) + _CALL_CHARS * (len(draft.prompts) - 1)
-        job = await self._threads.tokenise(size, partial(_job, draft))
+        job = await self._threads.tokenise(size, partial(_job, draft, self._config.max_body_bytes))
         return Prepared(draft.model, job, chat, draft.stream, draft.include_usage)
 
 
-def _job(draft: _Draft) -> Job:
-    return plan(draft.model, [_encoded(draft, prompt) for prompt in draft.prompts], draft.asked)
+def _job(draft: _Draft, max_echo_chars: int) -> Job:
+    prompts = [_encoded(draft, prompt) for prompt in draft.prompts]
+    num_echoed = sum(len(prompt.echo) for prompt in prompts) * draft.asked.params.n
+    if num_echoed > max_echo_chars:
+        message = f"echo makes {num_echoed} characters of the prompts and their completions, at most {max_echo_chars}"
+        raise RequestRejected(f"{message} are allowed", param="echo")
+    return plan(draft.model, prompts, draft.asked)
 
 
 def _encoded(draft: _Draft, prompt: str | list[int]) -> EncodedPrompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from reprlib import repr as brief
 from typing import NamedTuple, NoReturn
 
 import jinja2
@@ -88,10 +89,10 @@ def _checked(messages: Sequence[Message]) -> list[_Turn]:
 
 def _checked_message(message: Message, where: str) -> _Turn:
     if not isinstance(message, Mapping):
-        raise _rejected(f"{where} must be an object with role and content, got {message!r}")
+        raise _rejected(f"{where} must be an object with role and content, got {brief(message)}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _rejected(f"{where}.role must be a non-empty string, got {role!r}")
+        raise _rejected(f"{where}.role must be a non-empty string, got {brief(role)}")
     content = message.get("content")
     if role == "assistant":
         refusal = message.get("refusal")
@@ -107,16 +108,18 @@ def _texts(content: object, where: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
-        raise _rejected(f"{where} must be a string or a list of text parts, got {content!r}")
+        raise _rejected(f"{where} must be a string or a list of text parts, got {brief(content)}")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
-            raise _rejected(f"{where}[{index}] must be a part of type 'text' (the model reads text only), got {kind!r}")
+            raise _rejected(
+                f"{where}[{index}] must be a part of type 'text' (the model reads text only), got {brief(kind)}"
+            )
         text = part.get(field)
         if not isinstance(text, str):
-            raise _rejected(f"{where}[{index}].{field} must be a string, got {text!r}")
+            raise _rejected(f"{where}[{index}].{field} must be a string, got {brief(text)}")
         texts.append(text)
     return texts
 
