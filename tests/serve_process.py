@@ -32,8 +32,8 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]
         process.stderr.close()
 
 
-def wait_for_line(process: subprocess.Popen[str], lines: list[str], text: str) -> None:
-    for _ in range(900):
+def wait_for_line(process: subprocess.Popen[str], lines: list[str], text: str, seconds: int = 90) -> None:
+    for _ in range(10 * seconds):
         if any(text in line for line in lines):
             return
         assert process.poll() is None, "".join(lines[-20:])

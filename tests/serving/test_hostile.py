@@ -45,7 +45,7 @@ async def test_hostile_requests_stop_nobody(pytestconfig: pytest.Config, seed: i
     file = tmp_path / "llm.yaml"
     file.write_text(yaml.safe_dump(config))
     with running(str(file), "--port", str(port)) as (process, lines):
-        wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1")
+        wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1", seconds=300)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
             await under_fire(http, Random(seed), count)
 
