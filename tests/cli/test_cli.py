@@ -377,6 +377,7 @@ def test_doctor_reports_as_json(capsys):
     assert found["config"] is None and found["problem"] is None
 
 
+@pytest.mark.usefixtures("demo")
 def test_doctor_says_what_attention_runs_on(tmp_path, capsys, monkeypatch):
     path = tmp_path / "engine.yaml"
 
@@ -426,6 +427,7 @@ def test_doctor_checks_a_serve_config(tmp_path, capsys):
     assert "nothing/here" in json.loads(capsys.readouterr().out)["problem"]
 
 
+@pytest.mark.usefixtures("demo")
 def test_doctor_prints_the_configuration_as_it_would_be(tmp_path, capsys):
     path = tmp_path / "engine.yaml"
     path.write_text("model: {path: smollm2-135m}\nruntime: {device: cpu}\n")

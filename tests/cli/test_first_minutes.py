@@ -9,6 +9,7 @@ import pytest
 from raylm import LLM, SamplingParams
 from raylm.cli import main
 
+pytestmark = pytest.mark.usefixtures("demo")
 PARIS = "What is the capital of France?"
 
 

@@ -23,6 +23,7 @@ def test_a_plan_of_a_shape(capsys):
     assert found["gpu"]["memory_gib"] == 139.8
 
 
+@pytest.mark.usefixtures("demo")
 def test_names_are_known_in_any_case_and_a_serve_file_has_an_engine(capsys, tmp_path):
     _, found = plan(capsys, "LLaMA-3.1-8B", "--gpu", "h200")
     assert found["weight_bytes"] == 16_060_522_496
@@ -36,6 +37,7 @@ def test_gpus_are_shared_out_and_a_dtype_counts(capsys):
     assert found["weight_bytes"] == 2 * 16_060_522_496 and found["kv_bytes_token_gpu"] == 2 * 131_072 // 4
 
 
+@pytest.mark.usefixtures("demo")
 def test_a_plan_of_an_engine_file_and_of_a_gguf_file(capsys, tmp_path):
     path = tmp_path / "engine.yaml"
     path.write_text("model: {path: llama-3.1-8b}\nparallel: {pipeline: 2, stage_layers: [31, 1]}\n")

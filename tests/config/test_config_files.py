@@ -53,6 +53,7 @@ def test_an_engine_is_looked_for_beside_the_file_that_names_it(folder: Path, eng
     assert model_of(application(folder, engine)) == str(folder / "mine")
 
 
+@pytest.mark.usefixtures("demo")
 def test_then_in_the_working_folder_and_beside_the_package(folder: Path):
     Path("engine2.yaml").write_text("model: {path: only, load_format: dummy}\n")
     assert model_of(application(folder, "engine2.yaml")) == str(folder.parent / "away" / "only")

@@ -52,6 +52,7 @@ def test_only_the_model_is_missing_from_a_file_for_gpus(name):
         serve_config(str(FILES[name]), host=None, port=None)
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_cpu_is_enough_where_no_gpu_is_named(name):
     devices = {model.engine.runtime.device for model in models(name)}

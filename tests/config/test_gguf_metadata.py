@@ -56,6 +56,7 @@ def test_values_and_tensors(path: Path) -> None:
     assert np.fromfile(path, "<f2", 4, offset=vector.offset).tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("demo")
 def test_equals_the_gguf_package_on_a_real_file() -> None:
     path = locate("smollm2-135m").path
     file = read_gguf(path)

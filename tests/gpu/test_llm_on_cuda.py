@@ -16,7 +16,6 @@ from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.config.resolve import resolve
-from raylm.config.source import locate
 from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan, StepResult
 from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
@@ -282,12 +281,9 @@ def test_a_step_that_samples_nothing_is_not_done_before_its_device_is():
     assert step.done
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_real_model_gives_the_tokens_that_it_gives_on_a_cpu(dtype):
-    try:
-        locate("smollm2-135m")
-    except ConfigError:
-        pytest.skip("the demo model is not installed")
     reference = checkpoints.smollm2_reference()
     config = {"model": {"path": "smollm2-135m", "max_model_len": 128, "dtype": dtype}, "runtime": {"device": "cuda"}}
     llm = LLM(EngineConfig.model_validate(config), progress=False)

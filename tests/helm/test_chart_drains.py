@@ -15,7 +15,7 @@ import rendered
 import yaml
 from ports import free_port
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.usefixtures("demo")]
 ENGINE = {
     "model": {"path": "smollm2-135m", "max_model_len": 512},
     "cache": {"cpu_memory_gib": 0.1},

@@ -11,7 +11,7 @@ from openai import OpenAI
 from ports import free_port
 from serve_process import running, wait_for_line
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.usefixtures("demo")]
 
 
 def test_the_default_serve_config_answers(tmp_path):

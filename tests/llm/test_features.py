@@ -9,6 +9,7 @@ from raylm import LLM, SamplingParams
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
 
+pytestmark = pytest.mark.usefixtures("demo")
 PREFIX = "Here is a list of capitals of Europe: Paris, Rome, Madrid, Berlin, Vienna, Oslo, Athens. "
 PROMPTS = [
     PREFIX + ending
@@ -34,7 +35,7 @@ def run(llm: LLM) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(demo):
     llm = load(cache={"num_blocks": 200})
     tokens = run(llm)
     assert llm._engine.stats().num_preemptions == 0

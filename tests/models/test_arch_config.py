@@ -149,6 +149,7 @@ def test_damaged_json(tmp_path: Path) -> None:
             ArchConfig.from_source(ModelSource(tmp_path, "folder"))
 
 
+@pytest.mark.usefixtures("demo")
 def test_smollm2() -> None:
     found = ArchConfig.from_source(locate("smollm2-135m"))
     assert (found.architecture, found.vocab_size, found.num_layers) == ("LlamaForCausalLM", 49152, 30)
@@ -204,6 +205,7 @@ def test_gguf_refused(name: str, changes: dict, message: str, tmp_path: Path) ->
         ArchConfig.from_source(write_metadata(tmp_path / "a.gguf", name, **changes))
 
 
+@pytest.mark.usefixtures("demo")
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     code = (

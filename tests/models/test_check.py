@@ -38,6 +38,7 @@ def wrong_models(folder):
     yield {"model": demo, "parallel": {"pipeline": 2, "stage_layers": [3, 4]}}, "has 7 layers in all, the model 30"
 
 
+@pytest.mark.usefixtures("demo")
 def test_a_model_that_cannot_work_is_refused_before_anything_starts(tmp_path, capsys):
     path = tmp_path / "engine.yaml"
     for config, problem in wrong_models(tmp_path):
@@ -54,6 +55,7 @@ def test_what_needs_no_weights_has_none(tmp_path):
     assert check_model(config).num_layers == 28
 
 
+@pytest.mark.usefixtures("demo")
 def test_the_usual_model_is_checked_without_torch():
     code = (
         "import sys; from raylm.models.check import check_model; from raylm.config.engine import EngineConfig; "

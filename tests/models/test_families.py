@@ -122,6 +122,7 @@ def test_one_rotary_table_for_equal_settings(tmp_path: Path) -> None:
     assert tables[0] == tables[1] == tables[3] != tables[2]
 
 
+@pytest.mark.usefixtures("demo")
 def test_smollm2_equals_transformers() -> None:
     prompts = {
         str(i): [(1009 * i + 31 * j) % 49000 + 17 for j in range(length)]

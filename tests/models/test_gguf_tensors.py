@@ -62,7 +62,7 @@ def test_types(name: str, num_rows: int, tmp_path: Path, arch: ArchConfig) -> No
 
 
 @pytest.fixture(scope="module")
-def arch() -> ArchConfig:
+def arch(demo: None) -> ArchConfig:
     return ArchConfig.from_source(locate("smollm2-135m"))
 
 

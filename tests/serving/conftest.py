@@ -35,7 +35,7 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(ray_cluster: None) -> Iterator[Served]:
+def served(demo: None, ray_cluster: None) -> Iterator[Served]:
     """A running endpoint; Serve's Python proxy, as with a bare `serve run`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -31,6 +31,7 @@ def test_what_no_machine_has(host, port, problem):
         check_address(host, port)
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_in_use_ends_serve_before_ray_starts(host, monkeypatch):
     monkeypatch.setattr(run, "start_local_ray", lambda **options: pytest.fail("Ray was started"))

@@ -224,6 +224,7 @@ def test_what_a_file_of_keys_holds(path: Path) -> None:
     assert read_keys(str(path)) == ["key-of-anna", "key-of-ben", "key#4"]
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -260,6 +261,7 @@ def test_a_folder_is_no_file_of_keys(tmp_path: Path) -> None:
         read_keys(str(tmp_path))
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("target", ["smollm2-135m", "deployments/llm.yaml", "deployments/multi-model.yaml"])
 def test_the_option_of_raylm_serve_is_the_configurations_key(path: Path, target: str) -> None:
     def keys(api_keys_file: str | None) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hangup import ended_by_hangup
 
 SERVER = """
 import os, signal, subprocess, sys, threading
@@ -36,10 +37,10 @@ except KeyboardInterrupt:
 def start():
     keepers = []
 
-    def start_server(*words, command=()):
-        keeper = subprocess.Popen(
-            [*command, sys.executable, "-c", SERVER, *words], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+    def start_server(*words, nohup=False):
+        server = [sys.executable, "-c", SERVER, *words]
+        command = ["nohup", *server] if nohup else ended_by_hangup(server)
+        keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         keepers.append(keeper)
         processes = [psutil.Process(int(pid)) for pid in keeper.stdout.readline().split()]
         keepers.extend(processes)
@@ -71,6 +72,18 @@ def test_a_signal_to_the_group_lets_the_server_end_in_order(start, number):
     assert_gone(processes)
 
 
+def test_a_hangup_counts_also_where_the_tests_ignore_it(start):
+    """As in `nohup make test`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        keeper, processes = start("clean")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.killpg(keeper.pid, signal.SIGHUP)
+    assert keeper.wait(20) == 5
+    assert_gone(processes)
+
+
 def test_what_a_server_leaves_is_killed(start):
     keeper, processes = start()
     keeper.terminate()
@@ -93,7 +106,7 @@ def test_a_keeper_that_is_killed_ends_the_server(start):
 
 
 def test_nohup_stays_in_force(start):
-    keeper, processes = start("clean", command=("nohup",))
+    keeper, processes = start("clean", nohup=True)
     assert all(ignores(pid, signal.SIGHUP) for pid in (keeper.pid, processes[0].pid))
     keeper.terminate()
     assert keeper.wait(20) == 5

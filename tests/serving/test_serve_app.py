@@ -26,7 +26,7 @@ def client(serve_url: str):
 
 
 @pytest.fixture(scope="module")
-def offline():
+def offline(demo: None):
     llm = LLM(MODEL, max_model_len=512, progress=False)
     yield llm
     llm.close()

@@ -22,6 +22,7 @@ from raylm.serving.run import cause
 pytestmark = pytest.mark.serve
 
 
+@pytest.mark.usefixtures("demo")
 def test_serve_answers_and_leaves_nothing_behind(tmp_path):
     port = free_port()
     keys = tmp_path / "keys"

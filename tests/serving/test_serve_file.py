@@ -147,6 +147,7 @@ def test_an_application_of_ones_own_is_found_where_serve_looks(tmp_path, monkeyp
     serve_config(written(tmp_path, data), host=None, port=None)
 
 
+@pytest.mark.usefixtures("demo")
 def test_options_are_those_of_the_file_unless_they_are_given(tmp_path):
     path = written(tmp_path, {"applications": APPLICATIONS, "http_options": {"port": "8029", "request_timeout_s": 3}})
     options = serve_config(path, host=None, port=None)["http_options"]

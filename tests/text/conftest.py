@@ -9,7 +9,7 @@ from raylm.text.processor import TextProcessor
 
 
 @pytest.fixture(scope="session")
-def smollm_source() -> ModelSource:
+def smollm_source(demo: None) -> ModelSource:
     return locate("smollm2-135m")
 
 
