@@ -11,6 +11,7 @@ from raylm.batch.answer import Answerer
 from raylm.batch.requests import BadLine, BatchRequest, Result
 from raylm.batch.shards import Shard, requests_of
 from raylm.batch.work import Report, Totals, WorkFolder, count
+from raylm.openai.lines import one_line
 
 
 async def run_shard(answerer: Answerer, folder: WorkFolder, shard: Shard, *, keep_order: bool) -> Report:
@@ -24,7 +25,7 @@ async def run_shard(answerer: Answerer, folder: WorkFolder, shard: Shard, *, kee
         return Report(shard.index, shard.num_requests, Totals(), started, started)
     requests = await asyncio.to_thread(list, requests_of(shard, model=answerer.name))
     results = await answer_all(answerer, requests, keep_order=keep_order)
-    lines = [msgspec.json.encode(result) for result in results]
+    lines = [one_line(msgspec.json.encode(result)) for result in results]
     await asyncio.to_thread(folder.write, shard, lines)
     totals = Totals()
     for line in lines:

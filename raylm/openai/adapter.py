@@ -12,6 +12,7 @@ from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.errors import RequestRejected
 from raylm.openai.errors import HttpError
+from raylm.openai.lines import one_line
 from raylm.openai.params import TokenLimit, Wanted
 from raylm.openai.protocol import ChatAnswer, ChatChoice, Completion, PromptDetails, TextChoice, Usage
 from raylm.openai.served_model import ServedModel
@@ -187,28 +188,19 @@ DONE = b"data: [DONE]\n\n"
 
 def event(value: msgspec.Struct) -> bytes:
     """One SSE event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + one_line(msgspec.json.encode(value)) + b"\n\n"
 
 
 def error_event(error: HttpError) -> bytes:
     """An error after the answer has begun: the status is sent, so the stream carries it, as OpenAI's clients expect."""
-    return b"data: " + error.body() + b"\n\n" + DONE
+    return b"data: " + one_line(error.body()) + b"\n\n" + DONE
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 def _text(text: str) -> bytes:
-    """A JSON string that no client takes for several lines: some split at Unicode's line ends too."""
-    encoded = _encode(text)
-    if encoded.isascii():
-        return encoded
-    for raw, escaped in _LINE_ENDS:
-        encoded = encoded.replace(raw, escaped)
-    return encoded
-
-
-_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+    return one_line(_encode(text))
 
 
 def _json(value: str) -> str:

@@ -1,4 +1,4 @@
-"""A server in a session of its own, and a small process that keeps it.
+"""A server, or a batch, in a session of its own, and a small process that keeps it.
 
 Ray's processes are in the process group of whoever starts them. A signal to the whole group (a closed terminal,
 `timeout`, systemd) would end them together with the server, which then cannot end anything in order, and what they
@@ -69,7 +69,7 @@ def _keep(server: int, leave_s: float) -> int:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code
-    print(f"raylm: the server was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    print(f"raylm: the process was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return 128 - code
 
 

@@ -55,3 +55,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 child.kill()
         process.wait(30)
         psutil.wait_procs(family, timeout=30)
+
+
+@pytest.fixture
+def no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`raylm batch` in the process of the tests itself, which must not fork."""
+    monkeypatch.setattr("raylm.serving.keeper.fork_keeper", lambda: None)

@@ -24,7 +24,7 @@ FILES = ["--input", "in.jsonl", "--output", "out.jsonl"]
 
 
 @pytest.fixture
-def no_cluster(monkeypatch):
+def no_cluster(monkeypatch, no_keeper):
     """A cluster that would be started raises what this list holds."""
     errors = []
 

@@ -72,6 +72,31 @@ def test_every_kind_of_line_is_answered_as_the_server_would(tmp_path):
     assert [choice["text"] for choice in bodies[5]["choices"]] == [said("again", 5)] * 2
 
 
+LINE_ENDS = "a\x85b\u2028c\u2029d\x0be\x0cf\x1cg"
+"""Whatever str.splitlines takes for the end of a line, besides \\n and \\r."""
+
+
+def test_a_result_is_one_line_for_readers_that_split_at_unicodes_line_ends(tmp_path):
+    asked = completion_line(LINE_ENDS, prompt="hello", stop=[LINE_ENDS[1:2]], max_tokens=3)
+    refused = completion_line("x" + LINE_ENDS, model=LINE_ENDS)
+    # As written by a client that leaves in JSON what may be left in it.
+    lines = [json.dumps(line, ensure_ascii=False).encode() for line in (asked, refused)]
+    assert all(len(line.decode().splitlines()) > 1 for line in lines)
+    results = run(tmp_path, lines)
+    assert [result["custom_id"] for result in results] == [LINE_ENDS, "x" + LINE_ENDS]
+    assert [result["response"]["status_code"] for result in results] == [200, 404]
+    assert results[0]["response"]["body"]["choices"][0]["text"] == said("hello", 3)
+    text = (tmp_path / "out.jsonl").read_bytes().decode()
+    assert [json.loads(line) for line in text.splitlines()] == results
+
+
+def test_a_prompt_of_a_text_file_ends_at_newlines_alone(tmp_path):
+    (tmp_path / "in.txt").write_bytes("one\x85two\u2028three\n".encode())
+    run_batch(settings(tmp_path / "in.txt", tmp_path / "out.jsonl"), in_process)
+    (result,) = read_results(tmp_path / "out.jsonl")
+    assert result["response"]["body"]["choices"][0]["text"] == said("one\x85two\u2028three", 6)
+
+
 @pytest.mark.parametrize(
     ("line", "custom_id", "code"),
     [

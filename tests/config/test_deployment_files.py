@@ -39,6 +39,7 @@ def test_a_head_says_what_runs_it_and_what_it_needs(name):
     assert [line for line in head(name) if line.startswith("Needs: ")]
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("name", sorted(set(FILES) - set(GPU_FILES)))
 def test_raylm_serve_takes_the_file(name):
     applications = serve_config(str(FILES[name]), host=None, port=None)["applications"]

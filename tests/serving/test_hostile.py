@@ -23,7 +23,7 @@ from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import running, wait_for_line
 
-pytestmark = [pytest.mark.nightly, pytest.mark.serve, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("demo"), pytest.mark.serve, pytest.mark.timeout(7200)]
 log = logging.getLogger(__name__)
 AT_ONCE = 16
 STREAM_TOKENS = 200

@@ -42,7 +42,7 @@ def nested(depth: int, count: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def smollm(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+def smollm(demo: None, tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
     """A real tokenizer and chat template."""
     return TextProcessor.load(locate("smollm2-135m"), cache_dir=tmp_path_factory.mktemp("tokenizers"))
 

@@ -41,6 +41,7 @@ def written(folder, data):
     return str(path)
 
 
+@pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -138,8 +139,10 @@ def test_what_serve_would_not_notice_is_refused(data, problem, tmp_path, capsys)
 def test_an_application_of_ones_own_is_found_where_serve_looks(tmp_path, monkeypatch):
     (tmp_path / "own_application.py").write_text("app = object()\n")
     monkeypatch.chdir(tmp_path)
-    before = list(sys.path)
     data = {"applications": [{"import_path": "own_application:app", "args": {"any": {"key": 1}}}]}
+    serve_config(written(tmp_path, data), host=None, port=None)  # Ray adds to the path when it is first imported.
+    del sys.modules["own_application"]
+    before = list(sys.path)
     assert serve_config(written(tmp_path, data), host=None, port=None)["applications"] == data["applications"]
     assert sys.path == before
     # What a runtime environment brings along is not here.
