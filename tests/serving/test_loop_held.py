@@ -120,7 +120,7 @@ async def test_an_attack_is_refused_and_holds_nobody(
         parse(ChatRequest if path == CHAT else CompletionRequest, bytearray(body), HttpConfig(strict=strict))
     assert call.seconds < ALLOWED_S, call.callback
     server = Server(ended(), max_model_len=2048, text=smollm, strict=strict)
-    with measured(monkeypatch) as longest:
+    async with measured(monkeypatch) as longest:
         response = await server.http.post(path, content=body)
     assert longest.seconds < ALLOWED_S, longest.callback
     error = response.json()["error"]
@@ -150,7 +150,7 @@ async def test_choices_share_what_looks_for_stop_strings(
     stop = [letter * 1023 + "!" for letter in "abcdefghijklmnop"]
     server = Server(ended(), max_model_len=2048, text=smollm)
     server.catalog.model = replace(server.catalog.model, vocab_size=100_000)
-    with measured(monkeypatch) as longest:
+    async with measured(monkeypatch) as longest:
         response = await server.http.post(COMPLETIONS, content=completion(stop=stop, **many))
     assert response.status_code == 200, response.text
     assert longest.seconds < ALLOWED_S, longest.callback
@@ -177,7 +177,7 @@ class SlowGenerator(ScriptedGenerator):
 async def test_a_thousand_prompts_are_sent_in_turns(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(ended())
     server.catalog.model = replace(server.catalog.model, generator=SlowGenerator([ended()]))
-    with measured(monkeypatch) as longest:
+    async with measured(monkeypatch) as longest:
         response = await server.http.post(COMPLETIONS, content=completion(prompt=["x"] * 1024, stream=stream))
     assert response.status_code == 200, response.text
     assert longest.seconds < ALLOWED_S, longest.callback
@@ -187,8 +187,9 @@ async def test_a_thousand_prompts_are_sent_in_turns(stream: bool, monkeypatch: p
 async def test_token_ids_up_to_the_body_limit_are_taken(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[number % 250 + 1] * 20_000 for number in range(80)]
     server = Server(ended(), max_model_len=32_768, strict=strict)
-    with measured(monkeypatch) as longest:
-        response = await server.http.post(COMPLETIONS, content=completion(prompt=prompts))
+    body = completion(prompt=prompts)
+    async with measured(monkeypatch) as longest:
+        response = await server.http.post(COMPLETIONS, content=body)
     assert longest.seconds < ALLOWED_S, longest.callback
     assert response.status_code == 200, response.text
     assert [asked.prompt_ids for asked in server.generator.requests] == prompts
