@@ -10,16 +10,16 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-async def merged(streams: list[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+def merged(streams: list[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     """The items of all streams as they come; closing it, or an error of one of them, closes all.
 
     A slow reader holds the streams back: each has at most one item waiting.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+    # A single stream pays for nothing.
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: list[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     queue: asyncio.Queue[Item | _End] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_feed(stream, queue)) for stream in streams]
     try:
