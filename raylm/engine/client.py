@@ -12,7 +12,7 @@ import zmq
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.engine.link import SILENCE_S, EngineAt, KeyPair, Link, Outcome, silence
+from raylm.engine.link import ANSWER_S, SILENCE_S, EngineAt, KeyPair, Link, Outcome, silence
 from raylm.engine.messages import (
     Abort,
     BlockSnapshot,
@@ -37,6 +37,9 @@ from raylm.errors import (
     RequestLost,
     RequestRejected,
 )
+from raylm.log import get_logger
+
+logger = get_logger(__name__)
 
 _TRY_AGAIN_S = 0.2
 _RETRY_AFTER_S = 2.0
@@ -72,6 +75,8 @@ class EngineClient:
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self.is_connected = False
         self._others = 0
+        self._farewell: RequestLost | None = None
+        """What the engine said of its end, which holds for requests that it has not read too."""
         self._link = self._connect()
         self._task = asyncio.create_task(self._run())
 
@@ -171,8 +176,9 @@ class EngineClient:
         orphans: list[str] = []
         while True:
             link = self._link
-            outcome = await link.connected()
-            self._fail(orphans, _explained(outcome))
+            outcome = await link.connected(ANSWER_S if orphans else SILENCE_S)
+            self._fail(orphans, self._farewell or _explained(outcome))
+            self._farewell = None
             if outcome == "up":
                 self.is_connected = True
                 error = await self._serve(link)
@@ -196,23 +202,24 @@ class EngineClient:
             await asyncio.wait((reading, silent), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done() and silent.result() == "silent":
                 return EngineDeadError(f"the engine hangs: its process has not answered for {SILENCE_S:g} s")
-            return await reading
+            await reading
+        except Exception as error:
+            logger.exception("what the engine at %s said cannot be read", self._engine.address)
+            return ConnectionLost(f"what the engine said cannot be read: {type(error).__name__}: {error}")
+        else:
+            return None
         finally:
             reading.cancel()
             silent.cancel()
             await asyncio.gather(reading, silent, return_exceptions=True)
 
-    async def _read(self, link: Link) -> RequestLost | None:
+    async def _read(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
         while await link.readable():
             pause_at = loop.time() + _READ_S
             while loop.time() < pause_at and (data := link.receive()) is not None:
-                try:
-                    self._take(self._decoder.decode(data))
-                except msgspec.MsgspecError as error:
-                    return ConnectionLost(f"a message of the engine cannot be read: {error}")
+                self._take(self._decoder.decode(data))
             await asyncio.sleep(0)
-        return None
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
@@ -229,7 +236,10 @@ class EngineClient:
             self._unanswered.pop(message.request_id, None)
             self._fail([message.request_id], _refusal(message))
         elif isinstance(message, Lost):
-            self._fail(message.request_ids, _LOSSES[message.kind](message.message))
+            error = _LOSSES[message.kind](message.message)
+            if not isinstance(error, IngressStalled):
+                self._farewell = error
+            self._fail(message.request_ids, error)
         elif (feed := self._feeds.get(message.request_id)) is not None:
             if isinstance(message, BlockSnapshot):
                 feed.begin(message.snapshot)
@@ -238,7 +248,7 @@ class EngineClient:
 
 
 _NO_CONNECTION: dict[Outcome, str] = {
-    "refused": "the engine cannot be reached: its process has ended",
+    "refused": "the engine cannot be reached: nothing listens at its address",
     "silent": "the engine cannot be reached: its process does not answer",
     "unknown key": "the engine does not know this ingress's key yet",
 }
@@ -247,7 +257,7 @@ _NO_CONNECTION: dict[Outcome, str] = {
 def _explained(outcome: Outcome) -> RequestLost:
     """Why a connection was lost, from how the next attempt ended."""
     if outcome == "refused":
-        return EngineDeadError("the engine has died: its process has ended")
+        return EngineDeadError("the engine has died: nothing listens at its address any more")
     if outcome == "silent":
         return EngineDeadError("the engine has died or its node is away: the connection was lost, and nothing answers")
     return ConnectionLost("the connection to the engine was lost, and the request with it; the engine lives")

@@ -13,10 +13,10 @@ from raylm.engine.outbox import MAX_UNREAD_MESSAGES
 
 _HEARTBEAT_MS = 1_000
 _SILENCE_MS = 5_000
-_ANSWER_S = 2.0
-"""An engine whose process answers no heartbeat for _SILENCE_MS, and then no new connection for _ANSWER_S, hangs or its
+ANSWER_S = 2.0
+"""An engine whose process answers no heartbeat for _SILENCE_MS, and then no new connection for ANSWER_S, hangs or its
 node is gone without a word. (libzmq answers from threads of its own, however busy the engine is.)"""
-SILENCE_S = _SILENCE_MS / 1000 + _ANSWER_S
+SILENCE_S = _SILENCE_MS / 1000 + ANSWER_S
 _TURN_S = 0.25
 _NEVER_MS = 24 * 3600 * 1000
 """When libzmq may connect again by itself. Without any such time it would drop what it has received and nobody read."""
@@ -95,7 +95,7 @@ class Link:
                 await self._readable.wait()
         return True
 
-    async def connected(self, limit_s: float = _ANSWER_S) -> Outcome:
+    async def connected(self, limit_s: float = SILENCE_S) -> Outcome:
         """How the attempt to connect ends. It is "silent" after `limit_s`, counted in turns of this event loop: a loop
         that was held does not take its own pause for the engine's."""
         for _ in range(round(limit_s / _TURN_S)):
@@ -156,12 +156,14 @@ class _Pulse(Link):
 
 async def silence(context: zmq.Context[zmq.Socket[bytes]], engine: EngineAt, keys: KeyPair) -> Outcome:
     """Return when the engine's process does not answer any more ("silent", after some 7 seconds) or has ended."""
+    limit_s = SILENCE_S
     while True:
         pulse = _Pulse(context, engine, keys)
         try:
-            outcome = await pulse.connected()
+            outcome = await pulse.connected(limit_s)
+            limit_s = ANSWER_S
             if outcome in ("silent", "refused"):
                 return outcome
-            await (pulse.lost() if outcome == "up" else asyncio.sleep(_ANSWER_S))
+            await (pulse.lost() if outcome == "up" else asyncio.sleep(ANSWER_S))
         finally:
             pulse.close()

@@ -24,7 +24,8 @@ from raylm.engine import client as client_module
 from raylm.engine import link, outbox, server
 from raylm.engine.client import EngineClient
 from raylm.engine.link import KeyPair
-from raylm.errors import ConnectionLost, EngineDeadError, Overloaded, RequestRejected
+from raylm.engine.messages import Lost
+from raylm.errors import ConnectionLost, EngineDeadError, EngineStopped, Overloaded, RequestRejected
 
 FOREVER = SamplingParams(temperature=0, ignore_eos=True)
 LONG_NAME = 20_000
@@ -141,7 +142,7 @@ async def test_an_engine_whose_process_ended_is_dead(engine):
     stream = client.generate(["a"], [1], FOREVER, OPTIONS)
     await anext(stream)
     engine.signal(signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="the engine has died: its process has ended"):
+    with pytest.raises(EngineDeadError, match="the engine has died: nothing listens"):
         while True:
             await anext(stream)
     with pytest.raises(Overloaded, match="cannot be reached"):
@@ -250,6 +251,34 @@ async def test_nobody_waits_for_an_engine_that_is_not_there():
         with pytest.raises(Overloaded, match="cannot be reached"):
             await client.generate(["a"], [1], FOREVER, OPTIONS).admitted()
         await client.close()
+
+
+async def test_what_cannot_be_read_ends_the_connection_with_a_reason_and_another_is_made():
+    served = Served(CountingExecutor(max_model_len=12_000, num_blocks=24_000, pause_s=0.01))
+    client = served.client()
+    stream = client.generate(["a"], [1], FOREVER, OPTIONS)
+    await anext(stream)
+    whole, client._decoder = client._decoder, msgspec.msgpack.Decoder(list[bool])
+    with pytest.raises(ConnectionLost, match="cannot be read"):
+        while True:
+            await anext(stream)
+    client._decoder = whole
+    await until(lambda: client.is_connected)
+    assert (await collect(client, "b", [1], SamplingParams(max_tokens=3, ignore_eos=True)))[1] == "length"
+    await client.close()
+    served.stop()
+
+
+async def test_the_reason_of_an_end_holds_for_what_the_engine_has_not_read(engine):
+    client = engine.client()
+    stream = client.generate(["a"], [1], FOREVER, OPTIONS)
+    await anext(stream)
+    client._take(Lost([], "engine_stopped", "the replica's drain is over"))
+    engine.signal(signal.SIGKILL)
+    with pytest.raises(EngineStopped, match="drain is over"):
+        while True:
+            await anext(stream)
+    await client.close()
 
 
 @pytest.mark.parametrize(
