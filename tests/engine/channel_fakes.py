@@ -38,7 +38,7 @@ class Served:
         self.keys = KeyPair(*zmq.curve_keypair())
         self.server.clients.allow(self.keys.public)
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
