@@ -337,11 +337,30 @@ def test_a_folder_without_execution_is_a_sentence(tmp_path):
         write_program(tmp_path / "none" / "haproxy", FrontConfig())
 
 
-def test_a_front_that_does_not_start_is_a_sentence():
-    traceback = "ray::HAProxyManager.ready()\n  File 'x'\nRuntimeError: HAProxy crashed during startup: {}\n"
-    sentence = str(front_failure(RuntimeError(traceback.format("raylm: cannot listen on *:80: Permission denied"))))
-    assert "did not start: raylm: cannot listen on *:80: Permission denied; on a slow machine" in sentence
-    assert "\n" not in sentence and "Traceback" not in sentence
-    assert "did not start: HTTP proxies not available after 60s." in str(
-        front_failure(TimeoutError("HTTP proxies not available after 60s."))
-    )
+RAYS = "ray::HAProxyManager.ready() (pid=3)\n  File 'x'\nRuntimeError: {}"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            RAYS.format("HAProxy crashed during startup: raylm: cannot listen on *:80: Permission denied"),
+            "cannot listen on *:80: Permission denied",
+        ),
+        (
+            RAYS.format(
+                "HAProxy crashed during startup: [NOTICE] (3) : version\n[ALERT]  (3) : config : no such keyword\nend"
+            ),
+            "config : no such keyword",
+        ),
+        (
+            RAYS.format("HAProxy (pid=3) did not take over the admin socket within 60 seconds. stderr: a\nb"),
+            "HAProxy (pid=3) did not take over the admin socket within 60 seconds",
+        ),
+        ("HTTP proxies not available after 60s.", "HTTP proxies not available after 60s"),
+        ("The actor died unexpectedly.\n\tclass_name: HAProxyManager", "The actor died unexpectedly"),
+    ],
+)
+def test_a_front_that_does_not_start_is_a_sentence(said, reason):
+    sentence = str(front_failure(RuntimeError(said)))
+    assert f"did not start: {reason}; on a slow machine" in sentence and "\n" not in sentence

@@ -98,6 +98,15 @@ def test_a_model_that_fails_in_its_replica_ends_in_its_sentence(tmp_path, monkey
     assert re.fullmatch(f"raylm: application 'model-{tmp_path.name}' did not start: {problem}\n", lines[-1])
 
 
+def test_a_front_that_does_not_start_ends_in_a_sentence(monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "0")
+    with running("smollm2-135m", "--port", str(free_port())) as (process, lines):
+        assert process.wait(120) == 2
+    assert "Traceback" not in "".join(lines)
+    problem = r"HAProxy \(pid=\d+\) did not take over the admin socket within 0 seconds; on a slow machine .*"
+    assert re.fullmatch(rf"raylm: the HTTP front .* did not start: {problem}\n", lines[-1])
+
+
 def test_the_cause_of_a_failure_is_what_a_traceback_ends_with():
     traceback = "Error:\nTraceback (most recent call last):\n  File 'x'\n"
     messages = ["Failed to update the deployments ['a']."]

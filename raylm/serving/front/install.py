@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -19,6 +20,12 @@ from raylm.serving.front.settings import FrontSettings
 
 _ROOT = Path(__file__).resolve().parents[3]
 _MAIN = "import sys; sys.path.insert(0, {root!r}); from raylm.serving.front.program import main; main()"
+_REASONS = (
+    re.compile(r"raylm: (.+)"),
+    re.compile(r"\[ALERT\] .*?: (.+)"),
+    re.compile(r"^\w*(?:Error|Exception): (.+?)(?: stderr:.*)?$", re.MULTILINE),
+)
+"""Where Serve's traceback says what went wrong: the front's program, HAProxy, Serve."""
 _MAX_FOLDER = 25
 """Sockets' paths have 107 bytes, of which Serve and HAProxy add 82."""
 _BLOCKS = range(20_000, 30_000, 100)
@@ -116,7 +123,9 @@ def set_front(folder: Path, path: str | None) -> PortBlock:
 
 def front_failure(error: Exception) -> RaylmError:
     """What to tell a user whose server's front has not started."""
-    reason = str(error).rstrip().rpartition("\n")[2].rpartition("HAProxy crashed during startup: ")[2]
+    said = str(error)
+    found = [match[1] for pattern in _REASONS if (match := pattern.search(said))]
+    reason = (found[0] if found else said.partition("\n")[0]).rstrip(".")
     return RaylmError(
         f"the HTTP front (Serve's proxy or HAProxy) did not start: {reason}; on a slow machine try again with more "
         "time: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=300 RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S=300 in the environment"
