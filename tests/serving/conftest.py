@@ -50,6 +50,9 @@ def served(demo: None, ray_cluster: None) -> Iterator[Served]:
             "cache": {"cpu_memory_gib": 0.25},
             "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 256, "max_queued_requests": QUEUE},
         }
+        # A comment after a second of silence, for tests of streams that wait; a page that may call.
+        http = {"keep_alive_s": 1.0, "cors_origins": ["https://chat.example.org"]}
+        config["applications"][0]["args"] |= {"http": http}
     running = Served(config)
     running.deploy(config)
     yield running

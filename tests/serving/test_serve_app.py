@@ -16,6 +16,8 @@ from raylm import LLM, SamplingParams
 
 pytestmark = pytest.mark.serve
 MODEL = "smollm2-135m"
+PAGE = "https://chat.example.org"
+FEW = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 2}
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -49,6 +51,16 @@ def test_models_health_and_version(serve_url, client):
     assert client.models.retrieve(MODEL).id == MODEL
     assert httpx.get(f"{serve_url}/health").status_code == 200
     assert httpx.get(f"{serve_url}/version").json()["version"]
+
+
+def test_a_web_page_may_call(serve_url):
+    headers = {"origin": PAGE, "access-control-request-method": "POST"}
+    preflight = httpx.options(f"{serve_url}/v1/chat/completions", headers=headers)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert httpx.options(f"{serve_url}/v1/models", headers=headers | {"origin": "null"}).status_code == 403
+    answer = httpx.get(f"{serve_url}/v1/models", headers={"origin": PAGE, "x-request-id": "mine"})
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert answer.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/nothing"])
@@ -182,6 +194,24 @@ def test_a_dropped_connection_frees_its_blocks(serve_url):
         wait_for(lambda: metric(serve_url, "raylm:kv_cache_usage_perc") > 0)
     wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0, seconds=5)
     assert metric(serve_url, "raylm:kv_cache_usage_perc") == 0
+
+
+def test_a_stream_that_waits_in_the_queue_has_begun_and_shows_that_it_lives(serve_url):
+    """The engine runs four sequences at a time; a comment comes after a second here."""
+    chats, completions = f"{serve_url}/v1/chat/completions", f"{serve_url}/v1/completions"
+    chat = {"model": MODEL, "messages": PARIS, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", chats, json=chat | {"n": 4}, timeout=120) as busy:
+        running = busy.iter_lines()
+        assert next(line for line in running if line.startswith("data") and '"role"' not in line)
+        with (
+            httpx.stream("POST", chats, json=chat, timeout=120) as waits,
+            httpx.stream("POST", completions, json=FEW | {"stream": True}, timeout=120) as waits_too,
+        ):
+            wait_for(lambda: metric(serve_url, "raylm:num_requests_waiting") == 2)
+            lines = filter(None, waits.iter_lines())
+            assert '"delta":{"role":"assistant","content":""}' in next(lines)
+            assert next(lines) == next(filter(None, waits_too.iter_lines())) == ": keep-alive"
+    wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0)
 
 
 def test_many_clients_at_once(client):
