@@ -60,6 +60,12 @@ class IngressStalled(RequestLost):
     code = "ingress_stalled"
 
 
+class ServerStopped(RequestLost):
+    """The server, or the ingress that the request came through, was stopped on purpose before the request had ended."""
+
+    code = "server_stopped"
+
+
 class ConnectionLost(RequestLost):
     """The connection between ingress and engine was lost; the engine itself may be well."""
 

@@ -135,6 +135,13 @@ class EngineClient:
             del self._feeds[follow_id]
             self._send(Abort(follow_id))
 
+    def end_all(self, error: RequestLost) -> None:
+        """End the live requests with an error; the engine frees them."""
+        live = self._live()
+        for request_id in live:
+            self._send(Abort(request_id))
+        self._fail(live, error)
+
     async def close(self) -> None:
         """Drop the connection; live requests fail."""
         self._task.cancel()

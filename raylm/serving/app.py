@@ -28,7 +28,10 @@ INGRESS_CPUS = 0.1
 _MAX_ONGOING_REQUESTS = 100_000
 """The queue is the engine's: it knows what waiting costs, and refuses with a reason."""
 _HEALTH_CHECK_PERIOD_S = 1.0
-"""Serve replaces a replica whose check has failed three times in a row."""
+_INGRESS_CHECK_S = 2.0
+_MODEL_CHECK_S = 5.0
+"""Serve replaces a replica whose check has failed, or not answered for so long, three times in a row. To replace a
+model costs more than to wait."""
 _AFTER_DRAIN_S = 30.0
 """What Serve waits for longer than the drain: an engine stops its workers in it."""
 
@@ -52,6 +55,7 @@ def ingress_application(config: IngressConfig) -> Application:
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_INGRESS_CHECK_S,
         graceful_shutdown_timeout_s=_stop_seconds(config.drain_timeout_s),
         logging_config={"enable_access_log": False},
     )
@@ -71,6 +75,7 @@ def model_application(config: ModelDeployment) -> Application:
         placement_group_bundle_label_selector=labels,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_MODEL_CHECK_S,
         graceful_shutdown_timeout_s=_stop_seconds(config.drain_timeout_s),
     )
     return deployment.bind(config, worker, channel_host(config.channel_host))

@@ -12,7 +12,7 @@ from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
 from raylm.engine.streams import Sequences
-from raylm.errors import Overloaded, RaylmError
+from raylm.errors import Overloaded, RaylmError, ServerStopped
 from raylm.log import get_logger
 from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
@@ -22,6 +22,7 @@ logger = get_logger(__name__)
 _RETRY_AFTER_S = 5.0
 _RECONNECT_S = 0.5
 _LOAD_AGAIN_S = 5.0
+_CATCH_UP_POLL_S = 0.02
 
 
 class _Engine:
@@ -44,6 +45,8 @@ class ModelRouter:
         self.engines: dict[str, _Engine] = {}
         self.limits: tuple[int, int] | None = None
         """max_model_len and vocab_size of the engine that came last; None before the first."""
+        self.closed: str | None = None
+        """Why no more requests are taken."""
 
     @property
     def usable(self) -> list[_Engine]:
@@ -52,7 +55,10 @@ class ModelRouter:
     def generate(
         self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
     ) -> Sequences:
-        """Generate on the least busy engine. Raises Overloaded when no engine is up, else as EngineClient does."""
+        """Generate on the least busy engine. Raises Overloaded when no engine is up or the router is closed, else as
+        EngineClient does."""
+        if self.closed is not None:
+            raise Overloaded(self.closed, retry_after=_RETRY_AFTER_S)
         engines = self.usable
         if not engines:
             raise Overloaded(f"no engine serves {self.name!r} at the moment", retry_after=_RETRY_AFTER_S)
@@ -72,6 +78,7 @@ class LiveCatalog:
         self._routers: dict[str, ModelRouter] = {}
         self._texts: dict[str, _TextSide] = {}
         self._models: dict[str, ServedModel] = {}
+        self._closed: str | None = None
         self._version = -1
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -82,7 +89,9 @@ class LiveCatalog:
         return sorted(self._texts)
 
     def ready(self) -> bool:
-        return bool(self._texts) and all(name in self._models and self._routers[name].usable for name in self._texts)
+        if self._closed is not None or not self._texts:
+            return False
+        return all(name in self._models and self._routers[name].usable for name in self._texts)
 
     def stats(self) -> list[EngineStats]:
         return [
@@ -90,6 +99,29 @@ class LiveCatalog:
             for router in self._routers.values()
             for engine_id, engine in router.engines.items()
         ]
+
+    async def caught_up(self, limit_s: float) -> None:
+        """Return when every model with an engine can be asked here, after `limit_s` seconds at most. An ingress that is
+        added would otherwise refuse what others serve."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self._has_caught_up():
+            await asyncio.sleep(_CATCH_UP_POLL_S)
+
+    def _has_caught_up(self) -> bool:
+        served = [
+            router
+            for router in self._routers.values()
+            if any(engine.entry.state == "ready" for engine in router.engines.values())
+        ]
+        return self._version >= 0 and all(router.name in self._models and router.usable for router in served)
+
+    def close(self, reason: str) -> None:
+        """End the live requests with the reason, and refuse others with it."""
+        self._closed = reason
+        for router in self._routers.values():
+            router.closed = reason
+            for engine in router.engines.values():
+                engine.client.end_all(ServerStopped(reason))
 
     def check(self) -> None:
         """Raise what ended the watch of the Directory, if anything has: without it the copy only grows old."""
@@ -105,9 +137,14 @@ class LiveCatalog:
                 # ValueError: the actor was found by its name, and gone when it was asked.
                 logger.warning("the directory is away, going on with the last copy: %s", error)
                 await asyncio.sleep(_RECONNECT_S)
+            except Exception:
+                logger.exception("the directory cannot be followed any more")
+                raise  # For `check`.
 
     async def _apply(self, snapshot: Snapshot) -> None:
         self._version = snapshot.version
+        if snapshot.closing is not None and self._closed is None:
+            self.close(snapshot.closing)
         for model in snapshot.models:
             self._know(model)
         for entry in snapshot.entries:
@@ -128,7 +165,8 @@ class LiveCatalog:
             return
         if known is not None:
             known.cancel()
-        self._routers.setdefault(model.name, ModelRouter(model.name))
+        router = self._routers.setdefault(model.name, ModelRouter(model.name))
+        router.closed = self._closed
         self._texts[model.name] = _TextSide(model, self._load_text, on_loaded=self._offer)
 
     def _forget(self, names: Iterable[str]) -> None:

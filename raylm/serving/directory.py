@@ -27,7 +27,10 @@ logger = get_logger(__name__)
 REPORT_EVERY_S = 1.0
 EXPIRE_AFTER_S = 10.0
 _LONELY_AFTER_S = 60.0
+_QUIET_S = 3.0
+"""A model that no replica has reported for this long may be deleted; one that starts is reported too."""
 _POLL_S = 1.0
+_TOLD_POLL_S = 0.02
 NAMESPACE = "raylm"
 _HEAD = "node:__internal_head__"
 """A resource that Ray's head node has. The Directory lives there: elsewhere it would hold up a node that drains, and in
@@ -71,6 +74,8 @@ class Snapshot(NamedTuple):
     entries: list[EngineEntry]
     client_keys: KeyPair
     settled: bool
+    closing: str | None
+    """Why the endpoint takes no more requests, where it is being shut down."""
 
 
 class Directory:
@@ -79,11 +84,15 @@ class Directory:
     def __init__(self) -> None:
         self._keys = KeyPair(*zmq.curve_keypair())
         self._models: dict[str, ModelEntry] = {}
+        self._heard: dict[str, float] = {}
         self._entries: dict[str, EngineEntry] = {}
         self._seen: dict[str, float] = {}
         # Versions start at the clock, so that a copy kept from an earlier life is never taken for the newest.
         self._version = time.time_ns()
         self._changed = asyncio.Event()
+        self._closing: str | None = None
+        self._waiting = 0
+        self._told = 0
         self._made = self._last_call = time.monotonic()
         self._expiry = asyncio.get_running_loop().create_task(self._expire())
 
@@ -93,7 +102,7 @@ class Directory:
 
     async def know(self, model: ModelEntry) -> None:
         """Add or renew a model whose engine is still starting."""
-        self._last_call = time.monotonic()
+        self._last_call = self._heard[model.name] = time.monotonic()
         known = self._models.get(model.name)
         if known is None or known.since < model.since:
             self._models[model.name] = model
@@ -119,10 +128,26 @@ class Directory:
         """Models and engines, as soon as they differ from `version`, or after a while the same again with new loads."""
         self._last_call = time.monotonic()
         if version == self._version:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _POLL_S)
+            self._told += self._closing is not None
+            self._waiting += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), _POLL_S)
+            finally:
+                self._waiting -= 1
         settled = time.monotonic() - self._made > EXPIRE_AFTER_S
-        return Snapshot(self._version, list(self._models.values()), list(self._entries.values()), self._keys, settled)
+        models, entries = list(self._models.values()), list(self._entries.values())
+        return Snapshot(self._version, models, entries, self._keys, settled, self._closing)
+
+    async def close(self, reason: str, limit_s: float) -> None:
+        """Have every ingress end its requests with `reason` and take no more. Returns when those that listen have done
+        so, after `limit_s` seconds at most."""
+        ingresses = self._waiting
+        self._closing = reason
+        self._publish()
+        deadline = time.monotonic() + limit_s
+        while self._told < ingresses and time.monotonic() < deadline:
+            await asyncio.sleep(_TOLD_POLL_S)
 
     def _publish(self) -> None:
         self._version += 1
@@ -139,22 +164,22 @@ class Directory:
         ray.actor.exit_actor()
 
     async def _forget_models(self) -> None:
-        """Forget the models without engines whose applications serve another model by now, or are deleted."""
-        served = {entry.model for entry in self._entries.values()}
-        idle = [model for model in self._models.values() if model.name not in served]
-        if not idle:
+        """Forget the models without replicas whose applications serve another model by now, or are deleted."""
+        if not (quiet := self._quiet_models()):
             return
-        successors = {model.application for model in self._models.values() if model.name in served}
+        serving = {model.application for model in self._models.values() if model not in quiet}
         left = await asyncio.to_thread(_applications)
-        for model in idle:
-            gone = left is not None and model.application not in left
-            # It may have been reported anew meanwhile.
-            if (gone or model.application in successors) and self._models.get(model.name) is model:
-                served = {entry.model for entry in self._entries.values()}
-                if model.name not in served:
-                    del self._models[model.name]
-                    logger.info("model %s of application %s is no more", model.name, model.application)
-                    self._publish()
+        # What was reported meanwhile stays.
+        for model in [model for model in quiet if model in self._quiet_models()]:
+            if model.application in serving or (left is not None and model.application not in left):
+                del self._models[model.name], self._heard[model.name]
+                logger.info("model %s of application %s is no more", model.name, model.application)
+                self._publish()
+
+    def _quiet_models(self) -> list[ModelEntry]:
+        served = {entry.model for entry in self._entries.values()}
+        limit = time.monotonic() - _QUIET_S
+        return [model for name, model in self._models.items() if name not in served and self._heard[name] < limit]
 
 
 def _applications() -> set[str] | None:
@@ -193,9 +218,22 @@ class DirectoryClient:
             raise
 
 
+def close_endpoint(endpoint: str, reason: str, *, limit_s: float) -> None:
+    """Have the ingresses of an endpoint end their requests with `reason`; nothing happens where it has no Directory."""
+    try:
+        directory = ray.get_actor(_actor_name(endpoint), namespace=NAMESPACE)
+        ray.get(directory.close.remote(reason, limit_s), timeout=2 * limit_s)
+    except (ray.exceptions.RayError, ValueError) as error:
+        logger.warning("requests of endpoint %s are cut off without an error: %s", endpoint, error)
+
+
+def _actor_name(endpoint: str) -> str:
+    return f"directory:{endpoint}"
+
+
 def find_directory(endpoint: str) -> Any:
     """A handle to the endpoint's Directory, made when there is none. Raises RayError when there is none to have."""
-    name = f"directory:{endpoint}"
+    name = _actor_name(endpoint)
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     place = {"num_cpus": 0, "resources": {_HEAD: 0.001}, "scheduling_strategy": "DEFAULT"}
     try:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
+
+from ray import serve
 
 from raylm import log
 from raylm.config.application import IngressConfig
 from raylm.config.source import locate
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import DirectoryClient
+from raylm.serving.replica_state import is_stopping
 from raylm.text.processor import TextProcessor
+
+_CATCH_UP_S = 30.0
+_LOOK_EVERY_S = 1.0
+_UNCHECKED_S = 3.0
+"""Serve checks a replica once a second, until it asks it to stop."""
 
 
 class OpenAIIngress:
@@ -20,15 +30,32 @@ class OpenAIIngress:
         log.configure()
         self._config = config
         self._catalog = LiveCatalog(DirectoryClient(config.endpoint), _load_text)
+        self._replica = serve.get_replica_context().replica_id
+        await self._catalog.caught_up(_CATCH_UP_S)
+        self._checked = time.monotonic()
+        self._drain = asyncio.get_running_loop().create_task(self._watch_for_drain())
 
     async def check_health(self) -> None:
         """An ingress is healthy without engines (it answers 503 until they are there), not without its catalog."""
+        self._checked = time.monotonic()
         self._catalog.check()
 
     def __serve_build_asgi_app__(self) -> Any:
         from raylm.serving.http import build_http_app
 
         return build_http_app(self._catalog, self._config.http)
+
+    async def _watch_for_drain(self) -> None:
+        """End the requests that outlive the drain with an error. Serve tells a replica nothing of its drain: it only
+        stops to check its health, which a controller that is away does too."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            unchecked = time.monotonic() - self._checked
+            if unchecked > _UNCHECKED_S and await asyncio.to_thread(is_stopping, self._replica):
+                break
+        limit = self._config.drain_timeout_s
+        await asyncio.sleep(max(0.0, limit - unchecked))
+        self._catalog.close(f"the ingress is being stopped, and its drain of {limit:g} s is over")
 
 
 def _load_text(path: str) -> TextProcessor:

@@ -32,6 +32,9 @@ logger = get_logger(__name__)
 _POLL_S = 0.1
 _SHUTDOWN_S = 30.0
 _HEALTH_S = 5.0
+_TELL_S = 2.0
+_LAST_WORDS_S = 0.3
+"""What the last events need from an ingress through the proxy to their clients."""
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
 """An error of raylm at the end of a traceback."""
@@ -68,6 +71,8 @@ def serve_command(
     except KeyboardInterrupt:
         with suppress(OSError):  # The terminal may be gone.
             print("stopping", file=sys.stderr, flush=True)
+        on_signals(signal.SIG_IGN)
+        _tell_clients(config)
     finally:
         on_signals(signal.SIG_IGN)
         _shut_down()
@@ -88,6 +93,10 @@ def _set_serve_defaults() -> None:
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # A replica that hangs does not hear that it should stop, and its streams are silent until it is gone.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        # HAProxy leaves an ingress that hangs after two checks.
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "2s",
         # Nobody else sends requests here once Ctrl-C was pressed: Serve need not wait half a minute for them.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
@@ -153,6 +162,18 @@ def cause(messages: list[str]) -> str:
     behind the failure, its traceback before it. raylm's own where there is one."""
     sentences = _SENTENCE.findall("\n".join(messages))
     return str(sentences[-1]) if sentences else " ".join([message.rstrip().rpartition("\n")[2] for message in messages])
+
+
+def _tell_clients(config: dict[str, Any]) -> None:
+    """End the requests that live with an error, as long as there is somebody to tell their clients."""
+    from raylm.serving.directory import close_endpoint
+
+    if not _ray_lives():
+        return
+    applications = [one for one in config["applications"] if one["import_path"] == INGRESS_PATH]
+    for endpoint in {(one.get("args") or {}).get("endpoint", "default") for one in applications}:
+        close_endpoint(endpoint, "the server is shutting down", limit_s=_TELL_S)
+    time.sleep(_LAST_WORDS_S)
 
 
 def _shut_down() -> None:

@@ -38,5 +38,7 @@ def _check_autoscaling(config: dict[str, Any], name: str, *, source: str) -> Non
                 f"that wait in its engines: policy: {{policy_function: {POLICY_PATH!r}, policy_kwargs: {{"
                 "target_queued_requests: 4}}"
             )
+        if config.get("min_replicas") == 0:
+            raise ConfigError(f"{place}.min_replicas is 0; at least 1: without an engine no request waits in one")
         parse(QueuePolicyConfig, policy.get("policy_kwargs") or {}, source=f"{place}.policy.policy_kwargs")
     parse_foreign(AutoscalingConfig, config, source=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,6 +126,23 @@ def status_of(url: str, model: str) -> int:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code
 
 
+@contextmanager
+def long_stream(url: str, model: str, tokens: int) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun, longer than the drain."""
+    body = {"model": model, "prompt": "A", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        assert "error" not in next(lines)
+        yield lines
+
+
+def assert_told(events: Iterator[str], code: str, message: str) -> None:
+    """The stream ends with an error event."""
+    *_, told, done = events
+    error = json.loads(told.removeprefix("data: "))["error"]
+    assert done == "data: [DONE]" and error["code"] == code and message in error["message"], error
+
+
 @pytest.fixture
 def unchanged(served: Served) -> Iterator[dict[str, Any]]:
     """The session's configuration, which is deployed again at the end."""
@@ -148,15 +166,17 @@ def test_another_number_of_replicas_restarts_nothing(served: Served, unchanged: 
 def test_a_model_comes_changes_and_goes_alone(
     served: Served, unchanged: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = str(checkpoints.llama(tmp_path_factory.mktemp("llama")))
+    folder = str(checkpoints.llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=32768))
     before, kept = replicas(), engines()
     with under_load(served.url):
         assert status_of(served.url, "tiny") == 404
-        served.deploy(with_model(unchanged, folder))
+        served.deploy(with_model(unchanged, folder, drain_timeout_s=1))
         assert names(served.url) == [DEMO, "tiny"] and status_of(served.url, "tiny") == 200
         first = replicas()
         assert first | before == first
-        served.deploy(with_model(unchanged, folder, drain_timeout_s=5))
+        with long_stream(served.url, "tiny", 32000) as events:
+            served.deploy(with_model(unchanged, folder, drain_timeout_s=5))
+            assert_told(events, "engine_stopped", "the replica's drain is over")
         second = replicas()
         assert second["tiny"].isdisjoint(first["tiny"]) and second | before == second
         assert status_of(served.url, "tiny") == 200
@@ -168,3 +188,16 @@ def test_a_model_comes_changes_and_goes_alone(
         assert status_of(served.url, "tiny") == 404 and names(served.url) == [DEMO]
     assert replicas() == before and engines() == kept
     assert httpx.get(f"{served.url}/health", timeout=30).status_code == 200
+
+
+def test_an_ingress_that_goes_tells_the_streams_that_outlive_its_drain(
+    served: Served, unchanged: dict[str, Any]
+) -> None:
+    brief = served.changed()
+    brief["applications"][0]["args"]["drain_timeout_s"] = 1
+    served.deploy(brief)
+    kept = engines()
+    with long_stream(served.url, DEMO, 1900) as events:
+        served.deploy(unchanged)
+        assert_told(events, "server_stopped", "the ingress is being stopped, and its drain of 1 s is over")
+    assert engines() == kept

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import ray
+import zmq
 
 from raylm.config.sampling import SamplingDefaults
 from raylm.engine.messages import Load
@@ -123,7 +124,8 @@ def test_an_engine_that_has_just_ended_is_passed_over(serve_url: str) -> None:
     directory = find_directory("default")
     model = ModelEntry(MODEL, MODEL, MODEL, SamplingDefaults(), since=0.0)
     # It would be asked first: it has nothing to do at all.
-    gone = EngineEntry("gone", MODEL, "node", "tcp://127.0.0.1:1", b"", 8, 8, "ready", Load(-1, 0, 0.0))
+    key = zmq.curve_keypair()[0]
+    gone = EngineEntry("gone", MODEL, "node", "tcp://127.0.0.1:1", key, 8, 8, "ready", Load(-1, 0, 0.0))
     ray.get(directory.report.remote(model, gone))
     try:
         assert len(peers()) == 1

@@ -118,6 +118,10 @@ def written(folder, data):
             "deployments.0.autoscaling_config: key 'upscale_delay' is unknown (did you mean 'upscale_delay_s'?)",
         ),
         (
+            scaled({"policy": {"policy_function": POLICY}, "min_replicas": 0}),
+            "deployments.0.autoscaling_config.min_replicas is 0; at least 1",
+        ),
+        (
             scaled({"policy": {"policy_function": POLICY}, "max_replicas": 0}),
             "deployments.0.autoscaling_config: key 'max_replicas' has the value 0: input should be greater than 0",
         ),

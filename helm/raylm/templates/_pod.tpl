@@ -96,6 +96,8 @@ volumeMounts: {{- include "raylm.mounts" . | nindent 2 }}
 {{- /* The application on one event loop with its HTTP server, as `raylm serve` has it. */ -}}
 {{- $_ := set $env "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD" "0" -}}
 {{- $_ := set $env "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP" "0" -}}
+{{- $_ := set $env "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS" "1" -}}
+{{- $_ := set $env "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER" "2s" -}}
 {{- $_ := set $env "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" (include "raylm.releaseSeconds" .root) -}}
 {{- end -}}
 {{- $lines := list -}}

@@ -1,0 +1,258 @@
+"""The Directory and an ingress's copy of it, without Ray; the engine is a fake one behind a real channel."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import zmq
+from channel_fakes import PacedExecutor, Served, until
+
+from raylm.config.sampling import SamplingDefaults
+from raylm.core.options import RequestOptions
+from raylm.core.sampling import SamplingParams
+from raylm.engine.messages import Load
+from raylm.errors import ConfigError, Overloaded, ServerStopped
+from raylm.serving import directory as module
+from raylm.serving.catalog import LiveCatalog
+from raylm.serving.directory import Directory, EngineEntry, ModelEntry
+
+OPTIONS = RequestOptions()
+
+
+class Method:
+    """A method as a handle's: `remote` calls it."""
+
+    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = method
+
+
+class Near:
+    """The Directory as DirectoryClient gives it, but in this process."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self._directory, name))
+
+    async def ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        return await call(self)
+
+
+def model(name: str = "a", application: str = "app", *, path: str = "here", since: float = 1.0) -> ModelEntry:
+    return ModelEntry(name, application, path, SamplingDefaults(), since)
+
+
+def engine(engine_id: str, name: str = "a", *, served: Served | None = None) -> EngineEntry:
+    address = served.server.address if served is not None else "tcp://127.0.0.1:1"
+    key = served.server.public_key if served is not None else zmq.curve_keypair()[0]
+    return EngineEntry(engine_id, name, "node", address, key, 128, 64, "ready", Load(0, 0, 0.0))
+
+
+async def known(directory: Directory) -> list[tuple[str, str]]:
+    return [(entry.name, entry.path) for entry in (await directory.watch(-1)).models]
+
+
+@pytest.fixture
+def applications(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Serve's applications, to change."""
+    names = {"app", "other"}
+    monkeypatch.setattr(module, "_QUIET_S", -1.0)
+    monkeypatch.setattr(module, "_applications", lambda: set(names))
+    return names
+
+
+async def test_a_model_stays_known_without_engines_until_its_application_is_deleted(applications: set[str]) -> None:
+    directory = Directory()
+    await directory.know(model())
+    await directory._forget_models()
+    assert await known(directory) == [("a", "here")], "it starts"
+    await directory.report(model(), engine("1"))
+    await directory.remove("1")
+    await directory._forget_models()
+    assert await known(directory) == [("a", "here")], "its engine has died"
+    applications.remove("app")
+    await directory._forget_models()
+    assert await known(directory) == []
+
+
+async def test_a_model_that_serves_is_not_forgotten_whatever_serve_says(applications: set[str]) -> None:
+    directory = Directory()
+    await directory.report(model(), engine("1"))
+    applications.clear()
+    await directory._forget_models()
+    assert await known(directory) == [("a", "here")]
+
+
+async def test_serve_that_does_not_answer_deletes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUIET_S", -1.0)
+    monkeypatch.setattr(module, "_applications", lambda: None)
+    directory = Directory()
+    await directory.know(model())
+    await directory._forget_models()
+    assert await known(directory) == [("a", "here")]
+
+
+async def test_serve_is_not_asked_while_a_replica_starts(
+    applications: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_QUIET_S", 60.0)
+    applications.clear()
+    directory = Directory()
+    await directory.know(model())
+    await directory._forget_models()
+    assert await known(directory) == [("a", "here")]
+
+
+async def test_an_application_that_serves_another_model_by_now_has_given_up_the_first(applications: set[str]) -> None:
+    directory = Directory()
+    await directory.report(model("a"), engine("1", "a"))
+    await directory.report(model("b", since=2.0), engine("2", "b"))
+    await directory.know(model("c", "other"))
+    await directory._forget_models()
+    assert [name for name, _ in await known(directory)] == ["a", "b", "c"]
+    await directory.remove("1")
+    await directory._forget_models()
+    assert [name for name, _ in await known(directory)] == ["b", "c"]
+
+
+async def test_in_an_upgrade_the_younger_replica_says_what_a_model_is() -> None:
+    directory = Directory()
+    await directory.report(model(path="old", since=1.0), engine("1"))
+    await directory.know(model(path="new", since=2.0))
+    version = (await directory.watch(-1)).version
+    await directory.report(model(path="old", since=1.0), engine("1"))
+    await directory.know(model(path="new", since=3.0))
+    assert await known(directory) == [("a", "new")]
+    assert (await directory.watch(-1)).version == version, "ingresses have nothing to do again and again"
+
+
+@pytest.fixture
+async def catalogs() -> AsyncIterator[Callable[..., LiveCatalog]]:
+    """Makes catalogs, and ends them."""
+    made: list[LiveCatalog] = []
+    loaders: list[Texts] = []
+
+    def make(directory: Directory, texts: Texts) -> LiveCatalog:
+        made.append(LiveCatalog(Near(directory), texts.load))
+        loaders.append(texts)
+        return made[-1]
+
+    yield make
+    for texts in loaders:
+        texts.go_on.set()
+    for catalog in made:
+        catalog._watcher.cancel()
+        for router in catalog._routers.values():
+            for one in router.engines.values():
+                await one.client.close()
+
+
+class Texts:
+    """Loads tokenizers: the first attempt fails where it should."""
+
+    def __init__(self, failures: int = 0, *, held: bool = False) -> None:
+        self.loaded: list[str] = []
+        self.go_on = threading.Event()
+        if not held:
+            self.go_on.set()
+        self._failures = failures
+
+    def load(self, path: str) -> Any:
+        self.loaded.append(path)
+        self.go_on.wait()
+        if len(self.loaded) <= self._failures:
+            raise ConfigError(f"model.path {path!r} does not exist")
+        return f"tokenizer of {path}"
+
+
+async def test_a_model_is_listed_when_it_starts_and_gone_when_it_is_deleted(applications: set[str], catalogs) -> None:
+    directory = Directory()
+    catalog = catalogs(directory, Texts())
+    assert catalog.names() == [] and not catalog.ready()
+    await directory.know(model())
+    await until(lambda: catalog.names() == ["a"])
+    assert catalog.get("a") is None and not catalog.ready(), "it is starting"
+    directory._made -= 60
+    applications.clear()
+    await directory._forget_models()
+    await until(lambda: catalog.names() == [])
+
+
+async def test_a_young_directory_takes_no_model_away(catalogs) -> None:
+    """It has died with all it knew, and the replicas have not all reported yet."""
+    catalog = catalogs(first := Directory(), Texts())
+    await first.know(model())
+    await until(lambda: catalog.names() == ["a"])
+    second = Directory()
+    catalog._directory = Near(second)
+    await second.know(model("b"))
+    await first.know(model("late"))  # Ends the wait at the first one.
+    await until(lambda: "b" in catalog.names())
+    assert "a" in catalog.names()
+
+
+async def test_a_tokenizer_that_is_not_there_is_tried_again(monkeypatch: pytest.MonkeyPatch, catalogs) -> None:
+    monkeypatch.setattr("raylm.serving.catalog._LOAD_AGAIN_S", 0.0)
+    directory, texts = Directory(), Texts(failures=2)
+    catalog = catalogs(directory, texts)
+    await directory.report(model(), engine("1"))
+    await until(lambda: catalog.get("a") is not None)
+    assert texts.loaded == ["here"] * 3
+    catalog.check()
+
+
+async def test_an_endpoint_that_is_closed_ends_every_request_with_the_reason(catalogs) -> None:
+    executor = PacedExecutor(num_blocks=64)
+    served = Served(executor)
+    directory = Directory()
+    served.server.clients.allow(directory._keys.public)
+    catalog = catalogs(directory, Texts())
+    await directory.report(model(), engine("1", served=served))
+    await until(catalog.ready)
+    serving = catalog.get("a")
+    assert serving is not None
+    stream = serving.generator.generate(["x"], [1, 2], SamplingParams(max_tokens=50, ignore_eos=True), OPTIONS)
+    executor.permits.release()
+    assert (await anext(stream)).request_id == "x"
+    await directory.close("the server is shutting down", 10.0)
+    with pytest.raises(ServerStopped, match="the server is shutting down"):
+        while True:
+            await anext(stream)
+    with pytest.raises(Overloaded, match="the server is shutting down"):
+        serving.generator.generate(["y"], [1], SamplingParams(), OPTIONS)
+    assert not catalog.ready()
+    executor.permits.release(100)
+    await until(lambda: served.server.num_live == 0)
+    served.stop()
+
+
+async def test_an_ingress_that_is_added_waits_for_what_others_serve(catalogs) -> None:
+    served = Served(PacedExecutor(num_blocks=64))
+    directory, texts = Directory(), Texts(held=True)
+    catalog = catalogs(directory, texts)
+    await directory.know(model("b"))
+    await until(lambda: catalog.names() == ["b"])
+    assert catalog._has_caught_up(), "nobody serves it yet"
+    served.server.clients.allow(directory._keys.public)
+    await directory.report(model(), engine("1", served=served))
+    await until(lambda: "a" in catalog._routers and catalog._routers["a"].usable)
+    waiting = asyncio.create_task(catalog.caught_up(60.0))
+    await asyncio.sleep(0.1)
+    assert not waiting.done() and catalog.get("a") is None, "its tokenizer is being loaded"
+    texts.go_on.set()
+    await waiting
+    assert catalog.get("a") is not None
+    served.stop()
+
+
+async def test_closing_waits_for_those_that_listen_and_no_longer_than_it_may() -> None:
+    directory = Directory()
+    deaf = asyncio.create_task(directory.watch((await directory.watch(-1)).version))
+    await asyncio.sleep(0)
+    await directory.close("enough", 0.05)
+    assert (await deaf).closing == "enough"
