@@ -24,6 +24,9 @@ _RECONNECT_S = 0.5
 _LOAD_AGAIN_S = 5.0
 _CATCH_UP_POLL_S = 0.02
 
+_Version = tuple[str, str]
+"""Name and path of a model. In an upgrade engines of two paths have one name, and neither tokenizer fits the others."""
+
 
 class _Engine:
     """One engine: what the Directory says of it, and the connection to it."""
@@ -38,19 +41,26 @@ class _Engine:
 
 
 class ModelRouter:
-    """Chooses an engine for each request of one model."""
+    """Chooses an engine for each request of one version of a model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.since = 0.0
+        """When the youngest replica of this version began."""
         self.engines: dict[str, _Engine] = {}
-        self.limits: tuple[int, int] | None = None
-        """max_model_len and vocab_size of the engine that came last; None before the first."""
         self.closed: str | None = None
         """Why no more requests are taken."""
 
     @property
     def usable(self) -> list[_Engine]:
-        return [engine for engine in self.engines.values() if engine.is_usable]
+        return [engine for engine in list(self.engines.values()) if engine.is_usable]
+
+    @property
+    def fitness(self) -> tuple[bool, int, float]:
+        """The greater, the better the version for the next request: the least busy engine counts, so that all are used
+        while an upgrade goes on; then the younger version."""
+        pressures = [engine.client.pressure for engine in self.usable]
+        return bool(pressures), -min(pressures, default=0), self.since
 
     def generate(
         self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
@@ -68,30 +78,34 @@ class ModelRouter:
 
 class LiveCatalog:
     """Follows the Directory. A model is listed from the moment that the Directory knows it, and served while its
-    tokenizer is loaded and an engine of it is ready."""
+    tokenizer is loaded and an engine of it is ready. In an upgrade to another path both paths' engines serve, each with
+    its own tokenizer."""
 
     def __init__(self, directory: DirectoryClient, load_text: Callable[[str], Text]) -> None:
         """`load_text`: from model.path to the model's text side; it runs in a thread. Raises ConfigError."""
         self._directory = directory
         self._load_text = load_text
         self._created = int(time.time())
-        self._routers: dict[str, ModelRouter] = {}
-        self._texts: dict[str, _TextSide] = {}
-        self._models: dict[str, ServedModel] = {}
+        self._routers: dict[_Version, ModelRouter] = {}
+        self._texts: dict[_Version, _TextSide] = {}
+        self._models: dict[_Version, tuple[ModelRouter, ServedModel]] = {}
         self._closed: str | None = None
         self._version = -1
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     def get(self, name: str) -> ServedModel | None:
-        return self._models.get(name)
+        # Large bodies are read in other threads, which call this.
+        found = [served for (known, _), served in list(self._models.items()) if known == name]
+        return max(found, key=lambda served: served[0].fitness)[1] if found else None
 
     def names(self) -> list[str]:
-        return sorted(self._texts)
+        return sorted({name for name, _ in list(self._texts)})
 
     def ready(self) -> bool:
         if self._closed is not None or not self._texts:
             return False
-        return all(name in self._models and self._routers[name].usable for name in self._texts)
+        usable = {version[0] for version in self._models if self._routers[version].usable}
+        return usable.issuperset(self.names())
 
     def stats(self) -> list[EngineStats]:
         return [
@@ -109,11 +123,11 @@ class LiveCatalog:
 
     def _has_caught_up(self) -> bool:
         served = [
-            router
-            for router in self._routers.values()
+            version
+            for version, router in self._routers.items()
             if any(engine.entry.state == "ready" for engine in router.engines.values())
         ]
-        return self._version >= 0 and all(router.name in self._models and router.usable for router in served)
+        return self._version >= 0 and all(each in self._models and self._routers[each].usable for each in served)
 
     def close(self, reason: str) -> None:
         """End the live requests with the reason, and refuse others with it."""
@@ -145,7 +159,8 @@ class LiveCatalog:
         self._version = snapshot.version
         if snapshot.closing is not None and self._closed is None:
             self.close(snapshot.closing)
-        for model in snapshot.models:
+        models = [*snapshot.models, *(entry.model for entry in snapshot.entries)]
+        for model in models:
             self._know(model)
         for entry in snapshot.entries:
             self._update(entry, snapshot)
@@ -154,32 +169,29 @@ class LiveCatalog:
             for engine_id in [engine_id for engine_id in router.engines if engine_id not in entries]:
                 await self._retire(router, engine_id)
         if snapshot.settled:
-            self._forget(self._texts.keys() - {model.name for model in snapshot.models})
+            self._forget(self._texts.keys() - {(model.name, model.path) for model in models})
+        for version in self._texts:
+            self._offer(version)
 
     def _know(self, model: ModelEntry) -> None:
-        known = self._texts.get(model.name)
-        if known is not None and known.model.path == model.path:
-            if known.model != model:
-                known.model = model
-                self._offer(model.name)
-            return
-        if known is not None:
-            known.cancel()
-        router = self._routers.setdefault(model.name, ModelRouter(model.name))
+        version = (model.name, model.path)
+        router = self._routers.setdefault(version, ModelRouter(model.name))
+        router.since = max(router.since, model.since)
         router.closed = self._closed
-        self._texts[model.name] = _TextSide(model, self._load_text, on_loaded=self._offer)
+        if version not in self._texts:
+            self._texts[version] = _TextSide(model, self._load_text, on_loaded=lambda: self._offer(version))
 
-    def _forget(self, names: Iterable[str]) -> None:
+    def _forget(self, versions: Iterable[_Version]) -> None:
         """Of a model that is no more; its engines are retired by themselves."""
-        for name in names:
-            self._texts.pop(name).cancel()
-            self._models.pop(name, None)
-            logger.info("model %s is no more", name)
-        for name in [name for name in self._routers if name not in self._texts and not self._routers[name].engines]:
-            del self._routers[name]
+        for version in versions:
+            self._texts.pop(version).cancel()
+            self._models.pop(version, None)
+            logger.info("model %s (%s) is no more", *version)
+        for version in [each for each in self._routers if each not in self._texts and not self._routers[each].engines]:
+            del self._routers[version]
 
     def _update(self, entry: EngineEntry, snapshot: Snapshot) -> None:
-        router = self._routers[entry.model]
+        router = self._routers[entry.model.name, entry.model.path]
         engine = router.engines.get(entry.engine_id)
         if engine is not None:
             engine.entry = entry
@@ -187,25 +199,24 @@ class LiveCatalog:
             return
         client = EngineClient(entry.address, server_key=entry.public_key, keys=snapshot.client_keys)
         router.engines[entry.engine_id] = _Engine(entry, client)
-        router.limits = (entry.max_model_len, entry.vocab_size)
-        self._offer(entry.model)
-        logger.info("engine %s of %s is at %s", entry.engine_id, entry.model, entry.address)
+        logger.info("engine %s of %s is at %s", entry.engine_id, entry.model.name, entry.address)
 
-    def _offer(self, name: str) -> None:
-        """Serve a model, once its tokenizer is loaded and its limits are known from an engine."""
-        side, router = self._texts[name], self._routers[name]
-        if side.text is None or router.limits is None:
+    def _offer(self, version: _Version) -> None:
+        """Serve a model once its tokenizer is loaded, with the limits and the sampling of its youngest engine."""
+        side, router = self._texts[version], self._routers[version]
+        if side.text is None or not router.engines:
             return
-        max_model_len, vocab_size = router.limits
-        self._models[name] = ServedModel(
-            name=name,
+        entry = max((engine.entry for engine in router.engines.values()), key=lambda each: each.model.since)
+        served = ServedModel(
+            name=router.name,
             created=self._created,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
+            max_model_len=entry.max_model_len,
+            vocab_size=entry.vocab_size,
             text=side.text,
             generator=router,
-            sampling=side.model.sampling,
+            sampling=entry.model.sampling,
         )
+        self._models[version] = router, served
 
     async def _retire(self, router: ModelRouter, engine_id: str) -> None:
         """Close a connection that nothing uses. The Directory may be wrong or young: live requests go on. Those of a
@@ -221,9 +232,9 @@ class LiveCatalog:
 class _TextSide:
     """The tokenizer of one model, loaded in a thread: it takes seconds, in which streams of other models go on."""
 
-    def __init__(self, model: ModelEntry, load: Callable[[str], Text], *, on_loaded: Callable[[str], None]) -> None:
-        self.model = model
+    def __init__(self, model: ModelEntry, load: Callable[[str], Text], *, on_loaded: Callable[[], None]) -> None:
         self.text: Text | None = None
+        self._model = model
         self._load = load
         self._on_loaded = on_loaded
         self._task = asyncio.create_task(self._run())
@@ -234,9 +245,11 @@ class _TextSide:
     async def _run(self) -> None:
         while self.text is None:
             try:
-                self.text = await asyncio.to_thread(self._load, self.model.path)
+                self.text = await asyncio.to_thread(self._load, self._model.path)
             except Exception as error:
                 unforeseen = error if not isinstance(error, RaylmError) else None
-                logger.error("model %s has no tokenizer, trying again: %s", self.model.name, error, exc_info=unforeseen)
+                logger.error(
+                    "model %s has no tokenizer, trying again: %s", self._model.name, error, exc_info=unforeseen
+                )
                 await asyncio.sleep(_LOAD_AGAIN_S)
-        self._on_loaded(self.model.name)
+        self._on_loaded()

@@ -52,10 +52,11 @@ class ModelEntry(NamedTuple):
 
 
 class EngineEntry(NamedTuple):
-    """One engine. `address` and `public_key` are those of its request channel."""
+    """One engine, and the model that it serves: in an upgrade a name has two. `address` and `public_key` are those of
+    its request channel."""
 
     engine_id: str
-    model: str
+    model: ModelEntry
     node_id: str
     address: str
     public_key: bytes
@@ -109,9 +110,9 @@ class Directory:
             if known is None or known._replace(since=model.since) != model:
                 self._publish()
 
-    async def report(self, model: ModelEntry, entry: EngineEntry) -> None:
+    async def report(self, entry: EngineEntry) -> None:
         """Add or renew an engine, and its model."""
-        await self.know(model)
+        await self.know(entry.model)
         self._seen[entry.engine_id] = time.monotonic()
         known = self._entries.get(entry.engine_id)
         self._entries[entry.engine_id] = entry
@@ -177,7 +178,7 @@ class Directory:
                 self._publish()
 
     def _quiet_models(self) -> list[ModelEntry]:
-        served = {entry.model for entry in self._entries.values()}
+        served = {entry.model.name for entry in self._entries.values()}
         limit = time.monotonic() - _QUIET_S
         return [model for name, model in self._models.items() if name not in served and self._heard[name] < limit]
 

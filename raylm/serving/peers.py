@@ -35,7 +35,7 @@ async def find_peers(directory: DirectoryClient, model: str, *, limit_s: float) 
 
 async def _find(directory: DirectoryClient, model: str) -> list[Any]:
     snapshot: Snapshot = await directory.ask(lambda actor: actor.watch.remote(0))
-    ready = [entry for entry in snapshot.entries if entry.model == model and entry.state == "ready"]
+    ready = [entry for entry in snapshot.entries if entry.model.name == model and entry.state == "ready"]
     for entry in sorted(ready, key=_busy):
         try:
             # In a thread: Ray waits here while the cluster's head does not answer.

@@ -168,7 +168,7 @@ class ModelReplica:
         info = self._address.info
         entry = EngineEntry(
             engine_id=self._engine_id,
-            model=self._model.name,
+            model=self._model,
             node_id=ray.get_runtime_context().get_node_id(),
             address=self._address.address,
             public_key=self._address.public_key,
@@ -181,7 +181,7 @@ class ModelReplica:
         if client_key not in self._allowed:
             await self._engine.allow.remote(client_key)
             self._allowed.add(client_key)
-        await self._directory.ask(lambda directory: directory.report.remote(self._model, entry))
+        await self._directory.ask(lambda directory: directory.report.remote(entry))
 
 
 def _listen_address(host: str) -> str:

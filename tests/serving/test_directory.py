@@ -47,10 +47,10 @@ def model(name: str = "a", application: str = "app", *, path: str = "here", sinc
     return ModelEntry(name, application, path, SamplingDefaults(), since)
 
 
-def engine(engine_id: str, name: str = "a", *, served: Served | None = None) -> EngineEntry:
+def engine(engine_id: str, of: ModelEntry | None = None, *, served: Served | None = None) -> EngineEntry:
     address = served.server.address if served is not None else "tcp://127.0.0.1:1"
     key = served.server.public_key if served is not None else zmq.curve_keypair()[0]
-    return EngineEntry(engine_id, name, "node", address, key, 128, 64, "ready", Load(0, 0, 0.0))
+    return EngineEntry(engine_id, of or model(), "node", address, key, 128, 64, "ready", Load(0, 0, 0.0))
 
 
 async def known(directory: Directory) -> list[tuple[str, str]]:
@@ -71,7 +71,7 @@ async def test_a_model_stays_known_without_engines_until_its_application_is_dele
     await directory.know(model())
     await directory._forget_models()
     assert await known(directory) == [("a", "here")], "it starts"
-    await directory.report(model(), engine("1"))
+    await directory.report(engine("1"))
     await directory.remove("1")
     await directory._forget_models()
     assert await known(directory) == [("a", "here")], "its engine has died"
@@ -82,7 +82,7 @@ async def test_a_model_stays_known_without_engines_until_its_application_is_dele
 
 async def test_a_model_that_serves_is_not_forgotten_whatever_serve_says(applications: set[str]) -> None:
     directory = Directory()
-    await directory.report(model(), engine("1"))
+    await directory.report(engine("1"))
     applications.clear()
     await directory._forget_models()
     assert await known(directory) == [("a", "here")]
@@ -110,8 +110,8 @@ async def test_serve_is_not_asked_while_a_replica_starts(
 
 async def test_an_application_that_serves_another_model_by_now_has_given_up_the_first(applications: set[str]) -> None:
     directory = Directory()
-    await directory.report(model("a"), engine("1", "a"))
-    await directory.report(model("b", since=2.0), engine("2", "b"))
+    await directory.report(engine("1"))
+    await directory.report(engine("2", model("b", since=2.0)))
     await directory.know(model("c", "other"))
     await directory._forget_models()
     assert [name for name, _ in await known(directory)] == ["a", "b", "c"]
@@ -122,10 +122,10 @@ async def test_an_application_that_serves_another_model_by_now_has_given_up_the_
 
 async def test_in_an_upgrade_the_younger_replica_says_what_a_model_is() -> None:
     directory = Directory()
-    await directory.report(model(path="old", since=1.0), engine("1"))
+    await directory.report(engine("1", model(path="old", since=1.0)))
     await directory.know(model(path="new", since=2.0))
     version = (await directory.watch(-1)).version
-    await directory.report(model(path="old", since=1.0), engine("1"))
+    await directory.report(engine("1", model(path="old", since=1.0)))
     await directory.know(model(path="new", since=3.0))
     assert await known(directory) == [("a", "new")]
     assert (await directory.watch(-1)).version == version, "ingresses have nothing to do again and again"
@@ -183,6 +183,48 @@ async def test_a_model_is_listed_when_it_starts_and_gone_when_it_is_deleted(appl
     await until(lambda: catalog.names() == [])
 
 
+async def test_in_an_upgrade_each_tokenizer_speaks_to_its_own_engines(catalogs) -> None:
+    """Also where the new model never starts."""
+    olds, news = Served(PacedExecutor(num_blocks=64)), Served(PacedExecutor(num_blocks=64))
+    directory = Directory()
+    for served in (olds, news):
+        served.server.clients.allow(directory._keys.public)
+    catalog = catalogs(directory, texts := Texts())
+    old = model(path="old")
+    await directory.report(engine("1", old, served=olds))
+    await until(catalog.ready)
+    new = model(path="new", since=2.0)._replace(sampling=SamplingDefaults(temperature=0.5))
+    await directory.know(new)
+    await until(lambda: len(texts.loaded) == 2 and all(side.text for side in catalog._texts.values()))
+    serving = catalog.get("a")
+    assert serving is not None and (serving.text, serving.sampling.temperature) == ("tokenizer of old", 1.0)
+
+    await directory.report(engine("2", new, served=news))
+    await until(lambda: catalog.get("a").text == "tokenizer of new" and catalog.ready())
+    assert catalog.get("a").sampling.temperature == 0.5 and catalog.names() == ["a"]
+    # A request that was read before goes to an engine of its own, each other one to the least busy engine of both.
+    streams = [serving.generator.generate(["0"], [1], SamplingParams(max_tokens=1), OPTIONS)]
+    for number in range(1, 4):
+        chosen = catalog.get("a").generator
+        streams.append(chosen.generate([str(number)], [1], SamplingParams(max_tokens=1), OPTIONS))
+    live = {path: router.engines for (_, path), router in catalog._routers.items()}
+    assert live["old"]["1"].client.num_live == live["new"]["2"].client.num_live == 2
+    for stream in streams:
+        await stream.aclose()
+
+    await directory.remove("2")
+    await until(lambda: catalog.get("a").text == "tokenizer of old")
+    assert catalog.ready(), "the new one's engine is gone"
+    directory._made -= 60
+    await directory.report(engine("2", new, served=news))
+    await directory.remove("1")
+    await until(lambda: len(catalog._texts) == 1)
+    assert catalog.get("a").text == "tokenizer of new"
+    for served in (olds, news):
+        served.executor.permits.release(100)
+        served.stop()
+
+
 async def test_a_young_directory_takes_no_model_away(catalogs) -> None:
     """It has died with all it knew, and the replicas have not all reported yet."""
     catalog = catalogs(first := Directory(), Texts())
@@ -200,7 +242,7 @@ async def test_a_tokenizer_that_is_not_there_is_tried_again(monkeypatch: pytest.
     monkeypatch.setattr("raylm.serving.catalog._LOAD_AGAIN_S", 0.0)
     directory, texts = Directory(), Texts(failures=2)
     catalog = catalogs(directory, texts)
-    await directory.report(model(), engine("1"))
+    await directory.report(engine("1"))
     await until(lambda: catalog.get("a") is not None)
     assert texts.loaded == ["here"] * 3
     catalog.check()
@@ -212,7 +254,7 @@ async def test_an_endpoint_that_is_closed_ends_every_request_with_the_reason(cat
     directory = Directory()
     served.server.clients.allow(directory._keys.public)
     catalog = catalogs(directory, Texts())
-    await directory.report(model(), engine("1", served=served))
+    await directory.report(engine("1", served=served))
     await until(catalog.ready)
     serving = catalog.get("a")
     assert serving is not None
@@ -239,8 +281,8 @@ async def test_an_ingress_that_is_added_waits_for_what_others_serve(catalogs) ->
     await until(lambda: catalog.names() == ["b"])
     assert catalog._has_caught_up(), "nobody serves it yet"
     served.server.clients.allow(directory._keys.public)
-    await directory.report(model(), engine("1", served=served))
-    await until(lambda: "a" in catalog._routers and catalog._routers["a"].usable)
+    await directory.report(engine("1", served=served))
+    await until(lambda: any(router.usable for router in catalog._routers.values()))
     waiting = asyncio.create_task(catalog.caught_up(60.0))
     await asyncio.sleep(0.1)
     assert not waiting.done() and catalog.get("a") is None, "its tokenizer is being loaded"
