@@ -98,6 +98,8 @@ volumeMounts: {{- include "raylm.mounts" . | nindent 2 }}
 {{- $_ := set $env "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP" "0" -}}
 {{- $_ := set $env "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS" "1" -}}
 {{- $_ := set $env "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER" "2s" -}}
+{{- /* A change of ingresses makes a new HAProxy; streams of the one before may go on for so long. */ -}}
+{{- $_ := set $env "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S" "3600" -}}
 {{- $_ := set $env "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" (include "raylm.releaseSeconds" .root) -}}
 {{- end -}}
 {{- $lines := list -}}
