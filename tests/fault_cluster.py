@@ -14,11 +14,11 @@ import psutil
 
 def main(config: str, port: int) -> None:
     import ray
+    from deployed import deploy
     from ray import serve
     from ray.cluster_utils import Cluster
     from ray.util.placement_group import placement_group
 
-    from raylm.serving.run import deploy
     from raylm.serving.serve_file import serve_config
 
     node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "include_dashboard": False}

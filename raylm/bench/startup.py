@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 60.0
 _TAIL_BYTES = 2000
+_PARTS = re.compile(rb"(engine )?started in [\d.]+ s: (.+)$", re.MULTILINE)
+"""How the server, and the engine in it, tell what their starts took."""
 
 
 def measure_offline(config: EngineConfig, *, timeout_s: float) -> StartupResult:
@@ -57,7 +60,8 @@ def measure_server(
     """Start `raylm serve TARGET`, ask until it answers a chat request, stop it with SIGTERM and see it end.
 
     Phases: `listening` until the models are listed, `first_answer` from there, `stop` after the signal (not part of
-    ready_s). `command` replaces the server's command line; "{port}" in it becomes the port. Raises RaylmError.
+    ready_s), then what the server tells of `listening`, and its engine of what that waits for. `command` replaces the
+    server's command line; "{port}" in it becomes the port. Raises RaylmError.
     """
     port = _free_port()
     serve = [sys.executable, "-m", "raylm.cli", "serve", target, "--host", "127.0.0.1", "--port", "{port}"]
@@ -69,6 +73,7 @@ def measure_server(
             model, phases = _await_answer(process, f"http://127.0.0.1:{port}/v1", start, timeout_s, api_key)
             ready = perf_counter() - start
             phases["stop"] = _stop(process)
+            phases |= _told_parts(log)
         except RaylmError as error:
             raise RaylmError(f"{error}{_tail(log)}") from None
         finally:
@@ -140,6 +145,16 @@ def _stop(process: subprocess.Popen[bytes]) -> float:
     except subprocess.TimeoutExpired:
         raise RaylmError(f"the server did not end within {_STOP_TIMEOUT_S:g} s of SIGTERM") from None
     return perf_counter() - start
+
+
+def _told_parts(log: IO[bytes]) -> dict[str, float]:
+    log.seek(0)
+    parts: dict[str, float] = {}
+    for whose, told in _PARTS.findall(log.read()):
+        for part in told.decode().split(", "):
+            name, _, seconds = part.rpartition(" ")
+            parts[f"{whose.decode()}{name}"] = float(seconds)
+    return parts
 
 
 def _free_port() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from raylm.executor.placement import Bundle
 
+logger = log.get_logger(__name__)
 
 _LAST_STEP_S = 5.0
 """How long the step in hand may take when the engine is stopped."""
@@ -42,6 +44,7 @@ class EngineActor:
         """Load the model in worker actors and start serving on `host`. `peers`: the workers of another engine, to get
         the weights from. Raises ConfigError, EngineDeadError."""
         log.configure()
+        begin = time.monotonic()
         self._executor = ray_executor(config, group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)
         self._server = EngineServer(self._engine, host=host)
@@ -50,6 +53,7 @@ class EngineActor:
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="raylm-engine", daemon=True)
         self._thread.start()
+        logger.info("engine started in %s", log.parts(time.monotonic() - begin, self._engine.info.phases))
 
     def address(self) -> EngineAddress:
         """Returns once the engine is ready, since the constructor makes it so."""

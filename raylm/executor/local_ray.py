@@ -10,6 +10,8 @@ LOCAL_DEFAULTS = {
     "RAY_AUTH_MODE": "token",
     # Ray's own ports stay on loopback.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray's 15 leaves a server next to nothing beside whatever else runs on the machine.
+    "RAY_worker_niceness": "0",
 }
 """What such a cluster is told, unless a user says otherwise."""
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import re
 import signal
 import sys
 import time
-import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from raylm.config.files import INGRESS_PATH
-from raylm.errors import RaylmError
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
-from raylm.log import get_logger
+from raylm.log import Laps, get_logger
 from raylm.serving.address import check_address
-from raylm.serving.front.install import front_failure, set_front
+from raylm.serving.front.install import set_front
 from raylm.serving.keeper import interrupt, on_signals
 from raylm.serving.serve_file import serve_config
 
@@ -31,13 +28,12 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.1
 _SHUTDOWN_S = 30.0
-_HEALTH_S = 5.0
 _TELL_S = 2.0
 _LAST_WORDS_S = 0.3
 """What the last events need from an ingress through the proxy to their clients."""
-_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-_SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
-"""An error of raylm at the end of a traceback."""
+_LEAN = "raylm.serving.lean"
+_REPLICA = "raylm.serving.replica"
+_MANY_CORES = 8
 
 
 def serve_command(
@@ -54,34 +50,53 @@ def serve_command(
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
+    laps = Laps()
     set_local_defaults()  # Before Ray is imported, for what it knows of Serve's files.
+    importlib.import_module(_LEAN)
     _set_serve_defaults()
-    ports = set_front(folder, front)
-    config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
-    options = config["http_options"]
-    check_address(options["host"], options["port"])
-    start_local_ray(namespace="serve", meanwhile=_import_serve)
-    # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
-    on_signals(interrupt)
-    try:
-        deploy(config)
-        print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
-        while True:
-            time.sleep(3600)
-    except KeyboardInterrupt:
-        with suppress(OSError):  # The terminal may be gone.
-            print("stopping", file=sys.stderr, flush=True)
-        on_signals(signal.SIG_IGN)
-        _tell_clients(config)
-    finally:
-        on_signals(signal.SIG_IGN)
-        _shut_down()
-        ports.close()
+    with closing(set_front(folder, front)):
+        config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
+        options = config["http_options"]
+        check_address(options["host"], options["port"])
+        _set_preloaded()
+        laps.lap("checks")
+        start_local_ray(namespace="serve", meanwhile=_import_serve)
+        laps.lap("Ray")
+        # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
+        on_signals(interrupt)
+        try:
+            from raylm.serving.deploy import deploy
+
+            deploy(config, laps)
+            logger.info("started in %s", laps)
+            print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
+            while True:
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            with suppress(OSError):  # The terminal may be gone.
+                print("stopping", file=sys.stderr, flush=True)
+            on_signals(signal.SIG_IGN)
+            _tell_clients(config)
+        finally:
+            on_signals(signal.SIG_IGN)
+            _shut_down()
 
 
 def _import_serve() -> None:
     """What the next steps need: a second of imports."""
-    importlib.import_module("raylm.serving.app")
+    importlib.import_module("raylm.serving.deploy")
+
+
+def _set_preloaded() -> None:
+    """What Ray's worker processes import before they know what they will be. Ray starts one a core at once: where there
+    are more cores than a server needs, all of them may import what half of them need."""
+    from ray._private.utils import get_num_cpus
+
+    # The first entry is the folder of the script, or the working folder, which those processes get too late.
+    if str(Path(__file__).parents[2]) not in sys.path[1:]:
+        return
+    modules = [_LEAN, _REPLICA] if get_num_cpus() >= _MANY_CORES else [_LEAN]
+    os.environ.setdefault("RAY_preload_python_modules", ",".join(modules))
 
 
 def _set_serve_defaults() -> None:
@@ -103,65 +118,6 @@ def _set_serve_defaults() -> None:
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
-
-
-def deploy(config: dict[str, Any]) -> None:
-    """Start Serve, submit the applications, wait until all run and every model answers."""
-    from ray import serve
-    from ray.exceptions import RayError
-    from ray.serve._private import api
-    from ray.serve.config import ProxyLocation
-    from ray.serve.schema import ServeDeploySchema
-
-    schema = ServeDeploySchema.model_validate(config)
-    try:
-        client = api.serve_start(
-            http_options=schema.http_options.model_dump(), proxy_location=ProxyLocation(schema.proxy_location)
-        )
-    except (RayError, RuntimeError, TimeoutError) as error:
-        raise front_failure(error) from None
-    client.deploy_apps(schema, _blocking=False)
-    healths = _health_urls(config)
-    while True:
-        applications = serve.status().applications
-        states = {name: app.status.value for name, app in applications.items()}
-        if failed := [name for name, state in states.items() if state in _FAILED]:
-            application = applications[failed[0]]
-            messages = [one.message for one in application.deployments.values() if one.status.value in _FAILED]
-            raise RaylmError(f"application {failed[0]!r} did not start: {cause([application.message, *messages])}")
-        if states and all(state == "RUNNING" for state in states.values()) and all(map(_is_ready, healths)):
-            return
-        time.sleep(_POLL_S)
-
-
-def _health_urls(config: dict[str, Any]) -> list[str]:
-    """Where raylm's ingresses say whether every model can be asked."""
-    options = config["http_options"]
-    # A server that listens on all addresses listens on this one.
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options["host"], options["host"])
-    address = f"http://[{host}]" if ":" in host.strip("[]") and not host.startswith("[") else f"http://{host}"
-    prefixes = [
-        application.get("route_prefix", "/").rstrip("/")
-        for application in config["applications"]
-        if application["import_path"] == INGRESS_PATH
-    ]
-    return [f"{address}:{options['port']}{options.get('root_path', '')}{prefix}/health" for prefix in prefixes]
-
-
-def _is_ready(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Whatever proxies the environment names.
-    try:
-        with direct.open(url, timeout=_HEALTH_S) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False  # 503 too: no tokenizer yet, or no engine.
-
-
-def cause(messages: list[str]) -> str:
-    """The sentence in Serve's status messages of an application and its failed deployments: they end with the exception
-    behind the failure, its traceback before it. raylm's own where there is one."""
-    sentences = _SENTENCE.findall("\n".join(messages))
-    return str(sentences[-1]) if sentences else " ".join([message.rstrip().rpartition("\n")[2] for message in messages])
 
 
 def _tell_clients(config: dict[str, Any]) -> None:

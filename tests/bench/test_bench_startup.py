@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from raylm.bench.report import as_json
 from raylm.bench.startup import measure_offline, measure_server
 from raylm.config.engine import EngineConfig, ModelConfig
 from raylm.errors import RaylmError
+from raylm.log import parts
 
 SERVER = """
 import json, signal, sys
@@ -49,6 +51,15 @@ def test_a_server_is_started_asked_and_stopped():
     assert (row["bench"], row["model"]) == ("startup", "m")
     assert set(row["phases"]) == {"listening", "first_answer", "stop"}
     assert row["ready_s"] >= row["phases"]["listening"]
+
+
+def test_what_a_server_tells_of_its_start_is_among_the_phases():
+    told = [f"started in {parts(6.5, {'Ray': 2.25, 'applications submitted': 0.5})}"]
+    told += [f"(EngineActor pid=1) INFO: engine started in {parts(3.0, {'import': 1.5})}"]
+    command = server(503)
+    command[2] = f"import sys\nprint({os.linesep.join(told)!r}, file=sys.stderr)\n" + command[2]
+    phases = measure_server("m.yaml", timeout_s=30, command=command).phases
+    assert (phases["Ray"], phases["applications submitted"], phases["engine import"]) == (2.25, 0.5, 1.5)
 
 
 def test_a_server_with_keys_is_sent_one():

@@ -30,7 +30,7 @@ def main() -> None:
         try:
             leaving = cluster.add_node(num_cpus=1)
             ray.init(cluster.address, namespace="serve", log_to_driver=False)
-            from raylm.serving.run import deploy
+            from deployed import deploy
 
             deploy(config)
             cluster.add_node(num_cpus=1)

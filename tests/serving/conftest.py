@@ -29,7 +29,7 @@ class Served:
         """What `serve deploy` does; returns when every model answers."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's and Serve's own, at import and start
-            from raylm.serving.run import deploy
+            from deployed import deploy
 
             deploy(config)
 

@@ -33,7 +33,7 @@ def test_what_no_machine_has(host, port, problem):
 
 @pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_in_use_ends_serve_before_ray_starts(host, monkeypatch):
+def test_a_port_in_use_ends_serve_before_ray_starts(host, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "start_local_ray", lambda **options: pytest.fail("Ray was started"))
     with socket.socket() as other:
         # As HAProxy listens.
@@ -42,4 +42,4 @@ def test_a_port_in_use_ends_serve_before_ray_starts(host, monkeypatch):
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} of {host} is in use; choose another"):
-            run.serve_command("smollm2-135m", host=host, port=port)
+            run.serve_command("smollm2-135m", folder=tmp_path, host=host, port=port)

@@ -17,7 +17,7 @@ from openai import AuthenticationError, OpenAI
 from ports import free_port
 from serve_process import running, wait_for_line
 
-from raylm.serving.run import cause
+from raylm.serving.deploy import cause
 
 pytestmark = pytest.mark.serve
 
@@ -51,6 +51,8 @@ def test_serve_answers_and_leaves_nothing_behind(tmp_path):
         assert "log_monitor.py" in scripts
         # Ray's option leaves it out in part only, and waits for the rest; and there is nothing to scale.
         assert not scripts & {"dashboard.py", "monitor.py"}
+        assert {niceness(child) for child in family} - {None} == {os.getpriority(os.PRIO_PROCESS, 0)}
+        assert not [child.cmdline()[0] for child in family if maps(child, "/pandas/")]
         assert not [c for c in process_addresses(family, port) if not c.startswith("127.")]
         # As a terminal that is closed does it; Ray's processes must not be hit before Serve has ended.
         os.killpg(process.pid, signal.SIGHUP)
@@ -69,6 +71,21 @@ def wait_until_listed(client: OpenAI, model: str) -> None:
         except AuthenticationError:
             assert time.monotonic() < deadline, "the new key does not count"
             time.sleep(0.1)
+
+
+def niceness(process: psutil.Process) -> int | None:
+    try:
+        return process.nice()
+    except psutil.Error:
+        return None
+
+
+def maps(process: psutil.Process, part: str) -> bool:
+    """Whether the process has loaded a library at such a path."""
+    try:
+        return any(part in region.path for region in process.memory_maps())
+    except psutil.Error:
+        return False  # It has ended, as HAProxy's programs do.
 
 
 def process_addresses(family: list[psutil.Process], port: int) -> list[str]:
