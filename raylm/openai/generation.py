@@ -17,8 +17,9 @@ from raylm.openai.protocol import Usage
 from raylm.openai.served_model import Deltas, ServedModel, TextPieces
 from raylm.text.stop import StopTable
 
-_STARTED_AT_ONCE = 32
-"""Prompts that one turn of the event loop sends to an engine: some 0.1 ms each."""
+_MAX_ON_THE_WAY = 256
+"""Prompts of one HTTP request that are sent to an engine before it has taken the first of them. An EngineClient refuses
+what is too much on its way; sending one takes some 0.1 ms of the event loop."""
 
 
 class Origin(NamedTuple):
@@ -35,16 +36,21 @@ class Generation:
     """All sequences of one HTTP request. Must be closed: what has not ended by then is aborted in the engine."""
 
     def __init__(self, model: ServedModel, job: Job, metrics: ModelMetrics, origin: Origin) -> None:
-        self._prompts = [_Prompt(model, prompt, metrics, origin) for prompt in job.prompts]
+        gate = asyncio.Semaphore(_MAX_ON_THE_WAY)
+        self._prompts = [_Prompt(model, prompt, metrics, origin, gate) for prompt in job.prompts]
 
     async def admitted(self) -> None:
         """Return once the engine has taken every prompt into its queue. Raises what it refuses one with."""
-        for number, prompt in enumerate(self._prompts, start=1):
-            prompt.start()
-            if number % _STARTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        for prompt in self._prompts:
-            await prompt.admitted()
+        first, *others = self._prompts
+        if not others:
+            await first.admitted()
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in self._prompts:
+                    group.create_task(prompt.admitted())
+        except ExceptionGroup as refusals:
+            raise refusals.exceptions[0] from None
 
     def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """The texts of all sequences as they grow, until all have ended."""
@@ -58,8 +64,12 @@ class Generation:
 class _Prompt:
     """The sequences of one prompt."""
 
-    def __init__(self, model: ServedModel, job: PromptJob, metrics: ModelMetrics, origin: Origin) -> None:
+    def __init__(
+        self, model: ServedModel, job: PromptJob, metrics: ModelMetrics, origin: Origin, gate: asyncio.Semaphore
+    ) -> None:
+        """`gate` is held while the prompt is on its way to the engine."""
         self._generator = model.generator
+        self._gate = gate
         self._job = job
         self._metrics = metrics
         self._live = {
@@ -75,23 +85,21 @@ class _Prompt:
         self._deltas: Deltas | None = None
         self._outcome = "abort"
 
-    def start(self) -> Deltas:
-        """Ask the engine, once."""
+    async def admitted(self) -> Deltas:
+        """Ask the engine, once; return when it has taken the request."""
         if self._deltas is None:
             job = self._job
             with self._noting_errors():
-                self._deltas = self._generator.generate(list(self._live), job.prompt_ids, job.params, job.options)
+                async with self._gate:
+                    self._deltas = self._generator.generate(list(self._live), job.prompt_ids, job.params, job.options)
+                    await self._deltas.admitted()
         return self._deltas
-
-    async def admitted(self) -> None:
-        with self._noting_errors():
-            await self.start().admitted()
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         live = self._live
         is_new = True
         with self._noting_errors():
-            deltas = self.start()
+            deltas = await self.admitted()
             async for delta in deltas:
                 gained = live[delta.request_id].push(delta)
                 if is_new:

@@ -10,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI, InternalServerError
 from openai_fakes import RawClient, Server, ended, sse
 
+from raylm.engine.client import _MAX_UNANSWERED
 from raylm.errors import Overloaded
 from raylm.serving.sse import COMMENT, EventSender
 
@@ -70,6 +71,22 @@ async def test_all_prompts_of_a_completion_are_taken_before_it_begins() -> None:
     assert len(server.generator.aborted) == 2
     server.generator.refused = set()
     assert len(sse(await server.complete(prompt=["a", "b", "c"], stream=True))) == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_prompts_leave_room_on_the_way_to_a_busy_engine(stream: bool) -> None:
+    server = Server(b"x", ended())
+    admission = server.generator.admission = asyncio.Event()
+    asking = asyncio.create_task(server.complete(prompt=["a"] * 1024, stream=stream))
+    await until(lambda: server.generator.requests)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(server.generator.requests) < _MAX_UNANSWERED / 2, "the engine has taken none of them"
+    admission.set()
+    response = await asking
+    assert response.status_code == 200, response.text
+    assert len(server.generator.requests) == 1024
+    assert server.generator.live == 0
 
 
 async def test_a_request_that_is_refused_keeps_its_status() -> None:
