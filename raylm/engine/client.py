@@ -199,7 +199,19 @@ class EngineClient:
             link.close()
             orphans = self._live()
             self._unanswered.clear()
-            self._link = self._connect()
+            self._link = await self._connect_again()
+
+    async def _connect_again(self) -> Link:
+        """Another connection. Where none can be made (as when the process may open no more files), whoever waits is
+        told so, and it is tried until one is made: without this the engine would be lost for good."""
+        while True:
+            try:
+                return self._connect()
+            except zmq.ZMQError as error:
+                logger.warning("no connection to the engine at %s can be made: %s", self._engine.address, error)
+                message = f"the connection to the engine was lost, and no other can be made: {error}"
+                self._fail(self._live(), ConnectionLost(message))
+                await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _serve(self, link: Link) -> RequestLost | None:
         """Read until the connection is lost; returns why, where that is known already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from channel_fakes import OPTIONS, CountingExecutor, PacedExecutor, Served, collect, until
 
 from raylm.core.sampling import SamplingParams
@@ -214,6 +216,33 @@ async def test_a_lost_connection_is_not_a_dead_engine():
         assert (await collect(client, "b", [1], SamplingParams(max_tokens=3, ignore_eos=True)))[1] == "length"
         await client.close()
     served.stop()
+
+
+async def test_an_engine_is_not_lost_where_no_connection_can_be_made_for_a_while(monkeypatch):
+    served = Served(CountingExecutor(max_model_len=12_000, num_blocks=24_000, pause_s=0.01))
+    async with relay(served.server.address) as (address, ends):
+        client = EngineClient(address, server_key=served.server.public_key, keys=served.keys)
+        stream = client.generate(["a"], [1], FOREVER, OPTIONS)
+        await anext(stream)
+        connect, failures = client._connect, [zmq.ZMQError(errno.EMFILE)] * 2
+        monkeypatch.setattr(client, "_connect", lambda: _failing(failures) or connect())
+        for end in ends:
+            end.transport.abort()
+        with pytest.raises(ConnectionLost, match="no other can be made: Too many open files"):
+            while True:
+                await anext(stream)
+        with pytest.raises(Overloaded, match="cannot be reached"):
+            client.generate(["b"], [1], FOREVER, OPTIONS)
+        await until(lambda: client.is_connected)
+        assert failures == []
+        assert (await collect(client, "c", [1], SamplingParams(max_tokens=3, ignore_eos=True)))[1] == "length"
+        await client.close()
+    served.stop()
+
+
+def _failing(failures: list[zmq.ZMQError]) -> None:
+    if failures:
+        raise failures.pop()
 
 
 @pytest.mark.parametrize("bound", ["_MAX_UNANSWERED", "_MAX_UNANSWERED_BYTES"])
