@@ -19,6 +19,7 @@ from ray.serve._private import api
 from ray.serve._private.application_state import StatusOverview
 from ray.serve._private.build_app import BuiltApplication, build_app
 from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.constants import PROXY_READY_CHECK_TIMEOUT_S
 from ray.serve.config import ControllerOptions, ProxyLocation
 from ray.serve.context import _set_global_client
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
@@ -98,7 +99,9 @@ def build(application: ServeApplicationSchema) -> BuiltApplication:
 
 
 def _await_front(client: ServeControllerClient, proxies: Sequence[ray.ObjectRef[Any]]) -> None:
-    deadline = time.monotonic() + _FRONT_S
+    # The environment may give the proxies more time: `front_failure` says so.
+    limit = max(_FRONT_S, PROXY_READY_CHECK_TIMEOUT_S)
+    deadline = time.monotonic() + limit
     waiting = list(proxies)
     try:
         while waiting:
@@ -106,7 +109,7 @@ def _await_front(client: ServeControllerClient, proxies: Sequence[ray.ObjectRef[
             ray.get(done)
             _all_run(client.list_serve_statuses())
             if time.monotonic() > deadline:
-                raise TimeoutError(f"it was not ready after {_FRONT_S:g} s")
+                raise TimeoutError(f"it was not ready after {limit:g} s")
     except (RayError, RuntimeError, TimeoutError) as error:
         raise front_failure(error) from None
 

@@ -80,6 +80,7 @@ class FakeServe:
     def __init__(self, monkeypatch, states):
         self.events = []
         self.states = states
+        self.ready_after = 1
         monkeypatch.setattr(deploy.api, "_create_controller_and_proxy_refs", self.create)
         monkeypatch.setattr(deploy, "ServeControllerClient", lambda controller: self)
         monkeypatch.setattr(deploy, "_set_global_client", lambda client: None)
@@ -97,7 +98,7 @@ class FakeServe:
 
     def wait(self, refs, timeout):
         self.events.append("front")
-        return ([], refs) if self.events.count("front") == 1 else (refs, [])
+        return ([], refs) if self.events.count("front") <= self.ready_after else (refs, [])
 
     def list_serve_statuses(self):
         state, message = self.states.pop(0)
@@ -129,3 +130,18 @@ def test_a_model_that_fails_is_told_while_the_proxies_start(built_here, monkeypa
     FakeServe(monkeypatch, [("DEPLOY_FAILED", "Traceback\nraylm.errors.ConfigError: it is cut short")])
     with pytest.raises(RaylmError, match="^application 'm' did not start: it is cut short$"):
         deploy.deploy(CONFIG, Laps())
+
+
+@pytest.mark.parametrize(("given", "is_enough"), [(60.0, False), (300.0, True)])
+def test_the_front_has_the_time_that_the_environment_gives(built_here, monkeypatch, given, is_enough):
+    monkeypatch.setitem(deploy._BUILDERS, INGRESS_PATH, Nothing.bind)
+    monkeypatch.setattr(deploy, "PROXY_READY_CHECK_TIMEOUT_S", given)
+    fake = FakeServe(monkeypatch, [("DEPLOYING", "")] * 4 + [("RUNNING", "")])
+    seconds = iter(range(0, 1000, 50))
+    monkeypatch.setattr(deploy, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda s: None))
+    fake.ready_after = 3
+    if is_enough:
+        deploy.deploy(CONFIG, Laps())
+    else:
+        with pytest.raises(RaylmError, match="did not start: it was not ready after 60 s; on a slow machine try again"):
+            deploy.deploy(CONFIG, Laps())
