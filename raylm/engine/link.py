@@ -158,7 +158,12 @@ async def silence(context: zmq.Context[zmq.Socket[bytes]], engine: EngineAt, key
     """Return when the engine's process does not answer any more ("silent", after some 7 seconds) or has ended."""
     limit_s = SILENCE_S
     while True:
-        pulse = _Pulse(context, engine, keys)
+        try:
+            pulse = _Pulse(context, engine, keys)
+        except zmq.ZMQError:
+            # This process has no file left for another connection, which says nothing about the engine.
+            await asyncio.sleep(ANSWER_S)
+            continue
         try:
             outcome = await pulse.connected(limit_s)
             limit_s = ANSWER_S

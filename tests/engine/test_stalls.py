@@ -240,6 +240,19 @@ async def test_an_engine_is_not_lost_where_no_connection_can_be_made_for_a_while
     served.stop()
 
 
+async def test_requests_go_on_where_no_connection_for_heartbeats_can_be_made(monkeypatch):
+    served = Served(CountingExecutor(max_model_len=12_000, num_blocks=24_000, pause_s=0.01))
+    make, failures, made = link._Pulse, [zmq.ZMQError(errno.EMFILE)] * 2, []
+    monkeypatch.setattr(link, "ANSWER_S", 0.01)
+    monkeypatch.setattr(link, "_Pulse", lambda *place: _failing(failures) or made.append(make(*place)) or made[-1])
+    client = served.client()
+    stream = client.generate(["a"], [1], FOREVER, OPTIONS)
+    while not made:
+        assert await anext(stream)
+    await client.close()
+    served.stop()
+
+
 def _failing(failures: list[zmq.ZMQError]) -> None:
     if failures:
         raise failures.pop()
