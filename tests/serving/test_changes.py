@@ -166,7 +166,10 @@ def test_another_number_of_replicas_restarts_nothing(served: Served, unchanged: 
 def test_a_model_comes_changes_and_goes_alone(
     served: Served, unchanged: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = str(checkpoints.llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=32768))
+    folder, changed = (
+        str(checkpoints.llama(tmp_path_factory.mktemp(name), max_position_embeddings=32768))
+        for name in ("llama", "changed")
+    )
     before, kept = replicas(), engines()
     with under_load(served.url):
         assert status_of(served.url, "tiny") == 404
@@ -175,7 +178,7 @@ def test_a_model_comes_changes_and_goes_alone(
         first = replicas()
         assert first | before == first
         with long_stream(served.url, "tiny", 32000) as events:
-            served.deploy(with_model(unchanged, folder, drain_timeout_s=5))
+            served.deploy(with_model(unchanged, changed, drain_timeout_s=5))
             assert_told(events, "engine_stopped", "the replica's drain is over")
         second = replicas()
         assert second["tiny"].isdisjoint(first["tiny"]) and second | before == second
