@@ -62,7 +62,7 @@ class Link:
         """How the attempt to connect ended; None while it goes on."""
         self.is_lost = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._readable.set)
+        self._loop.add_reader(self._socket.fileno(), self._stir)
         self._loop.add_reader(self._monitor.fileno(), self._look)
         self._socket.connect(engine.address)
         self._loop.call_soon(self._look)
@@ -123,6 +123,11 @@ class Link:
             self._monitor.close(linger=0)
             self._socket.close()
             self._happened.set()
+            self._readable.set()
+
+    def _stir(self) -> None:
+        """Take the news from the socket's file descriptor: until then it stays readable, and the event loop never rests."""
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._readable.set()
 
     def _look(self) -> None:

@@ -347,3 +347,28 @@ async def test_a_stopped_engine_says_why_it_ended_every_request():
         assert caught.value.code == "engine_stopped"
     served.thread.join(10)
     await client.close()
+
+
+async def test_a_client_with_nothing_to_do_lets_the_event_loop_rest():
+    """What a socket has to tell must be taken, also of the connection for heartbeats, which nobody reads."""
+    served = Served(FakeExecutor())
+    client = served.client()
+    loop, turns = asyncio.get_running_loop(), 0
+    select = loop._selector.select
+
+    def counted(timeout: float | None = None) -> list[object]:
+        nonlocal turns
+        turns += 1
+        return select(timeout)
+
+    try:
+        await until(lambda: client.is_connected)
+        await collect(client, "a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+        await asyncio.sleep(0.3)  # The second connection is made.
+        loop._selector.select = counted
+        await asyncio.sleep(1.0)
+    finally:
+        loop._selector.select = select
+        await client.close()
+        served.stop()
+    assert turns < 100, "a loop that spins turns thousands of times"
