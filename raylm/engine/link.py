@@ -126,7 +126,7 @@ class Link:
             self._readable.set()
 
     def _stir(self) -> None:
-        """Take the news from the socket's file descriptor: until then it stays readable, and the event loop never rests."""
+        """Take the news from the socket's file descriptor. Until then it stays readable, and the loop never rests."""
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._readable.set()
 
