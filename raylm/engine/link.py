@@ -127,7 +127,7 @@ class Link:
 
     def _stir(self) -> None:
         """Take the news from the socket's file descriptor. Until then it stays readable, and the loop never rests."""
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._socket.poll(0):
             self._readable.set()
 
     def _look(self) -> None:
