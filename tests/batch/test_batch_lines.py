@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fakes import expected_tokens
 from raylm.batch import shards
 from raylm.batch.files import Place
 from raylm.batch.job import run_batch
+from raylm.batch.running import answer_all
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError
 
@@ -154,7 +156,19 @@ def test_order_is_kept_or_only_each_line_once(tmp_path, keep_order):
     ids = [result["custom_id"] for result in results]
     ordered = [str(number) for number in range(37)]
     assert sorted(ids, key=int) == ordered
-    assert (ids == ordered) == keep_order
+    assert ids == ordered or not keep_order
+
+
+@pytest.mark.parametrize("keep_order", [True, False])
+async def test_results_come_in_the_order_of_the_lines_or_of_their_ends(keep_order):
+    class LaterIsFaster:
+        async def answer(self, line):
+            for _ in range(10 * (3 - line)):
+                await asyncio.sleep(0)
+            return line
+
+    results = await answer_all(LaterIsFaster(), [0, 1, 2], keep_order=keep_order)
+    assert results == ([0, 1, 2] if keep_order else [2, 1, 0])
 
 
 def test_duplicates_are_found_across_shards_and_blank_lines_are_none(tmp_path):
