@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import ray
+import zmq
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -197,7 +198,12 @@ class LiveCatalog:
             engine.entry = entry
             engine.client.note_load(entry.load)
             return
-        client = EngineClient(entry.address, server_key=entry.public_key, keys=snapshot.client_keys)
+        try:
+            client = EngineClient(entry.address, server_key=entry.public_key, keys=snapshot.client_keys)
+        except zmq.ZMQError as error:
+            # This process has no file left for a connection: other engines go on, and the next look tries again.
+            logger.warning("engine %s of %s is not connected to yet: %s", entry.engine_id, entry.model.name, error)
+            return
         router.engines[entry.engine_id] = _Engine(entry, client)
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model.name, entry.address)
 

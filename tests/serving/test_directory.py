@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,8 +15,10 @@ from channel_fakes import PacedExecutor, Served, until
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
+from raylm.engine.client import EngineClient
 from raylm.engine.messages import Load
 from raylm.errors import ConfigError, Overloaded, ServerStopped
+from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import Directory, EngineEntry, ModelEntry
@@ -245,6 +248,26 @@ async def test_a_tokenizer_that_is_not_there_is_tried_again(monkeypatch: pytest.
     await directory.report(engine("1"))
     await until(lambda: catalog.get("a") is not None)
     assert texts.loaded == ["here"] * 3
+    catalog.check()
+
+
+async def test_an_engine_without_a_file_for_its_connection_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, catalogs
+) -> None:
+    failures = [zmq.ZMQError(errno.EMFILE)] * 2
+    connect = catalog_module.EngineClient
+
+    def failing(*arguments: Any, **keywords: Any) -> EngineClient:
+        if failures:
+            raise failures.pop()
+        return connect(*arguments, **keywords)
+
+    monkeypatch.setattr(catalog_module, "EngineClient", failing)
+    directory = Directory()
+    catalog = catalogs(directory, Texts())
+    await directory.report(engine("1"))
+    await until(lambda: catalog.get("a") is not None)
+    assert not failures
     catalog.check()
 
 
