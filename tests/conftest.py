@@ -55,6 +55,16 @@ def _log_as_before() -> Iterator[None]:
     logger.setLevel(before[2])
 
 
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A command that is run in this process sets what Ray and Serve are to read: other tests start processes too."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """The session's one Ray cluster: small, on loopback. A process can have no second one."""

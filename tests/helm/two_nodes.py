@@ -18,6 +18,7 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # For `deployed`: this runs as a program.
 LIMIT_S = 150.0
 TOKENS = 200
 
