@@ -12,17 +12,17 @@ from raylm.openai.memory import MemoryReturn
 
 SMALL_BODY_BYTES = 16 * 1024
 """A shorter body is read in the event loop: within some 5 ms, whatever it holds."""
-SHORT_PROMPT_TOKENS = 4096
-"""Prompts of fewer characters or token ids, together, become tokens in the event loop: within some 10 ms."""
+SHORT_PROMPT_SIZE = 4096
+"""Prompts with fewer characters and token ids in all are tokenised in the event loop: within some 10 ms."""
 
 Result = TypeVar("Result")
 
 
 class WorkThreads:
-    """Where a request that is not small is prepared. Created threads end with this object.
+    """One thread that parses large bodies, two that tokenise long texts. They end with this object.
 
-    Reading runs Python and shares its lock with the event loop, which waits for 5 ms at most until it has the lock back
-    (sys.getswitchinterval): so there is one such thread. Tokenising of long texts runs without the lock.
+    Parsing holds the GIL, and the event loop waits up to 5 ms (sys.getswitchinterval) to get it back: more such threads
+    would hold the loop for longer. Tokenising a long text releases the GIL.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class WorkThreads:
         return work() if num_bytes <= SMALL_BODY_BYTES else await self._run(self._reading, work, num_bytes)
 
     async def tokenise(self, size: int, work: Callable[[], Result]) -> Result:
-        """Run what makes tokens of so many characters."""
-        return work() if size <= SHORT_PROMPT_TOKENS else await self._run(self._tokenising, work, size)
+        """Run what tokenises prompts of this many characters and token ids."""
+        return work() if size <= SHORT_PROMPT_SIZE else await self._run(self._tokenising, work, size)
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], Result], size: int) -> Result:
         try:
