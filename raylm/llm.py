@@ -243,7 +243,7 @@ class _Job:
         for index, (completion, own) in enumerate(zip(completions, params, strict=True)):
             ids = [f"{index}.{choice}" for choice in range(own.n)]
             for request_id in ids:
-                self._live[request_id] = _Sequence(completion, llm.text.stream(own), logprobs=own.logprobs)
+                self._live[request_id] = _Sequence(completion, llm.text.stream(own), logprobs=own.logprobs is not None)
             self._feeder.put(Group(ids, completion.prompt_token_ids, own))
 
     def run(self, *, progress: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raylm.core.sampling import integer
+from raylm.core.sampling_checks import integer
 from raylm.errors import RequestRejected
 
 MAX_PRIORITY = 1_000_000

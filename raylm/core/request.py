@@ -159,7 +159,7 @@ def _row_sampling(params: SamplingParams, seed: int, num_prompt: int) -> RowSamp
         params.top_k,
         params.min_p,
         seed,
-        params.logprobs,
+        params.logprobs is not None,
         2 * params.beam_width,
         _row_penalties(params, num_prompt),
     )

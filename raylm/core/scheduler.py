@@ -505,7 +505,11 @@ def _too_late(request: Request, now: float) -> str:
 
 
 def _with_logprobs(deltas: list[TokenDelta], sampling: list[Request], logprobs: list[float]) -> list[TokenDelta]:
-    wanted = {request.id: value for request, value in zip(sampling, logprobs, strict=True) if request.params.logprobs}
+    wanted = {
+        request.id: value
+        for request, value in zip(sampling, logprobs, strict=True)
+        if request.params.logprobs is not None
+    }
     return [
         delta._replace(logprobs=[wanted[delta.request_id]]) if delta.request_id in wanted else delta for delta in deltas
     ]

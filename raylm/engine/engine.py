@@ -198,6 +198,11 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len
         raise RequestRejected(
             f"the prompt holds the token id {worst}; this model has 0 to {vocab_size - 1}", param="prompt"
         )
+    for field, tokens in params.named_tokens():
+        if tokens and max(tokens) >= vocab_size:
+            raise RequestRejected(
+                f"{field} holds the token id {max(tokens)}; this model has 0 to {vocab_size - 1}", param=field
+            )
 
 
 def _wrapped(seed: int) -> int:

@@ -76,7 +76,7 @@ def _sampling_params(request: GenerationRequest, n: int, defaults: SamplingDefau
     if request.best_of is None:
         return params
     num = _num_candidates(request, n, MAX_BEST_OF)
-    return params if num == n else replace(params, n=num, logprobs=True)
+    return params if num == n else replace(params, n=num, logprobs=0)
 
 
 def _num_candidates(request: GenerationRequest, n: int, limit: int) -> int:

@@ -20,9 +20,10 @@ from raylm.errors import RequestRejected
         ("presence_penalty", "[-2, 2]", [-2, -0.5, 0, 2.0], [-2.001, 2.5, True, None, "1", float("nan")]),
         ("frequency_penalty", "[-2, 2]", [-2, -0.5, 0, 2.0], [-2.001, 2.5, False, None, "1", float("inf")]),
         ("repetition_penalty", "(0, 2]", [1e-9, 1, 2.0], [0, -1, 2.001, True, None, "1", float("nan")]),
+        ("typical_p", "(0, 1]", [1e-9, 0.5, 1], [0, -1, 1.001, True, None, "1", float("nan")]),
     ],
 )
-def test_limits_of_penalties(name, bounds, allowed, refused):
+def test_limits_of_numbers(name, bounds, allowed, refused):
     for value in allowed:
         assert getattr(SamplingParams(**{name: value}), name) == value
     for value in refused:
@@ -64,8 +65,42 @@ class Text(str):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"logprobs": 5}, "logprobs must be true or false, got 5"),
-        ({"logprobs": None}, "logprobs must be true or false, got None"),
+        ({"logprobs": True}, "logprobs must be an integer from -1 to 2147483647, got True"),
+        ({"logprobs": -2}, "logprobs must be an integer from -1 to 2147483647, got -2"),
+        ({"prompt_logprobs": 1.0}, "prompt_logprobs must be an integer from -1 to 2147483647, got 1.0"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids is only allowed together with logprobs"),
+        (
+            {"logprob_token_ids": [1] * 1025, "logprobs": 0},
+            "logprob_token_ids has 1025 tokens, at most 1024 are allowed",
+        ),
+        ({"min_tokens": -1}, "min_tokens must be an integer from 0 to 2147483647, got -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than the 4 of max_tokens"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens must be an integer from 0 to 2147483647, got -1"),
+        ({"logit_bias": 5}, "logit_bias must map token ids to numbers, got 5"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias must be a number in [-100, 100], got 100.5"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must be a number in [-100, 100], got nan"),
+        ({"logit_bias": {"1": 1}}, "logit_bias must be an integer from 0 to 2147483647, got '1'"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must be an integer from 0 to 2147483647, got -1"),
+        ({"logit_bias": [1]}, "logit_bias must hold pairs of a token id and a number, got 1"),
+        ({"logit_bias": [(1, 2), (1, 3)]}, "logit_bias names the token 1 twice"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0)}, "logit_bias has 1025 entries, at most 1024 are allowed"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of integers, got 5"),
+        ({"allowed_token_ids": [2**31]}, "allowed_token_ids must be an integer from 0 to 2147483647, got 2147483648"),
+        ({"allowed_token_ids": range(2)}, "allowed_token_ids must be a list of integers, got range(0, 2)"),
+        ({"allowed_token_ids": [0] * (2**18 + 1)}, "allowed_token_ids has 262145 tokens, at most 262144 are allowed"),
+        ({"bad_words": [""]}, "bad_words must hold non-empty strings, got ''"),
+        ({"bad_words": ["a" * 1025]}, "bad_words holds a string of 1025 characters, at most 1024 are allowed"),
+        ({"bad_words": ["a"] * 257}, "bad_words has 257 strings, at most 256 are allowed"),
+        ({"bad_token_ids": [[1], []]}, "bad_token_ids must hold lists of at least one token, got an empty one"),
+        ({"bad_token_ids": [5]}, "bad_token_ids must be a list of integers, got 5"),
+        ({"bad_token_ids": [[1] * 65]}, "bad_token_ids has 65 tokens, at most 64 are allowed"),
+        ({"bad_token_ids": [[1]] * 513}, "bad_token_ids has 513 lists, at most 512 are allowed"),
+        ({"logits_processors": [len]}, "logits_processors must hold non-empty strings, got <built-in"),
+        ({"logits_processors": ["a"] * 17}, "logits_processors has 17 strings, at most 16 are allowed"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be true or false, got 1"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be true or false, got None"),
+        ({"spaces_between_special_tokens": 0}, "spaces_between_special_tokens must be true or false, got 0"),
         ({"ignore_eos": "yes"}, "ignore_eos must be true or false, got 'yes'"),
         ({"early_stopping": 1, "beam_width": 2}, "early_stopping must be true or false, got 1"),
         ({"temperature": 10**400}, "temperature must be a number in [0, 100], got 1000"),
@@ -73,7 +108,7 @@ class Text(str):
         ({"top_k": 2.0}, "top_k must be an integer from 0 to 2147483647, got 2.0"),
         ({"n": None}, "n must be an integer from 1 to 128, got None"),
         ({"seed": "7"}, "seed must be an integer from"),
-        ({"max_tokens": 1.5}, "max_tokens must be an integer from 1 to 2147483647, got 1.5"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer from 0 to 2147483647, got 1.5"),
         ({"beam_width": True}, "beam_width must be an integer from 0 to 16, got True"),
         ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
         ({"stop": {"a": 1}}, "stop must be a string or a list of strings, got {'a': 1}"),
@@ -117,9 +152,20 @@ def test_what_is_taken_is_what_an_engine_and_its_workers_take():
         stop=[Text("x")],
         stop_token_ids={Whole(5)},
         repetition_penalty=Broken(1.5),
+        typical_p=Broken(0.5),
+        min_tokens=Whole(1),
+        logprobs=Whole(5),
+        prompt_logprobs=Whole(0),
+        logprob_token_ids=[Whole(4)],
+        logit_bias={Whole(3): Broken(-1.5), 4: Whole(2)},
+        allowed_token_ids={Whole(6), 7},
+        bad_words=[Text("y")],
+        bad_token_ids=[[Whole(8), 9]],
+        logits_processors=[Text("z")],
     )
     options = RequestOptions(tenant=Text("a"), priority=Whole(1), deadline_s=Broken(2.0), cache_salt=Text("s"))
     submit = Submit(["a"], [1, 2], params, options)
+    assert params.logit_bias == ((3, -1.5), (4, 2.0)) and params.bad_token_ids == ((8, 9),)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=ToEngine) == submit
     sampling = Request("a", [1, 2], params, seed=7, stop_ids=frozenset(), max_len=9).sampling
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=RowSampling) == sampling
@@ -130,3 +176,25 @@ def test_a_prompt_holds_integers_and_nothing_like_them(wrong):
     with pytest.raises(RequestRejected, match=r"the prompt must hold integers, got .* at 1") as error:
         check_prompt([1, wrong, 2], SamplingParams(), max_model_len=9, vocab_size=9)
     assert error.value.param == "prompt"
+
+
+def test_a_prompt_may_be_computed_for_its_log_probabilities_alone():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {3: 1.0, 9: 1.0}},
+        {"allowed_token_ids": [0, 9]},
+        {"logprob_token_ids": [9], "logprobs": 0},
+        {"bad_token_ids": [[1], [2, 9]]},
+    ],
+    ids=str,
+)
+def test_tokens_that_a_request_names_are_the_model_s(fields):
+    params = SamplingParams(**fields)
+    check_prompt([1], params, max_model_len=9, vocab_size=10)
+    with pytest.raises(RequestRejected, match="holds the token id 9; this model has 0 to 8") as error:
+        check_prompt([1], params, max_model_len=9, vocab_size=9)
+    assert error.value.param == next(iter(fields))

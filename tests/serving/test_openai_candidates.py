@@ -27,7 +27,7 @@ async def test_best_of_returns_the_likeliest_a_token_and_counts_all() -> None:
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "cdef"), (1, "g")]
     assert body["usage"] == usage(2, 3 + 5 + 2)
     (asked,) = server.generator.requests
-    assert (len(asked.request_ids), asked.params.n, asked.params.logprobs) == (3, 3, True)
+    assert (len(asked.request_ids), asked.params.n, asked.params.logprobs) == (3, 3, 0)
 
 
 async def test_best_of_chooses_for_each_prompt_and_echoes_it() -> None:
@@ -58,7 +58,7 @@ async def test_beam_search_keeps_the_engines_order(kind: str, fields: dict[str, 
     (asked,) = server.generator.requests
     params = asked.params
     assert (params.beam_width, params.n, len(asked.request_ids)) == (width, num, num)
-    assert (params.length_penalty, params.early_stopping, params.logprobs) == (0.5, True, False)
+    assert (params.length_penalty, params.early_stopping, params.logprobs) == (0.5, True, None)
 
 
 async def test_a_streamed_beam_search_delivers_at_the_end() -> None:

@@ -75,7 +75,7 @@ async def test_best_of_n_is_n() -> None:
     for fields in ({"n": 2, "best_of": 2}, {"best_of": 1}, {"n": 2, "best_of": 2, "stream": True}):
         server = Server()
         assert (await server.complete(**fields)).status_code == 200
-        assert not server.generator.requests[0].params.logprobs
+        assert server.generator.requests[0].params.logprobs is None
 
 
 async def test_long_texts_are_tokenised_all_the_same() -> None:
