@@ -30,9 +30,18 @@ _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _gated_linear: Callable[..., Tensor] = torch.ops.raylm.gated_linear.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
+_place: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.place.default
+_accept: Callable[..., Tensor] = torch.ops.raylm.accept.default
+_token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.token_logprobs.default
+_gather_logprobs: Callable[..., Tensor] = torch.ops.raylm.gather_logprobs.default
+_mask_logits: Callable[..., None] = torch.ops.raylm.mask_logits.default
+_bias_logits: Callable[..., None] = torch.ops.raylm.bias_logits.default
 _peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
 _peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
 _peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add_rms_norm.default
+
+MAX_KERNEL_TOP = 64
+"""Most likeliest tokens that the compiled kernel of token_logprobs gives; for more, torch sorts."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -197,6 +206,102 @@ def penalize(
     count for nothing. A row outside the table is an error; the CUDA kernel cannot raise one and takes it as empty.
     """
     return _penalize(logits, token_ids, rows, prompt_lens, seq_lens, repetition, frequency, presence)
+
+
+def place(
+    num_computed: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, positions, cache slots and sequence lengths of a step, from the counts and tables on the device.
+
+    The tables have R rows: num_computed int64 [R], token_ids int64 [R, L], block_table int32 [G, R, C]. Token t is
+    number offsets[t] of the step's tokens of row token_rows[t] (both int64 [T]); sequence s is row rows[s] (int64 [S])
+    and computes query_start[s + 1] - query_start[s] tokens (int32 [S + 1]). Returns
+
+    - ids, int64 [T]: token_ids[token_rows, positions];
+    - positions, int64 [T]: num_computed[token_rows] + offsets, kept within 0 and L - 1;
+    - slots, int64 [G, T]: block_table[g, row, position // block_size] * block_size + position % block_size, of the
+      last column where there is no such column;
+    - sequence lengths, int32 [S]: num_computed[rows] plus the tokens that are computed now, at most L.
+
+    A row outside the tables is an error; the CUDA kernel cannot raise one and takes the last row.
+    """
+    return _place(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size)
+
+
+def accept(
+    token_ids: Tensor,
+    num_known: Tensor,
+    num_computed: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    sample_start: Tensor,
+    sampled: Tensor,
+) -> Tensor:
+    """Verify drafts, write sampled tokens to the table and advance its counts, in place; returns how many of its
+    sampled tokens each sequence keeps, int64 [S].
+
+    Sequence s is row rows[s] (int64 [S]) of token_ids int64 [R, L], num_known and num_computed int64 [R]. It computed
+    q = query_start[s + 1] - query_start[s] tokens and has the m sampled tokens from sample_start[s] up to
+    sample_start[s + 1] of `sampled` (int64 [M]; both starts int32 [S + 1]). m is 0 for a sequence that does not sample,
+    else one more than its drafts, which stand in token_ids[row, known + j] for j < m - 1. It keeps the sampled tokens
+    that equal their drafts, up to the first that does not, and this one; they go to token_ids[row, known + j]. Then
+    known grows by the tokens kept and computed by q less the tokens not kept.
+
+    What would go to a cell past L - 1 is not written, and a draft there is not kept. The last row of the table is
+    padding: it may occur in `rows` any number of times, nothing of it changes, and it keeps one token where m > 0. Any
+    other row occurs once at most. A row outside the table is an error; the CUDA kernel cannot raise one and takes it as
+    padding.
+    """
+    return _accept(token_ids, num_known, num_computed, rows, query_start, sample_start, sampled)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log probabilities of one token a row, and of each row's num_top likeliest tokens.
+
+    Of logits [M, V] and token_ids int64 [M]. Returns values, float32 [M]: log_softmax(logits) of the tokens; ranks,
+    int64 [M]: 1 + how many logits are greater; top_ids, int64 [M, num_top]: the likeliest tokens, likeliest first and
+    of equals the first; top_values, float32 [M, num_top]: theirs. A logit of minus infinity gives minus infinity, and
+    so does what is no token of the vocabulary. Arithmetic is in float32. num_top is at most V.
+    """
+    if logits.is_cuda and num_top > MAX_KERNEL_TOP:
+        return fallback.token_logprobs(logits, token_ids, num_top)
+    return _token_logprobs(logits, token_ids, num_top)
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """log_softmax(logits) of the tokens token_ids int64 [M, N] of each row of logits [M, V]: float32 [M, N].
+
+    A logit of minus infinity gives minus infinity, and so does what is no token of the vocabulary.
+    """
+    return _gather_logprobs(logits, token_ids)
+
+
+def mask_logits(logits: Tensor, bitmask: Tensor, mask_rows: Tensor) -> None:
+    """Logits [M, V] become minus infinity, in place, where a bit mask does not allow their token.
+
+    Row m has the mask bitmask[mask_rows[m]] (bitmask int32 [B, ceil(V / 32)], mask_rows int64 [M]): bit t % 32 of word
+    t // 32 allows token t. A row with -1 stays as it is. A mask outside of bitmask is an error; the CUDA kernel cannot
+    raise one and leaves the row as it is.
+    """
+    _mask_logits(logits, bitmask, mask_rows)
+
+
+def bias_logits(logits: Tensor, table_rows: Tensor, ids: Tensor, values: Tensor, counts: Tensor) -> None:
+    """Add a row's biases to logits [M, V], in place.
+
+    Row m has the first counts[x] entries of row x = table_rows[m] of ids (int32 [X, N]) and values (float32 [X, N]),
+    none where x is -1: logits[m, ids[x, i]] += values[x, i], computed in float32 and kept finite. Infinite logits stay
+    as they are. The ids of a row are different ones; those outside of the vocabulary are skipped. table_rows is int64
+    [M], counts int32 [X]. A row outside the tables is an error; the CUDA kernel cannot raise one and adds nothing.
+    """
+    _bias_logits(logits, table_rows, ids, values, counts)
 
 
 def peer_all_reduce(

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.ops.library import LIBRARY
+from raylm.ops.logits import bias_logits, mask_logits
+from raylm.ops.logprobs import gather_logprobs, token_logprobs
 from raylm.ops.penalties import penalize
 from raylm.ops.sampling import sample
+from raylm.ops.tokens import accept, place
 
 _QUERY_CHUNK = 256
 """Queries of one sequence whose scores are in memory at a time."""
@@ -198,6 +201,12 @@ _KERNELS = (
     gated_linear,
     sample,
     penalize,
+    place,
+    accept,
+    token_logprobs,
+    gather_logprobs,
+    mask_logits,
+    bias_logits,
 )
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

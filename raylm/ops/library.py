@@ -39,6 +39,18 @@ SCHEMAS = {
         "(Tensor logits, Tensor token_ids, Tensor rows, Tensor prompt_lens, Tensor seq_lens, Tensor repetition, "
         "Tensor frequency, Tensor presence) -> Tensor"
     ),
+    "place": (
+        "(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor token_rows, Tensor offsets, Tensor rows, "
+        "Tensor query_start, int block_size) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "accept": (
+        "(Tensor(a!) token_ids, Tensor(b!) num_known, Tensor(c!) num_computed, Tensor rows, Tensor query_start, "
+        "Tensor sample_start, Tensor sampled) -> Tensor"
+    ),
+    "token_logprobs": "(Tensor logits, Tensor token_ids, int num_top) -> (Tensor, Tensor, Tensor, Tensor)",
+    "gather_logprobs": "(Tensor logits, Tensor token_ids) -> Tensor",
+    "mask_logits": "(Tensor(a!) logits, Tensor bitmask, Tensor mask_rows) -> ()",
+    "bias_logits": "(Tensor(a!) logits, Tensor table_rows, Tensor ids, Tensor values, Tensor counts) -> ()",
     "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
     "peer_add_rms_norm": (
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
@@ -79,6 +91,37 @@ def _token_each(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
+def _placed(
+    num_computed: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens = token_rows.shape[0]
+    ids, positions = (token_ids.new_empty(num_tokens) for _ in range(2))
+    slots = token_ids.new_empty(block_table.shape[0], num_tokens)
+    return ids, positions, slots, query_start.new_empty(rows.shape[0])
+
+
+def _accepted(token_ids: Tensor, num_known: Tensor, num_computed: Tensor, rows: Tensor, *_: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+def _token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows = logits.shape[0]
+    values = logits.new_empty(num_rows, dtype=torch.float32)
+    top_values = logits.new_empty(num_rows, num_top, dtype=torch.float32)
+    return values, token_ids.new_empty(num_rows), token_ids.new_empty(num_rows, num_top), top_values
+
+
+def _gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    return logits.new_empty(token_ids.shape, dtype=torch.float32)
+
+
 _FAKES = {
     "rms_norm": _like,
     "add_rms_norm": _like,
@@ -92,6 +135,12 @@ _FAKES = {
     "gated_linear": _gated_linear,
     "sample": _token_each,
     "penalize": _like,
+    "place": _placed,
+    "accept": _accepted,
+    "token_logprobs": _token_logprobs,
+    "gather_logprobs": _gather_logprobs,
+    "mask_logits": _nothing,
+    "bias_logits": _nothing,
     "peer_all_reduce": _nothing,
     "peer_add_rms_norm": _like,
     "peer_split_add_rms_norm": _like,
