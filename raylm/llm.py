@@ -22,7 +22,6 @@ from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import ModelInfo, TokenDelta
-from raylm.engine.engine import check_prompt
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RequestRejected
@@ -119,7 +118,7 @@ class LLM:
 
     def params(self, **given: Any) -> SamplingParams:
         """SamplingParams(**given) with the model's own defaults (`model.sampling`) for what is left out."""
-        own: dict[str, Any] = self.config.model.sampling_defaults.fields()
+        own: dict[str, Any] = self.config.sampling_defaults.fields()
         return SamplingParams(**{**own, **given})
 
     def generate(
@@ -196,7 +195,7 @@ class LLM:
         each = _params_for_each(self.params(max_tokens=128) if params is None else params, len(encoded))
         for index, (prompt_ids, own) in enumerate(zip(encoded, each, strict=True)):
             with _naming(kind, index, len(encoded)):
-                check_prompt(prompt_ids, own, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+                self._engine.check_request(prompt_ids, own)
         completions = [Completion(text, ids, []) for text, ids in zip(texts, encoded, strict=True)]
         job = _Job(self, completions, each)
         job.run(progress=progress)

@@ -58,7 +58,7 @@ class Answerer:
             vocab_size=engine.info.vocab_size,
             text=text or TextProcessor.load(locate(config.model.path)),
             generator=self._client,
-            sampling=config.model.sampling_defaults,
+            sampling=config.sampling_defaults,
         )
         catalog = OneModel(model)
         metrics = HttpMetrics(catalog)

@@ -169,7 +169,20 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
         ),
         _attention(config.runtime.attention, setting),
+        _sampling(config),
     ]
+
+
+def _sampling(config: EngineConfig) -> Choice:
+    """The defaults of requests, and which of them come from where."""
+    from raylm.config.sampling import SamplingDefaults
+
+    own = config.model.sampling.model_dump(exclude_none=True)
+    advice = config.sampling_advice
+    values, neutral = config.sampling_defaults.fields(), SamplingDefaults().fields()
+    shown = ", ".join(f"{name} {value:g}" for name, value in values.items() if value != neutral[name])
+    reason = f"{', '.join(own)}: model.sampling; what that leaves open: {advice.origin}" if own else advice.origin
+    return Choice("sampling", shown or "neutral: temperature 1, all else off", reason)
 
 
 def _step_choices(config: EngineConfig, device: torch.device) -> list[Choice]:

@@ -159,5 +159,5 @@ def sampling_params(args: argparse.Namespace, config: EngineConfig, *, max_token
     """SamplingParams of the options; what is not given is the model's own, and `max_tokens`. Raises RequestRejected."""
     from raylm.core.sampling import SamplingParams
 
-    own: dict[str, Any] = config.model.sampling_defaults.fields()
+    own: dict[str, Any] = config.sampling_defaults.fields()
     return SamplingParams(**{"max_tokens": max_tokens, **own, **given_sampling(args)})

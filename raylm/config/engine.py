@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
-from raylm.config.sampling import SamplingConfig, SamplingDefaults
-from raylm.config.source import advised_sampling
+from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -43,10 +44,6 @@ class ModelConfig(FrozenConfig):
     @property
     def served_name(self) -> str:
         return self.name or self.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        return SamplingDefaults.of(self.sampling, advised_sampling(self.path))
 
 
 class CacheConfig(FrozenConfig):
@@ -182,6 +179,7 @@ class EngineConfig(FrozenConfig):
     """One engine: one model on one device group."""
 
     model: ModelConfig
+    generation: GenerationConfig = GenerationConfig()
     load: LoadConfig = LoadConfig()
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
@@ -192,6 +190,18 @@ class EngineConfig(FrozenConfig):
     def in_one_process(self) -> bool:
         """Offline: whether the process that has the engine is its one worker too, and not a Ray actor."""
         return self.parallel.num_workers == 1 and not self.runtime.ray_workers
+
+    @cached_property
+    def sampling_advice(self) -> Advice:
+        """Defaults that generation.defaults takes from the model. Raises ConfigError as `advice` does."""
+        if self.generation.defaults == "neutral":
+            return Advice(SamplingConfig(), "generation.defaults is neutral")
+        return advice(self.model.path)
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """How requests are sampled that leave it open. Raises ConfigError as `advice` does."""
+        return SamplingDefaults.of(self.model.sampling, self.sampling_advice.sampling)
 
     @model_validator(mode="after")
     def _window_fits_stages(self) -> EngineConfig:

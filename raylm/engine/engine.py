@@ -15,6 +15,7 @@ from raylm.core.request import Request
 from raylm.core.sampling import MAX_SEED, SamplingParams
 from raylm.core.scheduler import Scheduler, SchedulerStats
 from raylm.core.step import ModelInfo, TokenDelta
+from raylm.engine.checks import check_params, check_prompt
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.executor.base import Executor
 
@@ -49,6 +50,7 @@ class Engine:
         )
         self.limits = config.scheduler
         """What one step may hold and how many requests may wait."""
+        self._generation = config.generation
         self._eos = frozenset(self.info.eos_token_ids)
 
     @property
@@ -70,7 +72,7 @@ class Engine:
         With params.beam_width the ids get the best sequences of one search, best first. Raises RequestRejected,
         Overloaded.
         """
-        check_prompt(prompt_ids, params, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        self.check_request(prompt_ids, params)
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
             max_len = min(max_len, len(prompt_ids) + params.max_tokens)
@@ -91,6 +93,11 @@ class Engine:
             for index, id in enumerate(ids)
         ]
         self._scheduler.add(requests, now)
+
+    def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Refuse what `add` would refuse of any request, however busy the engine is. Raises RequestRejected."""
+        check_prompt(prompt_ids, params, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        check_params(params, self._generation, vocab_size=self.info.vocab_size)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a sequence, or the beam search that it belongs to; its KV blocks are free when this returns.
@@ -165,44 +172,6 @@ def make_cache(config: ResolvedEngine, info: ModelInfo, events: EventLog | None)
         swap_costs=SwapCosts(info.block_bytes, info.prefill_tokens_per_s, info.swap_bytes_per_s),
         events=events,
     )
-
-
-def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:
-    """Refuse what can never be served. Raises RequestRejected with the numbers."""
-    if not prompt_ids:
-        raise RequestRejected("the prompt is empty; it must have at least 1 token", param="prompt")
-    if len(prompt_ids) >= max_model_len:
-        raise RequestRejected(
-            f"the prompt has {len(prompt_ids)} tokens, but this model takes {max_model_len} in all "
-            "and at least one must be left for the output",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if params.max_tokens is not None and len(prompt_ids) + params.max_tokens > max_model_len:
-        raise RequestRejected(
-            f"the prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}, "
-            f"together more than the {max_model_len} that this model takes",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    if 2 * params.beam_width > vocab_size:
-        raise RequestRejected(
-            f"beam_width is {params.beam_width}, but half of this model's {vocab_size} tokens is the most it can be",
-            param="beam_width",
-        )
-    if set(map(type, prompt_ids)) != {int}:
-        index, wrong = next((index, token) for index, token in enumerate(prompt_ids) if type(token) is not int)
-        raise RequestRejected(f"the prompt must hold integers, got {wrong!r:.300} at {index}", param="prompt")
-    worst = max(prompt_ids) if min(prompt_ids) >= 0 else min(prompt_ids)
-    if not 0 <= worst < vocab_size:
-        raise RequestRejected(
-            f"the prompt holds the token id {worst}; this model has 0 to {vocab_size - 1}", param="prompt"
-        )
-    for field, tokens in params.named_tokens():
-        if tokens and max(tokens) >= vocab_size:
-            raise RequestRejected(
-                f"{field} holds the token id {max(tokens)}; this model has 0 to {vocab_size - 1}", param=field
-            )
 
 
 def _wrapped(seed: int) -> int:

@@ -42,7 +42,7 @@ class ModelReplica:
         model = config.engine.model
         application = serve.get_replica_context().app_name
         self._model = ModelEntry(
-            model.served_name, application, model.path, sampling=model.sampling_defaults, since=time.time()
+            model.served_name, application, model.path, sampling=config.engine.sampling_defaults, since=time.time()
         )
         self._capacity = resolve(config.engine, worker_device(resources)).scheduler.max_num_seqs
         self._engine_id = uuid.uuid4().hex

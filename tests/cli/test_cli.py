@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoints
 import pytest
 import yaml
 from fake_llm import FakeLLM
@@ -425,6 +426,32 @@ def test_doctor_checks_a_serve_config(tmp_path, capsys):
     path.write_text(json.dumps({"applications": applications(engine)}))
     assert main(["doctor", str(path), "--json"]) == 1
     assert "nothing/here" in json.loads(capsys.readouterr().out)["problem"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "reason"),
+    [
+        ("model: {path: PATH}", "temperature 0.6, top_k 20", "generation_config.json"),
+        (
+            "model: {path: PATH, sampling: {temperature: 1.0, top_p: 0.5}}",
+            "top_p 0.5, top_k 20",
+            "temperature, top_p: model.sampling; what that leaves open: generation_config.json",
+        ),
+        (
+            "model: {path: PATH}\ngeneration: {defaults: neutral}",
+            "neutral: temperature 1, all else off",
+            "generation.defaults is neutral",
+        ),
+    ],
+)
+def test_doctor_says_how_requests_are_sampled_and_why(text, value, reason, tmp_path, capsys):
+    checkpoints.llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    path = tmp_path / "engine.yaml"
+    path.write_text(text.replace("PATH", str(tmp_path)))
+    assert main(["doctor", str(path), "--json"]) == 0
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    assert {"name": "sampling", "value": value, "reason": reason} in choices
 
 
 @pytest.mark.usefixtures("demo")

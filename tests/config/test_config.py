@@ -36,6 +36,12 @@ MODEL = {"path": "smollm2-135m"}
         ({"model": {**MODEL, "sampling": {"min_p": 2}}}, ["'model.sampling.min_p'", "less than or equal to 1"]),
         ({"model": {**MODEL, "sampling": {"repetition_penalty": 3}}}, ["'model.sampling.repetition_penalty'", "2"]),
         ({"model": {**MODEL, "sampling": {"topp": 0.5}}}, ["'model.sampling.topp'", "did you mean 'top_p'?"]),
+        (
+            {"model": MODEL, "generation": {"defaults": "none"}},
+            ["'generation.defaults'", "'model' or 'neutral'"],
+        ),
+        ({"model": MODEL, "generation": {"max_logprobs": -1}}, ["'generation.max_logprobs'", "value -1"]),
+        ({"model": MODEL, "generation": {"logits_processors": [""]}}, ["'generation.logits_processors.0'", "value ''"]),
         ({"model": MODEL, "runtime": {"attention": "xformers"}}, ["'runtime.attention'", "'flash_attn'", "'torch'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
         ({"model": MODEL, "load": {"peer_timeout_s": 0}}, ["'load.peer_timeout_s'", "value 0", "greater than 0"]),
@@ -215,6 +221,7 @@ def test_a_given_number_must_go_with_the_others_default():
     ("model", "expected"),
     [
         ({"path": "/models/x"}, (1.0, 1.0, 0, 0.0, 1.0)),
+        ({"path": "/models/x.gguf"}, (1.0, 1.0, 0, 0.0, 1.0)),
         ({"path": "smollm2-135m"}, (0.2, 0.9, 0, 0.0, 1.0)),
         ({"path": "smollm2-135m", "sampling": {"temperature": 1, "top_k": 5}}, (1.0, 0.9, 5, 0.0, 1.0)),
         (
@@ -225,7 +232,59 @@ def test_a_given_number_must_go_with_the_others_default():
 )
 def test_sampling_that_a_request_leaves_open_is_the_configurations_then_the_models_then_openais(model, expected):
     config = parse(EngineConfig, {"model": model}, source="test")
-    assert config.model.sampling_defaults == SamplingDefaults(*expected)
-    resolved = resolve(config, "cpu").model
+    assert config.sampling_defaults == SamplingDefaults(*expected)
+    resolved = resolve(config, "cpu")
     assert resolved.sampling_defaults == SamplingDefaults(*expected)
-    assert resolved.sampling.temperature == expected[0], "what `raylm doctor` prints"
+    assert resolved.model.sampling.temperature == expected[0], "what `raylm doctor` prints"
+
+
+def _with_file(folder: Path, content: str, **sections: object) -> EngineConfig:
+    (folder / "generation_config.json").write_text(content)
+    return parse(EngineConfig, {"model": {"path": str(folder)}, **sections}, source="test")
+
+
+ADVICE = '{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": null, "repetition_penalty": 1.1, "do_sample": true}'
+
+
+def test_defaults_come_from_the_model_s_generation_config(tmp_path):
+    config = _with_file(tmp_path, ADVICE)
+    assert config.sampling_defaults == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
+    assert config.sampling_advice.origin == "generation_config.json"
+    # What was resolved on one machine holds where the file is not.
+    resolved = resolve(config, "cpu")
+    (tmp_path / "generation_config.json").unlink()
+    assert resolved.sampling_defaults == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
+
+
+def test_neutral_defaults_leave_the_model_s_advice_out(tmp_path):
+    config = _with_file(tmp_path, ADVICE, generation={"defaults": "neutral"})
+    assert config.sampling_defaults == SamplingDefaults()
+    demo = parse(EngineConfig, {"model": MODEL, "generation": {"defaults": "neutral"}}, source="test")
+    assert demo.sampling_defaults == SamplingDefaults()
+
+
+def test_the_configuration_s_sampling_wins_over_the_model_s(tmp_path):
+    (tmp_path / "generation_config.json").write_text(ADVICE)
+    model = {"path": str(tmp_path), "sampling": {"temperature": 0.1}}
+    assert parse(EngineConfig, {"model": model}, source="test").sampling_defaults.fields() == {
+        "temperature": 0.1,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"temperature": -1}', "key 'temperature' has the value -1"),
+        ('{"top_k": "many"}', "key 'top_k' has the value 'many'"),
+        ("[1]", "must hold a JSON object, got \\[1\\]"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_generation_config_without_sense_is_refused(tmp_path, content, sentence):
+    with pytest.raises(ConfigError, match=sentence) as error:
+        _ = _with_file(tmp_path, content).sampling_defaults
+    assert "generation_config.json" in str(error.value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from raylm.config.sampling import GenerationConfig
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import RowPenalties, RowSampling
-from raylm.engine.engine import check_prompt
+from raylm.engine.checks import check_params, check_prompt
 from raylm.engine.messages import Submit, ToEngine
 from raylm.errors import RequestRejected
 
@@ -194,7 +195,34 @@ def test_a_prompt_may_be_computed_for_its_log_probabilities_alone():
 )
 def test_tokens_that_a_request_names_are_the_model_s(fields):
     params = SamplingParams(**fields)
-    check_prompt([1], params, max_model_len=9, vocab_size=10)
+    check_params(params, GenerationConfig(), vocab_size=10)
     with pytest.raises(RequestRejected, match="holds the token id 9; this model has 0 to 8") as error:
-        check_prompt([1], params, max_model_len=9, vocab_size=9)
+        check_params(params, GenerationConfig(), vocab_size=9)
     assert error.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "sentence"),
+    [
+        ({"logprobs": 4}, {"max_logprobs": 4}, "logprobs is 4, but at most 3 tokens are reported"),
+        ({"logprobs": -1}, {"max_logprobs": 50}, "logprobs is -1, but at most 3 tokens are reported"),
+        ({"prompt_logprobs": 4}, {"max_logprobs": 4}, "prompt_logprobs is 4, but at most 3 tokens are reported"),
+        (
+            {"logprob_token_ids": [1, 2, 3, 4], "logprobs": 0},
+            {"max_logprobs": 4},
+            "logprob_token_ids has 4 tokens, but at most 3 are",
+        ),
+        (
+            {"logits_processors": ["a", "b"]},
+            {"logits_processors": ["b", "a"]},
+            "logits_processors names 'a'; this model has 'b', 'c'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_request_may_ask_for_is_configured(fields, allowed, sentence):
+    params = SamplingParams(**fields)
+    check_params(params, GenerationConfig(**allowed), vocab_size=50)
+    with pytest.raises(RequestRejected) as error:
+        check_params(params, GenerationConfig(max_logprobs=3, logits_processors=["b", "c"]), vocab_size=50)
+    assert str(error.value).startswith(sentence) and error.value.param == next(iter(fields))

@@ -1,0 +1,52 @@
+"""The sampling that a model's authors advise: its generation_config.json, or what raylm knows of the demo model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from raylm.config.base import parse
+from raylm.config.sampling import SamplingConfig
+from raylm.config.source import DEMO_MODELS
+from raylm.errors import ConfigError
+
+FILE = "generation_config.json"
+
+
+class Advice(NamedTuple):
+    """Advised defaults, and where they come from, or why there are none."""
+
+    sampling: SamplingConfig
+    origin: str
+
+
+def advice(path: str) -> Advice:
+    """The advice of the model at `path`; one that is not there advises nothing, and its loading says so.
+
+    Raises ConfigError where generation_config.json holds no possible default.
+    """
+    demo = DEMO_MODELS.get(path)
+    if demo is not None:
+        return Advice(demo.sampling, f"advised by the authors of {path}")
+    place = Path(path).expanduser()
+    if place.suffix == ".gguf":
+        return Advice(SamplingConfig(), "a GGUF file advises none")
+    file = place / FILE
+    if not file.is_file():
+        return Advice(SamplingConfig(), f"the model has no {FILE}")
+    return Advice(_read(file), FILE)
+
+
+def _read(file: Path) -> SamplingConfig:
+    try:
+        data = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got {data!r:.100}")
+    known = {name: data[name] for name in SamplingConfig.model_fields if name in data}
+    try:
+        return parse(SamplingConfig, known, source=str(file))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (with generation.defaults: neutral this file is not read)") from None

@@ -1,0 +1,70 @@
+"""Which requests an engine takes: whatever can never be served is refused before it is queued."""
+
+from __future__ import annotations
+
+from raylm.config.sampling import GenerationConfig
+from raylm.core.sampling import ALL_TOKENS, SamplingParams
+from raylm.errors import RequestRejected
+
+
+def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:
+    """Refuse a prompt that the model cannot take together with the tokens asked for. Raises RequestRejected with the
+    numbers."""
+    if not prompt_ids:
+        raise RequestRejected("the prompt is empty; it must have at least 1 token", param="prompt")
+    if len(prompt_ids) >= max_model_len:
+        raise RequestRejected(
+            f"the prompt has {len(prompt_ids)} tokens, but this model takes {max_model_len} in all "
+            "and at least one must be left for the output",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is not None and len(prompt_ids) + params.max_tokens > max_model_len:
+        raise RequestRejected(
+            f"the prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}, "
+            f"together more than the {max_model_len} that this model takes",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if set(map(type, prompt_ids)) != {int}:
+        index, wrong = next((index, token) for index, token in enumerate(prompt_ids) if type(token) is not int)
+        raise RequestRejected(f"the prompt must hold integers, got {wrong!r:.300} at {index}", param="prompt")
+    worst = max(prompt_ids) if min(prompt_ids) >= 0 else min(prompt_ids)
+    if not 0 <= worst < vocab_size:
+        raise RequestRejected(
+            f"the prompt holds the token id {worst}; this model has 0 to {vocab_size - 1}", param="prompt"
+        )
+
+
+def check_params(params: SamplingParams, config: GenerationConfig, *, vocab_size: int) -> None:
+    """Refuse sampling that this model and its configuration do not allow. Raises RequestRejected with the numbers."""
+    if 2 * params.beam_width > vocab_size:
+        raise RequestRejected(
+            f"beam_width is {params.beam_width}, but half of this model's {vocab_size} tokens is the most it can be",
+            param="beam_width",
+        )
+    for field, tokens in params.named_tokens():
+        if tokens and max(tokens) >= vocab_size:
+            raise RequestRejected(
+                f"{field} holds the token id {max(tokens)}; this model has 0 to {vocab_size - 1}", param=field
+            )
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and (vocab_size if count == ALL_TOKENS else count) > config.max_logprobs:
+            raise RequestRejected(
+                f"{field} is {count}, but at most {config.max_logprobs} tokens are reported at a position "
+                "(generation.max_logprobs)",
+                param=field,
+            )
+    if len(params.logprob_token_ids) > config.max_logprobs:
+        raise RequestRejected(
+            f"logprob_token_ids has {len(params.logprob_token_ids)} tokens, but at most {config.max_logprobs} are "
+            "reported at a position (generation.max_logprobs)",
+            param="logprob_token_ids",
+        )
+    for name in params.logits_processors:
+        if name not in config.logits_processors:
+            known = ", ".join(map(repr, config.logits_processors)) or "none"
+            raise RequestRejected(
+                f"logits_processors names {name!r:.100}; this model has {known} (generation.logits_processors)",
+                param="logits_processors",
+            )
