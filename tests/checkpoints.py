@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +35,7 @@ from transformers import (
 
 from raylm.config.source import locate
 
+_FILE = "model.safetensors"
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>")
 BOS, EOS, END = range(3)
@@ -96,11 +98,76 @@ def bloom(folder: Path, **changes: object) -> Path:
     return _save(BloomForCausalLM, BloomConfig, folder, {**fields, **changes})
 
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3": gemma3, "bloom": bloom}
+def mimo(folder: Path, **changes: object) -> Path:
+    """A MiMo: an untied Qwen2 with a layer for multi-token prediction."""
+    _save(Qwen2ForCausalLM, Qwen2Config, folder, changes)
+    config = json.loads((folder / "config.json").read_text())
+    size, own = config["hidden_size"], "model.mtp_layers.0."
+    tensors = load_file(folder / _FILE)
+    # Its layer has the shapes of the base's.
+    layer = {name: t for name, t in tensors.items() if name.startswith("model.layers.0.")}
+    shapes = {name.replace("model.layers.0.", own): tensor.shape for name, tensor in layer.items()}
+    shapes |= {f"{own}{norm}_layernorm.weight": (size,) for norm in ("token", "hidden", "final")}
+    shapes[own + "input_proj.weight"] = (size, 2 * size)
+    save_file(tensors | _random(shapes, seed=1), folder / _FILE)
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+FAMILIES = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "mimo": mimo,
+    "gemma3": gemma3,
+    "bloom": bloom,
+}
+
+
+def eagle3(folder: Path, target: Path, *, leave_out: tuple[str, ...] = (), **changes: object) -> Path:
+    """An EAGLE-3 head for a Llama-like target, as its authors publish them: it has the target's sizes, drafts 200 of
+    its tokens, and finds its embedding there. `leave_out`: tensors that the checkpoint lacks."""
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 200}
+    config |= {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], **changes}
+    size, heads, kv_heads = (config[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    head_dim, inner, drafts = config["head_dim"], config["intermediate_size"], config["draft_vocab_size"]
+    shapes = {
+        "fc.weight": (size, 3 * config.get("target_hidden_size", size)),
+        "norm.weight": (size,),
+        "lm_head.weight": (drafts, size),
+        "midlayer.self_attn.q_proj.weight": (heads * head_dim, 2 * size),
+        "midlayer.self_attn.k_proj.weight": (kv_heads * head_dim, 2 * size),
+        "midlayer.self_attn.v_proj.weight": (kv_heads * head_dim, 2 * size),
+        "midlayer.self_attn.o_proj.weight": (size, heads * head_dim),
+        "midlayer.mlp.gate_proj.weight": (inner, size),
+        "midlayer.mlp.up_proj.weight": (inner, size),
+        "midlayer.mlp.down_proj.weight": (size, inner),
+        **{f"midlayer.{norm}.weight": (size,) for norm in ("hidden_norm", "input_layernorm")},
+        "midlayer.post_attention_layernorm.weight": (size,),
+    }
+    tensors = _random(shapes, seed=2)
+    vocab_size = config["vocab_size"]
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.randperm(vocab_size, generator=generator)[:drafts].sort().values
+    tensors["d2t"] = chosen - torch.arange(drafts)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor for name, tensor in tensors.items() if name not in leave_out}, folder / _FILE)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def reference(folder: Path) -> PreTrainedModel:
-    """The checkpoint in transformers, float32, with attention spelled out."""
+    """The checkpoint in transformers, float32, with attention spelled out. (Of a MiMo the base, which is a Qwen2.)"""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "mimo":
+        config = Qwen2Config(**{**config, "model_type": "qwen2"}, attn_implementation="eager")
+        model = Qwen2ForCausalLM(config)
+        model.load_state_dict({k: v for k, v in load_file(folder / _FILE).items() if "mtp_layers" not in k})
+        return model.eval()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -216,6 +283,15 @@ def _save(model_class: type, config_class: type, folder: Path, changes: dict[str
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+def _random(shapes: dict[str, tuple[int, ...]], *, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors like those that _save() gives a model."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.15 + name.endswith("norm.weight")
+        for name, shape in shapes.items()
+    }
 
 
 def _gguf_names(config: object) -> dict[str, str]:

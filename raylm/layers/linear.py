@@ -68,6 +68,13 @@ class ColumnParallelLinear(_FusedColumnLinear):
         super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
 
 
+class ReplicatedLinear(_FusedColumnLinear):
+    """One projection without bias that every rank holds whole: returns [T, out_size] on each of them."""
+
+    def __init__(self, in_size: int, out_size: int, *, context: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__(in_size, {None: (out_size, out_size, 0)}, bias=False, context=context, dtype=dtype)
+
+
 class GatedParallelLinear(_FusedColumnLinear):
     """act(gate(x)) * up(x), both projections in one product, outputs split between the ranks: returns
     [T, out_size / tensor_size]."""

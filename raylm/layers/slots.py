@@ -43,6 +43,15 @@ class Loadable(Protocol):
         ...
 
 
+def slots_of(model: nn.Module) -> dict[SlotName, Slot]:
+    """Every slot of a model's layers, by the full name of its parameter."""
+    slots: dict[SlotName, Slot] = {}
+    for path, module in model.named_modules():
+        if module is not model and isinstance(module, Loadable):
+            slots |= {(f"{path}.{name}", shard): slot for (name, shard), slot in module.slots().items()}
+    return slots
+
+
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter without values and without gradient: loading fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

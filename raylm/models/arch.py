@@ -57,6 +57,10 @@ class ArchConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction (MTP) that the checkpoint has beside its num_layers."""
+    uses_mtp: bool = False
+    """Whether the MTP layers are loaded: speculative decoding uses them, nothing else does."""
     dtype: DTypeName
     """The checkpoint's own type of weights (for quantised ones, a type that holds them)."""
 

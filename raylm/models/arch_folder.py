@@ -31,6 +31,8 @@ class _Family:
     qk_norm: bool = False
     is_gemma: bool = False
     is_bloom: bool = False
+    has_mtp: bool = False
+    """Whether the field num_nextn_predict_layers is known."""
     defaults: dict[str, object] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     """This family's own names of fields -> what others call them."""
@@ -83,23 +85,28 @@ _BLOOM = _Family(
         "seq_length": "max_position_embeddings",
     },
 )
+_LIKE_QWEN = ("Qwen", "MiMo")
 _QWEN: dict[str, object] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 _FAMILIES = {
     "LlamaForCausalLM": _Family(qkv_bias=None, mlp_bias=True, defaults={"max_position_embeddings": 2048}),
     "MistralForCausalLM": _Family(defaults={"max_position_embeddings": 131072, "sliding_window": 4096}),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, defaults=_QWEN),
     "Qwen3ForCausalLM": _Family(qkv_bias=None, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
+    "MiMoForCausalLM": _Family(qkv_bias=True, has_mtp=True, defaults=_QWEN),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "BloomForCausalLM": _BLOOM,
 }
 
 
-def read_folder_arch(folder: Path) -> ArchConfig:
-    """The description of the model in a folder. Raises ConfigError."""
+def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfig:
+    """The description of the model in a folder, read as `architecture` or as what config.json names.
+
+    Raises ConfigError.
+    """
     path = folder / "config.json"
-    values = _read_json(path)
-    architecture = _architecture(values, path)
+    values = read_json(path)
+    architecture = architecture or _architecture(values, path)
     family = _FAMILIES[architecture]
     if isinstance(text := values.get("text_config"), dict):
         values = {**values, **{name: value for name, value in text.items() if value is not None}}
@@ -139,13 +146,15 @@ def read_folder_arch(folder: Path) -> ArchConfig:
         logits_soft_cap=fields.number("final_logit_softcapping", 0.0) if family.is_gemma else 0.0,
         embedding_multiplier=hidden_size**0.5 if family.is_gemma else 1.0,
         norm_offset=1.0 if family.is_gemma else 0.0,
+        mtp_layers=_mtp_layers(fields) if family.has_mtp else 0,
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, folder),
         dtype=_dtype(fields),
     )
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises ConfigError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -176,13 +185,17 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.error(name, True, "false")
 
 
+def _mtp_layers(fields: Fields) -> int:
+    return fields.integer("num_nextn_predict_layers") if fields.get("num_nextn_predict_layers") else 0
+
+
 def _layer_kinds(fields: Fields, architecture: str) -> tuple[tuple[LayerKind, ...], int]:
     """The kind of every layer, and the window of the sliding ones (0 where there are none)."""
     count = fields.integer("num_hidden_layers")
     kinds: list[LayerKind] = ["full"] * count
     if architecture == "LlamaForCausalLM" or fields.get("sliding_window") is None:
         return tuple(kinds), 0
-    if architecture.startswith("Qwen") and not fields.flag("use_sliding_window", False):
+    if architecture.startswith(_LIKE_QWEN) and not fields.flag("use_sliding_window", False):
         return tuple(kinds), 0
     names = fields.get("layer_types")
     if architecture == "MistralForCausalLM":
@@ -191,7 +204,7 @@ def _layer_kinds(fields: Fields, architecture: str) -> tuple[tuple[LayerKind, ..
         if not isinstance(names, list) or len(names) != count or not set(names) <= set(_LAYER_KINDS):
             raise fields.error("layer_types", names, f"{count} names, each one of {', '.join(_LAYER_KINDS)}")
         kinds = [_LAYER_KINDS[name] for name in names]
-    elif architecture.startswith("Qwen"):
+    elif architecture.startswith(_LIKE_QWEN):
         first = fields.integer("max_window_layers", 28)
         kinds = ["sliding" if layer >= first else "full" for layer in range(count)]
     else:
@@ -261,7 +274,7 @@ def _eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
     ids = list(fields.token_ids("eos_token_id"))
     path = folder / "generation_config.json"
     if path.is_file():
-        ids += Fields(_read_json(path), str(path)).token_ids("eos_token_id")
+        ids += Fields(read_json(path), str(path)).token_ids("eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 

@@ -15,7 +15,7 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from raylm.layers.norm import LayerNorm, RMSNorm
 from raylm.layers.rotary import rotary_table
-from raylm.layers.slots import Loadable, Slot, SlotName
+from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.arch import ArchConfig
 from raylm.models.names import GGUF_WEIGHTS, HF_WEIGHTS, WeightTable
 from raylm.parallel import collectives
@@ -35,10 +35,12 @@ class SelfAttention(nn.Module):
         context: ParallelContext,
         dtype: torch.dtype,
         norm_follows: bool,
+        in_size: int | None = None,
     ) -> None:
+        """`in_size`: columns of the input, where they are not hidden_size."""
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            arch.hidden_size,
+            in_size or arch.hidden_size,
             num_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,
@@ -177,7 +179,7 @@ class DecoderModel(nn.Module):
         """The layers of this stage."""
         self._logits_soft_cap = arch.logits_soft_cap
         self._embedding_multiplier = _rounded(arch.embedding_multiplier, dtype)
-        tables = _position_tables(arch, self.layer_numbers, context)
+        self._position_tables = tables = _position_tables(arch, self.layer_numbers, context)
         if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         self.layers = nn.ModuleDict(
@@ -229,6 +231,11 @@ class DecoderModel(nn.Module):
             logits = torch.tanh(logits.float() / self._logits_soft_cap).mul_(self._logits_soft_cap)
         return logits
 
+    @property
+    def head(self) -> VocabParallelEmbedding:
+        """The head over the vocabulary; only at the last stage."""
+        return self._head
+
     def is_elsewhere(self, parameter: str) -> bool:
         """Whether another stage has this parameter of the whole model."""
         top, _, rest = parameter.partition(".")
@@ -239,11 +246,7 @@ class DecoderModel(nn.Module):
 
     def slots(self) -> dict[SlotName, Slot]:
         """Every slot that a checkpoint must fill, by the full name of its parameter."""
-        slots: dict[SlotName, Slot] = {}
-        for path, module in self.named_modules():
-            if module is not self and isinstance(module, Loadable):
-                slots |= {(f"{path}.{name}", shard): slot for (name, shard), slot in module.slots().items()}
-        return slots
+        return slots_of(self)
 
 
 def layer_norm(

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "raylm.models.mistral",
     "Qwen2ForCausalLM": "raylm.models.qwen2",
     "Qwen3ForCausalLM": "raylm.models.qwen3",
+    "MiMoForCausalLM": "raylm.models.mimo",
     "Gemma3ForCausalLM": "raylm.models.gemma3",
     "Gemma3ForConditionalGeneration": "raylm.models.gemma3",
     "BloomForCausalLM": "raylm.models.bloom",

@@ -16,28 +16,31 @@ from raylm.models.checkpoint import CheckpointTensor, plain
 from raylm.models.weight_files import weight_files
 
 _MAX_HEADER_BYTES = 100_000_000
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
 
 
-def folder_tensors(folder: Path) -> list[CheckpointTensor]:
+def folder_tensors(folder: Path, *, integers: bool = False) -> list[CheckpointTensor]:
     """Every tensor of the checkpoint in a folder: one file, or the files that an index names.
 
-    Raises ConfigError when there is none, a file is missing or damaged, or a tensor's type is not a float.
+    Raises ConfigError when there is none, a file is missing or damaged, or a tensor's type is not a float (with
+    `integers`: nor an int64 or bool).
     """
-    return [tensor for path in weight_files(folder) for tensor in file_tensors(path)]
+    return [tensor for path in weight_files(folder) for tensor in file_tensors(path, integers=integers)]
 
 
-def file_tensors(path: Path) -> list[CheckpointTensor]:
+def file_tensors(path: Path, *, integers: bool = False) -> list[CheckpointTensor]:
     """Every tensor of one safetensors file. Raises ConfigError."""
+    dtypes = {**_FLOATS, **_INTEGERS} if integers else _FLOATS
     header, begin = _read_header(path)
     tensors = []
     for name, info in header.items():
         if name == "__metadata__":
             continue
         dtype, shape, start, stop = _entry(info, path, name)
-        if dtype not in _DTYPES:
-            raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(_DTYPES)}")
-        tensor = CheckpointTensor(name, shape, path, begin + start, plain(_DTYPES[dtype]))
+        if dtype not in dtypes:
+            raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(dtypes)}")
+        tensor = CheckpointTensor(name, shape, path, begin + start, plain(dtypes[dtype]))
         if tensor.num_bytes != stop - start:
             raise ConfigError(f"{path}: tensor {name} of shape {shape} cannot have {stop - start} bytes")
         tensors.append(tensor)

@@ -5,28 +5,49 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar, Protocol
 
 import torch
 from tqdm import tqdm
 
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
+from raylm.models.arch import ArchConfig
 from raylm.models.arch_gguf import ROPE_FACTORS
 from raylm.models.checkpoint import CheckpointTensor
-from raylm.models.decoder import DecoderModel
 from raylm.models.names import WeightTable, slot_name
+from raylm.parallel.context import ParallelContext
 
 _MAX_NAMES = 8
 """Names that one error lists."""
 _DUMMY_STD = 0.02
 
 
+class Fillable(Protocol):
+    """A model as loading sees it; DecoderModel says what each part means."""
+
+    PREFIXES: ClassVar[tuple[str, ...]]
+    IGNORED: ClassVar[tuple[str, ...]]
+
+    @property
+    def arch(self) -> ArchConfig: ...
+
+    @property
+    def context(self) -> ParallelContext: ...
+
+    def slots(self) -> dict[SlotName, Slot]: ...
+
+    def is_elsewhere(self, parameter: str) -> bool: ...
+
+
 class WeightLoader:
     """Fills one model. Which tensor goes where is settled, and proved complete, before any data is read."""
 
-    def __init__(self, model: DecoderModel, *, progress: bool) -> None:
+    def __init__(self, model: Fillable, *, progress: bool, filled: tuple[str, ...] = ()) -> None:
+        """`filled`: parameters that have their values already."""
         self._model = model
         self._progress = progress
+        self._filled = filled
 
     def load(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> None:
         """Read a checkpoint into the model.
@@ -45,7 +66,7 @@ class WeightLoader:
                 bar.update(tensor.num_bytes)
 
     def _assign(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> list[tuple[CheckpointTensor, Slot]]:
-        slots = self._model.slots()
+        slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
         found: defaultdict[SlotName, list[CheckpointTensor]] = defaultdict(list)
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
@@ -74,13 +95,16 @@ class WeightLoader:
         return is_rotary or name.startswith(self._model.IGNORED)
 
 
-def fill_dummy(model: DecoderModel, *, seed: int) -> None:
-    """Random weights: norms 1, everything else normal with a deviation of 0.02, the same for the same seed and rank."""
+def fill_dummy(model: Fillable, *, seed: int) -> None:
+    """Random weights: norms 1, integers 0, everything else normal with a deviation of 0.02, the same for the same seed
+    and rank."""
     context = model.context
     generator = torch.Generator(context.device).manual_seed(seed + context.rank)
     for (name, _), slot in model.slots().items():
         if name.endswith("norm.weight"):
             slot.destination.fill_(1.0)
+        elif not slot.destination.is_floating_point():
+            slot.destination.zero_()
         else:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
 

@@ -48,6 +48,11 @@ class CacheGroups(NamedTuple):
         layers = [[layer for layer in group if layer in stage] for group in self.layers]
         return CacheGroups(layers, max(map(len, layers)), self.layout)
 
+    @property
+    def full_group(self) -> int | None:
+        """A group whose blocks keep every token of a request; None where all layers slide."""
+        return next((group for group, window in enumerate(self.layout.windows) if not window), None)
+
     def places(self) -> list[tuple[int, int]]:
         """The group of every layer and its place there, in the order of layers."""
         found = {layer: (group, i) for group, layers in enumerate(self.layers) for i, layer in enumerate(layers)}

@@ -40,6 +40,7 @@ CASES = {
         {"tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {}),
+    "mimo": ("mimo", {}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
     "bloom": ("bloom", {}),
     "bloom with heads no power of two": ("bloom", {"n_head": 12, "hidden_size": 96}),

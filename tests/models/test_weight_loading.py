@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from paged import CPU, PagedRun, generate, load
 from safetensors.torch import load_file, save_file
+from threaded_ranks import ThreadedRanks
 
 from raylm import ops
 from raylm.config.source import locate
@@ -168,27 +168,6 @@ def test_progress_bar_can_be_switched_off(folder: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
     load_model(source, arch, context, torch.float32, "auto", progress=True)
     assert "weights" in capsys.readouterr().err
-
-
-class ThreadedRanks:
-    """Collectives between threads of this process, one a rank."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._parts: list[torch.Tensor] = [torch.empty(0)] * size
-
-    def exchange(self, x: torch.Tensor, context: ParallelContext) -> list[torch.Tensor]:
-        self._parts[context.tensor_rank] = x.clone()
-        self._barrier.wait()
-        parts = list(self._parts)
-        self._barrier.wait()
-        return parts
-
-    def all_reduce(self, x: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-        return x.copy_(torch.stack(self.exchange(x, context)).sum(0))
-
-    def all_gather(self, x: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-        return torch.cat(self.exchange(x, context), -1)
 
 
 class NormReducer:

@@ -9,7 +9,7 @@ import torch
 
 from raylm.core.step import Copies
 from raylm.worker import kv_store
-from raylm.worker.kv_store import KVStore
+from raylm.worker.kv_store import KVStore, LayerShape
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -95,10 +95,37 @@ def test_host_memory_is_pinned_as_long_as_it_is_needed() -> None:
         pytest.skip("torch sees no CUDA device")
     for _ in range(3):
         store = make_store(num_blocks=2, num_host_blocks=9, device="cuda")
-        assert store._host_blocks.is_pinned()
+        assert store._tensors[0]._host_blocks.is_pinned()
         del store
     # The same memory can be pinned again only when it has been given back.
 
 
 def test_runs_cover_every_place_once() -> None:
     assert list(kv_store._runs([4, 5, 6, 9, 8, 7, 8])) == [(0, 4, 3), (3, 9, 1), (4, 8, 1), (5, 7, 2)]
+
+
+def test_layers_that_draft_are_copied_with_the_blocks(device: str) -> None:
+    store = KVStore(
+        group_size=1,
+        num_blocks=4,
+        num_host_blocks=1,
+        block_shape=(4, 2, 8),
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+        draft=LayerShape(num_layers=2, num_kv_heads=1, head_dim=16),
+    )
+    assert store.block_bytes == (2 * 1 * 2 * 8 + 2 * 2 * 1 * 16) * 4 * 2
+    assert LayerShape(2, 1, 16).bytes_per_token(torch.bfloat16) == 2 * 2 * 1 * 16 * 2
+    tensors = [cache for pair in (*store.pairs, *store.draft_pairs) for cache in pair]
+    assert [cache.shape for cache in tensors] == [(4, 4, 2, 8)] * 2 + [(4, 4, 1, 16)] * 4
+    for place, cache in enumerate(tensors):
+        for block in range(4):
+            cache[block] = 10 * block + place
+    store.copy(Copies(swap_out=[(1, 0)], forked=[(2, 1)], swap_in=[(0, 3)]))
+    for place, cache in enumerate(tensors):
+        assert [cache[block].unique().tolist() for block in range(4)] == [
+            [place],
+            [20 + place],
+            [20 + place],
+            [10 + place],
+        ]

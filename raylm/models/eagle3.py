@@ -1,0 +1,208 @@
+"""EAGLE-3 heads (arXiv:2503.01840): one decoder layer that drafts from the hidden states of the target model.
+
+Checkpoints name the layer `midlayer` or `layers.0`. `d2t` holds, for every token that the head can draft, the target's
+token minus the draft's; `t2d` says the same the other way round and is not read.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from raylm.config.source import ModelSource
+from raylm.errors import ConfigError
+from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.linear import ReplicatedLinear
+from raylm.layers.rotary import rotary_table
+from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
+from raylm.models.arch import ArchConfig
+from raylm.models.arch_eagle3 import Eagle3Arch
+from raylm.models.decoder import DecoderLayer, DecoderModel, SelfAttention, layer_norm
+from raylm.models.names import HF_WEIGHTS, WeightTable
+from raylm.models.safetensors import folder_tensors
+from raylm.models.weights import WeightLoader, fill_dummy
+from raylm.parallel.context import ParallelContext
+
+_EMBEDDING, _HEAD, _MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
+
+
+class Eagle3Attention(SelfAttention):
+    """Attention over an embedding and a hidden state side by side."""
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        rotary: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        norm_follows: bool,
+    ) -> None:
+        super().__init__(
+            arch,
+            layer,
+            rotary,
+            attention,
+            context=context,
+            dtype=dtype,
+            norm_follows=norm_follows,
+            in_size=2 * arch.hidden_size,
+        )
+
+
+class Eagle3Layer(DecoderLayer):
+    """A Llama's layer with that attention."""
+
+    ATTENTION: ClassVar[type[nn.Module]] = Eagle3Attention
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        norm_before_residual: bool,
+    ) -> None:
+        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
+        self.hidden_norm = layer_norm(arch, context, dtype)
+        self._norm_before_residual = norm_before_residual
+
+    def draft(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> tuple[Tensor | None, Tensor]:
+        """The MLP's output and the residual stream that it is to be added to, as DecoderLayer.forward leaves them."""
+        normed = self.hidden_norm(hidden)
+        residual = (normed if self._norm_before_residual else hidden).clone()
+        x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        delta = self.self_attn(x, positions, cache, meta, residual)
+        return self.mlp(self.post_attention_layernorm(residual, delta), residual), residual
+
+
+class Eagle3Head(nn.Module):
+    """Fuses hidden states of the target, runs its layer over them and the next tokens, and drafts."""
+
+    WEIGHTS: ClassVar[WeightTable] = {**HF_WEIGHTS, "midlayer": ("layers.0", None)}
+    PREFIXES: ClassVar[tuple[str, ...]] = ("model.",)
+    IGNORED: ClassVar[tuple[str, ...]] = ("t2d",)
+
+    def __init__(
+        self,
+        head: Eagle3Arch,
+        target: DecoderModel,
+        attention: AttentionBackend = RAYLM,
+        *,
+        owns_embedding: bool,
+        owns_head: bool,
+    ) -> None:
+        """What the head does not own it takes from `target`."""
+        super().__init__()
+        arch, context, dtype = head.arch, target.context, target.dtype
+        self.arch = arch
+        self.context = context
+        table = rotary_table(
+            arch.rope(0), head_dim=arch.head_dim, max_position=arch.max_position, device=context.device
+        )
+        fused_size = len(head.target_layers) * head.target_hidden_size
+        self.fc = ReplicatedLinear(fused_size, arch.hidden_size, context=context, dtype=dtype)
+        layer = Eagle3Layer(
+            arch,
+            0,
+            table,
+            attention,
+            context=context,
+            dtype=dtype,
+            norm_before_residual=head.norm_before_residual,
+        )
+        self.layers = nn.ModuleDict({"0": layer})
+        self.norm = layer_norm(arch, context, dtype, sums=Eagle3Layer.NORMS_SUM)
+        if owns_embedding:
+            self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+        if owns_head:
+            self.lm_head = VocabParallelEmbedding(head.draft_vocab_size, arch.hidden_size, context=context, dtype=dtype)
+        self.d2t = empty_parameter(head.draft_vocab_size, dtype=torch.int64, device=context.device)
+        # In tuples: the target's modules are no part of this one.
+        self._layer = (layer,)
+        self._embedding = (self.embed_tokens if owns_embedding else target.embed_tokens,)
+        self._head = (self.lm_head if owns_head else target.head,)
+        self.eval()
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states of all tapped layers, [T, layers * target hidden size] -> [T, hidden_size]."""
+        fused: Tensor = self.fc(hidden)
+        return fused
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """hidden: the fused state at `positions`, or this head's own state of the position before; token_ids: the
+        tokens one position on, [T].
+
+        Returns normed states for `draft`, and states for the next position: [T, hidden_size] each.
+        """
+        delta, residual = self._layer[0].draft(self._embedding[0](token_ids), hidden, positions, cache, meta)
+        normed = self.norm(residual, delta)
+        return normed, residual
+
+    def draft(self, normed: Tensor) -> Tensor:
+        """The likeliest tokens, [S] int64 of the target's vocabulary."""
+        found = self._head[0].logits(normed).argmax(dim=-1)
+        return found + self.d2t.index_select(0, found)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        """Every slot that the checkpoint must fill."""
+        return {**slots_of(self), (_MAP, None): Slot(self.d2t, tuple(self.d2t.shape))}
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        return False
+
+
+@torch.inference_mode()
+def load_eagle3(
+    source: ModelSource,
+    head: Eagle3Arch,
+    target: DecoderModel,
+    *,
+    attention: AttentionBackend = RAYLM,
+    dummy: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+) -> Eagle3Head:
+    """Build the head beside its target and fill it from its folder, or with random weights where `dummy`.
+
+    A head without an embedding uses the target's; so does one without a head over the vocabulary, or without a map,
+    where it drafts every token. Raises ConfigError.
+    """
+    if dummy:
+        model = Eagle3Head(head, target, attention, owns_embedding=False, owns_head=True)
+        fill_dummy(model, seed=seed)
+        return model
+    tensors = folder_tensors(source.path, integers=True)
+    names = {tensor.name.removeprefix("model.") for tensor in tensors}
+    owns_embedding, owns_head = _EMBEDDING in names, _HEAD in names
+    if not owns_embedding and head.arch.hidden_size != target.arch.hidden_size:
+        raise ConfigError(
+            f"{source.path}: {_EMBEDDING} is missing, and the target's has {target.arch.hidden_size} columns, "
+            f"not hidden_size {head.arch.hidden_size}"
+        )
+    drafts_all = head.draft_vocab_size == target.arch.vocab_size
+    if not owns_head and not (drafts_all and head.arch.hidden_size == target.arch.hidden_size):
+        raise ConfigError(f"{source.path}: {_HEAD} is missing, and the target's has another shape")
+    model = Eagle3Head(head, target, attention, owns_embedding=owns_embedding, owns_head=owns_head)
+    filled = () if _MAP in names or not drafts_all else (_MAP,)
+    if filled:
+        model.d2t.zero_()
+    WeightLoader(model, progress=progress, filled=filled).load(tensors, model.WEIGHTS)
+    limit = head.arch.vocab_size
+    drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
+    if int(drafted.min()) < 0 or int(drafted.max()) >= limit:
+        raise ConfigError(f"{source.path}: {_MAP} names tokens outside of the target's {limit}")
+    return model

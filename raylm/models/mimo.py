@@ -1,0 +1,86 @@
+"""MiMo-7B: a Qwen2 with a layer for multi-token prediction (MTP), which speculative decoding drafts with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from raylm.errors import ConfigError
+from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.layers.linear import ReplicatedLinear
+from raylm.models.arch import ArchConfig
+from raylm.models.decoder import DecoderLayer, DecoderModel, layer_norm
+from raylm.parallel.context import ParallelContext
+
+
+class MtpLayer(DecoderLayer):
+    """Predicts the token after next: a decoder layer over the hidden state at a position and the token behind it."""
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
+        self.token_layernorm = layer_norm(arch, context, dtype)
+        self.hidden_layernorm = layer_norm(arch, context, dtype)
+        self.input_proj = ReplicatedLinear(2 * arch.hidden_size, arch.hidden_size, context=context, dtype=dtype)
+        self.final_layernorm = layer_norm(arch, context, dtype, sums=self.NORMS_SUM)
+
+    def predict(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        """hidden: the residual stream at `positions` before the base's last norm, or what this layer returned there
+        for the position before; embedded: the embeddings of the tokens one position on. All are [T, hidden_size].
+        Returns normed hidden states, ready for the base's head over the vocabulary."""
+        parts = torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedded)), dim=-1)
+        residual = self.input_proj(parts)
+        delta = self(None, residual, positions, cache, meta)
+        normed: Tensor = self.final_layernorm(residual, delta)
+        return normed
+
+
+class MiMoForCausalLM(DecoderModel):
+    """The base, and on the last stage its MTP layers where `arch.uses_mtp`; else the checkpoint's are left out."""
+
+    def __init__(
+        self, arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, attention: AttentionBackend = RAYLM
+    ) -> None:
+        super().__init__(arch, context, dtype, attention)
+        if arch.uses_mtp and context.is_last_stage:
+            # Its attention is that of the base's last layer.
+            last = arch.num_layers - 1
+            table = self._position_tables[last]
+            self.mtp_layers = torch.nn.ModuleDict(
+                {"0": MtpLayer(arch, last, table, attention, context=context, dtype=dtype)}
+            )
+            self.eval()
+
+    @property
+    def mtp(self) -> MtpLayer:
+        """The layer that drafts; only where `arch.uses_mtp`."""
+        layer = self.mtp_layers["0"]
+        assert isinstance(layer, MtpLayer)
+        return layer
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        left_out = parameter.startswith("mtp_layers.") and not hasattr(self, "mtp_layers")
+        return left_out or super().is_elsewhere(parameter)
+
+
+def with_mtp(arch: ArchConfig) -> ArchConfig:
+    """The architecture with its MTP layer loaded. Raises ConfigError where it has none, or several."""
+    if arch.mtp_layers != 1:
+        raise ConfigError(
+            f"speculation.method is mtp, but this {arch.architecture} has {arch.mtp_layers} MTP layers "
+            "(num_nextn_predict_layers); allowed: a MiMoForCausalLM with 1"
+        )
+    return dataclasses.replace(arch, uses_mtp=True)

@@ -1,0 +1,247 @@
+"""Drafts made on the device, by a model beside the target: a draft model, an EAGLE-3 head, or the target's MTP layer.
+
+A proposer computes every token that the target computes, at the same positions and in the same cache slots: `absorb`
+after each step. So block tables, shared prefixes, forks, swapping and preemption hold for its keys and values as for
+the target's. A step that verifies drafts has them made when it begins, by `draft`, which runs ahead from the row's last
+known token. Drafts are the likeliest tokens; they change the time that tokens take, never the tokens.
+
+An EAGLE-3 head and an MTP layer read the token behind each position too. So in a block that requests share, their last
+position may have been computed for another request's next token: such a draft may be worse, and costs nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.layers.linear import kv_heads_of_rank
+from raylm.models.arch import ArchConfig
+from raylm.models.decoder import DecoderModel
+from raylm.models.eagle3 import Eagle3Head
+from raylm.models.mimo import MiMoForCausalLM
+from raylm.models.taps import HiddenTaps
+from raylm.parallel.context import ParallelContext
+from raylm.worker.kv_store import LayerShape
+
+
+class Rows(Protocol):
+    """The requests' rows on the device, as a proposer reads them; RequestTable has them. The last row is padding."""
+
+    token_ids: Tensor
+    """int64 [rows, tokens]: drafts are written behind a row's known tokens."""
+    block_table: Tensor
+    """int32 [groups, rows, columns]."""
+    num_known: Tensor
+    """int64 [rows]."""
+    block_size: int
+
+
+class StepTokens(NamedTuple):
+    """What the target has computed in a step, on the device: T tokens of S sequences."""
+
+    token_ids: Tensor
+    token_rows: Tensor
+    positions: Tensor
+    """Of each token: itself, its row and its position, int64 [T]."""
+    rows: Tensor
+    """int64 [S]: the row of each sequence. The padding row may be there several times."""
+    attention: AttentionMetadata
+    """Of the cache group whose blocks keep every token."""
+
+
+class DeviceProposer(ABC):
+    """Drafts for rows of a table; `caches` are the keys and values of its layers, `group` is the cache group of their
+    blocks, which must keep every token."""
+
+    def __init__(self, rows: Rows, caches: list[KVCache], *, group: int) -> None:
+        self._rows = rows
+        self._caches = caches
+        self._group = group
+
+    @abstractmethod
+    def absorb(self, step: StepTokens) -> None:
+        """Compute a step's tokens, once the table holds what the step sampled and the counts that follow from it."""
+
+    @abstractmethod
+    def draft(self, rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
+        """Write drafts into the table: counts[i] of them (int64 [S], at most `most`) behind the known tokens of row
+        rows[i] (int64 [S]).
+
+        Their blocks must be in the table for as many tokens as the step computes that verifies them. A row must have
+        been absorbed since its known tokens changed. `max_seq_len`: tokens of no row's sequence are more, drafts
+        included.
+        """
+
+    def _ahead(self, rows: Tensor, max_seq_len: int) -> _Ahead:
+        columns = -(-max_seq_len // self._rows.block_size)
+        blocks = self._rows.block_table[self._group, :, :columns].index_select(0, rows)
+        return _Ahead(blocks, self._rows.block_size, max_seq_len)
+
+    def _write(self, rows: Tensor, counts: Tensor, drafts: list[Tensor]) -> None:
+        """Put drafts [S] each into the cells of rows, in order, the first counts[i] of them."""
+        token_ids, known = self._rows.token_ids, self._rows.num_known.index_select(0, rows)
+        padding, width = len(token_ids) - 1, token_ids.shape[1]
+        for number, tokens in enumerate(drafts):
+            cells = known + number
+            writes = (counts > number) & (cells < width)
+            # What is not written goes to the padding row's first cell, which keeps what it has.
+            values = torch.where(writes, tokens, token_ids[padding, 0])
+            token_ids.index_put_((torch.where(writes, rows, padding), torch.where(writes, cells, 0)), values)
+
+
+class _Ahead:
+    """One token a sequence, past what the target has computed."""
+
+    def __init__(self, blocks: Tensor, block_size: int, max_seq_len: int) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._max_seq_len = max_seq_len
+        self._query_start = torch.arange(len(blocks) + 1, dtype=torch.int32, device=blocks.device)
+
+    def at(self, positions: Tensor, real: Tensor) -> tuple[Tensor, AttentionMetadata]:
+        """Positions within the limits and the metadata of one token at each, [S]; one that is not `real` goes to the
+        padding block, and sees one token."""
+        size = self._block_size
+        positions = positions.clamp(0, self._max_seq_len - 1)
+        blocks = self._blocks.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+        slots = torch.where(real, blocks, 0) * size + positions % size
+        lengths = torch.where(real, positions + 1, 1).int()
+        return positions, AttentionMetadata(self._query_start, lengths, self._blocks, slots, 1, self._max_seq_len)
+
+
+class DraftModelProposer(DeviceProposer):
+    """A smaller model of the same tokenizer."""
+
+    def __init__(
+        self, model: DecoderModel, rows: Rows, caches: list[KVCache], *, group: int, target_vocab_size: int
+    ) -> None:
+        super().__init__(rows, caches, group=group)
+        self._model = model
+        # Models of one tokenizer may pad their vocabularies to different sizes.
+        self._vocab_size = min(model.arch.vocab_size, target_vocab_size)
+
+    def absorb(self, step: StepTokens) -> None:
+        self._run(step.token_ids, step.positions, step.attention)
+
+    def draft(self, rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
+        ahead = self._ahead(rows, max_seq_len)
+        first = (self._rows.num_known.index_select(0, rows) - 1).clamp_(0, self._rows.token_ids.shape[1] - 1)
+        tokens, drafts = self._rows.token_ids[rows, first], []
+        for number in range(most):
+            positions, meta = ahead.at(first + number, counts > number)
+            logits = self._model.logits(self._run(tokens, positions, meta))
+            tokens = logits[:, : self._vocab_size].argmax(dim=-1)
+            drafts.append(tokens)
+        self._write(rows, counts, drafts)
+
+    def _run(self, tokens: Tensor, positions: Tensor, meta: AttentionMetadata) -> Tensor:
+        hidden: Tensor = self._model(
+            tokens.clamp(max=self._model.arch.vocab_size - 1), positions, self._caches, [meta] * len(self._caches)
+        )
+        return hidden
+
+
+class HeadProposer(DeviceProposer):
+    """A head over the target's hidden states. At a position it reads the state there and the token one position on, so
+    the first draft comes from what `absorb` left at a row's last position, each other one from the one before."""
+
+    def __init__(
+        self, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(rows, caches, group=group)
+        self._taps = taps
+        shape = (len(rows.token_ids), hidden_size)
+        self._normed, self._states = (torch.zeros(shape, dtype=dtype, device=rows.token_ids.device) for _ in range(2))
+        """Of each row what the head made of its last position: for its first draft, and for the position behind."""
+
+    @abstractmethod
+    def _fuse(self, hidden: Tensor) -> Tensor:
+        """The head's states from what the taps hold, both [T, ...]."""
+
+    @abstractmethod
+    def _run(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Normed states, and states for the position behind, [T, hidden_size] each; token_ids are one position on."""
+
+    @abstractmethod
+    def _likeliest(self, normed: Tensor) -> Tensor:
+        """The likeliest tokens, [S]."""
+
+    def absorb(self, step: StepTokens) -> None:
+        token_ids = self._rows.token_ids
+        following = token_ids[step.token_rows, (step.positions + 1).clamp_(max=token_ids.shape[1] - 1)]
+        fused = self._fuse(self._taps.take(len(step.token_ids)))
+        normed, states = self._run(following, fused, step.positions, step.attention)
+        start = step.attention.query_start.long()
+        first, last = start[:-1], start[1:] - 1
+        # Drafts that were rejected come after the last position that counts.
+        accepted = first + self._rows.num_known.index_select(0, step.rows) - 2 - step.positions.index_select(0, first)
+        index = torch.minimum(torch.maximum(accepted, first), last)
+        self._normed.index_copy_(0, step.rows, normed.index_select(0, index))
+        self._states.index_copy_(0, step.rows, states.index_select(0, index))
+
+    def draft(self, rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
+        ahead = self._ahead(rows, max_seq_len)
+        first = self._rows.num_known.index_select(0, rows) - 1
+        states = self._states.index_select(0, rows)
+        drafts = [self._likeliest(self._normed.index_select(0, rows))]
+        for number in range(most - 1):
+            positions, meta = ahead.at(first + number, counts > number + 1)
+            normed, states = self._run(drafts[-1], states, positions, meta)
+            drafts.append(self._likeliest(normed))
+        self._write(rows, counts, drafts)
+
+
+class Eagle3Proposer(HeadProposer):
+    """An EAGLE-3 head; the taps are those of its target layers."""
+
+    def __init__(
+        self, head: Eagle3Head, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(rows, caches, taps, group=group, hidden_size=head.arch.hidden_size, dtype=dtype)
+        self._head = head
+
+    def _fuse(self, hidden: Tensor) -> Tensor:
+        return self._head.fuse(hidden)
+
+    def _run(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._head(token_ids, states, positions, self._caches[0], meta)
+        return found
+
+    def _likeliest(self, normed: Tensor) -> Tensor:
+        return self._head.draft(normed)
+
+
+class MtpProposer(HeadProposer):
+    """The target's own MTP layer; the tap is that of its last norm."""
+
+    def __init__(
+        self, model: MiMoForCausalLM, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int
+    ) -> None:
+        super().__init__(rows, caches, taps, group=group, hidden_size=model.arch.hidden_size, dtype=model.dtype)
+        self._model = model
+
+    def _fuse(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _run(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        embedded = self._model.embed_tokens(token_ids)
+        normed = self._model.mtp.predict(embedded, states, positions, self._caches[0], meta)
+        return normed, normed
+
+    def _likeliest(self, normed: Tensor) -> Tensor:
+        return self._model.logits(normed).argmax(dim=-1)
+
+
+def layer_shape(arch: ArchConfig, num_layers: int, context: ParallelContext) -> LayerShape:
+    """What `num_layers` layers of a model keep in the cache."""
+    return LayerShape(num_layers, kv_heads_of_rank(arch.num_kv_heads, context), arch.head_dim)

@@ -1,0 +1,301 @@
+"""Proposers on the device draft what naive references draft, whatever chunks, rows, blocks and rejections there are."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import checkpoints
+import draft_references
+import pytest
+import torch
+from threaded_ranks import ThreadedRanks
+from torch import Tensor
+
+from raylm.config.source import locate
+from raylm.layers.attention import AttentionMetadata
+from raylm.models.arch import ArchConfig
+from raylm.models.arch_eagle3 import read_eagle3_arch
+from raylm.models.decoder import DecoderModel
+from raylm.models.eagle3 import load_eagle3
+from raylm.models.load import load_model
+from raylm.models.mimo import with_mtp
+from raylm.models.taps import HiddenTaps
+from raylm.parallel import collectives
+from raylm.parallel.context import ParallelContext
+from raylm.worker.proposers import (
+    DeviceProposer,
+    DraftModelProposer,
+    Eagle3Proposer,
+    MtpProposer,
+    StepTokens,
+    layer_shape,
+)
+
+CPU = torch.device("cpu")
+ALONE = ParallelContext.single(CPU)
+BLOCK, COLUMNS, NUM_ROWS, MAX_TOKENS = 4, 16, 5, 64
+STALE = 311
+"""What cells have where nobody wrote: of a request before, say."""
+
+
+def load(folder: Path, context: ParallelContext, *, mtp: bool = False) -> DecoderModel:
+    source = locate(str(folder))
+    arch = ArchConfig.from_source(source)
+    arch = with_mtp(arch) if mtp else arch
+    return load_model(source, arch, context, torch.float32, "auto", progress=False)
+
+
+def cache(num_layers: int, num_kv_heads: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
+    """Layers whose block 0 is for padding; what no step has written is NaN."""
+    shape = (1 + NUM_ROWS * COLUMNS, BLOCK, num_kv_heads, head_dim)
+    pairs = [(torch.full(shape, math.nan), torch.full(shape, math.nan)) for _ in range(num_layers)]
+    for pair in pairs:
+        for part in pair:
+            part[0] = 0
+    return pairs
+
+
+class Rig:
+    """A target over a paged cache, the rows of its requests, and a proposer beside it."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        arch = model.arch
+        self.model = model
+        self.rows = SimpleNamespace(
+            token_ids=torch.zeros(NUM_ROWS, MAX_TOKENS, dtype=torch.int64),
+            block_table=torch.zeros(1, NUM_ROWS, COLUMNS, dtype=torch.int32),
+            num_known=torch.ones(NUM_ROWS, dtype=torch.int64),
+            block_size=BLOCK,
+        )
+        self.proposer: DeviceProposer
+        self._caches = cache(*layer_shape(arch, arch.num_layers, model.context))
+        self._free = list(range(1, 1 + NUM_ROWS * COLUMNS))
+        random.Random(1).shuffle(self._free)
+        self.num_computed = [0] * NUM_ROWS
+
+    def add(self, row: int, prompt: list[int]) -> None:
+        self.rows.token_ids[row] = STALE
+        self.rows.token_ids[row, : len(prompt)] = torch.tensor(prompt)
+        self.rows.num_known[row] = len(prompt)
+
+    def known(self, row: int) -> list[int]:
+        return self.rows.token_ids[row, : int(self.rows.num_known[row])].tolist()
+
+    def drafted(self, row: int, count: int) -> list[int]:
+        known = int(self.rows.num_known[row])
+        return self.rows.token_ids[row, known : known + count].tolist()
+
+    @torch.inference_mode()
+    def step(self, num_tokens: dict[int, int], gives: dict[int, list[int]]) -> None:
+        """Rows compute so many tokens; then they know those that they are given as well, the others are rejected."""
+        order = list(num_tokens)
+        lens = [num_tokens[row] for row in order]
+        for row in order:
+            self._grow(row, self.num_computed[row] + num_tokens[row])
+        where = [(row, self.num_computed[row] + i) for row in order for i in range(num_tokens[row])]
+        token_rows, positions = (torch.tensor(part) for part in zip(*where, strict=True))
+        token_ids = self.rows.token_ids[token_rows, positions]
+        blocks = self.rows.block_table[0]
+        meta = AttentionMetadata(
+            query_start=torch.tensor([0, *lens]).cumsum(0).int(),
+            seq_lens=torch.tensor([self.num_computed[row] + num_tokens[row] for row in order], dtype=torch.int32),
+            block_table=blocks[order],
+            slot_mapping=blocks[token_rows, positions // BLOCK].long() * BLOCK + positions % BLOCK,
+            max_query_len=max(lens),
+            max_seq_len=MAX_TOKENS,
+        )
+        self.model(token_ids, positions, self._caches, [meta] * len(self._caches))
+        for row in order:
+            known = int(self.rows.num_known[row])
+            tokens = gives.get(row, [])
+            self.rows.token_ids[row, known : known + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            self.rows.num_known[row] += len(tokens)
+            self.num_computed[row] = min(self.num_computed[row] + num_tokens[row], int(self.rows.num_known[row]) - 1)
+        self.proposer.absorb(StepTokens(token_ids, token_rows, positions, torch.tensor(order), meta))
+
+    @torch.inference_mode()
+    def draft(self, counts: dict[int, int]) -> None:
+        for row, count in counts.items():
+            self._grow(row, int(self.rows.num_known[row]) + count)
+        self.proposer.draft(
+            torch.tensor(list(counts)),
+            torch.tensor(list(counts.values())),
+            max(counts.values()),
+            max_seq_len=MAX_TOKENS,
+        )
+
+    def _grow(self, row: int, num_tokens: int) -> None:
+        table = self.rows.block_table[0, row]
+        for column in range(-(-min(num_tokens, MAX_TOKENS) // BLOCK)):
+            if not table[column]:
+                table[column] = self._free.pop()
+
+
+class Made(NamedTuple):
+    """Checkpoints, how a rank makes a rig of them, and the drafts that are right."""
+
+    rig: Callable[[ParallelContext], Rig]
+    expected: Callable[[list[int], int], list[int]]
+
+
+def draft_model(folder: Path) -> Made:
+    target = checkpoints.llama(folder / "target")
+    small = checkpoints.qwen3(folder / "draft", num_hidden_layers=2, vocab_size=300)
+    reference = checkpoints.reference(small)
+
+    def rig_of(context: ParallelContext) -> Rig:
+        rig, model = Rig(load(target, context)), load(small, context)
+        caches = cache(*layer_shape(model.arch, 2, context))
+        rig.proposer = DraftModelProposer(model, rig.rows, caches, group=0, target_vocab_size=checkpoints.VOCAB_SIZE)
+        return rig
+
+    def expected(known: list[int], count: int) -> list[int]:
+        tokens = [min(token, 299) for token in known]
+        for _ in range(count):
+            with torch.inference_mode():
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(known) :]
+
+    return Made(rig_of, expected)
+
+
+def eagle3(folder: Path, **changes: object) -> Made:
+    target = checkpoints.llama(folder / "target")
+    path = checkpoints.eagle3(folder / "head", target, **changes)
+
+    def rig_of(context: ParallelContext) -> Rig:
+        rig = Rig(load(target, context))
+        spec = read_eagle3_arch(locate(str(path)), rig.model.arch)
+        head = load_eagle3(locate(str(path)), spec, rig.model, progress=False)
+        taps = HiddenTaps(rig.model, spec.target_layers, max_tokens=2 * MAX_TOKENS)
+        caches = cache(*layer_shape(spec.arch, 1, context))
+        rig.proposer = Eagle3Proposer(head, rig.rows, caches, taps, group=0, dtype=torch.float32)
+        return rig
+
+    return Made(rig_of, draft_references.Eagle3(path, target).drafts)
+
+
+def eagle3_of_another_make(folder: Path) -> Made:
+    """Other heads than the target's, every token drafted by the target's own head, the residual begun after a norm."""
+    changes = {"num_key_value_heads": 1, "draft_vocab_size": 320, "norm_before_residual": True}
+    return eagle3(folder, **changes, leave_out=("lm_head.weight", "d2t", "t2d"))
+
+
+def mtp(folder: Path) -> Made:
+    path = checkpoints.mimo(folder)
+
+    def rig_of(context: ParallelContext) -> Rig:
+        rig = Rig(load(path, context, mtp=True))
+        model = rig.model
+        taps = HiddenTaps(model, [model.arch.num_layers], max_tokens=2 * MAX_TOKENS)
+        rig.proposer = MtpProposer(model, rig.rows, cache(*layer_shape(model.arch, 1, context)), taps, group=0)
+        return rig
+
+    return Made(rig_of, draft_references.Mtp(path).drafts)
+
+
+MADE = {maker.__name__: maker for maker in (draft_model, eagle3, eagle3_of_another_make, mtp)}
+
+
+@pytest.fixture(params=MADE)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+    return MADE[request.param](tmp_path)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(seed * i * i + 13 * i + 5 * seed) % 299 for i in range(length)]
+
+
+def test_drafts_are_those_of_the_naive_reference(made: Made) -> None:
+    rig, expected = made.rig(ALONE), made.expected
+    rig.add(0, prompt(11, 3))
+    rig.add(2, prompt(2, 5))
+    rig.step({0: 6}, {})
+    rig.step({2: 2, 0: 5}, {0: [7], 2: [9]})
+    rig.draft({2: 3, 0: 4})
+    assert rig.drafted(0, 4) == expected(rig.known(0), 4)
+    assert rig.drafted(2, 3) == expected(rig.known(2), 3)
+    # The fourth draft of a row that wanted three is not written.
+    assert rig.rows.token_ids[2, int(rig.rows.num_known[2]) + 3] == STALE
+
+
+def test_drafts_after_some_were_accepted(made: Made) -> None:
+    rig, expected = made.rig(ALONE), made.expected
+    for row, length in enumerate((9, 4, 14)):
+        rig.add(row, prompt(length, row + 1))
+    rig.step({row: length for row, length in enumerate((9, 4, 14))}, {row: [100 + row] for row in range(3)})
+    for accepted in (0, 1, 2, 3, 0, 3):
+        rig.draft({row: 3 for row in range(3)})
+        proposed = {row: rig.drafted(row, 3) for row in range(3)}
+        for row, tokens in proposed.items():
+            assert tokens == expected(rig.known(row), 3)
+        # Each row keeps another number of its drafts, and a token of its own.
+        kept = {row: (accepted + row) % 4 for row in range(3)}
+        rig.step(
+            {row: 4 for row in range(3)}, {row: proposed[row][: kept[row]] + [11 * row + accepted] for row in kept}
+        )
+
+
+def test_a_row_may_decode_without_drafts_meanwhile(made: Made) -> None:
+    rig, expected = made.rig(ALONE), made.expected
+    rig.add(1, prompt(5, 2))
+    rig.step({1: 5}, {1: [3]})
+    for token in (8, 250, 31):
+        rig.step({1: 1}, {1: [token]})
+    rig.draft({1: 1})
+    assert rig.drafted(1, 1) == expected(rig.known(1), 1)
+
+
+def test_a_row_can_be_given_to_another_request(made: Made) -> None:
+    rig, expected = made.rig(ALONE), made.expected
+    rig.add(1, prompt(9, 2))
+    rig.step({1: 9}, {1: [3]})
+    rig.draft({1: 4})
+    rig.add(1, prompt(3, 7))
+    rig.num_computed[1] = 0
+    rig.step({1: 3}, {1: [44]})
+    rig.draft({1: 4})
+    assert rig.drafted(1, 4) == expected(rig.known(1), 4)
+
+
+def test_rows_are_not_drafted_past_their_end_nor_blocks_that_others_have(made: Made) -> None:
+    rig, expected = made.rig(ALONE), made.expected
+    length = MAX_TOKENS - 3
+    rig.add(0, prompt(length, 2))
+    rig.add(1, prompt(6, 4))
+    rig.step({0: length, 1: 6}, {0: [3], 1: [5]})
+    before = rig.rows.token_ids.clone()
+    padding = NUM_ROWS - 1
+    with torch.inference_mode():
+        rig._grow(1, 12)
+        # Row 0 has cells for two more, row 1 wants none, the padding row is there twice.
+        rows, counts = torch.tensor([0, padding, 1, padding]), torch.tensor([4, 0, 0, 0])
+        rig.proposer.draft(rows, counts, 4, max_seq_len=MAX_TOKENS)
+    after = rig.rows.token_ids
+    assert after[0, length + 1 :].tolist() == expected(rig.known(0), 2)
+    after[0, length + 1 :] = before[0, length + 1 :]
+    assert torch.equal(after, before)
+
+
+def test_two_ranks_draft_what_one_does(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(context: ParallelContext) -> list[list[int]]:
+        rig = made.rig(context)
+        rig.add(0, prompt(9, 3))
+        rig.add(3, prompt(4, 5))
+        rig.step({0: 9, 3: 4}, {0: [7], 3: [9]})
+        rig.draft({3: 2, 0: 4})
+        return [rig.drafted(0, 4), rig.drafted(3, 2)]
+
+    expected = run(ALONE)
+    ranks = ThreadedRanks(2)
+    monkeypatch.setattr(collectives, "all_reduce", ranks.all_reduce)
+    monkeypatch.setattr(collectives, "all_gather", ranks.all_gather)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, [ParallelContext(rank, rank, 2, 0, 1, CPU) for rank in range(2)]))
+    assert found == [expected, expected]
