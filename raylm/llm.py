@@ -26,6 +26,7 @@ from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RequestRejected
 from raylm.text.processor import TextDelta, TextProcessor, TextStream
+from raylm.text.truncation import Truncation
 
 Message = dict[str, Any]
 """One chat message as OpenAI's clients send it: {"role": ..., "content": ...}."""
@@ -33,8 +34,11 @@ Message = dict[str, Any]
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """One generated sequence. `token_ids` ends with the stop token where one ended it; `text` has no stop string.
+    """One generated sequence. `token_ids` ends with the stop token where one ended it; `text` has no stop string unless
+    params.include_stop_str_in_output.
 
+    stop_reason: the stop string, or the one of params.stop_token_ids, that ended it; None where the model's own end or
+        the length did.
     logprobs: the log probability of each of token_ids, and their sum; None unless params.logprobs asked for them.
     """
 
@@ -43,6 +47,7 @@ class Output:
     finish_reason: str
     logprobs: list[float] | None = None
     cumulative_logprob: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,42 +131,54 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Complete prompts (strings or token ids), batched, in the order given.
 
-        `params` holds for all, or is one a prompt; without it, `self.params(max_tokens=128)`. Raises RequestRejected
-        before anything runs.
+        `params` holds for all, or is one a prompt; without it, `self.params(max_tokens=128)`. add_special_tokens puts
+        around a string what the model wants there, such as BOS. truncate_prompt_tokens keeps as many of a prompt's last
+        tokens, -1 as many as fit. Raises RequestRejected before anything runs.
         """
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         encoded = []
         for index, prompt in enumerate(batch):
             with _naming("prompts", index, len(batch)):
-                encoded.append(self.text.encode(prompt) if isinstance(prompt, str) else list(prompt))
+                encoded.append(
+                    self.text.encode(prompt, add_special_tokens=add_special_tokens)
+                    if isinstance(prompt, str)
+                    else list(prompt)
+                )
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return self._run("prompts", texts, encoded, params, progress=progress)
+        return self._run("prompts", texts, encoded, params, truncate_prompt_tokens, progress=progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_special_tokens: bool = False,
+        truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answer one conversation, or several, through the model's chat template.
+        """Answer one conversation, or several, through the model's chat template, which writes BOS and its like itself.
 
-        Raises RequestRejected before anything runs.
+        The options are those of `generate`. Raises RequestRejected before anything runs.
         """
         is_one = isinstance(messages, str) or (messages and isinstance(messages[0], dict))
         conversations = [messages] if is_one else list(messages)
         encoded = []
         for index, conversation in enumerate(conversations):
             with _naming("conversations", index, len(conversations)):
-                encoded.append(self.text.chat(_messages(conversation)))
-        return self._run("conversations", [None] * len(encoded), encoded, params, progress=progress)
+                text = self.text.render(_messages(conversation))
+                encoded.append(self.text.encode(text, add_special_tokens=add_special_tokens))
+        texts = [None] * len(encoded)
+        return self._run("conversations", texts, encoded, params, truncate_prompt_tokens, progress=progress)
 
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
+        params = self.text.prepare(params).with_seed()
         text = self.text.stream(params)
         self._engine.add(["stream"], prompt_ids, params)
         try:
@@ -186,13 +203,20 @@ class LLM:
     def _run(
         self,
         kind: str,
-        texts: list[str | None],
+        texts: Sequence[str | None],
         encoded: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        truncate: int | None,
         *,
         progress: bool,
     ) -> list[Completion]:
-        each = _params_for_each(self.params(max_tokens=128) if params is None else params, len(encoded))
+        each = self._params_for_each(self.params(max_tokens=128) if params is None else params, len(encoded))
+        if truncate is not None:
+            cut = Truncation(truncate)
+            limit = self.info.max_model_len
+            encoded = [
+                cut.kept(ids, room=limit - (own.max_tokens or 1)) for ids, own in zip(encoded, each, strict=True)
+            ]
         for index, (prompt_ids, own) in enumerate(zip(encoded, each, strict=True)):
             with _naming(kind, index, len(encoded)):
                 self._engine.check_request(prompt_ids, own)
@@ -200,6 +224,15 @@ class LLM:
         job = _Job(self, completions, each)
         job.run(progress=progress)
         return completions
+
+    def _params_for_each(self, params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+        """Ready for the engine: with the tokens of bad words, and each with a seed of its own."""
+        given = [params] * count if isinstance(params, SamplingParams) else list(params)
+        if len(given) != count:
+            raise RequestRejected(f"params has {len(given)} entries for {count} prompts", param="params")
+        # One object usually holds for all: its bad words are tokenised once.
+        prepared = {id(one): self.text.prepare(one) for one in given}
+        return [prepared[id(one)].with_seed() for one in given]
 
 
 class _Sequence:
@@ -226,7 +259,7 @@ class _Sequence:
             self._completion.num_cached_tokens += delta.num_cached_tokens
         if piece.finish_reason is None:
             return False
-        output.finish_reason = piece.finish_reason
+        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
         if output.logprobs is not None:
             output.cumulative_logprob = sum(output.logprobs)
         return True
@@ -286,11 +319,3 @@ def _messages(conversation: object) -> list[Message]:
             param="messages",
         )
     return list(conversation)
-
-
-def _params_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestRejected(f"params has {len(params)} entries for {count} prompts", param="params")
-    return list(params)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from raylm.core import sampling_checks as checks
@@ -24,6 +25,11 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_LOGITS_PROCESSORS = 16
 ALL_TOKENS = -1
 """In logprobs and prompt_logprobs: the whole vocabulary."""
+
+
+def draw_seed() -> int:
+    """A seed for a request that has none."""
+    return random.getrandbits(62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,8 @@ class SamplingParams:
     include_stop_str_in_output: the stop string that ended the text is part of it.
     ignore_eos: do not end at the model's end-of-sequence tokens.
     skip_special_tokens: leave special tokens out of the text.
-    spaces_between_special_tokens: put spaces around special tokens that are in the text, where skip_special_tokens is
-        off.
+    spaces_between_special_tokens: off, with skip_special_tokens off too, the text is without the space that some
+        tokenizers write between two special tokens.
 
     Raises RequestRejected, naming the field, the value and the limit.
     """
@@ -129,6 +135,10 @@ class SamplingParams:
             raise RequestRejected(
                 "logprobs are not reported for a beam search; leave one of the two out", param="logprobs"
             )
+
+    def with_seed(self) -> SamplingParams:
+        """The same request with a seed: where requests enter each is given one, so that it can be repeated."""
+        return self if self.seed is not None else replace(self, seed=draw_seed())
 
     @property
     def is_greedy(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,7 +11,7 @@ from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
-from raylm.core.sampling import MAX_SEED, SamplingParams
+from raylm.core.sampling import MAX_SEED, SamplingParams, draw_seed
 from raylm.core.scheduler import Scheduler, SchedulerStats
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.checks import check_params, check_prompt
@@ -76,7 +75,8 @@ class Engine:
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
             max_len = min(max_len, len(prompt_ids) + params.max_tokens)
-        seed = params.seed if params.seed is not None else random.getrandbits(62)
+        # Requests have a seed from where they entered; this one is for callers that never repeat theirs.
+        seed = params.seed if params.seed is not None else draw_seed()
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         now = self._clock()
         requests = [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
+from raylm.text.bad_words import bad_token_ids
 from raylm.text.chat import ChatTemplate, Message
-from raylm.text.detokenizer import Detokenizer
+from raylm.text.detokenizer import Detokenizer, GluingDetokenizer
 from raylm.text.stop import StopStrings, StopTable
 from raylm.text.tokenizer import Tokenizer
 
@@ -18,11 +20,13 @@ class TextDelta(NamedTuple):
     """What one push gave: text (may be empty: held back), the reason if the answer is over, and the tokens counted.
 
     num_tokens: the tokens pushed, up to and including the one that completed a stop string.
+    stop_reason: the stop string, or the one of the request's stop_token_ids, that ended the answer.
     """
 
     text: str
     finish_reason: str | None
     num_tokens: int
+    stop_reason: str | int | None = None
 
 
 class TextStream:
@@ -32,31 +36,63 @@ class TextStream:
     whatever is still pushed gives empty deltas.
     """
 
-    __slots__ = ("_detokenizer", "_stops", "stopped")
+    __slots__ = ("_detokenizer", "_includes_stop", "_num_free", "_stop_tokens", "_stops", "stopped")
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopTable | None = None) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopTable | None = None,
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+        includes_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """stop_tokens: tokens that are told as the reason of a stop. includes_stop: what ends the answer, a string or a
+        token, is part of its text. min_tokens: no stop string ends the answer with these."""
         self._detokenizer = detokenizer
         self._stops = None if stops is None else StopStrings(stops)
+        self._stop_tokens = stop_tokens
+        self._includes_stop = includes_stop
+        self._num_free = min_tokens if stops is not None else 0
         self.stopped = False
 
     def push(self, token_ids: list[int], finish_reason: str | None) -> TextDelta:
         """Take the engine's next tokens; after a `finish_reason` nothing more may follow.
 
-        With "stop" the last token is the one that ended the answer: it counts, but is no part of the text.
+        With "stop" the last token is the one that ended the answer: it counts, but is no part of the text unless
+        includes_stop.
         """
         if self.stopped:
             return TextDelta("", None, 0)
-        spoken = token_ids[:-1] if finish_reason == "stop" else token_ids
+        by_token = finish_reason == "stop" and bool(token_ids)
+        spoken = token_ids[:-1] if by_token and not self._includes_stop else token_ids
         pieces = []
         for count, token_id in enumerate(spoken, start=1):
-            pieces.append(self._decide(self._detokenizer.push(token_id)))
+            text = self._detokenizer.push(token_id)
+            pieces.append(self._pass_stops(text) if self._num_free else self._decide(text))
             if self.stopped:
-                return TextDelta("".join(pieces), "stop", count)
-        if finish_reason is not None:
-            pieces.append(self._end())
-            if self.stopped:
-                finish_reason = "stop"
-        return TextDelta("".join(pieces), finish_reason, len(token_ids))
+                return self._stopped_delta(pieces, count)
+        if finish_reason is None:
+            return TextDelta("".join(pieces), None, len(token_ids))
+        pieces.append(self._end())
+        if self.stopped:
+            return self._stopped_delta(pieces, len(token_ids))
+        last = token_ids[-1] if by_token else None
+        return TextDelta("".join(pieces), finish_reason, len(token_ids), last if last in self._stop_tokens else None)
+
+    def _pass_stops(self, text: str) -> str:
+        """The text of one of the first min_tokens, which no stop string ends; the next token may complete one."""
+        assert self._stops is not None, "without stop strings no token is free of them"
+        self._num_free -= 1
+        self._stops.is_armed = False
+        decided, _ = self._stops.push(text)
+        self._stops.is_armed = True
+        return decided
+
+    def _stopped_delta(self, pieces: list[str], num_tokens: int) -> TextDelta:
+        assert self._stops is not None, "only a stop string sets stopped"
+        stop = self._stops.found
+        return TextDelta("".join([*pieces, stop] if self._includes_stop else pieces), "stop", num_tokens, stop)
 
     def _decide(self, text: str) -> str:
         if self._stops is None:
@@ -110,8 +146,29 @@ class TextProcessor:
         continues_prompt: the answer goes on from a raw prompt, so a space at its beginning belongs to the text even
         where the tokenizer would drop that of a whole text.
         """
-        detokenizer = Detokenizer(self.tokenizer.table, keep_space=continues_prompt)
-        return TextStream(detokenizer, self.stop_table(params) if stops is None else stops)
+        ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        return TextStream(
+            self._detokenizer(params, keep_space=continues_prompt),
+            self.stop_table(params) if stops is None else stops,
+            stop_tokens=frozenset(params.stop_token_ids).difference(ends),
+            includes_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _detokenizer(self, params: SamplingParams, *, keep_space: bool) -> Detokenizer:
+        if params.skip_special_tokens:
+            return Detokenizer(self.tokenizer.table, keep_space=keep_space)
+        table = self.tokenizer.table_with_special
+        if params.spaces_between_special_tokens:
+            return Detokenizer(table, keep_space=keep_space)
+        return GluingDetokenizer(table, self.tokenizer.added_tokens, keep_space=keep_space)
+
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        """What an engine can take: bad_words as tokens too. Raises RequestRejected for a word of too many tokens."""
+        if not params.bad_words:
+            return params
+        found = bad_token_ids(self.tokenizer, params.bad_words)
+        return replace(params, bad_words=(), bad_token_ids=(*params.bad_token_ids, *found))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, without special tokens."""

@@ -45,13 +45,17 @@ class StopStrings:
     Morris, Pratt 1977), whatever the length of the text and of the stop strings.
     """
 
-    __slots__ = ("_held", "_matched", "_table")
+    __slots__ = ("_held", "_matched", "_table", "found", "is_armed")
 
     def __init__(self, table: StopTable) -> None:
         self._table = table
         self._matched = [0] * len(table.patterns)
         """For each stop string, the length of its longest beginning that the text so far ends with."""
         self._held = ""
+        self.is_armed = True
+        """Off: a stop string that is complete does not end the text, which goes on as if it were none."""
+        self.found = ""
+        """The stop string that ended the text."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next piece; returns the text that is decided, and whether a stop string ended it.
@@ -65,9 +69,9 @@ class StopStrings:
                 return text, False
             position = begin.start()
         for index in range(position, len(text)):
-            found = self._step(text[index])
-            if found:
-                return (self._held + text[: index + 1])[:-found], True
+            self.found = self._step(text[index])
+            if self.found:
+                return (self._held + text[: index + 1])[: -len(self.found)], True
         return self._hold(self._held + text), False
 
     def finish(self) -> str:
@@ -75,17 +79,20 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, char: str) -> int:
-        """Take one character; the length of the longest stop string that it completes, else 0."""
-        found = 0
+    def _step(self, char: str) -> str:
+        """Take one character; the longest stop string that it completes, else ""."""
+        found = ""
         for number, (stop, fallback) in enumerate(self._table.patterns):
             matched = self._matched[number]
             while matched and stop[matched] != char:
                 matched = fallback[matched]
             matched += stop[matched] == char
+            if matched == len(stop):
+                if self.is_armed and matched > len(found):
+                    found = stop
+                # Not armed: what follows may complete another stop string that begins inside this one.
+                matched = fallback[matched]
             self._matched[number] = matched
-            if matched == len(stop) and matched > found:
-                found = matched
         return found
 
     def _hold(self, text: str) -> str:

@@ -17,17 +17,18 @@ _SUPPORTED = "ByteLevel, Metaspace, Replace (of a string), ByteFallback, Fuse, S
 
 
 class TokenTable(dict[int, bytes]):
-    """Token id -> its bytes; filled as tokens are met. Special tokens and ids beyond the vocabulary give b"".
+    """Token id -> its bytes; filled as tokens are met. Ids beyond the vocabulary give b"", and so do special tokens
+    where skip_special_tokens is on.
 
     num_strip: spaces that the tokenizer drops at the beginning of a text.
     Raises ConfigError for a decoder that does not work token by token.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, skip_special_tokens: bool = True) -> None:
         super().__init__()
         added = backend.get_added_tokens_decoder()
         self._text = backend.id_to_token
-        self._special = frozenset(index for index, token in added.items() if token.special)
+        self._special = frozenset(index for index, token in added.items() if token.special and skip_special_tokens)
         self._rules = _Rules(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
         self.num_strip = self._rules.num_strip
 

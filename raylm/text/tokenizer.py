@@ -83,6 +83,16 @@ class Tokenizer:
         return ids
 
     @cached_property
+    def table_with_special(self) -> TokenTable:
+        """The table for answers whose special tokens are text."""
+        return TokenTable(self._backend, skip_special_tokens=False)
+
+    @cached_property
+    def added_tokens(self) -> dict[int, bytes]:
+        """Tokens beside the trained vocabulary, special ones and others, with their text."""
+        return {index: token.content.encode() for index, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
     def _length_bound(self) -> LengthBound | None:
         return length_bound(self._backend)
 

@@ -88,6 +88,49 @@ def test_n_choices_differ_and_repeat(llm):
     assert outputs[0] != outputs[1]
 
 
+def test_a_seed_is_drawn_where_a_request_enters_and_repeats_it(llm, monkeypatch):
+    added = []
+    add = llm._engine.add
+    monkeypatch.setattr(llm._engine, "add", lambda *group: added.append(group) or add(*group))
+    unseeded = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    outputs = [one.outputs[0].token_ids for one in llm.generate([[5, 6, 7]] * 2, unseeded, progress=False)]
+    seeds = [group[2].seed for group in added]
+    assert len(set(seeds)) == 2 and None not in seeds
+    again = [dataclasses.replace(unseeded, seed=seed) for seed in seeds]
+    assert [one.outputs[0].token_ids for one in llm.generate([[5, 6, 7]] * 2, again, progress=False)] == outputs
+    list(llm.stream([5], unseeded))
+    assert added[-1][2].seed is not None
+
+
+def test_what_ends_an_output_is_told(llm):
+    plain = llm.generate([[5, 6, 7]], GREEDY, progress=False)[0].outputs[0]
+    assert plain.stop_reason is None
+    token = plain.token_ids[2]
+    stopped = dataclasses.replace(GREEDY, stop_token_ids=(token,))
+    output = llm.generate([[5, 6, 7]], stopped, progress=False)[0].outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", token)
+    assert output.token_ids == plain.token_ids[: plain.token_ids.index(token) + 1]
+
+
+def test_prompts_are_cut_to_their_last_tokens(llm):
+    prompt = list(range(5, 60))
+    params = dataclasses.replace(GREEDY, max_tokens=20)
+    cut = llm.generate([prompt], params, truncate_prompt_tokens=3, progress=False)[0]
+    assert cut == llm.generate([prompt[-3:]], params, progress=False)[0]
+    fitting = llm.generate([prompt], params, truncate_prompt_tokens=-1, progress=False)[0]
+    assert fitting.prompt_token_ids == prompt[-44:], "20 of 64 tokens are the output's"
+    with pytest.raises(RequestRejected, match="must be -1 or at least 1, got 0"):
+        llm.generate([prompt], params, truncate_prompt_tokens=0)
+
+
+def test_special_tokens_around_a_prompt_are_a_choice(llm):
+    texts = ["one two"]
+    plain = llm.generate(texts, GREEDY, add_special_tokens=False, progress=False)[0].prompt_token_ids
+    assert plain == llm.text.encode("one two", add_special_tokens=False)
+    chat = llm.chat([{"role": "user", "content": "Hi"}], GREEDY, progress=False)[0].prompt_token_ids
+    assert chat == llm.text.chat([{"role": "user", "content": "Hi"}])
+
+
 def test_log_probabilities_are_the_models_own(folder, llm):
     params = SamplingParams(temperature=1.3, n=2, seed=3, max_tokens=6, ignore_eos=True, logprobs=0)
     prompt = [5, 6, 7]

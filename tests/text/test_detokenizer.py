@@ -6,10 +6,10 @@ import pytest
 import tiny_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from raylm.errors import ConfigError
-from raylm.text.detokenizer import Detokenizer
+from raylm.text.detokenizer import Detokenizer, GluingDetokenizer
 from raylm.text.token_table import TokenTable
 
 BYTE_LEVEL = tiny_tokenizers.byte_level()
@@ -114,3 +114,23 @@ def test_a_decoder_that_looks_beyond_a_token_is_refused():
     backend.decoder = decoders.CTC()
     with pytest.raises(ConfigError, match=r"decoder .*CTC.* is not supported; supported: ByteLevel"):
         TokenTable(backend)
+
+
+def test_special_tokens_are_text_where_the_table_says_so():
+    backend = BYTE_LEVEL
+    end = backend.token_to_id("<|end|>")
+    table = TokenTable(backend, skip_special_tokens=False)
+    assert table[end] == b"<|end|>" and TokenTable(backend)[end] == b""
+
+
+def test_the_space_between_two_added_tokens_may_be_dropped():
+    backend = Tokenizer(models.WordLevel({"the": 0, "cat": 1}))
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<t>", special=True)])
+    table = TokenTable(backend, skip_special_tokens=False)
+    added = {2: b"<s>", 3: b"<t>"}
+    ids = [2, 3, 0, 2, 1, 3, 2]
+    spaced, glued = Detokenizer(table), GluingDetokenizer(table, added)
+    assert "".join(map(spaced.push, ids)) == "<s> <t> the <s> cat <t> <s>"
+    assert "".join(map(glued.push, ids)) == "<s><t> the <s> cat <t><s>"
+    skipping = GluingDetokenizer(TokenTable(backend), added)
+    assert "".join(map(skipping.push, ids)) == "the cat"
