@@ -1,0 +1,159 @@
+"""Speculative decoding as the scheduler sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from raylm.core.speculation.acceptance import Acceptance, OwnShares
+from raylm.core.speculation.lengths import DraftLengths
+from raylm.core.speculation.proposer import Drafts, Proposer
+
+
+class DraftCounters(NamedTuple):
+    """Drafts since the start, for metrics."""
+
+    num_drafts: int
+    """Verifications: a row of a step that had drafts is one."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_by_position: list[int]
+
+
+class _Untested(NamedTuple):
+    """Drafts that no step verifies. Once the tokens of their positions are known, those tell as much."""
+
+    position: int
+    """Of the first draft."""
+    drafts: Drafts
+
+
+class _Row:
+    """A running request: its tokens, its shares of accepted drafts, and what it was proposed."""
+
+    __slots__ = ("evidence", "shares", "token_ids", "untested")
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.shares = OwnShares()
+        self.evidence: deque[int] = deque()
+        """The class of evidence of each plan's drafts that are on their way."""
+        self.untested: _Untested | None = None
+
+
+class Speculation:
+    """Drafts for the plans of a scheduler.
+
+    plan() decides what each row of the next step verifies, settled() says what became of it, and observe() what the
+    step cost. Only plain decoding is compared with: neither rows that compute prompts nor steps that have such rows are
+    said to plan() and observe().
+    """
+
+    def __init__(self, proposer: Proposer, num_drafts: int) -> None:
+        """`num_drafts`: the most drafts that a row verifies in a step."""
+        self._proposer = proposer
+        self._num_drafts = num_drafts
+        self._lengths = DraftLengths()
+        self._acceptance = Acceptance(num_drafts)
+        self._rows: dict[str, _Row] = {}
+        self._num_verified = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
+        self._by_position = [0] * num_drafts
+
+    @property
+    def counters(self) -> DraftCounters:
+        return DraftCounters(self._num_verified, self._num_drafted, self._num_accepted, list(self._by_position))
+
+    def added(self, key: str, token_ids: list[int], space: str = "") -> None:
+        """A request begins to run. `token_ids` is its own list: known tokens are appended to it and it is never cut.
+        Text of other requests helps only where their `space` is equal."""
+        self._rows[key] = _Row(token_ids)
+        self._proposer.begin(key, token_ids, space)
+
+    def ended(self, key: str) -> None:
+        """A request has ended, or goes on without drafts. An unknown one is ignored."""
+        if self._rows.pop(key, None) is not None:
+            self._proposer.end(key)
+
+    def is_on(self, num_rows: int) -> bool:
+        """Whether plan() may give drafts to a step of so many rows. While it may not, drafts cost nothing at all."""
+        return self._lengths.is_on(num_rows)
+
+    def plan(self, rows: list[tuple[str, int, int]]) -> dict[str, list[int]]:
+        """What the rows of the next step are to be written behind their settled tokens, for those that verify drafts.
+
+        rows: every decoding row as (key, num_in_flight, limit). `num_in_flight` tokens at most are computed by plans on
+        their way and not known here; `limit` drafts at most may follow them. The answer begins with guesses of the
+        tokens in flight, so of n tokens the step verifies n - num_in_flight; a wrong guess costs only that.
+        """
+        self._prepare()
+        proposed = [self._propose(*row) for row in rows]
+        values = [
+            self._acceptance.values(self._rows[key].shares, drafts.evidence, len(drafts.token_ids) - num_in_flight)
+            if drafts is not None
+            else []
+            for (key, num_in_flight, _), drafts in zip(rows, proposed, strict=True)
+        ]
+        planned = {}
+        for (key, num_in_flight, _), drafts, length in zip(rows, proposed, self._lengths.choose(values), strict=True):
+            if drafts is None:
+                continue
+            row = self._rows[key]
+            if length:
+                planned[key] = drafts.token_ids[: num_in_flight + length]
+                row.evidence.append(drafts.evidence)
+                row.untested = None
+            elif row.untested is None:
+                row.untested = _Untested(
+                    len(row.token_ids) + num_in_flight, drafts._replace(token_ids=drafts.token_ids[num_in_flight:])
+                )
+        return planned
+
+    def settled(self, key: str, num_drafted: int, num_accepted: int) -> None:
+        """The oldest step that verified drafts of the request has come back; 0 drafted where they were left out."""
+        row = self._rows.get(key)
+        if row is None:
+            return
+        evidence = row.evidence.popleft()
+        if not num_drafted:
+            return
+        self._acceptance.observe(row.shares, evidence, num_drafted, num_accepted)
+        self._num_verified += 1
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        for position in range(num_accepted):
+            self._by_position[position] += 1
+
+    def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
+        """A step of decoding rows alone took so long; it computed `num_tokens` tokens and gave `num_sampled`."""
+        self._lengths.observe(num_rows, num_tokens, num_sampled, seconds)
+
+    def _prepare(self) -> None:
+        """Index what the running requests have not had indexed, up to the step's budget, the oldest request first."""
+        left = self._proposer.index_budget
+        prepare = self._proposer.prepare
+        for key in self._rows:
+            if left <= 0:
+                return
+            left -= prepare(key, left)
+
+    def _propose(self, key: str, num_in_flight: int, limit: int) -> Drafts | None:
+        row = self._rows.get(key)
+        if row is None or limit <= 0:
+            return None
+        if row.untested is not None:
+            self._compare(row, row.untested)
+        drafts = self._proposer.propose(key, num_in_flight + min(limit, self._num_drafts))
+        return drafts if len(drafts.token_ids) > num_in_flight else None
+
+    def _compare(self, row: _Row, untested: _Untested) -> None:
+        """Learn from drafts that were not verified, once it is known how many of them are right."""
+        drafts = untested.drafts.token_ids
+        known = row.token_ids[untested.position : untested.position + len(drafts)]
+        num_right = 0
+        while num_right < len(known) and known[num_right] == drafts[num_right]:
+            num_right += 1
+        if num_right < len(known) or len(known) == len(drafts):
+            row.untested = None
+            self._acceptance.observe(row.shares, untested.drafts.evidence, len(drafts), num_right)
