@@ -9,12 +9,20 @@ import msgspec
 
 from raylm import __version__
 from raylm.core.options import RequestOptions
-from raylm.core.sampling import SamplingParams
+from raylm.core.sampling import SamplingParams, draw_seed
 from raylm.errors import RequestRejected
 from raylm.openai.errors import HttpError
 from raylm.openai.lines import one_line
 from raylm.openai.params import TokenLimit, Wanted
-from raylm.openai.protocol import ChatAnswer, ChatChoice, Completion, PromptDetails, TextChoice, Usage
+from raylm.openai.protocol import (
+    ChatAnswer,
+    ChatChoice,
+    Completion,
+    PromptDetails,
+    TextChoice,
+    TokenIds,
+    Usage,
+)
 from raylm.openai.served_model import ServedModel
 
 
@@ -22,7 +30,7 @@ from raylm.openai.served_model import ServedModel
 class PromptJob:
     """params.n sequences to generate from one prompt; they are numbered from `first` on in the whole request.
 
-    `prefix` is the echoed prompt, put before their texts.
+    `prefix` is the echoed prompt, put before their texts. With `echo_only` that is all, and no engine is asked.
     """
 
     first: int
@@ -30,13 +38,15 @@ class PromptJob:
     params: SamplingParams
     options: RequestOptions
     prefix: str = ""
+    echo_only: bool = False
 
 
 class ChoiceDelta(NamedTuple):
     """Text that the sequence of this number gained; with a finish reason it is the last.
 
     `logprob` is the log probability of its tokens, where it was asked for. `num_cached` are tokens of its prompt that
-    the engine had in its cache, with the first delta of a prompt's first sequence.
+    the engine had in its cache, with the first delta of a prompt's first sequence. `token_ids` are the num_tokens that
+    are counted; the text of the last ones may come later. `stop_reason` is the stop string or token that ended it.
     """
 
     choice: int
@@ -45,6 +55,8 @@ class ChoiceDelta(NamedTuple):
     num_tokens: int
     logprob: float = 0.0
     num_cached: int = 0
+    token_ids: list[int] = []
+    stop_reason: str | int | None = None
 
 
 class EncodedPrompt(NamedTuple):
@@ -68,15 +80,18 @@ class Job(NamedTuple):
 
 
 def plan(model: ServedModel, prompts: list[EncodedPrompt], asked: Wanted) -> Job:
-    """Each prompt with its own room for tokens.
+    """Each prompt with its own room for tokens and, where the request gives none, a seed of its own.
 
     Raises RequestRejected when a prompt does not fit into the model together with the tokens it asks for.
     """
     jobs = []
+    common = model.text.prepare(asked.params)
     for number, prompt in enumerate(prompts):
-        max_tokens = _max_tokens(model, len(prompt.token_ids), asked.limit)
-        params = replace(asked.params, max_tokens=max_tokens)
-        jobs.append(PromptJob(number * params.n, prompt.token_ids, params, asked.options, prompt.echo))
+        max_tokens = None if asked.echo_only else _max_tokens(model, len(prompt.token_ids), asked.limit)
+        seed = draw_seed() if common.seed is None else common.seed
+        params = replace(common, max_tokens=max_tokens, seed=seed)
+        first = number * params.n
+        jobs.append(PromptJob(first, prompt.token_ids, params, asked.options, prompt.echo, asked.echo_only))
     return Job(jobs, asked.n, sum(len(prompt.token_ids) for prompt in prompts))
 
 
@@ -130,57 +145,40 @@ class Reply(NamedTuple):
     chat: bool
 
 
-def answer(reply: Reply, ends: list[tuple[str, str | None]], usage: Usage) -> bytes:
-    """The JSON of an answer that is not streamed; `ends` are its texts and finish reasons."""
+class Ended(NamedTuple):
+    """One choice of an answer, complete. Token ids are those to return, if any."""
+
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: TokenIds = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
+
+
+def answer(reply: Reply, ends: list[Ended], usage: Usage) -> bytes:
+    """The JSON of an answer that is not streamed."""
     choices: list[ChatChoice] | list[TextChoice]
+    prompt_ids: TokenIds = msgspec.UNSET
     if reply.chat:
-        choices = [ChatChoice(index, ChatAnswer(text), reason) for index, (text, reason) in enumerate(ends)]
+        choices = [
+            ChatChoice(index, ChatAnswer(end.text), end.finish_reason, None, end.stop_reason, end.token_ids)
+            for index, end in enumerate(ends)
+        ]
+        prompt_ids = ends[0].prompt_token_ids
     else:
-        choices = [TextChoice(index, text, reason) for index, (text, reason) in enumerate(ends)]
+        choices = [
+            TextChoice(index, end.text, end.finish_reason, None, end.stop_reason, end.token_ids, end.prompt_token_ids)
+            for index, end in enumerate(ends)
+        ]
     kind = "chat.completion" if reply.chat else "text_completion"
-    return msgspec.json.encode(Completion(reply.id, kind, reply.created, reply.model, choices, usage, FINGERPRINT))
+    return msgspec.json.encode(
+        Completion(reply.id, kind, reply.created, reply.model, choices, usage, FINGERPRINT, prompt_ids)
+    )
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
     total = prompt_tokens + completion_tokens
     return Usage(prompt_tokens, completion_tokens, total, PromptDetails(cached_tokens))
-
-
-class ChunkEncoder:
-    """Makes the SSE events of one stream. All but the text is encoded once, because each token pays for a chunk."""
-
-    def __init__(self, reply: Reply, num_choices: int, *, include_usage: bool) -> None:
-        self._reply = reply
-        self._kind = "chat.completion.chunk" if reply.chat else "text_completion"
-        start = (
-            f'data: {{"id":{_json(reply.id)},"object":"{self._kind}","created":{reply.created},'
-            f'"model":{_json(reply.model)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":'
-        )
-        field = ',"delta":{"content":' if reply.chat else ',"text":'
-        self._heads = [f"{start}{index}{field}".encode() for index in range(num_choices)]
-        self._reason = ('},"logprobs":null,' if reply.chat else ',"logprobs":null,').encode() + b'"finish_reason":'
-        # With include_usage every chunk has the field, and only the last one its numbers.
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._tail = self._reason + b"null" + self._end
-        role = f',"delta":{{"role":"assistant","content":""{self._tail.decode()}'
-        self._roles = "".join(f"{start}{index}{role}" for index in range(num_choices)) if reply.chat else ""
-
-    def opening(self) -> bytes:
-        """The events before the first token: who speaks, for each choice of a chat."""
-        return self._roles.encode()
-
-    def chunk(self, delta: ChoiceDelta) -> bytes:
-        """The event of a delta; empty when it would say nothing new."""
-        index, text, reason = delta[:3]
-        if reason is None:
-            return self._heads[index] + _text(text) + self._tail if text else b""
-        return self._heads[index] + _text(text) + self._reason + _json(reason).encode() + self._end
-
-    def usage(self, usage: Usage) -> bytes:
-        """The event with the usage, which comes after the last choice's."""
-        return event(
-            Completion(self._reply.id, self._kind, self._reply.created, self._reply.model, [], usage, FINGERPRINT)
-        )
 
 
 DONE = b"data: [DONE]\n\n"
@@ -194,14 +192,3 @@ def event(value: msgspec.Struct) -> bytes:
 def error_event(error: HttpError) -> bytes:
     """An error after the answer has begun: the status is sent, so the stream carries it, as OpenAI's clients expect."""
     return b"data: " + one_line(error.body()) + b"\n\n" + DONE
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-def _text(text: str) -> bytes:
-    return one_line(_encode(text))
-
-
-def _json(value: str) -> str:
-    return _encode(value).decode()

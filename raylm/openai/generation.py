@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from raylm.core.step import TokenDelta
 from raylm.errors import DeadlineExceeded, EngineDeadError
-from raylm.openai.adapter import ChoiceDelta, Job, PromptJob, usage_of
+from raylm.openai.adapter import ChoiceDelta, Ended, Job, PromptJob, usage_of
 from raylm.openai.errors import HttpError
 from raylm.openai.merge import merged
 from raylm.openai.metrics import ChoiceMeter, ModelMetrics
@@ -37,7 +37,10 @@ class Generation:
 
     def __init__(self, model: ServedModel, job: Job, metrics: ModelMetrics, origin: Origin) -> None:
         gate = asyncio.Semaphore(_MAX_ON_THE_WAY)
-        self._prompts = [_Prompt(model, prompt, metrics, origin, gate) for prompt in job.prompts]
+        self._prompts = [
+            _Echo(prompt) if prompt.echo_only else _Prompt(model, prompt, metrics, origin, gate)
+            for prompt in job.prompts
+        ]
 
     async def admitted(self) -> None:
         """Return once the engine has taken every prompt into its queue. Raises what it refuses one with."""
@@ -59,6 +62,23 @@ class Generation:
     async def aclose(self) -> None:
         for prompt in self._prompts:
             await prompt.aclose()
+
+
+class _Echo:
+    """The sequences of one prompt that is asked back and nothing more."""
+
+    def __init__(self, job: PromptJob) -> None:
+        self._job = job
+
+    async def admitted(self) -> None:
+        return
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        for index in range(self._job.first, self._job.first + self._job.params.n):
+            yield ChoiceDelta(index, self._job.prefix, "length", 0)
+
+    async def aclose(self) -> None:
+        return
 
 
 class _Prompt:
@@ -150,14 +170,17 @@ class _Sequence:
         self.meter.tokens(piece.num_tokens)
         text = self._prefix + piece.text
         self._prefix = ""
+        used = piece.num_tokens
         return ChoiceDelta(
             self._index,
             text,
             piece.finish_reason,
-            piece.num_tokens,
-            logprob=sum(delta.logprobs[: piece.num_tokens]),
+            used,
+            logprob=sum(delta.logprobs[:used]),
             # A prompt counts once: with its first sequence.
             num_cached=delta.num_cached_tokens if self._is_first else 0,
+            token_ids=delta.token_ids if used == len(delta.token_ids) else delta.token_ids[:used],
+            stop_reason=piece.stop_reason,
         )
 
 
@@ -182,9 +205,10 @@ class Whole:
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
-        self._num_tokens = 0
         self._logprob = 0.0
+        self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -193,26 +217,34 @@ class Whole:
     @property
     def mean_logprob(self) -> float:
         """The log probability a token, by which best_of compares."""
-        return self._logprob / max(1, self._num_tokens)
+        return self._logprob / max(1, len(self.token_ids))
+
+    def ended(self, prompt_ids: list[int] | None) -> Ended:
+        """What an answer says of it, with token ids where those of its prompt are given."""
+        end = Ended(self.text, self.finish_reason, self.stop_reason)
+        if prompt_ids is None:
+            return end
+        return end._replace(token_ids=self.token_ids, prompt_token_ids=prompt_ids)
 
     def push(self, delta: ChoiceDelta) -> None:
         self._pieces.append(delta.text)
-        self._num_tokens += delta.num_tokens
         self._logprob += delta.logprob
-        self.finish_reason = delta.finish_reason
+        self.token_ids += delta.token_ids
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-async def gather(job: Job, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally) -> list[Whole]:
-    """Wait for all sequences; returns job.n of each prompt, the best first where there are more to choose from."""
+async def gather(job: Job, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally, *, token_ids: bool) -> list[Ended]:
+    """Wait for all sequences; returns job.n of each prompt, the best first where there are more to choose from. With
+    `token_ids` they have these and the prompt's."""
     sequences = [Whole() for _ in range(job.num_sequences)]
     async with aclosing(deltas):
         async for delta in deltas:
             tally.add(delta)
             sequences[delta.choice].push(delta)
-    chosen: list[Whole] = []
+    chosen: list[Ended] = []
     for prompt in job.prompts:
         own = sequences[prompt.first : prompt.first + prompt.params.n]
         if len(own) > job.n:
             own.sort(key=lambda whole: whole.mean_logprob, reverse=True)
-        chosen += own[: job.n]
+        chosen += [whole.ended(prompt.prompt_ids if token_ids else None) for whole in own[: job.n]]
     return chosen

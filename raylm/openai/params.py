@@ -8,11 +8,15 @@ from typing import NamedTuple
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import MAX_BEAM_WIDTH, SamplingParams
+from raylm.core.sampling_checks import integer
 from raylm.errors import RequestRejected
-from raylm.openai.protocol import ChatRequest, GenerationRequest
+from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from raylm.openai.quote import quote
+from raylm.text.truncation import Truncation
 
 MAX_BEST_OF = 20
 """OpenAI's limit."""
+_MAX_ID_DIGITS = 10
 
 
 class TokenLimit(NamedTuple):
@@ -26,13 +30,41 @@ class TokenLimit(NamedTuple):
     default: int | None
 
 
+class PromptForm(NamedTuple):
+    """What becomes of a prompt: special tokens around a text (such as BOS), and the last tokens alone where it is cut.
+    With `echo` it is put before each of its completions."""
+
+    add_special_tokens: bool
+    truncation: Truncation | None
+    echo: bool
+
+
+class AnswerForm(NamedTuple):
+    """How the answer is sent and what it holds beside texts.
+
+    interval: tokens of a choice that one event of a stream holds at least, but for its first and last.
+    """
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    interval: int
+    token_ids: bool
+
+
 class Wanted(NamedTuple):
-    """What a request wants of each of its prompts: params.n sequences are generated, the best `n` of them returned."""
+    """What a request wants of each of its prompts: params.n sequences are generated, the best `n` of them returned.
+
+    echo_only: max_tokens is 0, so nothing is generated, and params say nothing of max_tokens.
+    """
 
     params: SamplingParams
     options: RequestOptions
     limit: TokenLimit
     n: int
+    prompt: PromptForm
+    answer: AnswerForm
+    echo_only: bool
 
 
 def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_max_tokens: int | None) -> Wanted:
@@ -41,31 +73,36 @@ def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_ma
     Raises RequestRejected where a value is out of its range or does not fit together with another.
     """
     n = 1 if request.n is None else request.n
-    params = _sampling_params(request, n, sampling)
+    prompt = _prompt_form(request)
+    echo_only = prompt.echo and request.max_tokens == 0
+    if request.max_tokens == 0 and not prompt.echo:
+        raise RequestRejected("max_tokens must be at least 1, got 0 (it may be 0 with echo=true)", param="max_tokens")
+    params = _sampling_params(request, n, sampling, max_tokens=None if echo_only else request.max_tokens)
     _check_together(request, params, n)
-    return Wanted(params, _options(request), _token_limit(request, default_max_tokens), n)
+    limit = _token_limit(request, default_max_tokens)
+    return Wanted(params, _options(request), limit, n, prompt, _answer_form(request), echo_only)
 
 
-def _sampling_params(request: GenerationRequest, n: int, defaults: SamplingDefaults) -> SamplingParams:
-    # vLLM's clients write -1 for "keep all".
-    top_k = 0 if request.top_k == -1 else request.top_k
-    params = SamplingParams(
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
-        top_k=defaults.top_k if top_k is None else top_k,
-        min_p=defaults.min_p if request.min_p is None else request.min_p,
-        presence_penalty=0.0 if request.presence_penalty is None else request.presence_penalty,
-        frequency_penalty=0.0 if request.frequency_penalty is None else request.frequency_penalty,
-        repetition_penalty=(
-            defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
-        ),
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        n=n,
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=bool(request.ignore_eos),
-    )
+_SAME = (
+    *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "seed", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+)
+"""Fields that SamplingParams has under the same name and with the same meaning; null is its default, or the model's."""
+_LISTS = ("allowed_token_ids", "bad_words", "logits_processors", "stop", "stop_token_ids")
+
+
+def _sampling_params(
+    request: GenerationRequest, n: int, defaults: SamplingDefaults, *, max_tokens: int | None
+) -> SamplingParams:
+    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.top_k is not None:
+        # vLLM's clients write -1 for "keep all".
+        given["top_k"] = 0 if request.top_k == -1 else request.top_k
+    if request.logit_bias is not None:
+        given["logit_bias"] = _biases(request.logit_bias)
+    lists = {name: tuple(value) for name in _LISTS if (value := getattr(request, name))}
+    params = SamplingParams(**{**defaults.fields(), **given, **lists, "max_tokens": max_tokens, "n": n})
     if request.use_beam_search:
         return replace(
             params,
@@ -77,6 +114,43 @@ def _sampling_params(request: GenerationRequest, n: int, defaults: SamplingDefau
         return params
     num = _num_candidates(request, n, MAX_BEST_OF)
     return params if num == n else replace(params, n=num, logprobs=0)
+
+
+def _biases(value: object) -> list[tuple[int, object]]:
+    """The entries of logit_bias; SamplingParams checks their numbers. Raises RequestRejected."""
+    if not isinstance(value, dict):
+        raise RequestRejected(f"logit_bias must be an object, got {quote(value)}", param="logit_bias")
+    for key in value:
+        # int() takes spaces, signs, underscores and other alphabets' digits too.
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS):
+            raise RequestRejected(
+                f'logit_bias must name tokens by their ids, such as "50256", got {quote(key)}', param="logit_bias"
+            )
+    return [(int(key), bias) for key, bias in value.items()]
+
+
+def _prompt_form(request: GenerationRequest) -> PromptForm:
+    is_chat = isinstance(request, ChatRequest)
+    special = not is_chat if request.add_special_tokens is None else request.add_special_tokens
+    cut = None if request.truncate_prompt_tokens is None else Truncation(request.truncate_prompt_tokens)
+    return PromptForm(special, cut, isinstance(request, CompletionRequest) and bool(request.echo))
+
+
+def _answer_form(request: GenerationRequest) -> AnswerForm:
+    stream, options = bool(request.stream), request.stream_options
+    if options is not None and not stream:
+        raise RequestRejected("stream_options is only allowed together with stream=true", param="stream_options")
+    usage = options is not None and bool(options.include_usage)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    if continuous and not usage:
+        field = "stream_options.continuous_usage_stats"
+        raise RequestRejected(f"{field} is only allowed together with include_usage=true", param=field)
+    interval = (
+        1 if request.stream_interval is None else integer("stream_interval", request.stream_interval, 1, 2**31 - 1)
+    )
+    if interval > 1 and not stream:
+        raise RequestRejected("stream_interval is only allowed together with stream=true", param="stream_interval")
+    return AnswerForm(stream, usage, continuous, interval, bool(request.return_token_ids))
 
 
 def _num_candidates(request: GenerationRequest, n: int, limit: int) -> int:
@@ -93,8 +167,6 @@ def _num_candidates(request: GenerationRequest, n: int, limit: int) -> int:
 
 
 def _check_together(request: GenerationRequest, params: SamplingParams, n: int) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise RequestRejected("stream_options is only allowed together with stream=true", param="stream_options")
     if request.stream and params.n > n:
         raise RequestRejected(
             f"best_of must equal n ({n}) together with stream=true, got {params.n}: "

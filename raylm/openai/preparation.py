@@ -9,17 +9,20 @@ from raylm.config.serving import HttpConfig
 from raylm.errors import Overloaded, RequestRejected
 from raylm.openai.adapter import EncodedPrompt, Job, check_prompt, plan, too_long
 from raylm.openai.errors import HttpError
-from raylm.openai.params import Wanted, check_num_sequences, wanted
+from raylm.openai.params import AnswerForm, PromptForm, Wanted, check_num_sequences, wanted
 from raylm.openai.parser import parse, prompts_of
 from raylm.openai.protocol import ChatRequest, CompletionRequest
 from raylm.openai.quote import MAX_VALUE_CHARS
 from raylm.openai.served_model import ModelCatalog, ServedModel
 from raylm.openai.threads import WorkThreads
 from raylm.text.tokenizer import TooManyTokens
+from raylm.text.truncation import MAX_TOKENS as MAX_TRUNCATED
 
 START_RETRY_S = 5.0
 _CALL_CHARS = 256
 """What one more prompt costs, in characters of text to tokenise."""
+_TOKEN_CHARS = 8
+"""What a token's id takes in JSON, at most where vocabularies have less than ten million tokens."""
 
 
 class Prepared(NamedTuple):
@@ -28,21 +31,16 @@ class Prepared(NamedTuple):
     model: ServedModel
     job: Job
     chat: bool
-    stream: bool
-    include_usage: bool
+    form: AnswerForm
 
 
 class _Draft(NamedTuple):
-    """A request whose prompts are no tokens yet. Their text has what goes around a prompt already if `is_framed`."""
+    """A request whose prompts, of the body's `field`, are no tokens yet."""
 
     model: ServedModel
     asked: Wanted
     prompts: list[str | list[int]]
     field: str
-    is_framed: bool
-    echo: bool
-    stream: bool
-    include_usage: bool
 
 
 class Preparation:
@@ -83,7 +81,7 @@ class Preparation:
         check_num_sequences(1, asked, self._config.max_choices)
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         text = model.text.render(messages, add_generation_prompt=request.add_generation_prompt is not False)
-        return _Draft(model, asked, [text], "messages", True, False, bool(request.stream), request.includes_usage)
+        return _Draft(model, asked, [text], "messages")
 
     def _draft(self, body: bytes | bytearray) -> _Draft:
         request = parse(CompletionRequest, body, self._config)
@@ -91,35 +89,61 @@ class Preparation:
         asked = wanted(request, model.sampling, default_max_tokens=self._config.default_max_tokens)
         prompts = prompts_of(request.prompt)
         check_num_sequences(len(prompts), asked, self._config.max_choices)
-        echo, stream = bool(request.echo), bool(request.stream)
-        return _Draft(model, asked, prompts, "prompt", False, echo, stream, request.includes_usage)
+        return _Draft(model, asked, prompts, "prompt")
 
     async def _finish(self, draft: _Draft, *, chat: bool) -> Prepared:
-        size = sum(map(len, draft.prompts)) + _CALL_CHARS * (len(draft.prompts) - 1)
+        words = draft.asked.params.bad_words
+        # Each word is tokenised twice: with and without a space before it.
+        size = sum(map(len, draft.prompts)) + 2 * sum(map(len, words))
+        size += _CALL_CHARS * (len(draft.prompts) - 1 + 2 * len(words))
         job = await self._threads.tokenise(size, partial(_job, draft, self._config.max_body_bytes))
-        return Prepared(draft.model, job, chat, draft.stream, draft.include_usage)
+        return Prepared(draft.model, job, chat, draft.asked.answer)
 
 
-def _job(draft: _Draft, max_echo_chars: int) -> Job:
+def _job(draft: _Draft, max_returned_bytes: int) -> Job:
     prompts = [_encoded(draft, prompt) for prompt in draft.prompts]
-    num_echoed = sum(len(prompt.echo) for prompt in prompts) * draft.asked.params.n
-    if num_echoed > max_echo_chars:
-        message = f"echo makes {num_echoed} characters of the prompts and their completions, at most {max_echo_chars}"
-        raise RequestRejected(f"{message} are allowed", param="echo")
+    _check_returned(draft.asked, prompts, max_returned_bytes)
     return plan(draft.model, prompts, draft.asked)
+
+
+def _check_returned(asked: Wanted, prompts: list[EncodedPrompt], limit: int) -> None:
+    """Refuse what would make a small request's answer endless: prompts that come back with each completion."""
+    num_echoed = sum(len(prompt.echo) for prompt in prompts) * asked.params.n
+    if num_echoed > limit:
+        message = f"echo makes {num_echoed} characters of the prompts and their completions, at most {limit}"
+        raise RequestRejected(f"{message} are allowed", param="echo")
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * asked.params.n if asked.answer.token_ids else 0
+    if num_tokens * _TOKEN_CHARS > limit:
+        message = f"return_token_ids returns {num_tokens} tokens of prompts, at most {limit // _TOKEN_CHARS}"
+        raise RequestRejected(f"{message} are allowed", param="return_token_ids")
 
 
 def _encoded(draft: _Draft, prompt: str | list[int]) -> EncodedPrompt:
     model, field = draft.model, draft.field
-    if isinstance(prompt, list):
-        check_prompt(model, prompt, field)
-        return EncodedPrompt(prompt, field, model.text.decode(prompt) if draft.echo else "")
-    try:
-        ids = model.text.encode(prompt, add_special_tokens=not draft.is_framed, max_tokens=model.max_model_len)
-    except TooManyTokens as error:
-        raise too_long(model, f"{len(prompt)} characters, which are at least {error.least} tokens", field) from None
+    form, limit = draft.asked.prompt, draft.asked.limit
+    ids = prompt if isinstance(prompt, list) else _tokens(model, prompt, field, form)
+    if form.truncation is not None:
+        whole = ids
+        output = limit.default if limit.value is None else limit.value
+        ids = form.truncation.kept(whole, room=model.max_model_len - max(1, output or 1))
+        # The text of what is left is not in the request.
+        prompt = prompt if len(ids) == len(whole) else ids
     check_prompt(model, ids, field)
-    return EncodedPrompt(ids, field, prompt if draft.echo else "")
+    if not form.echo:
+        return EncodedPrompt(ids, field)
+    return EncodedPrompt(ids, field, prompt if isinstance(prompt, str) else model.text.decode(ids))
+
+
+def _tokens(model: ServedModel, text: str, field: str, form: PromptForm) -> list[int]:
+    limit = model.max_model_len if form.truncation is None else max(model.max_model_len, MAX_TRUNCATED)
+    try:
+        return model.text.encode(text, add_special_tokens=form.add_special_tokens, max_tokens=limit)
+    except TooManyTokens as error:
+        size = f"{len(text)} characters, which are at least {error.least} tokens"
+        if form.truncation is None:
+            raise too_long(model, size, field) from None
+        message = f"The prompt has {size}; at most {MAX_TRUNCATED} can be truncated"
+        raise RequestRejected(message, param=field, code="context_length_exceeded") from None
 
 
 def _listed(names: list[str]) -> str:

@@ -47,6 +47,7 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class ChatMessage(_Body):
@@ -72,6 +73,7 @@ class GenerationRequest(_Body):
     """Where it is left out, the one model that there is."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     max_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
@@ -79,12 +81,27 @@ class GenerationRequest(_Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: object = None
+    """An object from token ids, which JSON writes as strings, to numbers. params.py reads it: an error costs no memory
+    for each entry there."""
+    allowed_token_ids: _Integers = []
+    bad_words: _Strings = []
+    min_tokens: int | None = None
+    logits_processors: _Strings = []
     stop: _Strings = []
     stop_token_ids: _Integers = []
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    """By default off in a chat, whose template writes them, and on elsewhere."""
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -95,10 +112,6 @@ class GenerationRequest(_Body):
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
     cache_salt: _Name | None = None
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatRequest(GenerationRequest):
@@ -140,11 +153,19 @@ class ChatAnswer(msgspec.Struct):
     refusal: str | None = None
 
 
+StopReason = str | int | None
+"""The stop string, or the one of stop_token_ids, that ended a choice."""
+TokenIds = list[int] | msgspec.UnsetType
+"""Left out unless return_token_ids is on."""
+
+
 class ChatChoice(msgspec.Struct):
     index: int
     message: ChatAnswer
     finish_reason: FinishReason
     logprobs: None = None
+    stop_reason: StopReason = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class TextChoice(msgspec.Struct):
@@ -152,6 +173,9 @@ class TextChoice(msgspec.Struct):
     text: str
     finish_reason: FinishReason
     logprobs: None = None
+    stop_reason: StopReason = None
+    token_ids: TokenIds = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -164,6 +188,8 @@ class Completion(msgspec.Struct):
     choices: list[ChatChoice] | list[TextChoice]
     usage: Usage
     system_fingerprint: str
+    prompt_token_ids: TokenIds = msgspec.UNSET
+    """Of a chat; of other completions each choice has them, since their prompts differ."""
 
 
 class ModelPermission(msgspec.Struct):

@@ -15,7 +15,8 @@ from raylm.text.stop import StopTable
 
 
 class TextPiece(Protocol):
-    """Text that became certain with one push. `num_tokens` counts the tokens used, the stop token too."""
+    """Text that became certain with one push. `num_tokens` counts the tokens used, the stop token too; `stop_reason` is
+    the stop string, or the one of stop_token_ids, that ended it."""
 
     @property
     def text(self) -> str: ...
@@ -23,6 +24,8 @@ class TextPiece(Protocol):
     def finish_reason(self) -> str | None: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def stop_reason(self) -> str | int | None: ...
 
 
 class TextPieces(Protocol):
@@ -32,11 +35,12 @@ class TextPieces(Protocol):
 
 
 class Text(Protocol):
-    """The part of a TextProcessor that the HTTP face uses. Other threads call encode, render, decode."""
+    """The part of a TextProcessor that the HTTP face uses. Other threads call encode, render, decode, prepare."""
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
     def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def prepare(self, params: SamplingParams) -> SamplingParams: ...
     def stop_table(self, params: SamplingParams) -> StopTable | None: ...
     def stream(
         self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None

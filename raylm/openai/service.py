@@ -11,10 +11,12 @@ from uuid import uuid4
 import msgspec
 
 from raylm.config.serving import HttpConfig
-from raylm.openai.adapter import DONE, ChunkEncoder, Reply, answer, error_event
+from raylm.openai.adapter import DONE, Reply, answer, error_event
+from raylm.openai.chunks import ChunkEncoder, Interval
 from raylm.openai.errors import http_error
 from raylm.openai.generation import Generation, Origin, Tally, gather
 from raylm.openai.metrics import HttpMetrics
+from raylm.openai.params import AnswerForm
 from raylm.openai.preparation import Preparation, Prepared
 from raylm.openai.protocol import ModelCard, ModelList, ModelPermission
 from raylm.openai.served_model import ModelCatalog, ServedModel
@@ -56,12 +58,12 @@ class OpenAIService:
         origin = Origin(reply_id, chat, started, model.text.stop_table(job.prompts[0].params))
         generation = Generation(model, job, metrics, origin)
         tally = Tally(job.prompt_tokens)
-        if not prepared.stream:
+        form = prepared.form
+        if not form.stream:
             async with aclosing(generation):
-                chosen = await gather(job, generation.deltas(), tally)
-            return answer(reply, [(one.text, one.finish_reason) for one in chosen], tally.usage())
-        encoder = ChunkEncoder(reply, job.num_sequences, include_usage=prepared.include_usage)
-        return _events(encoder, generation, tally, include_usage=prepared.include_usage)
+                chosen = await gather(job, generation.deltas(), tally, token_ids=form.token_ids)
+            return answer(reply, chosen, tally.usage())
+        return _events(ChunkEncoder(reply, job, form), generation, tally, form)
 
 
 def _card(model: ServedModel) -> ModelCard:
@@ -69,11 +71,12 @@ def _card(model: ServedModel) -> ModelCard:
     return ModelCard(model.name, model.created, model.max_model_len, root=model.name, permission=[permission])
 
 
-async def _events(encoder: ChunkEncoder, generation: Generation, tally: Tally, *, include_usage: bool) -> Events:
+async def _events(encoder: ChunkEncoder, generation: Generation, tally: Tally, form: AnswerForm) -> Events:
     """SSE events, the first as soon as the engine has taken the request, though it may wait for its turn there.
 
     An error before that is raised, a later one becomes an event.
     """
+    interval = Interval(form.interval)
     async with aclosing(generation):
         await generation.admitted()
         yield encoder.opening()
@@ -81,12 +84,13 @@ async def _events(encoder: ChunkEncoder, generation: Generation, tally: Tally, *
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     tally.add(delta)
-                    chunk = encoder.chunk(delta)
+                    due = interval.push(delta)
+                    chunk = b"" if due is None else encoder.chunk(due, tally.usage() if form.continuous_usage else None)
                     if chunk:
                         yield chunk
         except Exception as error:
             # The engine is free before a slow client has read.
             await generation.aclose()
-            yield error_event(http_error(error))
+            yield b"".join(map(encoder.chunk, interval.rest())) + error_event(http_error(error))
             return
-    yield (encoder.usage(tally.usage()) if include_usage else b"") + DONE
+    yield (encoder.usage(tally.usage()) if form.include_usage else b"") + DONE

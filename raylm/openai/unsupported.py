@@ -46,28 +46,26 @@ VLLM: Fields = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
+    "max_repetition_pattern_size": (0,),
     "media_io_kwargs": ({},),
+    "min_repetition_pattern_size": (0,),
     "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
+    "repetition_min_count": (0,),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
     "structural_tag": (),
     "structured_outputs": (),
     "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
@@ -102,6 +100,7 @@ SGLANG: Fields = {
     "session_params": ({},),
     "stop_regex": ([],),
     "task": (),
+    "typical_p": (1.0,),
     "use_audio_in_video": (False,),
 }
 IDS: Fields = {"request_id": (), "rid": ()}
@@ -109,9 +108,9 @@ IDS: Fields = {"request_id": (), "rid": ()}
 
 UNSUPPORTED: Fields = {**OPENAI, **VLLM, **SGLANG, **IDS}
 """On every route."""
-CHAT_ONLY: Fields = {"echo": (False,), "add_special_tokens": (False,)}
-COMPLETIONS_ONLY: Fields = {"max_completion_tokens": (), "add_special_tokens": (True,)}
-STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+CHAT_ONLY: Fields = {"echo": (False,)}
+COMPLETIONS_ONLY: Fields = {"max_completion_tokens": ()}
+STREAM_OPTIONS: Fields = {"include_obfuscation": (False,)}
 MESSAGE: Fields = {"tool_calls": ([],), "function_call": (), "audio": (), "tools": ([],)}
 
 HARMLESS = frozenset(
@@ -119,7 +118,7 @@ HARMLESS = frozenset(
         *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "session_id"),
         # They say how reasoning and render answers are laid out, and no answer here has any.
-        *("separate_reasoning", "stream_reasoning", "return_mm_kwargs", "truncation_side"),
+        *("separate_reasoning", "stream_reasoning", "return_mm_kwargs"),
     }
 )
 """Fields that are known and never change an answer."""

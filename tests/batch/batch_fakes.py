@@ -31,6 +31,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None
     num_tokens: int
+    stop_reason: str | int | None = None
 
 
 class LetterStream:
@@ -41,7 +42,7 @@ class LetterStream:
         text = "".join(LETTERS[token] for token in token_ids if token)
         for stop in self._stop:
             if stop in text:
-                return Piece(text[: text.index(stop)], "stop", len(token_ids))
+                return Piece(text[: text.index(stop)], "stop", len(token_ids), stop)
         return Piece(text, finish_reason, len(token_ids))
 
 
@@ -56,6 +57,9 @@ class LetterText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(LETTERS[token] for token in ids)
+
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        return params
 
     def stop_table(self, params: SamplingParams) -> StopTable | None:
         return StopTable(params.stop) if params.stop else None

@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None
     num_tokens: int
+    stop_reason: str | int | None = None
 
 
 class ByteStream:
@@ -43,7 +44,7 @@ class ByteStream:
         text = self._decoder.decode(bytes(spoken), final=finish_reason is not None)
         for stop in self._stop:
             if stop in text:
-                return Piece(text[: text.index(stop)], "stop", len(token_ids))
+                return Piece(text[: text.index(stop)], "stop", len(token_ids), stop)
         return Piece(text, finish_reason, len(token_ids))
 
 
@@ -66,6 +67,9 @@ class ByteText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
+
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        return params
 
     def stop_table(self, params: SamplingParams) -> StopTable | None:
         return StopTable(params.stop) if params.stop else None
@@ -95,7 +99,8 @@ class ScriptedGenerator:
     `refused` are the numbers of calls that are refused though the script goes on.
 
     A script's delta that has a request_id of its own is the number of the sequence that it is for. Without a script it
-    counts: letters from that of the seed, plus the sequence's number, on until max_tokens.
+    counts: letters from that of the seed, plus the sequence's number, on until max_tokens. A seed that the request did
+    not give counts as 0.
     """
 
     def __init__(self, script: Script | None = None) -> None:
@@ -189,8 +194,13 @@ class ScriptedDeltas:
         assert last is not None
         for step in range(1, last + 1):
             for number, request_id in enumerate(ids):
-                token = ord("a") + ((asked.params.seed or 0) + number + step - 1) % 26
+                token = ord("a") + (_small(asked.params.seed) + number + step - 1) % 26
                 yield request_id, TokenDelta("", [token], "length" if step == last else None)
+
+
+def _small(seed: int | None) -> int:
+    assert seed is not None, "a request has a seed, whether its client gave one or not"
+    return seed if abs(seed) < 2**32 else 0
 
 
 def usage(prompt: int, completion: int, *, cached: int = 0) -> dict[str, Any]:

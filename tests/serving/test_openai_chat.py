@@ -12,6 +12,7 @@ from openai_fakes import Server, ended, sse, usage
 import raylm
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError
 
@@ -42,6 +43,7 @@ async def test_answer() -> None:
             "message": {"content": "hello", "role": "assistant", "refusal": None},
             "finish_reason": "stop",
             "logprobs": None,
+            "stop_reason": None,
         }
     ]
     prompt = len("user: hi\n>")
@@ -144,13 +146,15 @@ async def test_null_means_the_default() -> None:
     names = ["temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream"]
     names += ["best_of", "use_beam_search", "length_penalty", "early_stopping"]
     names += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+    names += ["include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"]
+    names += ["add_special_tokens", "truncate_prompt_tokens", "return_token_ids", "stream_interval"]
     names += ["user", "priority", "deadline_s", "queue_timeout_s", "cache_salt"]
     response = await server.chat(**dict.fromkeys([*names, "stream_options", "max_tokens", "max_completion_tokens"]))
     assert response.status_code == 200
     _, prompt_ids, params, options = server.generator.requests[0]
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 1.0, 0, 0.0, None)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
-    assert params.max_tokens == 64 - len(prompt_ids)
+    assert params == SamplingParams(max_tokens=64 - len(prompt_ids), seed=params.seed)
     assert options == RequestOptions()
 
 

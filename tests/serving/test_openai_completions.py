@@ -13,7 +13,8 @@ async def test_answer() -> None:
     body = (await Server(b"hello", ended()).complete()).json()
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
-    assert body["choices"] == [{"index": 0, "text": "hello", "finish_reason": "stop", "logprobs": None}]
+    ended_well = {"finish_reason": "stop", "logprobs": None, "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "text": "hello", **ended_well}]
     assert body["usage"] == usage(2, 6)
 
 

@@ -245,7 +245,6 @@ UNSUPPORTED: list[tuple[str, Any, Any]] = [
     ("audio", {"voice": "x"}, None),
     ("modalities", ["text", "audio"], ["text"]),
     ("min_tokens", 3, 0),
-    ("skip_special_tokens", False, True),
 ]
 
 

@@ -26,7 +26,6 @@ NOT_BUILT: list[tuple[str, Any, Any]] = [
     ("lora_path", "adapter", None),
     ("input_ids", [1], None),
     ("stop_regex", ["a+"], []),
-    ("return_token_ids", True, False),
     ("return_tokens_as_token_ids", True, False),
     ("logprob_token_ids", [1], []),
     ("logits_processors", ["a.b"], []),
@@ -35,11 +34,14 @@ NOT_BUILT: list[tuple[str, Any, Any]] = [
     ("prompt_embeds", "AAAA", None),
     ("vllm_xargs", {"a": 1}, {}),
     ("request_id", "mine", None),
-    ("stream_interval", 5, 1),
     ("mm_processor_kwargs", {"a": 1}, {}),
     ("include_reasoning", False, True),
-    ("spaces_between_special_tokens", False, True),
     ("repetition_detection", {"n": 3}, None),
+    ("repetition_min_count", 3, 0),
+    ("max_repetition_pattern_size", 3, 0),
+    ("min_repetition_pattern_size", 3, 0),
+    ("truncation_side", "right", "left"),
+    ("typical_p", 0.9, 1.0),
 ]
 
 
@@ -63,18 +65,16 @@ async def test_what_is_not_built_is_refused_by_name(
     ("kind", "fields", "param"),
     [
         ("chat", {"echo": True}, "echo"),
-        ("chat", {"add_special_tokens": True}, "add_special_tokens"),
-        ("complete", {"add_special_tokens": False}, "add_special_tokens"),
         ("complete", {"max_completion_tokens": 3}, "max_completion_tokens"),
-        ("chat", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, None),
-        ("complete", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, None),
+        ("chat", {"stream": True, "stream_options": {"include_obfuscation": True}}, None),
+        ("complete", {"stream": True, "stream_options": {"include_obfuscation": True}}, None),
         ("chat", {"messages": [{"role": "system", "content": "hi", "tools": TOOLS}]}, "messages[0].tools"),
     ],
 )
 async def test_what_is_not_built_on_one_route_or_inside_a_field(kind: str, fields: Any, param: str | None) -> None:
     for strict in (False, True):
         error = (await getattr(Server(strict=strict), kind)(**fields)).json()["error"]
-        expected = param or "stream_options.continuous_usage_stats"
+        expected = param or "stream_options.include_obfuscation"
         assert (error["code"], error["param"]) == ("unsupported_parameter", expected)
 
 
