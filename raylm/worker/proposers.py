@@ -1,7 +1,7 @@
 """Drafts made on the device, by a model beside the target: a draft model, an EAGLE-3 head, or the target's MTP layer.
 
-A proposer computes every token that the target computes, at the same positions and in the same cache slots: `absorb`
-after each step. So block tables, shared prefixes, forks, swapping and preemption hold for its keys and values as for
+A proposer computes the tokens that the target computes, at the same positions and in the same cache slots: `absorb`
+after a step. So block tables, shared prefixes, forks, swapping and preemption hold for its keys and values as for
 the target's. A step that verifies drafts has them made when it begins, by `draft`, which runs ahead from the row's last
 known token. Drafts are the likeliest tokens; they change the time that tokens take, never the tokens.
 
@@ -12,7 +12,7 @@ position may have been computed for another request's next token: such a draft m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class DeviceProposer(ABC):
     """Drafts for rows of a table; `caches` are the keys and values of its layers, `group` is the cache group of their
     blocks, which must keep every token."""
 
+    IS_LAZY: ClassVar[bool] = False
+    """Whether a step of decodes may be absorbed later, up to the row's next drafts: all but the token before its last
+    known one, which `draft` computes anew."""
+
     def __init__(self, rows: Rows, caches: list[KVCache], *, group: int) -> None:
         self._rows = rows
         self._caches = caches
@@ -72,7 +76,7 @@ class DeviceProposer(ABC):
         rows[i] (int64 [S]).
 
         Their blocks must be in the table for as many tokens as the step computes that verifies them. A row must have
-        been absorbed since its known tokens changed. `max_seq_len`: tokens of no row's sequence are more, drafts
+        sampled a token, and been absorbed since. `max_seq_len`: tokens of no row's sequence are more, drafts
         included.
         """
 
@@ -94,7 +98,7 @@ class DeviceProposer(ABC):
 
 
 class _Ahead:
-    """One token a sequence, past what the target has computed."""
+    """Tokens of some sequences, up to their last known one and past it."""
 
     def __init__(self, blocks: Tensor, block_size: int, max_seq_len: int) -> None:
         self._blocks = blocks
@@ -102,19 +106,36 @@ class _Ahead:
         self._max_seq_len = max_seq_len
         self._query_start = torch.arange(len(blocks) + 1, dtype=torch.int32, device=blocks.device)
 
+    def pairs_at(self, positions: Tensor, real: Tensor) -> tuple[Tensor, AttentionMetadata]:
+        """As `at`, for two tokens a sequence: the one before the position and the one there, [2 S]. The position of a
+        `real` one is over 0."""
+        positions = torch.where(real, positions.clamp(1, self._max_seq_len - 1), 1)
+        pairs = torch.stack((positions - 1, positions), dim=1)
+        slots = self._slots(pairs, real.unsqueeze(1)).flatten()
+        lengths = (positions + 1).int()
+        return pairs.flatten(), self._meta(self._query_start * 2, lengths, slots, 2)
+
     def at(self, positions: Tensor, real: Tensor) -> tuple[Tensor, AttentionMetadata]:
         """Positions within the limits and the metadata of one token at each, [S]; one that is not `real` goes to the
         padding block, and sees one token."""
-        size = self._block_size
         positions = positions.clamp(0, self._max_seq_len - 1)
-        blocks = self._blocks.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
-        slots = torch.where(real, blocks, 0) * size + positions % size
+        slots = self._slots(positions.unsqueeze(1), real.unsqueeze(1)).flatten()
         lengths = torch.where(real, positions + 1, 1).int()
-        return positions, AttentionMetadata(self._query_start, lengths, self._blocks, slots, 1, self._max_seq_len)
+        return positions, self._meta(self._query_start, lengths, slots, 1)
+
+    def _slots(self, positions: Tensor, real: Tensor) -> Tensor:
+        """Slots of positions [S, n]; those that are not real are in the padding block."""
+        blocks = self._blocks.gather(1, positions // self._block_size).long()
+        return torch.where(real, blocks, 0) * self._block_size + positions % self._block_size
+
+    def _meta(self, query_start: Tensor, lengths: Tensor, slots: Tensor, query_len: int) -> AttentionMetadata:
+        return AttentionMetadata(query_start, lengths, self._blocks, slots, query_len, self._max_seq_len)
 
 
 class DraftModelProposer(DeviceProposer):
-    """A smaller model of the same tokenizer."""
+    """A smaller model of the same tokenizer. It can absorb tokens whenever it likes, for it needs nothing else."""
+
+    IS_LAZY = True
 
     def __init__(
         self, model: DecoderModel, rows: Rows, caches: list[KVCache], *, group: int, target_vocab_size: int
@@ -129,14 +150,17 @@ class DraftModelProposer(DeviceProposer):
 
     def draft(self, rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
         ahead = self._ahead(rows, max_seq_len)
-        first = (self._rows.num_known.index_select(0, rows) - 1).clamp_(0, self._rows.token_ids.shape[1] - 1)
-        tokens, drafts = self._rows.token_ids[rows, first], []
-        for number in range(most):
-            positions, meta = ahead.at(first + number, counts > number)
-            logits = self._model.logits(self._run(tokens, positions, meta))
-            tokens = logits[:, : self._vocab_size].argmax(dim=-1)
-            drafts.append(tokens)
+        last = self._rows.num_known.index_select(0, rows) - 1
+        positions, meta = ahead.pairs_at(last, counts > 0)
+        known = self._rows.token_ids[rows.repeat_interleave(2), positions]
+        drafts = [self._likeliest(self._run(known, positions, meta)[1::2])]
+        for number in range(1, most):
+            positions, meta = ahead.at(last + number, counts > number)
+            drafts.append(self._likeliest(self._run(drafts[-1], positions, meta)))
         self._write(rows, counts, drafts)
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)[:, : self._vocab_size].argmax(dim=-1)
 
     def _run(self, tokens: Tensor, positions: Tensor, meta: AttentionMetadata) -> Tensor:
         hidden: Tensor = self._model(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import checkpoints
 import draft_references
+import numpy as np
 import pytest
 import torch
 from threaded_ranks import ThreadedRanks
@@ -28,14 +29,16 @@ from raylm.models.mimo import with_mtp
 from raylm.models.taps import HiddenTaps
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
+from raylm.worker.draft_runner import DraftRunner
+from raylm.worker.graph_runner import Run
 from raylm.worker.proposers import (
     DeviceProposer,
     DraftModelProposer,
     Eagle3Proposer,
     MtpProposer,
-    StepTokens,
     layer_shape,
 )
+from raylm.worker.transfer import Uploader
 
 CPU = torch.device("cpu")
 ALONE = ParallelContext.single(CPU)
@@ -72,17 +75,36 @@ class Rig:
             block_table=torch.zeros(1, NUM_ROWS, COLUMNS, dtype=torch.int32),
             num_known=torch.ones(NUM_ROWS, dtype=torch.int64),
             block_size=BLOCK,
+            max_rows=NUM_ROWS - 1,
+            padding_row=NUM_ROWS - 1,
+            max_model_len=MAX_TOKENS,
+            device=CPU,
+            upload=Uploader(CPU),
         )
-        self.proposer: DeviceProposer
+        self.num_captured = self.num_postponed = 0
         self._caches = cache(*layer_shape(arch, arch.num_layers, model.context))
         self._free = list(range(1, 1 + NUM_ROWS * COLUMNS))
         random.Random(1).shuffle(self._free)
         self.num_computed = [0] * NUM_ROWS
 
+    def use(self, proposer: DeviceProposer, *, graphs: bool = False, max_tokens: int = 16) -> Rig:
+        """Draft by a proposer; with `graphs` through something that behaves like CUDA graphs."""
+
+        def capture(run: Run) -> Run:
+            self.num_captured += 1
+            return run
+
+        self.runner = DraftRunner(
+            proposer, self.rows, group=0, max_tokens=max_tokens, capture=capture if graphs else None
+        )
+        return self
+
     def add(self, row: int, prompt: list[int]) -> None:
         self.rows.token_ids[row] = STALE
         self.rows.token_ids[row, : len(prompt)] = torch.tensor(prompt)
         self.rows.num_known[row] = len(prompt)
+        self.num_computed[row] = 0
+        self.runner.begin([row])
 
     def known(self, row: int) -> list[int]:
         return self.rows.token_ids[row, : int(self.rows.num_known[row])].tolist()
@@ -95,6 +117,8 @@ class Rig:
     def step(self, num_tokens: dict[int, int], gives: dict[int, list[int]]) -> None:
         """Rows compute so many tokens; then they know those that they are given as well, the others are rejected."""
         order = list(num_tokens)
+        left = {row: int(self.rows.num_known[row]) - self.num_computed[row] for row in order}
+        num_drafts = np.array([max(num_tokens[row] - left[row], 0) for row in order])
         lens = [num_tokens[row] for row in order]
         for row in order:
             self._grow(row, self.num_computed[row] + num_tokens[row])
@@ -117,18 +141,25 @@ class Rig:
             self.rows.token_ids[row, known : known + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             self.rows.num_known[row] += len(tokens)
             self.num_computed[row] = min(self.num_computed[row] + num_tokens[row], int(self.rows.num_known[row]) - 1)
-        self.proposer.absorb(StepTokens(token_ids, token_rows, positions, torch.tensor(order), meta))
+        decodes = set(left.values()) == {1}
+        if self.runner.postpones(np.array(order), np.array(lens), num_drafts, decodes=decodes):
+            self.num_postponed += 1
+            return
+        self.runner.absorb(
+            token_rows,
+            positions,
+            torch.tensor(order),
+            meta.query_start,
+            max_query_len=max(lens),
+            max_seq_len=MAX_TOKENS,
+        )
 
     @torch.inference_mode()
     def draft(self, counts: dict[int, int]) -> None:
         for row, count in counts.items():
             self._grow(row, int(self.rows.num_known[row]) + count)
-        self.proposer.draft(
-            torch.tensor(list(counts)),
-            torch.tensor(list(counts.values())),
-            max(counts.values()),
-            max_seq_len=MAX_TOKENS,
-        )
+        rows, numbers = (np.array(list(part)) for part in (counts, counts.values()))
+        self.runner.draft(rows, numbers, max_seq_len=MAX_TOKENS)
 
     def _grow(self, row: int, num_tokens: int) -> None:
         table = self.rows.block_table[0, row]
@@ -140,7 +171,7 @@ class Rig:
 class Made(NamedTuple):
     """Checkpoints, how a rank makes a rig of them, and the drafts that are right."""
 
-    rig: Callable[[ParallelContext], Rig]
+    rig: Callable[..., Rig]
     expected: Callable[[list[int], int], list[int]]
 
 
@@ -149,11 +180,12 @@ def draft_model(folder: Path) -> Made:
     small = checkpoints.qwen3(folder / "draft", num_hidden_layers=2, vocab_size=300)
     reference = checkpoints.reference(small)
 
-    def rig_of(context: ParallelContext) -> Rig:
+    def rig_of(context: ParallelContext, **how: Any) -> Rig:
         rig, model = Rig(load(target, context)), load(small, context)
         caches = cache(*layer_shape(model.arch, 2, context))
-        rig.proposer = DraftModelProposer(model, rig.rows, caches, group=0, target_vocab_size=checkpoints.VOCAB_SIZE)
-        return rig
+        return rig.use(
+            DraftModelProposer(model, rig.rows, caches, group=0, target_vocab_size=checkpoints.VOCAB_SIZE), **how
+        )
 
     def expected(known: list[int], count: int) -> list[int]:
         tokens = [min(token, 299) for token in known]
@@ -169,14 +201,13 @@ def eagle3(folder: Path, **changes: object) -> Made:
     target = checkpoints.llama(folder / "target")
     path = checkpoints.eagle3(folder / "head", target, **changes)
 
-    def rig_of(context: ParallelContext) -> Rig:
+    def rig_of(context: ParallelContext, **how: Any) -> Rig:
         rig = Rig(load(target, context))
         spec = read_eagle3_arch(locate(str(path)), rig.model.arch)
         head = load_eagle3(locate(str(path)), spec, rig.model, progress=False)
         taps = HiddenTaps(rig.model, spec.target_layers, max_tokens=2 * MAX_TOKENS)
         caches = cache(*layer_shape(spec.arch, 1, context))
-        rig.proposer = Eagle3Proposer(head, rig.rows, caches, taps, group=0, dtype=torch.float32)
-        return rig
+        return rig.use(Eagle3Proposer(head, rig.rows, caches, taps, group=0, dtype=torch.float32), **how)
 
     return Made(rig_of, draft_references.Eagle3(path, target).drafts)
 
@@ -190,12 +221,11 @@ def eagle3_of_another_make(folder: Path) -> Made:
 def mtp(folder: Path) -> Made:
     path = checkpoints.mimo(folder)
 
-    def rig_of(context: ParallelContext) -> Rig:
+    def rig_of(context: ParallelContext, **how: Any) -> Rig:
         rig = Rig(load(path, context, mtp=True))
         model = rig.model
         taps = HiddenTaps(model, [model.arch.num_layers], max_tokens=2 * MAX_TOKENS)
-        rig.proposer = MtpProposer(model, rig.rows, cache(*layer_shape(model.arch, 1, context)), taps, group=0)
-        return rig
+        return rig.use(MtpProposer(model, rig.rows, cache(*layer_shape(model.arch, 1, context)), taps, group=0), **how)
 
     return Made(rig_of, draft_references.Mtp(path).drafts)
 
@@ -246,10 +276,33 @@ def test_a_row_may_decode_without_drafts_meanwhile(made: Made) -> None:
     rig, expected = made.rig(ALONE), made.expected
     rig.add(1, prompt(5, 2))
     rig.step({1: 5}, {1: [3]})
+    rig.add(2, prompt(6, 9))
     for token in (8, 250, 31):
         rig.step({1: 1}, {1: [token]})
-    rig.draft({1: 1})
-    assert rig.drafted(1, 1) == expected(rig.known(1), 1)
+    # Another one's prompt comes between.
+    rig.step({1: 1, 2: 6}, {1: [77], 2: [41]})
+    rig.step({2: 1, 1: 1}, {1: [78], 2: [42]})
+    assert rig.num_postponed == (4 if rig.runner.is_lazy else 0)
+    rig.draft({1: 3})
+    assert rig.drafted(1, 3) == expected(rig.known(1), 3)
+    rig.step({2: 1, 1: 4}, {1: [*rig.drafted(1, 3), 60], 2: [43]})
+    rig.draft({2: 2, 1: 2})
+    assert rig.drafted(1, 2) == expected(rig.known(1), 2)
+    assert rig.drafted(2, 2) == expected(rig.known(2), 2)
+
+
+def test_much_that_was_postponed_is_absorbed_in_pieces(made: Made) -> None:
+    rig = made.rig(ALONE, max_tokens=3)
+    for row, length in ((0, 4), (1, 7)):
+        rig.add(row, prompt(length, row + 1))
+        rig.step({row: length}, {row: [9]})
+    for step in range(11):
+        rig.step(
+            {row: 1 for row in range(1 + (step < 4))}, {0: [20 + step], 1: [40 + step]} if step < 4 else {0: [step]}
+        )
+    rig.draft({0: 2, 1: 2})
+    for row in (0, 1):
+        assert rig.drafted(row, 2) == made.expected(rig.known(row), 2)
 
 
 def test_a_row_can_be_given_to_another_request(made: Made) -> None:
@@ -258,7 +311,6 @@ def test_a_row_can_be_given_to_another_request(made: Made) -> None:
     rig.step({1: 9}, {1: [3]})
     rig.draft({1: 4})
     rig.add(1, prompt(3, 7))
-    rig.num_computed[1] = 0
     rig.step({1: 3}, {1: [44]})
     rig.draft({1: 4})
     assert rig.drafted(1, 4) == expected(rig.known(1), 4)
@@ -276,11 +328,26 @@ def test_rows_are_not_drafted_past_their_end_nor_blocks_that_others_have(made: M
         rig._grow(1, 12)
         # Row 0 has cells for two more, row 1 wants none, the padding row is there twice.
         rows, counts = torch.tensor([0, padding, 1, padding]), torch.tensor([4, 0, 0, 0])
-        rig.proposer.draft(rows, counts, 4, max_seq_len=MAX_TOKENS)
+        rig.runner._proposer.draft(rows, counts, 4, max_seq_len=MAX_TOKENS)
     after = rig.rows.token_ids
     assert after[0, length + 1 :].tolist() == expected(rig.known(0), 2)
     after[0, length + 1 :] = before[0, length + 1 :]
     assert torch.equal(after, before)
+
+
+def test_drafts_through_graphs(made: Made) -> None:
+    rig = made.rig(ALONE, graphs=True)
+    for row, length in ((0, 9), (1, 5), (3, 2)):
+        rig.add(row, prompt(length, row + 2))
+    rig.step({0: 9, 1: 5, 3: 2}, {0: [3], 1: [4], 3: [5]})
+    for step in range(4):
+        # Three rows take the graph of four.
+        rig.draft({3: 2, 0: 3, 1: 1})
+        proposed = {row: rig.drafted(row, count) for row, count in ((0, 3), (1, 1), (3, 2))}
+        for row, tokens in proposed.items():
+            assert tokens == made.expected(rig.known(row), len(tokens))
+        rig.step({0: 4, 1: 2, 3: 3}, {row: [*tokens[:step], 7] for row, tokens in proposed.items()})
+    assert rig.num_captured == 1
 
 
 def test_two_ranks_draft_what_one_does(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

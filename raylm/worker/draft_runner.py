@@ -1,0 +1,174 @@
+"""Runs a proposer beside the steps of its target: before those that verify drafts, and after all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylm.layers.attention import AttentionMetadata
+from raylm.worker.graph_runner import Capture, Run, graph_sizes
+from raylm.worker.proposers import DeviceProposer, Rows, StepTokens
+from raylm.worker.transfer import Uploader, unpack
+
+
+class DraftTable(Rows, Protocol):
+    """The requests' rows, on the device and on the host: RequestTable."""
+
+    max_rows: int
+    max_model_len: int
+    padding_row: int
+    device: torch.device
+    upload: Uploader
+
+
+class DraftRunner:
+    """Calls a proposer with what it needs of a step. Nothing waits for the device.
+
+    A lazy proposer costs nothing where no row verifies drafts: steps of decodes are absorbed when a row's drafts are
+    wanted. (Blocks that such a row has left to the prefix cache meanwhile miss the proposer's keys and values: requests
+    that find them there get worse drafts.)
+
+    With `capture`, drafts are made by CUDA graphs, one for each padded number of rows and number of drafts: made as
+    GraphRunner makes its own, when a shape comes a second time. `absorb` may be captured with the step that it follows,
+    unless the proposer is lazy.
+    """
+
+    def __init__(
+        self,
+        proposer: DeviceProposer,
+        table: DraftTable,
+        *,
+        group: int,
+        max_tokens: int,
+        capture: Capture | None = None,
+    ) -> None:
+        """`group`: the cache group of the proposer's blocks; `max_tokens`: those of the largest step."""
+        self.is_lazy = proposer.IS_LAZY
+        self._proposer = proposer
+        self._table = table
+        self._group = group
+        self._max_tokens = max_tokens
+        self._capture = capture
+        self._sizes = graph_sizes(table.max_rows)
+        self._graphs: dict[_Shape, _Graph] = {}
+        self._behind = np.zeros(table.max_rows + 1, dtype=np.int64)
+        """Tokens before the last known one of each row that are not absorbed, at most."""
+
+    def begin(self, rows: list[int]) -> None:
+        """New requests take these rows. What they find in the cache counts as absorbed."""
+        self._behind[rows] = 0
+
+    def draft(self, rows: np.ndarray, counts: np.ndarray, *, max_seq_len: int) -> None:
+        """Put counts[i] drafts behind the known tokens of rows[i], both int64 [S]. The table must have the blocks of
+        the step that verifies them, whose sequences have `max_seq_len` tokens at most."""
+        wanted = np.flatnonzero(counts)
+        if not wanted.size:
+            return
+        rows, counts = rows[wanted], counts[wanted]
+        self._catch_up(rows, max_seq_len)
+        most = int(counts.max())
+        if self._capture is None:
+            on_device = self._table.upload(rows, counts)
+            self._proposer.draft(on_device[0], on_device[1], most, max_seq_len=max_seq_len)
+        else:
+            self._replay(rows, counts, most, self._capture)
+
+    def postpones(self, rows: np.ndarray, query_lens: np.ndarray, num_drafts: np.ndarray, *, decodes: bool) -> bool:
+        """Whether a step need not be absorbed, in which rows[i] computed query_lens[i] tokens, num_drafts[i] of them
+        drafts, all int64 [S]; `decodes`: no row computed more known tokens than one."""
+        if self.is_lazy and decodes:
+            # Drafts that were made for this step are computed, all but the last one.
+            self._behind[rows] = np.where(num_drafts > 0, 1, self._behind[rows] + query_lens)
+            return True
+        # What was postponed before stays so, and what comes behind it counts with it.
+        self._behind[rows] += np.where(self._behind[rows] > 0, query_lens, 0)
+        return False
+
+    def absorb(
+        self,
+        token_rows: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        query_start: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> None:
+        """Compute the tokens of a step that the table has accepted: T tokens of S rows, int64 [T] and [S]; row s has
+        the tokens from query_start[s] up to query_start[s + 1], int32 [S + 1]. Nothing here depends on values."""
+        table, size = self._table, self._table.block_size
+        of_group = table.block_table[self._group]
+        blocks = of_group[token_rows, positions // size].long()
+        ends = positions.index_select(0, query_start[1:].long() - 1)
+        meta = AttentionMetadata(
+            query_start=query_start,
+            seq_lens=(ends + 1).int(),
+            block_table=of_group[:, : -(-max_seq_len // size)].index_select(0, rows),
+            slot_mapping=blocks * size + positions % size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        token_ids = table.token_ids[token_rows, positions]
+        self._proposer.absorb(StepTokens(token_ids, token_rows, positions, rows, meta))
+
+    def _catch_up(self, rows: np.ndarray, max_seq_len: int) -> None:
+        """Absorb what was postponed. The token before the last known one is left to the proposer's draft()."""
+        left = self._behind[rows]
+        self._behind[rows] = 0
+        late = left > 1
+        rows, left = rows[late], left[late]
+        while rows.size:
+            lens = np.minimum(left, max(self._max_tokens // len(rows), 1))[: self._max_tokens]
+            some = rows[: len(lens)]
+            query_start = np.zeros(len(lens) + 1, dtype=np.int32)
+            np.cumsum(lens, out=query_start[1:])
+            # How far each token is before the last known one of its row.
+            steps = np.arange(query_start[-1]) - np.repeat(query_start[:-1].astype(np.int64), lens)
+            distance = np.repeat(left[: len(lens)], lens) - steps
+            of, before, chosen, starts = self._table.upload(np.repeat(some, lens), distance, some, query_start)
+            positions = self._table.num_known.index_select(0, of) - 1 - before
+            self.absorb(of, positions, chosen, starts, max_query_len=int(lens.max()), max_seq_len=max_seq_len)
+            left[: len(lens)] -= lens
+            rows, left = rows[left > 0], left[left > 0]
+
+    def _replay(self, rows: np.ndarray, counts: np.ndarray, most: int, capture: Capture) -> None:
+        """Drafts by a graph. A row that is missing is the padding row, and wants none."""
+        size = self._sizes[bisect_left(self._sizes, len(rows))]
+        arrays = [np.full(size, self._table.padding_row), np.zeros(size, dtype=np.int64)]
+        arrays[0][: len(rows)], arrays[1][: len(rows)] = rows, counts
+        packed = self._table.upload.pack(arrays)
+        shape = _Shape(size, most)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._graphs[shape] = _Graph(packed, arrays, self._table.device)
+        graph.buffer.copy_(packed, non_blocking=True)
+        if graph.replay is None and graph.has_run:
+            graph.replay = capture(lambda: self._compute(graph, most))
+        if graph.replay is not None:
+            graph.replay()
+        else:
+            self._compute(graph, most)
+            graph.has_run = True
+
+    def _compute(self, graph: _Graph, most: int) -> None:
+        self._proposer.draft(graph.rows, graph.counts, most, max_seq_len=self._table.max_model_len)
+
+
+class _Shape(NamedTuple):
+    num_rows: int
+    num_drafts: int
+
+
+class _Graph:
+    """One shape: where its inputs lie, and how it is launched."""
+
+    def __init__(self, packed: Tensor, arrays: list[np.ndarray], device: torch.device) -> None:
+        """`packed` is what its inputs look like, made of `arrays`."""
+        self.buffer = torch.empty_like(packed, device=device)
+        self.rows, self.counts = unpack(self.buffer, arrays)
+        self.has_run = False
+        self.replay: Run | None = None

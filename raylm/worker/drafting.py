@@ -1,0 +1,143 @@
+"""The model that drafts beside the target: loaded before the cache is sized, at work once there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from raylm.config.source import locate
+from raylm.errors import ConfigError
+from raylm.layers.attention import KVCache
+from raylm.layers.attention_backends import AttentionBackend
+from raylm.models.arch import ArchConfig
+from raylm.models.arch_eagle3 import read_eagle3_arch
+from raylm.models.decoder import DecoderModel
+from raylm.models.eagle3 import load_eagle3
+from raylm.models.load import load_model
+from raylm.models.mimo import MiMoForCausalLM
+from raylm.models.taps import HiddenTaps
+from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.kv_store import LayerShape
+from raylm.worker.proposers import (
+    DeviceProposer,
+    DraftModelProposer,
+    Eagle3Proposer,
+    MtpProposer,
+    Rows,
+    layer_shape,
+)
+
+DeviceMethod = Literal["draft_model", "eagle3", "mtp"]
+"""Values of speculation.method that draft on the device."""
+
+ChooseAttention = Callable[[ArchConfig, torch.dtype], AttentionBackend]
+MakeProposer = Callable[[Rows, list[KVCache], int], DeviceProposer]
+
+
+class Drafting(NamedTuple):
+    """What drafts beside a target model."""
+
+    shape: LayerShape
+    """What its layers keep in the cache."""
+    make: MakeProposer
+    """A proposer for rows, with the keys and values of its layers, in the blocks of a cache group."""
+
+
+class DraftSettings(NamedTuple):
+    """How drafts are made on the device."""
+
+    method: DeviceMethod
+    path: str | None
+    """speculation.model: the draft model, or the EAGLE-3 head."""
+    dummy: bool
+    """Random weights, drawn from `seed`."""
+    seed: int
+    max_tokens: int
+    """Tokens of the largest step, padding included."""
+
+
+def load_drafting(
+    settings: DraftSettings, target: DecoderModel, choose_attention: ChooseAttention, *, progress: bool
+) -> Drafting:
+    """Load what drafts for `target`. Raises ConfigError where it is none for this target."""
+    if settings.method == "draft_model":
+        return _draft_model(settings, target, choose_attention, progress)
+    if settings.method == "eagle3":
+        return _eagle3(settings, target, choose_attention, progress)
+    return _mtp(settings, target)
+
+
+def cache_group(groups: CacheGroups) -> int:
+    """The cache group whose blocks hold the keys and values of layers that draft. Raises ConfigError."""
+    if groups.full_group is None:
+        raise ConfigError(
+            "speculation.method: a draft model, EAGLE-3 and MTP need a target with a layer of full attention, whose "
+            "blocks keep every token; all layers of this one have a sliding window"
+        )
+    return groups.full_group
+
+
+def _draft_model(
+    settings: DraftSettings, target: DecoderModel, choose_attention: ChooseAttention, progress: bool
+) -> Drafting:
+    source = locate(_path(settings))
+    arch = ArchConfig.from_source(source)
+    # Rows may be longer than what the draft model was made for; its drafts are bad there.
+    arch = dataclasses.replace(arch, max_position=max(arch.max_position, target.arch.max_position))
+    model = load_model(
+        source,
+        arch,
+        target.context,
+        target.dtype,
+        "dummy" if settings.dummy else "auto",
+        attention=choose_attention(arch, target.dtype),
+        seed=settings.seed,
+        progress=progress,
+    )
+
+    def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
+        return DraftModelProposer(model, rows, caches, group=group, target_vocab_size=target.arch.vocab_size)
+
+    return Drafting(layer_shape(arch, arch.num_layers, target.context), make)
+
+
+def _eagle3(
+    settings: DraftSettings, target: DecoderModel, choose_attention: ChooseAttention, progress: bool
+) -> Drafting:
+    source = locate(_path(settings))
+    spec = read_eagle3_arch(source, target.arch)
+    head = load_eagle3(
+        source,
+        spec,
+        target,
+        attention=choose_attention(spec.arch, target.dtype),
+        dummy=settings.dummy,
+        seed=settings.seed,
+        progress=progress,
+    )
+    taps = HiddenTaps(target, spec.target_layers, max_tokens=settings.max_tokens)
+
+    def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
+        return Eagle3Proposer(head, rows, caches, taps, group=group, dtype=target.dtype)
+
+    return Drafting(layer_shape(spec.arch, 1, target.context), make)
+
+
+def _mtp(settings: DraftSettings, target: DecoderModel) -> Drafting:
+    assert isinstance(target, MiMoForCausalLM) and target.arch.uses_mtp, "with_mtp() made the target's architecture"
+    model = target
+    taps = HiddenTaps(model, [model.arch.num_layers], max_tokens=settings.max_tokens)
+
+    def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
+        return MtpProposer(model, rows, caches, taps, group=group)
+
+    return Drafting(layer_shape(model.arch, 1, model.context), make)
+
+
+def _path(settings: DraftSettings) -> str:
+    if settings.path is None:
+        raise ConfigError(f"speculation.model is missing: speculation.method {settings.method} needs one")
+    return settings.path
