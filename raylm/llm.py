@@ -254,7 +254,8 @@ class _Sequence:
         output.token_ids += delta.token_ids[: piece.num_tokens]
         output.text += piece.text
         if output.logprobs is not None:
-            output.logprobs += delta.logprobs[: piece.num_tokens]
+            assert delta.logprobs is not None, "the engine reports what was asked for"
+            output.logprobs += delta.logprobs.values[: piece.num_tokens]
         if self._is_first:
             self._completion.num_cached_tokens += delta.num_cached_tokens
         if piece.finish_reason is None:

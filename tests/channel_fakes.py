@@ -14,7 +14,7 @@ from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, Schedule
 from raylm.config.resolve import resolve
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import StepPlan, StepResult, TokenDelta
+from raylm.core.step import Sampled, StepPlan, TokenDelta, join_logprobs
 from raylm.engine.client import EngineClient
 from raylm.engine.engine import Engine
 from raylm.engine.link import KeyPair
@@ -90,7 +90,7 @@ async def collect_all(
         before = whole.get(delta.request_id, TokenDelta(delta.request_id, []))
         whole[delta.request_id] = delta._replace(
             token_ids=before.token_ids + delta.token_ids,
-            logprobs=before.logprobs + delta.logprobs,
+            logprobs=join_logprobs([before.logprobs, delta.logprobs]),
             num_cached_tokens=before.num_cached_tokens + delta.num_cached_tokens,
         )
     return whole
@@ -112,7 +112,7 @@ class CountingExecutor(FakeExecutor):
         self.pause_s = pause_s
         self._lengths: dict[int, tuple[int, int]] = {}
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> Sampled:
         time.sleep(self.pause_s)
         for new in plan.new_rows:
             self._lengths[new.row] = (len(new.token_ids), new.num_computed)
@@ -124,4 +124,4 @@ class CountingExecutor(FakeExecutor):
                 tokens.append(known % 60 + 1)
                 known += 1
             self._lengths[row] = (known, computed)
-        return StepResult(plan.step, tokens)
+        return Sampled(plan.step, tokens)

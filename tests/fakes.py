@@ -13,8 +13,9 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
+from raylm.core.rows import RowCounts, RowStep
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import CacheLayout, Candidates, ModelInfo, NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.step import CacheLayout, Candidates, Logprobs, ModelInfo, NewRow, RowSampling, Sampled, StepPlan
 
 VOCAB = 64
 EOS = 0
@@ -34,6 +35,18 @@ def candidates(tokens: list[int], count: int) -> Candidates:
     """The likeliest tokens after `tokens`."""
     ranked = sorted(range(VOCAB), key=lambda token: -logprob(tokens, token))[:count]
     return Candidates(ranked, [logprob(tokens, token) for token in ranked])
+
+
+def logprobs_of(tokens: list[int], positions: range, num_top: int) -> Logprobs:
+    """What the fake model says of the tokens at these positions."""
+    ranked = [candidates(tokens[:position], VOCAB) for position in positions]
+    own = [tokens[position] for position in positions]
+    return Logprobs(
+        [logprob(tokens[:position], tokens[position]) for position in positions],
+        [found.token_ids.index(token) + 1 for found, token in zip(ranked, own, strict=True)],
+        [found.token_ids[:num_top] for found in ranked],
+        [found.logprobs[:num_top] for found in ranked],
+    )
 
 
 def expected_tokens(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
@@ -89,8 +102,9 @@ def expected_beams(prompt: list[int], params: SamplingParams, max_model_len: int
 @dataclass
 class _Row:
     tokens: list[int]
-    computed: int
     sampling: RowSampling
+    drafts: dict[int, int] = field(default_factory=dict)
+    """Proposed tokens by position; a token that turns out known takes its place."""
     blocks: list[dict[int, int]] = field(default_factory=list)
 
 
@@ -125,6 +139,7 @@ class FakeExecutor:
         self.block_size = block_size
         self.windows = windows
         self.budget = budget
+        self.counts = RowCounts()
         self.rows: dict[int, _Row] = {}
         self.device: dict[int, dict[int, tuple[int, int, int]]] = {}
         """Of each block, by offset: group, position, token."""
@@ -140,7 +155,7 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         self.num_steps += 1
         if self.fail_at is not None and self.num_steps >= self.fail_at:
             raise RuntimeError("the fake worker was told to fail")
@@ -152,27 +167,38 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self.plans.clear()
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> Sampled:
         assert 0 < plan.total_tokens <= self.budget
         assert len(set(plan.rows)) == len(plan.rows)
         assert all(count > 0 for count in plan.num_tokens)
         self.num_computed += plan.total_tokens
         self._copy(plan)
+        self._check_bounds(plan)
         for new in plan.new_rows:
             self._begin(new)
         for row, token in plan.chosen:
             assert self.rows[row].sampling.num_candidates
             self.rows[row].tokens.append(token)
+        for draft in plan.drafts:
+            self.rows[draft.row].drafts |= dict(enumerate(draft.token_ids, draft.first))
         for added in plan.new_blocks:
             for column, block in enumerate(added.block_ids, added.first_column):
                 assert 0 <= block < self.info.num_blocks
                 self.rows[added.row].blocks[added.group][column] = block
+        steps = self.counts.take(plan)
         # All of a step's writes come before its reads, as in the kernels.
-        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
-            self._write(self.rows[row], count)
-        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
-            self._read(self.rows[row], count)
-        return self._sample(plan)
+        for step in steps:
+            self._write(step)
+        for step in steps:
+            self._read(step)
+        return self._sample(plan, steps)
+
+    def _check_bounds(self, plan: StepPlan) -> None:
+        """The scheduler's upper bounds hold, and are exact where nothing is on its way."""
+        taken = {new.row for new in plan.new_rows}
+        for row, bound in plan.bounds:
+            if row not in taken:
+                assert len(self.rows[row].tokens) <= bound
 
     def _copy(self, plan: StepPlan) -> None:
         if plan.copies is None:
@@ -190,36 +216,66 @@ class FakeExecutor:
 
     def _begin(self, new: NewRow) -> None:
         tables: list[dict[int, int]] = [{} for _ in self.windows]
-        self.rows[new.row] = _Row(list(new.token_ids), new.num_computed, new.sampling, tables)
+        self.rows[new.row] = _Row(list(new.token_ids), new.sampling, blocks=tables)
 
-    def _write(self, row: _Row, count: int) -> None:
-        assert row.computed + count <= len(row.tokens), "a step computes tokens that are not known"
-        for group, blocks in enumerate(row.blocks):
-            for position in range(row.computed, row.computed + count):
+    def _text(self, step: RowStep) -> list[int]:
+        """The row's tokens as this step reads them: what is known, then drafts, of which an unset cell may hold any."""
+        row = self.rows[step.row]
+        known = len(row.tokens)
+        assert step.end - step.num_drafts <= known, "a step computes tokens that are not known"
+        assert not step.num_drafts or step.end - step.num_drafts == known
+        return row.tokens + [row.drafts.get(position, 0) for position in range(known, step.end)]
+
+    def _write(self, step: RowStep) -> None:
+        text = self._text(step)
+        for group, blocks in enumerate(self.rows[step.row].blocks):
+            for position in range(step.first, step.end):
                 block = blocks[position // self.block_size]
                 assert block > 0
-                slot = (group, position, row.tokens[position])
+                slot = (group, position, text[position])
                 self.device.setdefault(block, {})[position % self.block_size] = slot
-        row.computed += count
 
-    def _read(self, row: _Row, count: int) -> None:
+    def _read(self, step: RowStep) -> None:
+        row, text = self.rows[step.row], self._text(step)
         for group, window in enumerate(self.windows):
-            first = max(row.computed - count - window + 1, 0) if window else 0
-            for position in range(first, row.computed):
+            first = max(step.first - window + 1, 0) if window else 0
+            for position in range(first, step.end):
                 block = row.blocks[group][position // self.block_size]
                 found = self.device[block].get(position % self.block_size)
-                assert found == (group, position, row.tokens[position]), "the cache holds something else"
+                assert found == (group, position, text[position]), "the cache holds something else"
 
-    def _sample(self, plan: StepPlan) -> StepResult:
-        tokens, logprobs, reports = [], [], []
-        for row in (self.rows[index] for index in plan.rows):
-            if row.computed < len(row.tokens):
-                continue
-            if row.sampling.num_candidates:
+    def _sample(self, plan: StepPlan, steps: list[RowStep]) -> Sampled:
+        tokens, counts, logprobs, reports, prompts = [], [], [], [], []
+        for step in steps:
+            row = self.rows[step.row]
+            params = row.sampling.params
+            if params.prompt_logprobs is not None and step.first < row.sampling.num_prompt - 1:
+                last = min(step.end, row.sampling.num_prompt - 1)
+                prompts.append(logprobs_of(row.tokens, range(step.first + 1, last + 1), params.prompt_logprobs))
+            if step.reports:
                 reports.append(candidates(row.tokens, row.sampling.num_candidates))
+            if not step.samples:
                 continue
+            accepted = self._accept(step)
+            if params.logprobs is not None:
+                known = len(row.tokens)
+                found = logprobs_of(row.tokens, range(known - len(accepted), known), params.logprobs)
+                logprobs.append((len(counts), found))
+            tokens += accepted
+            counts.append(len(accepted))
+        verifies = any(step.num_drafts for step in steps)
+        return Sampled(plan.step, tokens, counts if verifies else [], logprobs, reports, prompts)
+
+    def _accept(self, step: RowStep) -> list[int]:
+        """The tokens that a row samples: up to the first that is not its draft, and that one."""
+        row = self.rows[step.row]
+        accepted: list[int] = []
+        for _ in range(1 + step.num_drafts):
             token = next_token(row.tokens)
-            logprobs.append(logprob(row.tokens, token) if row.sampling.logprob else 0.0)
+            draft = row.drafts.get(len(row.tokens), 0)
             row.tokens.append(token)
-            tokens.append(token)
-        return StepResult(plan.step, tokens, logprobs if any(logprobs) else [], reports)
+            accepted.append(token)
+            if token != draft:
+                break
+        self.counts.reject(step.row, 1 + step.num_drafts - len(accepted))
+        return accepted

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
-from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.errors import EngineDeadError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 from raylm.parallel.groups import MeetingPoint, Seat
@@ -101,7 +101,7 @@ class ProcessExecutor:
         self.plans.append(plan)
         self._sender.send(plan)
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         result = self._sender.receive(_TIMEOUT_S * 1000)
         if result is None:
             raise EngineDeadError("no result")

@@ -8,7 +8,9 @@ from statistics import median
 from time import perf_counter
 
 from raylm.bench.report import StepsResult
-from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.rows import decode_plan, prompt_plan
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import CacheLayout, NewBlocks, RowSampling, Sampled, StepPlan
 from raylm.errors import ConfigError, RaylmError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
@@ -17,22 +19,21 @@ _PREFILL_ROWS, _PREFILL_LEN = 8, 1024
 _BLOCK_SIZE = 16
 _WARM_UP = 20
 _TIMEOUT_S = 30.0
+_STEP = 1_000_000
+"""Number of a plan in an engine that has run for a while: it takes as many bytes."""
 
 
-def decode_plan(rows: int) -> StepPlan:
+def decodes(rows: int) -> StepPlan:
     """A plan in which `rows` requests decode and one in sixteen of them begins a block."""
     blocks = [NewBlocks(row, 0, 30, [1000 + row]) for row in range(0, rows, _BLOCK_SIZE)]
-    return StepPlan(1_000_000, [], blocks, list(range(rows)), [1] * rows)
+    return decode_plan(_STEP, range(rows), blocks)
 
 
-def prefill_plan() -> StepPlan:
+def prefill() -> StepPlan:
     """A plan with eight new prompts of 1,024 tokens."""
-    rows = range(_PREFILL_ROWS)
-    sampling = RowSampling(0.7, 0.9, 40, 0.0, 2**61)
-    new = [NewRow(row, [50_000 + i for i in range(_PREFILL_LEN)], 0, sampling) for row in rows]
-    columns = _PREFILL_LEN // _BLOCK_SIZE
-    blocks = [NewBlocks(row, 0, 0, [1000 + row * columns + i for i in range(columns)]) for row in rows]
-    return StepPlan(1_000_000, new, blocks, list(rows), [_PREFILL_LEN] * _PREFILL_ROWS)
+    sampling = RowSampling(SamplingParams(temperature=0.7, top_p=0.9, top_k=40), seed=2**61)
+    prompt = [50_000 + i for i in range(_PREFILL_LEN)]
+    return prompt_plan(_STEP, [prompt] * _PREFILL_ROWS, sampling, CacheLayout(_BLOCK_SIZE, [0]))
 
 
 def measure_steps_channel(workers: int, *, device_us: float, steps: int) -> list[StepsResult]:
@@ -44,7 +45,7 @@ def measure_steps_channel(workers: int, *, device_us: float, steps: int) -> list
     """
     if not 1 <= workers <= _MAX_WORKERS:
         raise ConfigError(f"--workers must be from 1 to {_MAX_WORKERS}, got {workers}")
-    plans = {"decode 64": decode_plan(64), "decode 256": decode_plan(256), "prefill 8 x 1024": prefill_plan()}
+    plans = {"decode 64": decodes(64), "decode 256": decodes(256), "prefill 8 x 1024": prefill()}
     with_device = _Workers(workers, device_us)
     try:
         steps_us = {name: with_device.us_per_step(plan, steps) for name, plan in plans.items()}
@@ -97,7 +98,7 @@ class _Workers:
         self._sender.send(plan, look=self._look)
         self._receive()
 
-    def _receive(self) -> StepResult:
+    def _receive(self) -> Sampled:
         deadline = perf_counter() + _TIMEOUT_S
         while (result := self._sender.receive(100)) is None:
             self._look()
@@ -121,8 +122,8 @@ class _Step:
     def done(self) -> bool:
         return perf_counter() >= self.ready
 
-    def result(self) -> StepResult:
-        return StepResult(self._plan.step, [1] * len(self._plan.rows))
+    def result(self) -> Sampled:
+        return Sampled(self._plan.step, [1] * len(self._plan.rows))
 
 
 def _work(address: StepAddress, answers: bool, device_us: float) -> None:

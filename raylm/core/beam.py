@@ -240,8 +240,7 @@ class Beams:
         return child
 
     def _append(self, beam: Request, token_id: int) -> None:
-        beam.token_ids.append(token_id)
-        beam.num_known += 1
+        beam.settle([token_id], 0)
         if beam.status is Status.RUNNING:
             self._chosen[beam.row] = token_id
         else:

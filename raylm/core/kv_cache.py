@@ -90,7 +90,8 @@ class KVCacheManager:
                 self._pool.share(block)
                 blocks.append(block)
             request.block_ids[group] = blocks
-        request.num_computed = request.num_stored = num_columns * self.block_size
+        request.num_stored = num_columns * self.block_size
+        request.begin_at(request.num_stored)
         request.num_slots = request.num_computed
 
     def num_cached(self, request: Request) -> int:
@@ -146,7 +147,7 @@ class KVCacheManager:
             for block in blocks:
                 self._pool.share(block)
             child.block_ids[group] = [PADDING_BLOCK] * first + blocks
-        child.num_computed = num_tokens
+        child.begin_at(num_tokens)
         child.num_slots = num_columns * self.block_size
         child.num_stored = num_tokens // self.block_size * self.block_size
         child.keys = parent.keys[: num_tokens // self.block_size]
@@ -265,7 +266,7 @@ class KVCacheManager:
     def _drop_unread(self, request: Request) -> None:
         for group in self._sliding:
             blocks = request.block_ids[group]
-            column = min(self._first_read(group, request.num_computed), len(blocks)) - 1
+            column = min(self._first_read(group, request.num_computed - request.num_unsure), len(blocks)) - 1
             unread = []
             while column >= 0 and blocks[column]:
                 unread.append(blocks[column])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from raylm.core.block_hash import BlockKey
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import RowPenalties, RowSampling
+from raylm.core.step import Logprobs, RowSampling
 
 if TYPE_CHECKING:
     from raylm.core.beam import BeamSearch
@@ -30,7 +30,9 @@ class Request:
     """One sequence and its progress: computed <= known token counts, and nothing else says where it stands.
 
     `token_ids` are the tokens that the scheduler has seen (prompt, then output); `num_known` counts those and the ones
-    that steps on their way sample, which stay on the worker until their result comes back.
+    that steps on their way sample, which stay on the worker until their result comes back. While a step on its way
+    verifies drafts, both counts are upper bounds: all drafts accepted. Progress is written by plan() and settle();
+    begin_at() says where a request begins (again).
     """
 
     __slots__ = (
@@ -38,6 +40,7 @@ class Request:
         "block_ids",
         "deadline",
         "forks",
+        "has_news",
         "horizon",
         "host_blocks",
         "id",
@@ -54,9 +57,11 @@ class Request:
         "num_prompt",
         "num_slots",
         "num_stored",
+        "num_unsure",
         "options",
         "order",
         "params",
+        "prompt_logprobs",
         "queue_deadline",
         "rank",
         "root_hash",
@@ -92,15 +97,19 @@ class Request:
         """Counts requests in the order of their arrival."""
         self.rank: tuple[int, ...] = ()
         """Among running requests the greatest gives way first; set by the policy."""
-        self.sampling = _row_sampling(params, seed, len(prompt_ids))
+        self.sampling = _row_sampling(params, seed, len(prompt_ids), stop_ids)
         self.stop_ids = stop_ids
         self.max_len = max_len
         self.status = Status.WAITING
         self.row = -1
         self.num_known = len(prompt_ids)
         self.num_computed = 0
+        self.num_unsure = 0
+        """Drafts that steps on their way verify: both counts may turn out lower by so many."""
         self.num_cached = 0
         """Tokens of the prompt found in the cache; 0 again once the client has been told."""
+        self.has_news = False
+        """Its next delta says more than tokens: see take_news()."""
         self.last_turn = 0
         """The step in which it last decoded, where running requests take turns."""
         self.is_new = False
@@ -114,8 +123,13 @@ class Request:
         """The beam search that this is a beam of."""
         self.is_reporting = False
         """A step on its way reports candidates for this beam."""
+        self.prompt_logprobs: Logprobs | None = None
+        """What steps have given of params.prompt_logprobs, until the client has it."""
 
-        # The cache manager's.
+        self._hold_nothing()
+
+    def _hold_nothing(self) -> None:
+        """What the cache manager keeps of a request."""
         self.block_ids: list[list[int]] = []
         self.host_blocks: list[list[int]] = []
         self.num_slots = 0
@@ -139,6 +153,42 @@ class Request:
         """Tokens that a step may compute now; 0 once every token it may generate is known or on its way."""
         return self.num_known - self.num_computed if self.num_known < self.max_len else 0
 
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether its next step gives log probabilities of tokens of its prompt."""
+        return self.params.prompt_logprobs is not None and self.num_computed < self.num_prompt - 1
+
+    def plan(self, num_tokens: int) -> bool:
+        """A step computes its next `num_tokens` tokens, what is past the known ones as drafts. True when no known token
+        is left: the step samples, unless this is a beam."""
+        num_drafts = self.num_computed + num_tokens - self.num_known
+        self.num_computed += num_tokens
+        if num_drafts < 0:
+            return False
+        self.num_unsure += num_drafts
+        if self.search is None:
+            self.num_known = self.num_computed + 1
+        return True
+
+    def settle(self, token_ids: list[int], num_planned: int) -> None:
+        """A step's result is here: `token_ids` follow the tokens seen so far, where plan() has counted on
+        `num_planned`."""
+        self.token_ids += token_ids
+        self.num_known += len(token_ids) - num_planned
+        self.num_unsure -= max(num_planned - 1, 0)
+        # Of a decoding request all known tokens but the last one are computed; one that was preempted has fewer.
+        self.num_computed = min(self.num_computed, self.num_known - 1)
+
+    def begin_at(self, num_computed: int) -> None:
+        """The first `num_computed` tokens need not be computed (again)."""
+        self.num_computed = num_computed
+
+    def take_news(self) -> tuple[int, Logprobs | None]:
+        """What the next delta says beside tokens: tokens found in the cache, log probabilities of the prompt."""
+        news = self.num_cached, self.prompt_logprobs
+        self.num_cached, self.prompt_logprobs, self.has_news = 0, None, False
+        return news
+
     def set_horizon(self) -> None:
         """Note how far it can decode: it has slots, and one token more is still wanted. A beam never just decodes, nor
         does a prompt's last token."""
@@ -152,20 +202,5 @@ class Request:
         return "length" if len(self.token_ids) >= self.max_len else None
 
 
-def _row_sampling(params: SamplingParams, seed: int, num_prompt: int) -> RowSampling:
-    return RowSampling(
-        params.temperature,
-        params.top_p,
-        params.top_k,
-        params.min_p,
-        seed,
-        params.logprobs is not None,
-        2 * params.beam_width,
-        _row_penalties(params, num_prompt),
-    )
-
-
-def _row_penalties(params: SamplingParams, num_prompt: int) -> RowPenalties | None:
-    """None where they change nothing. A beam does not sample."""
-    values = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return None if params.beam_width or values == (1, 0, 0) else RowPenalties(num_prompt, *values)
+def _row_sampling(params: SamplingParams, seed: int, num_prompt: int, stop_ids: frozenset[int]) -> RowSampling:
+    return RowSampling(params, seed, num_prompt, sorted(stop_ids) if params.min_tokens else [], 2 * params.beam_width)

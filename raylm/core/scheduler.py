@@ -16,20 +16,20 @@ from typing import NamedTuple
 from raylm.config.resolve import ResolvedScheduler
 from raylm.core.admission import Admission
 from raylm.core.beam import Beams
-from raylm.core.draft import Draft
+from raylm.core.drafting import Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.pacing import PrefillPacer, StepTimer
+from raylm.core.plan import PlanBuilder
 from raylm.core.policies import make_policy
 from raylm.core.request import Request, Status
-from raylm.core.step import StepPlan, StepResult, TokenDelta
+from raylm.core.settler import Settler
+from raylm.core.step import Sampled, StepPlan, TokenDelta
 from raylm.errors import ConfigError
 
 _WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted, so that the running ones can grow for a while."""
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")
-_new = tuple.__new__
-_NO_LOGPROBS: list[float] = []
 
 
 class SchedulerStats(NamedTuple):
@@ -49,10 +49,8 @@ class SchedulerStats(NamedTuple):
 
 class _InFlight(NamedTuple):
     step: int
-    sampling: list[Request]
-    reporting: list[Request]
-    num_prefill: int
-    num_decodes: int
+    num_tokens: int
+    builder: PlanBuilder
 
 
 class Scheduler:
@@ -63,10 +61,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ResolvedScheduler, cache: KVCacheManager, *, max_model_len: int, num_stages: int = 1
+        self,
+        config: ResolvedScheduler,
+        cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        num_stages: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
         """With `num_stages` pipeline stages running requests take turns, so that each stage has a plan to work on.
-        Raises ConfigError when the cache is too small."""
+        `drafter` switches speculative decoding on. Raises ConfigError when the cache is too small."""
         needed = cache.layout.blocks_for(max_model_len, chunk=config.max_num_batched_tokens)
         if needed > cache.num_usable:
             raise ConfigError(
@@ -80,8 +84,10 @@ class Scheduler:
         self._admission = Admission(config)
         self._pacer = PrefillPacer(config)
         self._num_stages = num_stages
+        self._drafter = drafter
         self._timer = StepTimer()
         self._beams = Beams(self)
+        self._settler = Settler(self._policy, drafter)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._forked: dict[Request, None] = {}
@@ -187,89 +193,86 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None when nothing can run now."""
         self._fork_off()
+        bounds = [(request.row, request.num_known) for request in self._settler.rejected if request.row >= 0]
         prefill_budget = self._pacer.prefill_budget(self._num_decodes)
-        draft = Draft(self._config.max_num_batched_tokens, prefill_budget, self._swapped_out)
-        if self._schedule_running(self._turn(), draft):
-            self._admit(draft)
-        if not draft.rows and self._num_stages > 1:
-            self._schedule_running(self._turn(early=True), draft)
-        if not draft.rows and not self._in_flight and self._unblock(draft):
-            self._admit(draft)
-        if not draft.rows:
+        builder = PlanBuilder(self._config.max_num_batched_tokens, prefill_budget, self._swapped_out)
+        if self._schedule_running(self._turn(), builder):
+            self._admit(builder)
+        if not builder.rows and self._num_stages > 1:
+            self._schedule_running(self._turn(early=True), builder)
+        if not builder.rows and not self._in_flight and self._unblock(builder):
+            self._admit(builder)
+        if not builder.rows:
             return None
         self._swapped_out = {}
+        self._settler.rejected.clear()
         self._step += 1
-        plan = draft.plan(self._step, self._beams.take_chosen())
-        self._num_decodes = len(draft.rows) - draft.num_longer
-        self._in_flight.append(
-            _InFlight(self._step, draft.sampling, draft.reporting, draft.num_prefill, self._num_decodes)
-        )
+        plan = builder.plan(self._step, self._beams.take_chosen(), bounds)
+        self._num_decodes = builder.num_decodes
+        self._in_flight.append(_InFlight(self._step, plan.total_tokens, builder))
         self._timer.submitted(now)
         return plan
 
-    def update(self, result: StepResult, now: float) -> list[TokenDelta]:
+    def update(self, result: Sampled, now: float) -> list[TokenDelta]:
         """Take the oldest step's result; tokens of requests that ended meanwhile are dropped."""
-        flight = self._in_flight.popleft()
-        if flight.step != result.step or len(flight.sampling) != len(result.token_ids):
-            raise RuntimeError(f"result of step {result.step} does not answer step {flight.step}")
+        step, num_tokens, builder = self._in_flight.popleft()
+        num_sampled = sum(result.counts) if result.counts else len(builder.sampling)
+        if step != result.step or num_sampled != len(result.token_ids):
+            raise RuntimeError(f"result of step {result.step} does not answer step {step}")
         seconds = self._timer.finished(now)
-        self._pacer.observe(flight.num_prefill, flight.num_decodes, seconds)
-        self._admission.observe(flight.num_prefill, len(flight.sampling), seconds, self._num_new)
-        deltas = self._take_tokens(flight.sampling, result)
-        if flight.reporting:
-            self._charge(flight.reporting)
-            deltas += self._beams.take(flight.reporting, result.candidates)
+        self._pacer.observe(builder.num_prefill, builder.num_decodes, seconds)
+        self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
+        if self._drafter is not None and not builder.num_prefill:
+            self._drafter.observe(len(builder.rows), num_tokens, seconds)
+        deltas = self._settler.settle(builder, result)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                request = self._requests[delta.request_id]
+                self._admission.finished(request)
+                self.finish(request)
+        if builder.reporting:
+            self._settler.charge(builder.reporting)
+            deltas += self._beams.take(builder.reporting, result.candidates)
         return deltas
 
-    def _take_tokens(self, sampling: list[Request], result: StepResult) -> list[TokenDelta]:
-        """Append each sampled token and say it; end what it ends."""
-        deltas = []
-        finished = Status.FINISHED
-        self._charge(sampling)
-        for request, token_id in zip(sampling, result.token_ids, strict=True):
-            if request.status is finished:
-                continue
-            tokens = request.token_ids
-            tokens.append(token_id)
-            if token_id in request.stop_ids or len(tokens) >= request.max_len or request.num_cached:
-                deltas.append(self._notable(request, token_id))
-            else:
-                # As TokenDelta(request.id, [token_id]), whose own constructor costs as much as the rest of this loop.
-                deltas.append(_new(TokenDelta, (request.id, [token_id], None, None, 0, _NO_LOGPROBS)))
-        if result.logprobs:
-            deltas = _with_logprobs(deltas, sampling, result.logprobs)
-        return deltas
-
-    def _charge(self, requests: list[Request]) -> None:
-        """Tell the policy of a token for each of these."""
-        if self._policy.counts_tokens:
-            for request in requests:
-                if request.status is not Status.FINISHED:
-                    self._policy.served(request, 0, 1)
-
-    def _notable(self, request: Request, token_id: int) -> TokenDelta:
-        """The delta of a token that is the first after a hit in the cache, or the last."""
-        num_cached, request.num_cached = request.num_cached, 0
-        reason = request.finish_reason(token_id)
-        if reason is not None:
-            self._admission.finished(request)
-            self.finish(request)
-        return TokenDelta(request.id, [token_id], reason, num_cached_tokens=num_cached)
-
-    def _schedule_running(self, turn: list[Request], draft: Draft) -> bool:
+    def _schedule_running(self, turn: list[Request], builder: PlanBuilder) -> bool:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
-        add_row, add_sampling = draft.rows.append, draft.sampling.append
+        add_row, add_sampling = builder.rows.append, builder.sampling.append
+        speculates = self._drafter is not None
         preempted = False
         for request in turn:
-            computed, known = request.num_computed, request.num_known
-            if known - computed == 1 and computed < request.horizon:
-                request.num_computed = known
-                request.num_known = known + 1
+            if speculates and self._verify(request, builder):
+                continue
+            computed = request.num_computed
+            if request.num_known - computed == 1 and computed < request.horizon:
+                request.plan(1)
                 add_row(request.row)
                 add_sampling(request)
-            elif not self._continue(request, draft):
+            elif not self._continue(request, builder):
                 preempted = True
         return not preempted
+
+    def _verify(self, request: Request, builder: PlanBuilder) -> bool:
+        """Let a decoding request verify drafts, where there are any and there is room for them."""
+        if not request.horizon or request.num_to_compute != 1 or request.row < 0:
+            return False
+        # Every running request after this one can still decode.
+        room = builder.left - (len(self._running) - len(builder.rows))
+        proposal = self._propose(request, min(room, request.max_len - request.num_known - 1))
+        if proposal is None:
+            return False
+        num_columns = len(request.block_ids[0])
+        copies = self._cache.allocate(request, 1 + proposal.num_drafts)
+        if copies is None:
+            return False
+        builder.add_blocks(self._cache.blocks_from(request, num_columns))
+        builder.copy(copies)
+        builder.verify(request, proposal)
+        request.set_horizon()
+        return True
+
+    def _propose(self, request: Request, most: int) -> Proposal | None:
+        return self._drafter.propose(request, most) if self._drafter is not None and most > 0 else None
 
     def _turn(self, *, early: bool = False) -> list[Request]:
         """The running requests that this plan is for, in their order.
@@ -294,15 +297,15 @@ class Scheduler:
                 request.last_turn = number
         return turn
 
-    def _continue(self, request: Request, draft: Draft) -> bool:
+    def _continue(self, request: Request, builder: PlanBuilder) -> bool:
         """Let a running request compute what it can. False when one had to be preempted for it."""
         if request.row < 0:
             return True  # It has given way to one before it in its turn.
         num_tokens = request.num_to_compute
         if num_tokens > 1:
             # Every running request after this one can still decode.
-            reserved = len(self._running) - len(draft.rows) - 1
-            num_tokens = draft.room(num_tokens, reserved=reserved, limit=self._prompt_limit())
+            reserved = len(self._running) - len(builder.rows) - 1
+            num_tokens = builder.room(num_tokens, reserved=reserved, limit=self._prompt_limit())
         if num_tokens <= 0:
             return True
         num_columns = len(request.block_ids[0])
@@ -312,42 +315,42 @@ class Scheduler:
                 continue
             gave_way = True
             victim = self._running[-1]
-            if victim is request and self._park_idle_beams(draft):
+            if victim is request and self._park_idle_beams(builder):
                 continue
-            self._preempt(victim, draft)
+            self._preempt(victim, builder)
             if victim is request:
                 return False
-        draft.add_blocks(self._cache.blocks_from(request, num_columns))
-        draft.copy(copies)
-        self._compute(request, num_tokens, draft)
+        builder.add_blocks(self._cache.blocks_from(request, num_columns))
+        builder.copy(copies)
+        self._compute(request, num_tokens, builder)
         return not gave_way
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, builder: PlanBuilder) -> None:
         """Start waiting requests while rows, blocks and budget last, in the policy's order."""
         if not self._free_rows and len(self._policy):
-            self._park_idle_beams(draft)
+            self._park_idle_beams(builder)
         while self._free_rows:
             request = self._policy.first()
             # A preempted request waits for its tokens in flight: its next row must know them all.
-            if request is None or request.num_in_flight or not self._start(request, draft):
+            if request is None or request.num_in_flight or not self._start(request, builder):
                 return
 
-    def _start(self, request: Request, draft: Draft) -> bool:
+    def _start(self, request: Request, builder: PlanBuilder) -> bool:
         """Give a waiting request a row, blocks and its first tokens; False when it must wait on."""
         state = (request.id, self._cache.num_free, bool(self._running))
         if state == self._stuck:
             return False
         # Before the look for a prefix, which is the dearer: most steps have no room for one prompt more.
-        if draft.room(request.num_to_compute, reserved=0, limit=self._prompt_limit()) <= 0:
+        if builder.room(request.num_to_compute, reserved=0, limit=self._prompt_limit()) <= 0:
             return False
         is_fresh = request.num_computed == 0
-        if is_fresh:
+        if is_fresh and request.params.prompt_logprobs is None:
             self._cache.attach_prefix(request)
-        num_tokens = draft.room(request.num_to_compute, reserved=0, limit=self._prompt_limit())
-        if not self._make_room(request, num_tokens, draft):
+        num_tokens = builder.room(request.num_to_compute, reserved=0, limit=self._prompt_limit())
+        if not self._make_room(request, num_tokens, builder):
             if is_fresh:
                 self._cache.free(request)
-                request.num_computed = 0
+                request.begin_at(0)
             self._stuck = state
             return False
         self._policy.remove(request)
@@ -362,25 +365,28 @@ class Scheduler:
             self._admission.started(request)
             self._cache.count_hits(request)
             request.num_cached = request.num_charged = request.num_computed
-        draft.add_row(request)
-        draft.add_blocks(self._cache.blocks_from(request, 0))
-        self._compute(request, num_tokens, draft)
+            request.has_news = request.num_cached > 0
+        if self._drafter is not None and request.search is None:
+            self._drafter.begin(request)
+        builder.add_row(request)
+        builder.add_blocks(self._cache.blocks_from(request, 0))
+        self._compute(request, num_tokens, builder)
         return True
 
-    def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
         """Blocks for a waiting request's first step, from the host where they went there."""
         reserve = self._reserve if self._running else 0
         if request.host_blocks:
             pairs = self._cache.swap_in(request, num_tokens, reserve=reserve)
-            draft.swap_in(pairs or [])
+            builder.swap_in(pairs or [])
             return pairs is not None
         copies = self._cache.allocate(request, num_tokens, reserve=reserve)
-        draft.copy(copies or [])
+        builder.copy(copies or [])
         return copies is not None
 
-    def _compute(self, request: Request, num_tokens: int, draft: Draft) -> None:
+    def _compute(self, request: Request, num_tokens: int, builder: PlanBuilder) -> None:
         """Put the request's next tokens into the plan; from here on others can share the blocks that a prompt fills."""
-        draft.add(request, num_tokens)
+        builder.add(request, num_tokens)
         request.set_horizon()
         if request.num_computed > request.num_prompt and not request.forks:
             return
@@ -445,7 +451,7 @@ class Scheduler:
         self._num_new -= 1
         self._new_tokens -= request.num_prompt
 
-    def _preempt(self, request: Request, draft: Draft) -> None:
+    def _preempt(self, request: Request, builder: PlanBuilder) -> None:
         """Take a running request's blocks and row, to the host where that is cheaper than to compute them again."""
         self._num_preemptions += 1
         del self._running[bisect_left(self._running, request.rank, key=_rank)]
@@ -454,9 +460,9 @@ class Scheduler:
         pairs = self._cache.swap_out(request)
         if pairs is None:
             self._cache.free(request)
-            request.num_computed = 0
+            request.begin_at(0)
         else:
-            draft.swap_out(pairs)
+            builder.swap_out(pairs)
             self._num_swaps += 1
         self._free_row(request)
         if request.is_reporting or self._beams.has_reported(request):
@@ -465,6 +471,8 @@ class Scheduler:
             self.requeue(request)
 
     def _free_row(self, request: Request) -> None:
+        if self._drafter is not None and request.search is None:
+            self._drafter.end(request)
         self._free_rows.append(request.row)
         self._beams.forget_chosen(request.row)
         request.row = -1
@@ -473,24 +481,24 @@ class Scheduler:
         """Take the blocks that waiting forks hold, before anything that runs gives way. False when there are none."""
         for request in self._forked:
             self._cache.free(request)
-            request.num_computed = 0
+            request.begin_at(0)
         stripped = bool(self._forked)
         self._forked.clear()
         return stripped
 
-    def _unblock(self, draft: Draft) -> bool:
+    def _unblock(self, builder: PlanBuilder) -> bool:
         """Nothing runs and the first in the queue cannot start: whatever only holds rows and blocks gives them up."""
         if not len(self._policy):
             return False
         self._stuck = None
         stripped = self._strip_forks()
-        return self._park_idle_beams(draft) or stripped
+        return self._park_idle_beams(builder) or stripped
 
-    def _park_idle_beams(self, draft: Draft) -> bool:
+    def _park_idle_beams(self, builder: PlanBuilder) -> bool:
         """Take rows and blocks of the beams that only wait for others. False when there are none."""
         idle = [request for request in self._running if self._beams.has_reported(request)]
         for request in idle:
-            self._preempt(request, draft)
+            self._preempt(request, builder)
         return bool(idle)
 
     def _prompt_limit(self) -> int:
@@ -502,14 +510,3 @@ def _too_late(request: Request, now: float) -> str:
     if now >= request.deadline:
         return f"the request was not complete after deadline_s {request.options.deadline_s:g} (it took {waited:.2f} s)"
     return f"the request waited {waited:.2f} s, longer than queue_timeout_s {request.options.queue_timeout_s:g}"
-
-
-def _with_logprobs(deltas: list[TokenDelta], sampling: list[Request], logprobs: list[float]) -> list[TokenDelta]:
-    wanted = {
-        request.id: value
-        for request, value in zip(sampling, logprobs, strict=True)
-        if request.params.logprobs is not None
-    }
-    return [
-        delta._replace(logprobs=[wanted[delta.request_id]]) if delta.request_id in wanted else delta for delta in deltas
-    ]

@@ -1,42 +1,32 @@
 """The values that travel between the scheduler and the workers.
 
 They are NamedTuples: frozen, cheap to make, and encoded as arrays by msgpack. They are deltas: a request's tokens
-travel once, when it gets a row; after that a decode step costs a few bytes a request. Both sides count alike: a row
-whose computed tokens reach its known tokens samples one more token, which the worker keeps on its device (a row with
-`num_candidates` does not sample: it reports candidates, and the plan that goes on with it brings the token).
+travel once, when it gets a row; after that a decode step costs a few bytes a request. Both sides count alike, by
+RowCounts' rule: a row whose computed tokens reach its known ones samples (a row with `num_candidates` does not sample:
+it reports candidates, and the plan that goes on with it brings the token). What a row computes past its known tokens
+are drafts, which the step verifies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-
-class RowPenalties(NamedTuple):
-    """What a row's tokens do to the logits of the next one; at least one of the three is not neutral.
-
-    The first `num_prompt` tokens are the prompt, which only counts for `repetition`. A request that gets a row again
-    brings tokens that it has generated: the length of what comes with the row does not say.
-    """
-
-    num_prompt: int
-    repetition: float
-    frequency: float
-    presence: float
+from raylm.core.sampling import SamplingParams
 
 
 class RowSampling(NamedTuple):
-    """How one row samples. `seed` and the position of the sampled token fix the random number drawn for it."""
+    """Sampling of one row: what its request asked for, and what the row needs beside it."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    logprob: bool = False
-    """Report the log probability of each sampled token (of the model's own distribution, at temperature 1)."""
+    params: SamplingParams
+    seed: int = 0
+    """The random number of a sampled token follows from the seed and the token's position alone."""
+    num_prompt: int = 0
+    """Tokens of the prompt. A request that gets a row again brings tokens that it has generated with them."""
+    stop_ids: list[int] = []
+    """Tokens that end the request; only where `params.min_tokens` forbids them at first."""
     num_candidates: int = 0
     """Over 0: sample nothing, report this many likeliest tokens with their log probabilities instead."""
-    penalties: RowPenalties | None = None
 
 
 class NewRow(NamedTuple):
@@ -74,8 +64,23 @@ class Copies(NamedTuple):
     """From a host block to a device block."""
 
 
+class Drafts(NamedTuple):
+    """Tokens that a row may go on with: they go into its cells of the positions `first`, first + 1, and so on.
+
+    Cells of tokens that the worker knows by then keep them, so a proposer may guess tokens of steps on their way too.
+    """
+
+    row: int
+    first: int
+    token_ids: list[int]
+
+
 class StepPlan(NamedTuple):
-    """One step. `rows` and `num_tokens` are parallel: rows[i] computes its next num_tokens[i] tokens."""
+    """One step. `rows` and `num_tokens` are parallel: rows[i] computes its next num_tokens[i] tokens.
+
+    A row with u known tokens to compute that computes u + k of them verifies k drafts: whatever stands in its cells
+    past the known tokens.
+    """
 
     step: int
     new_rows: list[NewRow]
@@ -85,6 +90,9 @@ class StepPlan(NamedTuple):
     copies: Copies | None = None
     chosen: list[tuple[int, int]] = []
     """(row, token): the known tokens of a row with num_candidates grow by this one."""
+    drafts: list[Drafts] = []
+    bounds: list[tuple[int, int]] = []
+    """(row, tokens): the row knows at most so many tokens when this plan begins: drafts were rejected."""
 
     @property
     def total_tokens(self) -> int:
@@ -98,16 +106,54 @@ class Candidates(NamedTuple):
     logprobs: list[float]
 
 
-class StepResult(NamedTuple):
-    """What a step sampled, in the plan's order of rows."""
+class Logprobs(NamedTuple):
+    """Log probabilities of some tokens; all four are parallel to the tokens."""
+
+    values: list[float]
+    ranks: list[int]
+    """Of the token itself among all tokens; 1 is the likeliest."""
+    top_ids: list[list[int]]
+    top_values: list[list[float]]
+    """The likeliest tokens, likeliest first, or those of `logprob_token_ids`; empty where none were asked for."""
+
+    def since(self, index: int) -> Logprobs:
+        """Those from the index-th token on."""
+        return Logprobs(self.values[index:], self.ranks[index:], self.top_ids[index:], self.top_values[index:])
+
+    def first(self, count: int) -> Logprobs:
+        """Those of the first `count` tokens."""
+        return Logprobs(self.values[:count], self.ranks[:count], self.top_ids[:count], self.top_values[:count])
+
+
+def join_logprobs(parts: Iterable[Logprobs | None]) -> Logprobs | None:
+    """Log probabilities of several pieces of a text, in order; None where no piece has any."""
+    found = [part for part in parts if part is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    whole = Logprobs([], [], [], [])
+    for part in found:
+        whole.values.extend(part.values)
+        whole.ranks.extend(part.ranks)
+        whole.top_ids.extend(part.top_ids)
+        whole.top_values.extend(part.top_values)
+    return whole
+
+
+class Sampled(NamedTuple):
+    """What a step gave, in the plan's order of rows."""
 
     step: int
     token_ids: list[int]
-    """One for every row that sampled."""
-    logprobs: list[float] = []
-    """Parallel to token_ids where any of these rows asked for it, else empty; 0.0 for rows that did not."""
+    """The tokens of all rows that sampled, one row after the other."""
+    counts: list[int] = []
+    """Tokens of each row that sampled; empty where all have one."""
+    logprobs: list[tuple[int, Logprobs]] = []
+    """(i, log probabilities of the tokens of the i-th row that sampled), for the rows that asked."""
     candidates: list[Candidates] = []
     """One for every row with num_candidates whose known tokens are all computed."""
+    prompt_logprobs: list[Logprobs] = []
+    """One for every row that asked for `prompt_logprobs` and computed tokens that another token of its prompt follows:
+    those of the tokens that follow them."""
 
 
 class CacheLayout(NamedTuple):
@@ -173,5 +219,7 @@ class TokenDelta(NamedTuple):
     message: str | None = None
     num_cached_tokens: int = 0
     """On a sequence's first delta: tokens of its prompt that were in the prefix cache."""
-    logprobs: list[float] = []
-    """Parallel to token_ids where SamplingParams.logprobs asked for them."""
+    logprobs: Logprobs | None = None
+    """Of token_ids, where SamplingParams.logprobs asked for them."""
+    prompt_logprobs: Logprobs | None = None
+    """On the first delta of a prompt's first sequence: of the prompt's second token and all after it."""

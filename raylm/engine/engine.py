@@ -74,7 +74,8 @@ class Engine:
         self.check_request(prompt_ids, params)
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
-            max_len = min(max_len, len(prompt_ids) + params.max_tokens)
+            # With max_tokens 0 the step that computes the prompt samples a token too, which nobody gets.
+            max_len = min(max_len, len(prompt_ids) + max(params.max_tokens, 1))
         # Requests have a seed from where they entered; this one is for callers that never repeat theirs.
         seed = params.seed if params.seed is not None else draw_seed()
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)

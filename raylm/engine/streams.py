@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from raylm.core.events import EventBatch, EventSnapshot
-from raylm.core.step import TokenDelta
+from raylm.core.step import TokenDelta, join_logprobs
 from raylm.errors import Overloaded, RequestLost, RequestRejected
 
 MAX_PENDING_EVENTS = 100_000
@@ -99,7 +99,8 @@ def merged(deltas: list[TokenDelta]) -> TokenDelta:
     return deltas[-1]._replace(
         token_ids=[token for delta in deltas for token in delta.token_ids],
         num_cached_tokens=deltas[0].num_cached_tokens,
-        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+        logprobs=join_logprobs(delta.logprobs for delta in deltas),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 

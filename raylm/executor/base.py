@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.core.step import ModelInfo, Sampled, StepPlan
 
 
 class StepOnItsWay(Protocol):
@@ -15,7 +15,7 @@ class StepOnItsWay(Protocol):
         """Whether `result` returns at once."""
         ...
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         """Wait for this step, and for none that was given later."""
         ...
 
@@ -31,7 +31,7 @@ class Executor(Protocol):
         """Send a plan; it is run after those sent before it."""
         ...
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         """The result of the oldest plan not answered yet. Raises EngineDeadError."""
         ...
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import DeviceKind, ResolvedEngine
-from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.executor.base import StepOnItsWay
 from raylm.worker.worker import Worker, choose_device
 
@@ -27,7 +27,7 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._steps.append(self._live_worker().submit(plan))
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         # It leaves the queue once it is here: who interrupts the wait may ask again.
         result = self._steps[0].result()
         self._steps.popleft()

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config.resolve import ResolvedEngine
-from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.errors import ConfigError, EngineDeadError, TransferError
 from raylm.executor.peers import WEIGHTS, PeerWorker, ask, watch
 from raylm.executor.placement import Bundle, WorkerPlace, WorkerSeat, bundle_of_worker, rank_order, seat_of
@@ -174,7 +174,7 @@ class RayExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._started().send(plan, look=self.check)
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         channel, timeout = self._started(), self._config.runtime.step_timeout_s
         deadline = time.monotonic() + timeout
         while True:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from raylm.core.step import StepPlan, StepResult
+from raylm.core.step import Sampled, StepPlan
 from raylm.errors import EngineDeadError
 from raylm.executor.base import StepOnItsWay
 
@@ -34,7 +34,7 @@ class _Failure(msgspec.Struct, tag="failure", array_like=True):
 
 
 class _Done(msgspec.Struct, tag="done", array_like=True):
-    result: StepResult
+    result: Sampled
 
 
 class StepAddress(NamedTuple):
@@ -82,7 +82,7 @@ class PlanSender:
                 socket.poll(_LOOK_MS, zmq.POLLOUT)
             socket.send(message)
 
-    def receive(self, timeout_ms: int) -> StepResult | None:
+    def receive(self, timeout_ms: int) -> Sampled | None:
         """The next result, or None after `timeout_ms`. Raises EngineDeadError with what a worker said."""
         for socket, _ in self._poller.poll(timeout_ms):
             message = self._decoder.decode(socket.recv())
@@ -148,7 +148,7 @@ class PlanReceiver:
         """Whether `receive` returns at once."""
         return bool(self._socket.poll(0))
 
-    def send(self, result: StepResult) -> None:
+    def send(self, result: Sampled) -> None:
         if self._answers:
             self._socket.send(self._encoder.encode(_Done(result)))
 

@@ -176,7 +176,7 @@ class _Sequence:
             text,
             piece.finish_reason,
             used,
-            logprob=sum(delta.logprobs[:used]),
+            logprob=sum(delta.logprobs.values[:used]) if delta.logprobs is not None else 0.0,
             # A prompt counts once: with its first sequence.
             num_cached=delta.num_cached_tokens if self._is_first else 0,
             token_ids=delta.token_ids if used == len(delta.token_ids) else delta.token_ids[:used],

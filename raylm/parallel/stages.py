@@ -1,4 +1,4 @@
-"""What pipeline stages pass on: hidden states to the next stage, sampled tokens from the last one to the first.
+"""What pipeline stages pass on: hidden states to the next stage, sampled tokens from the last one to all others.
 
 Each direction has a communicator of its own, and its sends a stream. A stage goes on to its next step while what it
 made is on its way, and a send that waits for its receiver holds up nothing else.
@@ -31,7 +31,8 @@ class StageLinks:
             self._from_before = make(onward, ranks[stage - 1])
         if stage < len(ranks) - 1:
             self._to_next = make(onward, ranks[stage + 1])
-        self._tokens = make(back, ranks[-1] if stage == 0 else ranks[0])
+        is_last = stage == len(ranks) - 1
+        self._tokens = [make(back, rank) for rank in (ranks[:-1] if is_last else ranks[-1:])]
 
     def send_hidden(self, hidden: Tensor) -> None:
         """To the next stage. Nobody may write into `hidden` any more."""
@@ -42,12 +43,13 @@ class StageLinks:
         return self._from_before.receive((num_tokens, hidden_size), dtype, self._device)
 
     def send_tokens(self, token_ids: Tensor) -> None:
-        """From the last stage: int64 [count]. Nobody may write into it any more."""
-        self._tokens.send(token_ids)
+        """From the last stage to all others: int64 [count]. Nobody may write into it any more."""
+        for link in self._tokens:
+            link.send(token_ids)
 
     def receive_tokens(self, count: int) -> Tensor:
-        """At the first stage: int64 [count], in the order in which they were sent."""
-        return self._tokens.receive((count,), torch.int64, self._device)
+        """At any stage but the last: int64 [count], in the order in which they were sent."""
+        return self._tokens[0].receive((count,), torch.int64, self._device)
 
 
 class _CudaLink:

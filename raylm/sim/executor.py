@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from raylm.core.step import CacheLayout, ModelInfo, StepPlan, StepResult
+from raylm.core.rows import RowCounts
+from raylm.core.step import CacheLayout, ModelInfo, Sampled, StepPlan
 from raylm.sim.cost import DeviceCost
 
 VOCAB_SIZE = 1 << 31
 _TOKEN = 1
 
 
-@dataclass(slots=True)
-class _Row:
-    known: int
-    computed: int
-
-
 class _Done(NamedTuple):
     at: float
-    result: StepResult
+    result: Sampled
 
 
 class SimulatedExecutor:
     """An executor with the simulation's clock: `now` moves on to the end of a step when its result is asked for.
 
-    It counts a row's tokens as a real worker does; all tokens that it samples are the same. Plans run one after
-    another. There is no swap pool.
+    All tokens that it samples are the same, and every draft is accepted. Plans run one after another. There is no swap
+    pool.
     """
 
     def __init__(self, cost: DeviceCost, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
@@ -48,7 +42,7 @@ class SimulatedExecutor:
             dtype="none",
             phases={},
         )
-        self._rows: dict[int, _Row] = {}
+        self._rows = RowCounts()
         self._done: deque[_Done] = deque()
         self._free_at = 0.0
 
@@ -60,11 +54,13 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """The plan starts now, or when those before it are done."""
-        seconds, num_sampled = self._count(plan)
+        seconds, counts = self._count(plan)
         self._free_at = max(self._free_at, self.now) + seconds
-        self._done.append(_Done(self._free_at, StepResult(plan.step, [_TOKEN] * num_sampled)))
+        tokens = [_TOKEN] * sum(counts)
+        result = Sampled(plan.step, tokens) if len(tokens) == len(counts) else Sampled(plan.step, tokens, counts)
+        self._done.append(_Done(self._free_at, result))
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         self.now, result = self._done.popleft()
         return result
 
@@ -74,20 +70,16 @@ class SimulatedExecutor:
     def shutdown(self) -> None:
         self._done.clear()
 
-    def _count(self, plan: StepPlan) -> tuple[float, int]:
-        """Let the plan's rows compute their tokens: how long that takes, and how many rows sample."""
-        for new in plan.new_rows:
-            self._rows[new.row] = _Row(len(new.token_ids), new.num_computed)
-        num_prefill = num_decode = num_context = num_sampled = 0
-        for index, count in zip(plan.rows, plan.num_tokens, strict=True):
-            row = self._rows[index]
-            row.computed += count
-            num_context += row.computed
-            if count == 1:
-                num_decode += 1
+    def _count(self, plan: StepPlan) -> tuple[float, list[int]]:
+        """Let the plan's rows compute their tokens: how long that takes, and the tokens of each row that samples."""
+        num_prefill = num_decode = num_context = 0
+        counts = []
+        for step in self._rows.take(plan):
+            num_context += step.end
+            if step.num_tokens - step.num_drafts == 1:
+                num_decode += step.num_tokens
             else:
-                num_prefill += count
-            if row.computed == row.known:
-                row.known += 1
-                num_sampled += 1
-        return self._cost.seconds(num_prefill, num_decode, num_context), num_sampled
+                num_prefill += step.num_tokens
+            if step.samples:
+                counts.append(1 + step.num_drafts)
+        return self._cost.seconds(num_prefill, num_decode, num_context), counts

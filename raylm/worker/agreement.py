@@ -60,8 +60,8 @@ class Agreement:
         rows = torch.tensor(plan.rows, device=table.device)
         token_ids = table.token_ids.index_select(0, rows).cpu().numpy()
         blocks = table.block_table.index_select(1, rows).cpu().numpy()
-        for index, (row, num_tokens) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
-            first = int(table.num_computed[row])
+        computed = table.num_computed.index_select(0, rows).tolist()
+        for index, (first, num_tokens) in enumerate(zip(computed, plan.num_tokens, strict=True)):
             end = first + num_tokens
             yield np.array([first, end]).tobytes()
             yield token_ids[index, first:end].tobytes()

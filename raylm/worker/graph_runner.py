@@ -1,11 +1,12 @@
-"""Pure decode steps as CUDA graphs.
+"""Steps in which every row decodes, as CUDA graphs.
 
 A decode step of a small model is hundreds of short kernels, and the host takes longer to launch them than the GPU to
-run them. A graph launches them all at once. One graph serves one padded number of rows: rows that are missing are the
-table's padding row, so kernels see nothing special.
+run them. A graph launches them all at once. One graph serves one shape: so many rows and tokens, and at most so many
+tokens a row (over one where rows verify drafts). Rows and tokens that are missing are the table's padding row, so
+kernels see nothing special.
 
-Graphs are made on demand: a size runs eagerly when it first comes (which also loads its kernels) and is captured when
-it comes again, in some 20 ms; so neither the start nor a first answer waits for sizes that may never come. Only the
+Graphs are made on demand: a shape runs eagerly when it first comes (which also loads its kernels) and is captured when
+it comes again, in some 12 ms; so neither the start nor a first answer waits for shapes that may never come. Only the
 largest is captured at the start, because all share one pool of memory and that one takes the most of it.
 """
 
@@ -15,13 +16,14 @@ import functools
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.worker.input_batch import InputBatch, StepArrays
+from raylm.worker.input_batch import DeviceArrays, InputBatch, StepArrays, StepRows
 from raylm.worker.request_table import RequestTable
 from raylm.worker.transfer import unpack
 
@@ -32,6 +34,8 @@ Capture = Callable[[Run], Run]
 _LADDER = ((256, 8), (512, 16), (1024, 32), (4096, 64))
 """Over 4 rows: up to so many, sizes go up in steps of so many."""
 _NO_ROWS = np.empty(0, dtype=np.int64)
+MAX_QUERY_LEN = 16
+"""Tokens of one row that attention takes in its way for decodes."""
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -41,6 +45,28 @@ def graph_sizes(max_rows: int) -> list[int]:
         sizes += range(before + step, last + 1, step)
     sizes = [size for size in sizes if size < max_rows]
     return [*sizes, max_rows]
+
+
+class Shape(NamedTuple):
+    """What a graph is made for. `samples`: it goes on to sampled tokens, accepted into the table."""
+
+    num_rows: int
+    num_tokens: int
+    max_query_len: int
+    samples: bool
+
+
+class Decoded(NamedTuple):
+    """What a graph gave, on the device: the next step overwrites it. T tokens, S rows, without padding."""
+
+    hidden: Tensor
+    """[T, hidden_size], unless the graph has sampled."""
+    positions: Tensor
+    """int64 [T]."""
+    token_ids: Tensor
+    counts: Tensor
+    """int64 [T] and [S], where the graph has sampled: the tokens, and how many of them each row keeps."""
+    arrays: DeviceArrays
 
 
 class GraphRunner:
@@ -58,102 +84,145 @@ class GraphRunner:
         forward: Callable[[InputBatch, Tensor], Tensor],
         logits: Callable[[Tensor], Tensor],
         table: RequestTable,
+        settings: Callable[[np.ndarray], Sequence[np.ndarray]],
         *,
         hidden_size: int,
         dtype: torch.dtype,
         begins: bool,
         samples: bool,
         capture: Capture,
+        max_tokens: int | None = None,
     ) -> None:
+        """`settings` gives how rows sample, for ops.sample. `max_tokens`: of a step, where rows verify drafts."""
         self._forward = forward
         self._logits = logits
         self._table = table
+        self._settings = settings
         self._capture = capture
         self.samples = samples
-        self._sizes = graph_sizes(table.max_rows)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._hidden = torch.empty(table.max_rows, hidden_size, dtype=dtype, device=table.device)
+        self._sizes = graph_sizes(max(max_tokens or 0, table.max_rows))
+        self._row_sizes = [*(size for size in self._sizes if size < table.max_rows), table.max_rows]
+        self._graphs: dict[Shape, _Graph] = {}
+        most, device = self._sizes[-1], table.device
+        self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         # Rows that pad a batch take what is there: it must be numbers.
         self._given = None if begins else torch.zeros_like(self._hidden)
-        self._token_ids = torch.empty(table.max_rows, dtype=torch.int64, device=table.device)
+        self._token_ids = torch.empty(most, dtype=torch.int64, device=device)
+        self._counts = torch.empty(table.max_rows, dtype=torch.int64, device=device)
+        self._positions = torch.empty(most, dtype=torch.int64, device=device)
 
-    def takes(self, rows: np.ndarray, query_lens: np.ndarray) -> bool:
-        """Whether every row computes its last known token, and none computes more."""
-        table = self._table
-        return bool((query_lens == 1).all() and (table.num_known[rows] - table.num_computed[rows] == 1).all())
+    def takes(self, step: StepRows) -> bool:
+        """Whether every row computes its last known token, and drafts at most behind it, and there is a graph so
+        large."""
+        decodes = (step.query_lens == step.num_sampled) | (step.reports & (step.query_lens == 1))
+        if not decodes.all() or step.query_lens.max(initial=0) > MAX_QUERY_LEN:
+            return False
+        num_tokens = int(step.query_lens.sum())
+        return num_tokens == len(step.rows) or self._padded(step, num_tokens) <= self._sizes[-1]
 
     def warm_up(self) -> None:
         """Capture the largest size."""
+        size = self._sizes[-1]
+        shape = Shape(min(size, self._table.max_rows), size, 1, self.samples)
+        nothing = StepRows(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS.astype(np.bool_), 0)
         for _ in range(2):
-            self._run(_NO_ROWS, self._sizes[-1], samples=self.samples)
+            self._run(nothing, shape)
 
-    def sample(self, rows: np.ndarray, given: Tensor | None = None) -> Tensor:
-        """Decode rows and put the tokens that they sample into the table. Returns them, [num_rows]: the next step
-        overwrites them. `given`: hidden states [num_rows, hidden_size] where the stage does not begin."""
-        self._give(given)
-        self._run(rows, self._size_for(rows), samples=True)
-        self._table.num_known[rows] += 1
-        return self._token_ids[: len(rows)]
-
-    def decode(self, rows: np.ndarray, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Decode rows up to their hidden states. Returns those, which the next step overwrites, and the cells for their
-        next tokens, [num_rows] each."""
-        self._give(given)
-        graph = self._run(rows, self._size_for(rows), samples=False)
-        return self._hidden[: len(rows)], graph.inputs[-1][: len(rows)]
-
-    def _give(self, given: Tensor | None) -> None:
+    def decode(self, step: StepRows, given: Tensor | None = None, *, samples: bool) -> Decoded:
+        """Run a step that `takes` has taken, with `samples` (where all of its rows sample) up to the tokens, which are
+        in the table then. `given`: hidden states [T, hidden_size] where the stage does not begin."""
         if self._given is not None and given is not None:
             self._given[: len(given)].copy_(given)
+        num_rows, num_tokens = len(step.rows), int(step.query_lens.sum())
+        arrays = self._run(step, self._shape_for(step, num_tokens, samples=samples))
+        return Decoded(
+            self._hidden[:num_tokens],
+            self._positions[:num_tokens],
+            self._token_ids[:num_tokens],
+            self._counts[:num_rows],
+            DeviceArrays(
+                arrays.token_rows[:num_tokens],
+                arrays.offsets[:num_tokens],
+                arrays.rows[:num_rows],
+                arrays.query_start[: num_rows + 1],
+            ),
+        )
 
-    def _size_for(self, rows: np.ndarray) -> int:
-        return self._sizes[bisect_left(self._sizes, len(rows))]
+    def _shape_for(self, step: StepRows, num_tokens: int, *, samples: bool) -> Shape:
+        num_rows = self._row_size(len(step.rows))
+        if num_tokens == len(step.rows):
+            return Shape(num_rows, num_rows, 1, samples)
+        longest = int(step.query_lens.max())
+        padded = self._padded(step, num_tokens)
+        return Shape(num_rows, self._sizes[bisect_left(self._sizes, padded)], 1 << (longest - 1).bit_length(), samples)
 
-    def _run(self, rows: np.ndarray, size: int, *, samples: bool) -> _Graph:
-        padded = np.full(size, self._table.padding_row)
-        padded[: len(rows)] = rows
-        settings = self._table.sampling(padded) if samples else ()
-        step, _ = StepArrays.build(padded, np.ones(size, dtype=np.int64), self._table)
-        arrays = [*settings, *step]
-        packed = self._table.upload.pack(arrays)
-        graph = self._graphs.get((size, samples))
+    def _padded(self, step: StepRows, num_tokens: int) -> int:
+        """The tokens of a step and of the rows that pad it."""
+        return num_tokens + self._row_size(len(step.rows)) - len(step.rows)
+
+    def _row_size(self, num_rows: int) -> int:
+        return self._row_sizes[bisect_left(self._row_sizes, num_rows)]
+
+    def _run(self, step: StepRows, shape: Shape) -> DeviceArrays:
+        arrays = _padded_arrays(step, shape, self._table.padding_row)
+        settings = self._settings(arrays.token_rows) if shape.samples else ()
+        packed = self._table.upload.pack([*arrays, *settings])
+        graph = self._graphs.get(shape)
         if graph is None:
-            graph = self._graphs[size, samples] = _Graph(packed, arrays, self._table.device)
+            graph = self._graphs[shape] = _Graph(packed, [*arrays, *settings], self._table.device)
         graph.buffer.copy_(packed, non_blocking=True)
         if graph.replay is not None:
             graph.replay()
-            return graph
+            return graph.arrays
         if graph.has_run:
-            graph.replay = self._capture(lambda: self._compute(graph.inputs, samples=samples))
+            graph.replay = self._capture(lambda: self._compute(graph, shape))
             graph.replay()
         else:
-            self._compute(graph.inputs, samples=samples)
+            self._compute(graph, shape)
             graph.has_run = True
-        return graph
+        return graph.arrays
 
-    def _compute(self, inputs: list[Tensor], *, samples: bool) -> None:
+    def _compute(self, graph: _Graph, shape: Shape) -> None:
         """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
-        table = self._table
-        num_settings = len(inputs) - len(StepArrays._fields)
-        batch = InputBatch.gather(inputs[num_settings:], table, max_query_len=1, max_seq_len=table.max_model_len)
-        size = len(batch.token_ids)
+        table, arrays, size = self._table, graph.arrays, shape.num_tokens
+        batch = InputBatch.gather(arrays, table, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
+        self._positions[:size].copy_(batch.positions)
         # A copy: the model overwrites what it is given.
         hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
-        if not samples:
+        if not shape.samples:
             self._hidden[:size].copy_(hidden)
             return
-        token_ids = ops.sample(self._logits(hidden), *inputs[:num_settings])
+        token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.positions + 1)
         self._token_ids[:size].copy_(token_ids)
-        table.write_tokens(batch.sample_cells, token_ids)
+        counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
+        self._counts[: shape.num_rows].copy_(counts)
+
+
+def _padded_arrays(step: StepRows, shape: Shape, padding_row: int) -> StepArrays:
+    """A step of decodes filled up to a shape: by rows of one token, then by tokens that are nobody's."""
+    missing = shape.num_rows - len(step.rows)
+    arrays = StepArrays.build(
+        np.concatenate([step.rows, np.full(missing, padding_row)]),
+        np.concatenate([step.query_lens, np.ones(missing, dtype=np.int64)]),
+    )
+    surplus = shape.num_tokens - len(arrays.token_rows)
+    if not surplus:
+        return arrays
+    return arrays._replace(
+        token_rows=np.concatenate([arrays.token_rows, np.full(surplus, padding_row)]),
+        offsets=np.concatenate([arrays.offsets, np.zeros(surplus, dtype=np.int64)]),
+    )
 
 
 class _Graph:
-    """One size: where its inputs lie, and how it is launched. What it gives lies in tensors that all sizes share."""
+    """One shape: where its inputs lie, and how it is launched. What it gives lies in tensors that all shapes share."""
 
     def __init__(self, packed: Tensor, arrays: Sequence[np.ndarray], device: torch.device) -> None:
         """`packed` is what its inputs look like, made of `arrays`."""
         self.buffer = torch.empty_like(packed, device=device)
-        self.inputs = unpack(self.buffer, arrays)
+        inputs = unpack(self.buffer, arrays)
+        count = len(StepArrays._fields)
+        self.arrays, self.settings = DeviceArrays(*inputs[:count]), inputs[count:]
         self.has_run = False
         self.replay: Run | None = None
 

@@ -2,91 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor, add
+from torch import Tensor
 
+from raylm import ops
 from raylm.layers.attention import AttentionMetadata
 from raylm.worker.request_table import RequestTable
 
 
-class StepArrays(NamedTuple):
-    """What the host says of a step: T tokens, S sequences, R of them sample. All int64 but for the lengths, int32."""
+class StepRows(NamedTuple):
+    """What the host says of a step of S rows."""
 
-    token_cells: np.ndarray
-    positions: np.ndarray
-    block_cells: np.ndarray
-    offsets: np.ndarray
-    """Of each token: its cell in token_ids, its position, its block's cell in block_table and its offset in the block.
-    Each [T]."""
     rows: np.ndarray
-    query_start: np.ndarray
-    seq_lens: np.ndarray
-    """[S], [S + 1] and [S]."""
-    sample_index: np.ndarray
-    sample_cells: np.ndarray
-    """Tokens of the step whose logits are wanted, and the cells that the sampled tokens go to. Each [R]."""
+    query_lens: np.ndarray
+    """int64 [S]: the row, and how many tokens it computes."""
+    num_sampled: np.ndarray
+    """int64 [S]: 1 and its drafts for a row that samples, else 0."""
+    reports: np.ndarray
+    """bool [S]: rows that report candidates."""
+    first: np.ndarray
+    """int64 [S]: the position that the row's tokens begin at, at most."""
 
     @classmethod
-    def build(cls, rows: np.ndarray, query_lens: np.ndarray, table: RequestTable) -> tuple[StepArrays, np.ndarray]:
-        """The arrays of a step in which rows[i] computes query_lens[i] tokens, and the rows [R] that sample.
+    def of(cls, rows: np.ndarray, query_lens: np.ndarray, table: RequestTable) -> StepRows:
+        """Rows that compute so many tokens, which the table's counts on the host have computed from here on."""
+        left = table.known_bound[rows] - table.computed_bound[rows]
+        is_last = query_lens >= left
+        reports = is_last & (table.num_candidates[rows] > 0)
+        samples = is_last & ~reports
+        first = table.computed_bound[rows]
+        table.count(rows, query_lens, samples)
+        return cls(rows, query_lens, np.where(samples, 1 + query_lens - left, 0), reports, first)
 
-        The table's rows count their tokens as computed from here on.
-        """
-        first = table.num_computed[rows]
-        seq_lens = first + query_lens
-        query_start = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=query_start[1:])
-        token_rows = np.repeat(rows, query_lens)
-        positions = np.arange(query_start[-1]) + np.repeat(first - query_start[:-1], query_lens)
-        known = table.num_known[rows]
-        samples = np.flatnonzero(seq_lens == known)
-        sample_rows = rows[samples]
-        arrays = cls(
-            token_cells=table.token_cells(token_rows, positions),
-            positions=positions,
-            block_cells=table.block_cells(token_rows, positions),
-            offsets=positions % table.block_size,
-            rows=rows,
-            query_start=query_start.astype(np.int32),
-            seq_lens=seq_lens.astype(np.int32),
-            sample_index=query_start[1:][samples] - 1,
-            sample_cells=table.token_cells(sample_rows, known[samples]),
-        )
-        table.compute(rows, seq_lens)
-        return arrays, sample_rows
+    @property
+    def max_seq_len(self) -> int:
+        return int((self.first + self.query_lens).max(initial=0))
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any row has drafts."""
+        return bool(self.num_sampled.max(initial=0) > 1)
+
+    @property
+    def sampled_rows(self) -> np.ndarray:
+        """The row of each sampled token."""
+        return np.repeat(self.rows, self.num_sampled)
+
+    def logit_index(self) -> np.ndarray:
+        """Tokens of the step whose logits are wanted, int64: those that are sampled after, then the last ones of rows
+        that report."""
+        ends, lens = np.cumsum(self.query_lens), self.num_sampled
+        # A row samples after the last of its tokens.
+        sampled = np.arange(lens.sum()) + np.repeat(ends - np.cumsum(lens), lens)
+        return np.concatenate([sampled, ends[self.reports] - 1])
+
+
+class StepArrays(NamedTuple):
+    """What the device needs to know of a step of T tokens and S rows."""
+
+    token_rows: np.ndarray
+    offsets: np.ndarray
+    """int64 [T]: a token's row, and how many of the row's tokens in this step come before it."""
+    rows: np.ndarray
+    """int64 [S]."""
+    query_start: np.ndarray
+    """int32 [S + 1]: row s computes the tokens query_start[s] to query_start[s + 1]."""
+
+    @classmethod
+    def build(cls, rows: np.ndarray, query_lens: np.ndarray) -> StepArrays:
+        query_start = starts(query_lens)
+        offsets = np.arange(query_start[-1], dtype=np.int64) - np.repeat(query_start[:-1], query_lens)
+        return cls(np.repeat(rows, query_lens), offsets, rows, query_start)
+
+
+class DeviceArrays(NamedTuple):
+    """StepArrays on the device."""
+
+    token_rows: Tensor
+    offsets: Tensor
+    rows: Tensor
+    query_start: Tensor
 
 
 class InputBatch(NamedTuple):
-    """What one forward pass reads, on the device.
-
-    token_ids, positions: [T] int64. attention: one for each cache group. sample_index, sample_cells: [R] int64, as in
-    StepArrays.
-    """
+    """What one forward pass reads, on the device: int64 [T] token ids and positions; attention a cache group."""
 
     token_ids: Tensor
     positions: Tensor
     attention: list[AttentionMetadata]
-    sample_index: Tensor
-    sample_cells: Tensor
 
     @classmethod
-    def gather(
-        cls, tensors: Sequence[Tensor], table: RequestTable, *, max_query_len: int, max_seq_len: int
-    ) -> InputBatch:
-        """Gather a step's inputs from the rows. `tensors` are the StepArrays on the device, the limits those of its
-        lengths. Nothing here depends on values, so it can be captured."""
-        token_cells, positions, block_cells, offsets, rows, query_start, seq_lens, sample_index, sample_cells = tensors
+    def gather(cls, arrays: DeviceArrays, table: RequestTable, *, max_query_len: int, max_seq_len: int) -> InputBatch:
+        """Gather a step's inputs from the rows; the limits are those of its lengths. Nothing here depends on values, so
+        it can be captured."""
+        token_ids, positions, slot_mappings, seq_lens = ops.place(
+            table.num_computed, table.token_ids, table.block_table, *arrays, table.block_size
+        )
         num_columns = -(-max_seq_len // table.block_size)
-        # [groups, S, num_columns] and [groups, T]
-        block_tables = table.block_table[:, :, :num_columns].index_select(1, rows)
-        block_ids = table.block_table.flatten(1).index_select(1, block_cells)
-        slot_mappings = add(offsets, block_ids, alpha=table.block_size)
+        block_tables = table.block_table[:, :, :num_columns].index_select(1, arrays.rows)  # [groups, S, num_columns]
         attention = [
-            AttentionMetadata(query_start, seq_lens, block_table, slot_mapping, max_query_len, max_seq_len)
+            AttentionMetadata(arrays.query_start, seq_lens, block_table, slot_mapping, max_query_len, max_seq_len)
             for block_table, slot_mapping in zip(block_tables, slot_mappings, strict=True)
         ]
-        token_ids = table.token_ids.view(-1).index_select(0, token_cells)
-        return cls(token_ids, positions, attention, sample_index, sample_cells)
+        return cls(token_ids, positions, attention)
+
+
+def starts(lens: np.ndarray) -> np.ndarray:
+    """Where each of some pieces starts, and the end of the last one: int32."""
+    found = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=found[1:])
+    return found

@@ -7,23 +7,27 @@ import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.core.step import StepPlan, StepResult
+from raylm.core.step import Sampled, StepPlan
 from raylm.models.decoder import DecoderModel
-from raylm.parallel.collectives import of_first
 from raylm.parallel.stages import StageLinks
 from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.graph_runner import Capture, GraphRunner
-from raylm.worker.input_batch import InputBatch, StepArrays
+from raylm.worker.input_batch import DeviceArrays, InputBatch, StepArrays, StepRows, starts
 from raylm.worker.kv_store import KVStore
-from raylm.worker.logprobs import likeliest, token_logprobs
-from raylm.worker.pending import Outputs, PendingStep
+from raylm.worker.pending import LogprobParts, Outputs, PendingStep
 from raylm.worker.pipeline import PipelineStage
 from raylm.worker.request_table import RequestTable
+from raylm.worker.sampling.logprobs import TokenLogprobs, join, likeliest
+from raylm.worker.sampling.sampler import Sampler
+from raylm.worker.sampling.stages import LogitRows
+
+_PROMPT_LOGITS = 256
+"""Tokens of a prompt whose logits are in memory at the same time, for prompt_logprobs."""
 
 
 class ModelRunner:
-    """Rows, copies, inputs, forward, sample, record: the calls of a step, in this order.
+    """Rows, copies, inputs, forward, sample, accept: the calls of a step, in this order.
 
     On a GPU they only queue work; nothing waits until the step's result is asked for. With `capture`, steps in which
     every row decodes run through graphs. Of several ranks only the one that answers has something in its results.
@@ -43,12 +47,13 @@ class ModelRunner:
         self._table = table
         self._store = store
         self._forward = _Forward(model, store, groups)
+        self._sampler = Sampler(table, model.context)
         self._agreement = agreement
         self._answers = model.context.answers
         self._pipeline = self._make_pipeline(model.context.links)
         self._graphs = self._make_graphs(capture) if capture is not None else None
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> Sampled:
         """Run one step and wait for what it gives."""
         result = self.submit(plan).result()
         if self._pipeline is not None:
@@ -57,10 +62,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Compute the plan's tokens; every row that had none left samples one more, or reports candidates for it."""
+        """Compute the plan's tokens; every row that had none left samples, or reports candidates."""
         if self._pipeline is not None:
             self._pipeline.begin(plan)
         self._table.apply(plan)
+        for new in plan.new_rows:
+            self._sampler.begin(new)
         if self._agreement is not None:
             self._agreement.check(plan)
         if plan.copies is not None:
@@ -86,6 +93,7 @@ class ModelRunner:
             self._forward,
             model.logits,
             self._table,
+            self._sampler.settings,
             hidden_size=model.arch.hidden_size,
             dtype=model.dtype,
             begins=model.context.is_first_stage,
@@ -94,84 +102,94 @@ class ModelRunner:
         )
 
     def _outputs(self, plan: StepPlan) -> Outputs:
-        rows = np.array(plan.rows, dtype=np.int64)
-        query_lens = np.array(plan.num_tokens, dtype=np.int64)
-        if self._graphs is not None and self._graphs.takes(rows, query_lens):
-            return self._decode(self._graphs, rows)
-        arrays, sample_rows = StepArrays.build(rows, query_lens, self._table)
+        step = StepRows.of(np.array(plan.rows, dtype=np.int64), np.array(plan.num_tokens, dtype=np.int64), self._table)
+        if self._graphs is not None and self._graphs.takes(step):
+            return self._decode(self._graphs, step)
+        arrays = DeviceArrays(*self._table.upload(*StepArrays.build(step.rows, step.query_lens)))
         batch = InputBatch.gather(
-            self._table.upload(*arrays),
-            self._table,
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(arrays.seq_lens.max()),
+            arrays, self._table, max_query_len=int(step.query_lens.max()), max_seq_len=step.max_seq_len
         )
         received = self._pipeline.receive(len(batch.token_ids)) if self._pipeline is not None else None
         hidden = self._forward(batch, batch.token_ids if received is None else received)
         if not self._model.context.is_last_stage:
-            return self._pass_on(hidden, sample_rows)
-        if not sample_rows.size:
-            return Outputs()
-        logits = self._model.logits(hidden.index_select(0, batch.sample_index))
-        return self._sample_or_report(logits, sample_rows, batch.sample_cells)
+            return self._pass_on(hidden, step)
+        outputs = self._finish(step, hidden, batch.positions, arrays)
+        prompts = self._prompt_logprobs(step, hidden, batch.positions, arrays.token_rows)
+        return outputs if prompts is None else outputs._replace(prompts=prompts)
 
-    def _decode(self, graphs: GraphRunner, rows: np.ndarray) -> Outputs:
-        """One token for each of the rows, through a graph."""
-        given = self._pipeline.receive(len(rows)) if self._pipeline is not None else None
+    def _decode(self, graphs: GraphRunner, step: StepRows) -> Outputs:
+        """A step of decodes, through a graph."""
+        given = self._pipeline.receive(int(step.query_lens.sum())) if self._pipeline is not None else None
         if not self._model.context.is_last_stage:
-            hidden, _ = graphs.decode(rows, given)
-            return self._pass_on(hidden.clone(), rows)
-        if graphs.samples and not self._table.needs_logits[rows].any():
-            token_ids = graphs.sample(rows, given)
-            if self._pipeline is not None:
-                self._pipeline.send_tokens(token_ids.clone())
-            return Outputs(token_ids)
-        hidden, cells = graphs.decode(rows, given)
-        return self._sample_or_report(self._model.logits(hidden), rows, cells)
+            return self._pass_on(graphs.decode(step, given, samples=False).hidden.clone(), step)
+        if not (graphs.samples and self._sampler.are_plain(step.rows)):
+            done = graphs.decode(step, given, samples=False)
+            return self._finish(step, done.hidden, done.positions, done.arrays)
+        done = graphs.decode(step, given, samples=True)
+        if self._pipeline is not None:
+            self._pipeline.send_tokens(done.token_ids.clone())
+        return Outputs(done.token_ids, step.num_sampled, done.counts if step.verifies else None)
 
-    def _pass_on(self, hidden: Tensor, sample_rows: np.ndarray) -> Outputs:
+    def _pass_on(self, hidden: Tensor, step: StepRows) -> Outputs:
         assert self._pipeline is not None, "a stage that is not the last one has links"
-        self._pipeline.pass_on(hidden, sample_rows)
+        self._pipeline.pass_on(hidden, step)
         return Outputs()
 
-    def _sample_or_report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
-        """What the rows [num_rows] give. logits: [num_rows, vocab]; cells: [num_rows], for the tokens they sample."""
-        reports = self._table.reports[rows].any()
-        outputs = self._report(logits, rows, cells) if reports else Outputs(self._sample(logits, rows, cells))
-        if self._pipeline is not None:
-            self._pipeline.send_tokens(outputs.token_ids)
+    def _finish(self, step: StepRows, hidden: Tensor, positions: Tensor, arrays: DeviceArrays) -> Outputs:
+        """Sample, report and count a step of which the last stage has hidden states [T, hidden_size]."""
+        table, num_sampled = self._table, int(step.num_sampled.sum())
+        sample_start, index = table.upload(starts(step.num_sampled), step.logit_index())
+        outputs, token_ids = Outputs(), index[:0]
+        if len(index):
+            logits = self._model.logits(hidden.index_select(0, index))
+            if num_sampled:
+                own = index[:num_sampled]
+                of = LogitRows(
+                    step.sampled_rows, arrays.token_rows.index_select(0, own), positions.index_select(0, own) + 1
+                )
+                outputs = self._sample(step, logits[:num_sampled], of)
+                assert outputs.token_ids is not None
+                token_ids = outputs.token_ids
+            if num_sampled < len(index):
+                counts = table.num_candidates[step.rows[step.reports]].tolist()
+                found = likeliest(logits[num_sampled:], max(counts))
+                outputs = outputs._replace(likeliest=found, num_candidates=counts)
+        counts = table.accept(arrays.rows, arrays.query_start, sample_start, token_ids)
+        if self._pipeline is not None and num_sampled:
+            self._pipeline.send_tokens(token_ids)
+        if step.verifies:
+            sampling = np.flatnonzero(step.num_sampled)
+            kept = counts.index_select(0, *table.upload(sampling))
+            outputs = outputs._replace(num_sampled=step.num_sampled[sampling], counts=kept)
         return outputs
 
-    def _sample(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Tensor:
-        """One token for each of the rows [num_rows], which know it from now on."""
-        logits = self._table.penalize(logits, rows)
-        token_ids = ops.sample(logits, *self._table.upload(*self._table.sampling(rows)))
-        if not ops.sample_is_async(self._table.device):
-            # torch's sums on a GPU may differ in the last bit from one time to the next.
-            token_ids = of_first(token_ids, self._model.context)
-        self._table.write_tokens(cells, token_ids)
-        self._table.num_known[rows] += 1
-        return token_ids
+    def _sample(self, step: StepRows, logits: Tensor, of: LogitRows) -> Outputs:
+        drawn = self._sampler.sample(logits, of)
+        if drawn.logprobs is None:
+            return Outputs(drawn.token_ids)
+        sampling = step.num_sampled > 0
+        num_top = self._sampler.logprobs.num_top(step.rows[sampling])
+        parts = LogprobParts(drawn.logprobs, step.num_sampled[sampling], num_top)
+        return Outputs(drawn.token_ids, logprobs=parts)
 
-    def _report(self, logits: Tensor, rows: np.ndarray, cells: Tensor) -> Outputs:
-        """The same where some of the rows want more than a token, or candidates instead."""
-        searching = self._table.num_candidates[rows] > 0
-        sampling, reporting = np.flatnonzero(~searching), np.flatnonzero(searching)
-        wants = np.flatnonzero(self._table.logprob[rows[sampling]])
-        own, asking, wanted = self._table.upload(sampling, reporting, wants)
-        token_ids, logprobs, found = None, None, None
-        if sampling.size:
-            logits_of_own = logits.index_select(0, own)
-            token_ids = self._sample(logits_of_own, rows[sampling], cells.index_select(0, own))
-            if wants.size:
-                values = token_logprobs(
-                    logits_of_own.index_select(0, wanted).float(), token_ids.index_select(0, wanted)
-                )
-                logprobs = torch.zeros(sampling.size, dtype=values.dtype, device=values.device)
-                logprobs.index_copy_(0, wanted, values)
-        if reporting.size:
-            counts = self._table.num_candidates[rows[reporting]].tolist()
-            found = likeliest(logits.index_select(0, asking).float(), counts)
-        return Outputs(token_ids, logprobs, found)
+    def _prompt_logprobs(
+        self, step: StepRows, hidden: Tensor, positions: Tensor, token_rows: Tensor
+    ) -> LogprobParts | None:
+        """Of the tokens that follow those of the step in their prompts, for the rows that want them."""
+        num_top = self._sampler.prompt_top[step.rows]
+        ends = np.minimum(step.first + step.query_lens, self._table.num_prompt[step.rows] - 1)
+        lens = np.where(num_top >= 0, np.maximum(ends - step.first, 0), 0)
+        wanted = np.flatnonzero(lens)
+        if not wanted.size:
+            return None
+        first = starts(step.query_lens)[wanted]
+        index = np.concatenate([np.arange(at, at + count) for at, count in zip(first, lens[wanted], strict=True)])
+        most, found = int(num_top[wanted].max()), []
+        for part in self._table.upload(index)[0].split(_PROMPT_LOGITS):
+            follow = self._table.next_tokens(token_rows.index_select(0, part), positions.index_select(0, part))
+            logits = self._model.logits(hidden.index_select(0, part))
+            found.append(TokenLogprobs(*ops.token_logprobs(logits, follow, min(most, logits.shape[1]))))
+        return LogprobParts(join(found), lens[wanted], num_top[wanted])
 
 
 class _Forward:

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from raylm.core.step import Candidates, StepResult
+from raylm.core.step import Candidates, Logprobs, Sampled
+from raylm.worker.input_batch import starts
+from raylm.worker.sampling.logprobs import HostLogprobs, Likeliest, TokenLogprobs
 from raylm.worker.transfer import Download
 
 
-class Likeliest(NamedTuple):
-    """The likeliest tokens of some rows, likeliest first, and their log probabilities: both [num_rows, most].
+class LogprobParts(NamedTuple):
+    """Log probabilities of tokens, and whose they are: part i has lens[i] of the tokens, in order, and wants num_top[i]
+    likeliest tokens of each; -1 where it wants nothing."""
 
-    Row i asked for counts[i] of them.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
-    counts: list[int]
+    tokens: TokenLogprobs
+    lens: np.ndarray
+    num_top: np.ndarray
 
 
 class Outputs(NamedTuple):
-    """What a step gives, on the device. Tensors are parallel to the rows that sampled."""
+    """What a step gives, on the device."""
 
     token_ids: Tensor | None = None
-    """[num_sampled] int64."""
-    logprobs: Tensor | None = None
-    """[num_sampled], 0 for rows that did not ask; None where none did."""
+    """int64 [M]: what was sampled after every token of rows that sample."""
+    num_sampled: np.ndarray | None = None
+    counts: Tensor | None = None
+    """Of each row that samples: how many of token_ids are its, and how many of those it keeps; None where no row has
+    drafts."""
+    logprobs: LogprobParts | None = None
+    """Of token_ids, one part a row that samples; None where none wants them."""
     likeliest: Likeliest | None = None
+    num_candidates: list[int] = []
+    """Of rows that report: the likeliest tokens, and how many of them each has asked for."""
+    prompts: LogprobParts | None = None
+    """Of tokens of prompts, one part a row."""
 
 
 class PendingStep:
@@ -38,21 +47,46 @@ class PendingStep:
     def __init__(self, step: int, outputs: Outputs, device: torch.device) -> None:
         self._step = step
         self._outputs = outputs
-        tensors = [outputs.token_ids, outputs.logprobs, *(outputs.likeliest or (None, None))[:2]]
-        self._download = Download([tensor for tensor in tensors if isinstance(tensor, Tensor)], device)
+        given = outputs
+        tensors = [given.token_ids, given.counts, *(given.likeliest or ())]
+        for parts in (given.logprobs, given.prompts):
+            tensors += parts.tokens if parts is not None else ()
+        self._download = Download([tensor for tensor in tensors if tensor is not None], device)
 
     @property
     def done(self) -> bool:
         """Whether `result` returns at once."""
         return self._download.done
 
-    def result(self) -> StepResult:
-        outputs, arrived = self._outputs, iter(self._download.get())
-        token_ids = next(arrived).tolist() if outputs.token_ids is not None else []
-        logprobs = next(arrived).tolist() if outputs.logprobs is not None else []
-        if outputs.likeliest is None:
-            return StepResult(self._step, token_ids, logprobs)
-        ids, values = next(arrived).tolist(), next(arrived).tolist()
-        counts = outputs.likeliest.counts
-        candidates = [Candidates(i[:n], v[:n]) for i, v, n in zip(ids, values, counts, strict=True)]
-        return StepResult(self._step, token_ids, logprobs, candidates)
+    def result(self) -> Sampled:
+        given, arrived = self._outputs, iter(self._download.get())
+        token_ids = next(arrived).tolist() if given.token_ids is not None else []
+        counts = next(arrived).tolist() if given.counts is not None else []
+        candidates = []
+        if given.likeliest is not None:
+            ids, values = next(arrived).tolist(), next(arrived).tolist()
+            candidates = [Candidates(i[:n], v[:n]) for i, v, n in zip(ids, values, given.num_candidates, strict=True)]
+        logprobs = [] if given.logprobs is None else _cut(given.logprobs, _take(arrived))
+        prompts = [] if given.prompts is None else _cut(given.prompts, _take(arrived))
+        if counts:
+            assert given.num_sampled is not None, "rows that verify drafts say how many"
+            first = starts(given.num_sampled).tolist()
+            token_ids = [
+                token for start, count in zip(first, counts, strict=False) for token in token_ids[start : start + count]
+            ]
+            logprobs = [(index, found.first(counts[index])) for index, found in logprobs]
+        return Sampled(self._step, token_ids, counts, logprobs, candidates, [found for _, found in prompts])
+
+
+def _take(arrived: object) -> HostLogprobs:
+    return HostLogprobs([next(arrived) for _ in TokenLogprobs._fields])  # type: ignore[call-overload]
+
+
+def _cut(parts: LogprobParts, found: HostLogprobs) -> list[tuple[int, Logprobs]]:
+    """(i, what part i wanted)."""
+    first = starts(parts.lens).tolist()
+    return [
+        (index, found.cut(first[index], first[index + 1], num_top))
+        for index, num_top in enumerate(parts.num_top.tolist())
+        if num_top >= 0
+    ]

@@ -12,24 +12,26 @@ from torch import Tensor
 from raylm.core.step import NewRow, StepPlan
 from raylm.parallel.context import ParallelContext
 from raylm.parallel.stages import StageLinks
+from raylm.worker.input_batch import StepRows, starts
 from raylm.worker.request_table import RequestTable
 
 
 @dataclass(slots=True)
 class _Due:
-    """Tokens of a step that the last stage is to send: the rows that sample and the cells for their tokens, [count]."""
+    """Tokens of a step that the last stage is to send: of the rows that sample, [count] each, and what they compute."""
 
     step: int
     rows: np.ndarray
-    cells: np.ndarray
+    query_lens: np.ndarray
+    num_sampled: np.ndarray
 
 
 class PipelineStage:
-    """Passes hidden states on, and brings sampled tokens from the last stage into the first one's table.
+    """Passes hidden states on, and brings sampled tokens from the last stage into the tables of all others.
 
-    All stages get the same plans and keep the same rows, so each knows what the others send. The first stage takes the
-    tokens of a step before the first step that needs them, and at the latest `pipeline_size` steps later: by then the
-    last stage is about to have sampled them, and sends never pile up.
+    All stages get the same plans and keep the same rows, so each knows what the others send, and accepts the same
+    drafts. A stage takes the tokens of a step before the first step that needs them, and at the latest `pipeline_size`
+    steps later: by then the last stage is about to have sampled them, and sends never pile up.
     """
 
     def __init__(
@@ -60,21 +62,21 @@ class PipelineStage:
             return None
         return self._links.receive_hidden(num_tokens, *self._hidden)
 
-    def pass_on(self, hidden: Tensor, sample_rows: np.ndarray) -> None:
+    def pass_on(self, hidden: Tensor, step: StepRows) -> None:
         """End a step of this stage, unless it is the last one. Nobody may write into `hidden` any more."""
         self._links.send_hidden(hidden)
-        table = self._table
-        rows = sample_rows[table.num_candidates[sample_rows] == 0]
-        if not rows.size:
-            return
-        if self._context.is_first_stage:
-            self._due.append(_Due(self._num_steps, rows, table.token_cells(rows, table.num_known[rows])))
-        table.num_known[rows] += 1
+        samples = step.num_sampled > 0
+        if samples.any():
+            parts = step.rows[samples], step.query_lens[samples], step.num_sampled[samples]
+            self._due.append(_Due(self._num_steps, *parts))
+        if not samples.all():
+            # What samples nothing may go on at once.
+            others = step.rows[~samples], step.query_lens[~samples], step.num_sampled[~samples]
+            self._accept(*others, torch.empty(0, dtype=torch.int64, device=self._table.device))
 
-    def send_tokens(self, token_ids: Tensor | None) -> None:
-        """End a step of the last stage. Nobody may write into `token_ids` any more."""
-        if token_ids is not None:
-            self._links.send_tokens(token_ids)
+    def send_tokens(self, token_ids: Tensor) -> None:
+        """End a step of the last stage that sampled. Nobody may write into `token_ids` any more."""
+        self._links.send_tokens(token_ids)
 
     def drain(self) -> None:
         """Take every token that is due: no step follows for a while."""
@@ -83,16 +85,17 @@ class PipelineStage:
     def _take_tokens(self, count: int) -> None:
         for _ in range(count):
             due = self._due.popleft()
-            token_ids = self._links.receive_tokens(len(due.cells))
-            self._table.write_tokens(self._table.upload(due.cells)[0], token_ids)
+            token_ids = self._links.receive_tokens(int(due.num_sampled.sum()))
+            self._accept(due.rows, due.query_lens, due.num_sampled, token_ids)
+
+    def _accept(self, rows: np.ndarray, query_lens: np.ndarray, num_sampled: np.ndarray, token_ids: Tensor) -> None:
+        table = self._table
+        table.accept(*table.upload(rows, starts(query_lens), starts(num_sampled)), token_ids)
 
     def _forget(self, new_rows: list[NewRow]) -> None:
         """Tokens of requests that have ended meanwhile must not get into the rows of those that come after them."""
         taken = [new.row for new in new_rows]
         if not taken:
             return
-        padding = self._table.padding_row
         for due in self._due:
-            stale = np.isin(due.rows, taken)
-            due.rows = np.where(stale, padding, due.rows)
-            due.cells = np.where(stale, self._table.token_cells(np.array(padding), np.array(1)), due.cells)
+            due.rows = np.where(np.isin(due.rows, taken), self._table.padding_row, due.rows)

@@ -6,7 +6,9 @@ import time
 
 import torch
 
-from raylm.core.step import CacheLayout, Copies, NewBlocks, NewRow, RowSampling, StepPlan
+from raylm.core.rows import prompt_plan
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import CacheLayout, Copies, RowSampling, StepPlan
 from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
 
@@ -15,22 +17,11 @@ _COPIED_BYTES = 256 << 20
 
 
 def trial_plan(num_tokens: int, num_rows: int, layout: CacheLayout) -> StepPlan:
-    """A step that spreads `num_tokens` over at most `num_rows` new requests, all of which sample.
-
-    What it computes is of no use, so all groups share the blocks from 1 on.
-    """
+    """A step that spreads `num_tokens` over at most `num_rows` new requests, all of which sample."""
     num_rows = min(num_rows, num_tokens)
     lens = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
-    sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=0, min_p=0.0, seed=0)
-    rows = list(range(num_rows))
-    new_blocks, next_block = [], 1
-    for row, length in zip(rows, lens, strict=True):
-        count = -(-length // layout.block_size)
-        blocks = list(range(next_block, next_block + count))
-        new_blocks += [NewBlocks(row, group, 0, blocks) for group in range(len(layout.windows))]
-        next_block += count
-    new_rows = [NewRow(row, [0] * length, 0, sampling) for row, length in zip(rows, lens, strict=True)]
-    return StepPlan(0, new_rows, new_blocks, rows, lens)
+    sampling = RowSampling(SamplingParams(temperature=1.0, top_p=0.9))
+    return prompt_plan(0, [[0] * length for length in lens], sampling, layout)
 
 
 def last_block(plan: StepPlan) -> int:

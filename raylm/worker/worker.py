@@ -14,7 +14,7 @@ import torch
 from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import ModelSource, locate
-from raylm.core.step import ModelInfo, StepPlan, StepResult
+from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.errors import ConfigError, TransferError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
 from raylm.layers.linear import kv_heads_of_rank
@@ -147,7 +147,7 @@ class Worker:
             raise RuntimeError("submit() before start()")
         return self._runner.submit(plan)
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan) -> Sampled:
         """Run one step to its end."""
         return self.submit(plan).result()
 

@@ -22,8 +22,8 @@ def test_one_line_a_plan_and_number_of_workers(capsys):
 
 
 def test_plans_are_as_large_as_a_schedulers():
-    assert steps.decode_plan(256).total_tokens == 256 and len(steps.decode_plan(256).new_blocks) == 16
-    plan = steps.prefill_plan()
+    assert steps.decodes(256).total_tokens == 256 and len(steps.decodes(256).new_blocks) == 16
+    plan = steps.prefill()
     assert plan.total_tokens == 8192
     assert sum(len(blocks.block_ids) for blocks in plan.new_blocks) * 16 == 8192
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
@@ -34,7 +34,7 @@ def test_a_worker_that_ends_ends_the_measurement():
     workers._processes[0].kill()
     workers._processes[0].join(10)
     with pytest.raises(RaylmError, match="a worker of the benchmark ended"):
-        workers.us_per_trip(steps.decode_plan(64), 1)
+        workers.us_per_trip(steps.decodes(64), 1)
     workers.close()
 
 

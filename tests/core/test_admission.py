@@ -17,7 +17,7 @@ from raylm.core.admission import Admission
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request, Status
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import StepResult
+from raylm.core.step import Sampled
 from raylm.errors import Overloaded
 
 ROWS = 4
@@ -143,7 +143,7 @@ class _TimedExecutor(FakeExecutor):
 
     now = 0.0
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         self.now += 0.1
         return super().result()
 

@@ -9,7 +9,7 @@ from raylm.config.sampling import GenerationConfig
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import RowPenalties, RowSampling
+from raylm.core.step import RowSampling
 from raylm.engine.checks import check_params, check_prompt
 from raylm.engine.messages import Submit, ToEngine
 from raylm.errors import RequestRejected
@@ -32,23 +32,6 @@ def test_limits_of_numbers(name, bounds, allowed, refused):
             SamplingParams(**{name: value})
         assert error.value.param == name
         assert str(error.value) == f"{name} must be a number in {bounds}, got {value!r}"
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": -0.0}, None),
-        ({"repetition_penalty": 1.5}, RowPenalties(3, 1.5, 0, 0)),
-        ({"frequency_penalty": -1}, RowPenalties(3, 1, -1, 0)),
-        ({"presence_penalty": 2, "frequency_penalty": 0.5}, RowPenalties(3, 1, 0.5, 2)),
-        ({"presence_penalty": 2, "beam_width": 2}, None),
-    ],
-    ids=str,
-)
-def test_only_penalties_that_do_something_go_to_the_workers(fields, expected):
-    request = Request("a", [5, 6, 7], SamplingParams(**fields), seed=0, stop_ids=frozenset(), max_len=9)
-    assert request.sampling.penalties == expected
 
 
 class Whole(int):

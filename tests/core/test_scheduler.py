@@ -17,7 +17,7 @@ from raylm.core.kv_cache import KVCacheManager
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.scheduler import Scheduler
-from raylm.core.step import CacheLayout, StepResult
+from raylm.core.step import CacheLayout, Sampled
 from raylm.errors import ConfigError, EngineDeadError, Overloaded, RequestRejected
 
 
@@ -115,7 +115,7 @@ def test_a_result_out_of_order_is_an_error():
     engine.add(["a"], [1, 2], SamplingParams(max_tokens=8))
     engine.step()
     with pytest.raises(RuntimeError, match="does not answer"):
-        engine._scheduler.update(StepResult(99, [1]), 0.0)
+        engine._scheduler.update(Sampled(99, [1]), 0.0)
 
 
 def test_a_worker_failure_reaches_the_caller():

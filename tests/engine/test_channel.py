@@ -101,7 +101,7 @@ async def test_the_sequences_of_a_group_share_one_submit(served):
     tokens, reason = expected_tokens(prompt, params, 200)
     for delta in whole.values():
         assert (delta.token_ids, delta.finish_reason) == (tokens, reason)
-        assert len(delta.logprobs) == 20 and max(delta.logprobs) < 0
+        assert len(delta.logprobs.values) == 20 and max(delta.logprobs.values) < 0
     again = await collect_all(client, ["d"], prompt, params)
     assert again["d"].num_cached_tokens == 8, "the prompt's full blocks are in the cache"
     assert client.load.prefix_hits == 8 and client.load.prefix_queries >= 11 + 11

@@ -13,7 +13,7 @@ from fakes import FakeExecutor, expected_tokens
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import StepResult
+from raylm.core.step import Sampled
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError, RequestRejected
 
@@ -50,7 +50,7 @@ class Paused(FakeExecutor):
         super().__init__()
         self.allowed = threading.Semaphore(0)
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         self.allowed.acquire()
         return super().result()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.core.events import BlockEvent, EventBatch, EventLog, EventSnapshot
-from raylm.core.step import TokenDelta
+from raylm.core.step import Logprobs, TokenDelta
 from raylm.engine import streams
 from raylm.engine.followers import Followers
 from raylm.engine.messages import BlockEvents, BlockSnapshot
@@ -26,14 +26,21 @@ class Releases:
         self.seen.append((request_id, abort))
 
 
+def said(*values: float) -> Logprobs:
+    """Log probabilities of so many tokens."""
+    return Logprobs(list(values), [1] * len(values), [[3]] * len(values), [[0.0]] * len(values))
+
+
 async def test_merged_deltas_lose_nothing() -> None:
     releases = Releases()
     group = Sequences(["a", "b"], releases)
-    group.push(TokenDelta("b", [1], None, None, 4, [-1.0]))
+    group.push(TokenDelta("b", [1], None, None, 4, said(-1.0), said(-7.0)))
     group.push(TokenDelta("a", [2]))
-    group.push(TokenDelta("b", [3, 4], None, None, 0, [-2.0, -3.0]))
-    group.push(TokenDelta("b", [5], "deadline", "too late", 0, [-4.0]))
-    assert await anext(group) == TokenDelta("b", [1, 3, 4, 5], "deadline", "too late", 4, [-1.0, -2.0, -3.0, -4.0])
+    group.push(TokenDelta("b", [3, 4], None, None, 0, said(-2.0, -3.0)))
+    group.push(TokenDelta("b", [5], "deadline", "too late", 0, said(-4.0)))
+    said_in_all = said(-1.0, -2.0, -3.0, -4.0)
+    whole = TokenDelta("b", [1, 3, 4, 5], "deadline", "too late", 4, said_in_all, said(-7.0))
+    assert await anext(group) == whole
     assert await anext(group) == TokenDelta("a", [2])
     group.push(TokenDelta("a", [], "stop"))
     assert [delta async for delta in group] == [TokenDelta("a", [], "stop")]

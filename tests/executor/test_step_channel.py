@@ -9,20 +9,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import (
     Candidates,
     Copies,
+    Drafts,
+    Logprobs,
     NewBlocks,
     NewRow,
-    RowPenalties,
     RowSampling,
+    Sampled,
     StepPlan,
-    StepResult,
 )
 from raylm.errors import EngineDeadError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
-SAMPLING = RowSampling(0.7, 0.9, 40, 0.05, 2**62)
+LOGPROBS = Logprobs([-0.5], [2], [[7, 1]], [[-0.25, -0.5]])
+SAMPLING = RowSampling(SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05), 2**62, 3)
 
 
 def worker(address: StepAddress, step) -> threading.Thread:
@@ -43,18 +46,18 @@ def worker(address: StepAddress, step) -> threading.Thread:
 class Step:
     """A step that is done when it is let."""
 
-    def __init__(self, result: StepResult, *, done: bool = True) -> None:
+    def __init__(self, result: Sampled, *, done: bool = True) -> None:
         self.done = done
         self._result = result
 
-    def result(self) -> StepResult:
+    def result(self) -> Sampled:
         return self._result
 
 
-def result_of(plan: StepPlan) -> StepResult:
+def result_of(plan: StepPlan) -> Sampled:
     """A token for each row, and candidates for each chosen one."""
     candidates = [Candidates([token, 3], [-0.25, -1.5]) for _, token in plan.chosen]
-    return StepResult(plan.step, [plan.step] * len(plan.rows), [-0.5] * len(plan.rows), candidates)
+    return Sampled(plan.step, [plan.step] * len(plan.rows), [], [(0, LOGPROBS)], candidates)
 
 
 def test_plans_and_results_survive_the_trip():
@@ -66,11 +69,12 @@ def test_plans_and_results_survive_the_trip():
         return Step(result_of(plan))
 
     thread = worker(sender.addresses[0], step)
-    paying = SAMPLING._replace(penalties=RowPenalties(2, 1.1, -0.5, 2))
+    paying = SAMPLING._replace(params=SamplingParams(repetition_penalty=1.1, logit_bias=((3, 1.5),), stop=("a",)))
     new_rows = [NewRow(0, [1, 2, 3], 0, SAMPLING), NewRow(5, [4, 5, 6], 0, paying)]
     plans = [
         StepPlan(1, new_rows, [NewBlocks(0, 0, 0, [1, 2])], [0], [3]),
-        StepPlan(2, [], [NewBlocks(5, 1, 7, [9])], [0, 5], [1, 1], Copies([(1, 0)], [(4, 5), (6, 7)], []), [(5, 17)]),
+        StepPlan(2, [], [NewBlocks(5, 1, 7, [9])], [0, 5], [3, 1], Copies([(1, 0)], [(4, 5), (6, 7)], []), [(5, 17)]),
+        StepPlan(3, [], [], [0], [3], None, [], [Drafts(0, 4, [7, 8])], [(0, 4)]),
     ]
     for plan in plans:
         sender.send(plan)
@@ -92,7 +96,7 @@ def test_a_connected_channel_has_nothing_in_the_file_system():
     sender.wait_for_workers(look=lambda: None, deadline=time.monotonic() + 10)
     assert not folder.exists()
     sender.send(StepPlan(1, [], [], [0], [1]))
-    assert sender.receive(5000) == sender.receive(5000) == StepResult(1, [1], [-0.5])
+    assert sender.receive(5000) == sender.receive(5000) == Sampled(1, [1], [], [(0, LOGPROBS)])
     sender.close()
     for thread in threads:
         thread.join(5)
@@ -173,4 +177,5 @@ def test_a_decode_step_of_512_requests_is_small():
     plan = StepPlan(10**6, [], [NewBlocks(row, 0, 99, [row]) for row in rows[::16]], rows, [1] * 512)
     assert len(msgspec.msgpack.encode(plan)) < 8 * 1024
     new = [NewRow(row, [50_000] * 16, 0, SAMPLING) for row in rows]
-    assert len(msgspec.msgpack.encode(plan._replace(new_rows=new))) < 64 * 1024
+    # A new row brings all of its request's sampling by name, once: some 500 bytes.
+    assert len(msgspec.msgpack.encode(plan._replace(new_rows=new))) < 300 * 1024

@@ -16,7 +16,7 @@ from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.config.resolve import resolve
-from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.step import NewBlocks, NewRow, RowSampling, Sampled, StepPlan
 from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
 from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
@@ -252,7 +252,8 @@ def test_a_worker_takes_the_next_plan_while_its_gpu_computes(folder: Path) -> No
     worker.start()
     sender = PlanSender()
     prompt = [5, 6, 7]
-    first = StepPlan(1, [NewRow(0, prompt, 0, RowSampling(0.0, 1.0, 0, 0.0, 0))], [NewBlocks(0, 0, 0, [1])], [0], [3])
+    sampling = RowSampling(SamplingParams(temperature=0.0))
+    first = StepPlan(1, [NewRow(0, prompt, 0, sampling)], [NewBlocks(0, 0, 0, [1])], [0], [3])
     plans = [first, *(StepPlan(number, [], [], [0], [1]) for number in range(2, 10))]
 
     def work() -> None:
@@ -277,7 +278,7 @@ def test_a_step_that_samples_nothing_is_not_done_before_its_device_is():
     torch.cuda._sleep(200_000_000)
     step = PendingStep(1, Outputs(), torch.device("cuda"))
     assert not step.done
-    assert step.result() == StepResult(1, [])
+    assert step.result() == Sampled(1, [])
     assert step.done
 
 

@@ -137,8 +137,10 @@ def test_penalties_count_alike(shape, folders, load, device):
     plain, expected = (tokens(load(folder), PROMPTS, each) for each in (GREEDY, paying))
     assert [[one] for one in found] == [(expected, plain)[i % 2][i] for i in range(6)]
     assert all(plain[i] != expected[i] for i in (0, 2, 4))
-    rows = [new for plan in llm._engine._executor.plans for new in plan.new_rows if new.sampling.penalties]
-    back = max(len(new.token_ids) - new.sampling.penalties.num_prompt for new in rows)
+    rows = [
+        new for plan in llm._engine._executor.plans for new in plan.new_rows if new.sampling.params.presence_penalty
+    ]
+    back = max(len(new.token_ids) - new.sampling.num_prompt for new in rows)
     assert back > 3 or device == "cuda", "the test is meant to preempt one that has generated several tokens"
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from raylm.config.engine import SchedulerConfig
 from raylm.config.resolve import ResolvedScheduler
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewRow, RowSampling, StepPlan
 from raylm.errors import ConfigError
 from raylm.sim.cost import PRESETS, DeviceCost
@@ -14,7 +15,7 @@ from raylm.sim.traces import Arrival, make_trace
 
 # A millisecond a prefill token, 10 ms a step: times can be worked out by hand.
 PLAIN = DeviceCost(fixed=0.010, prefill=0.001, decode=0.0, context=0.0)
-GREEDY = RowSampling(0.0, 1.0, 0, 0.0, 0)
+GREEDY = RowSampling(SamplingParams(temperature=0.0))
 
 
 def arrival(at, prompt_len, output_len, *, tenant="all", priority=0, shared=0):

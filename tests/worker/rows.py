@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from raylm.config.source import locate
-from raylm.core.step import Copies, NewBlocks, NewRow, RowSampling, StepPlan, StepResult
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import Copies, Drafts, NewBlocks, NewRow, RowSampling, Sampled, StepPlan
 from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
@@ -20,7 +22,7 @@ from raylm.worker.request_table import RequestTable
 
 BLOCK = 4
 MAX_LEN = 64
-GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+GREEDY = RowSampling(SamplingParams(temperature=0.0))
 CPU = torch.device("cpu")
 
 
@@ -61,11 +63,14 @@ class Rig:
         new_blocks: list[NewBlocks] | None = None,
         copies: Copies | None = None,
         chosen: list[tuple[int, int]] | None = None,
-    ) -> StepResult:
+        drafts: list[Drafts] | None = None,
+        bounds: list[tuple[int, int]] | None = None,
+    ) -> Sampled:
         """Run one step in which rows compute so many tokens."""
         self._steps += 1
         counts = list(num_tokens.values())
-        plan = StepPlan(self._steps, new_rows or [], new_blocks or [], list(num_tokens), counts, copies, chosen or [])
+        deltas = copies, chosen or [], drafts or [], bounds or []
+        plan = StepPlan(self._steps, new_rows or [], new_blocks or [], list(num_tokens), counts, *deltas)
         result = self.runner.execute(plan)
         assert result.step == self._steps
         return result
@@ -122,6 +127,12 @@ class WindowScheduler:
             found.append(NewBlocks(row, group, first, table[first:]))
         self._computed[row] += count
         return found
+
+
+def sampling(*, seed: int = 0, num_prompt: int = 0, num_candidates: int = 0, **fields: Any) -> RowSampling:
+    """Greedy but for these fields of SamplingParams."""
+    params = SamplingParams(**{"temperature": 0.0, **fields})
+    return RowSampling(params, seed, num_prompt, num_candidates=num_candidates)
 
 
 def tokens(count: int, *, seed: int = 7) -> list[int]:

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from spawned import Ranks
 
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan
 from raylm.errors import RanksDivergedError
 from raylm.parallel.context import ParallelContext
 from raylm.worker.agreement import Agreement
 from raylm.worker.request_table import RequestTable
 
-SAMPLING = RowSampling(0.0, 1.0, 0, 0.0, 1)
+SAMPLING = RowSampling(SamplingParams(temperature=0.0), seed=1)
 FIRST = StepPlan(1, [NewRow(2, [5, 6, 7, 8, 9], 0, SAMPLING)], [NewBlocks(2, 0, 0, [3, 4])], [2], [5])
 SECOND = StepPlan(2, [], [], [2], [1])
 

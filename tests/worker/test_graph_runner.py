@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
 import torch
-from rows import GREEDY, Rig, tokens
+from rows import GREEDY, Rig, sampling, tokens
 
-from raylm.core.step import NewBlocks, NewRow, RowPenalties
+from raylm.core.step import NewBlocks, NewRow, RowSampling
 from raylm.worker.graph_runner import Run, graph_sizes
 
 
@@ -43,32 +44,36 @@ def blocks(rig: Rig, row: int) -> list[NewBlocks]:
     return [NewBlocks(row, group, 0, [1 + 12 * row + 4 * group + column for column in range(4)]) for group in groups]
 
 
-def prompts(rig: Rig, rows: list[int], **sampling: object) -> list[int]:
+def prompts(rig: Rig, rows: list[int], wanted: RowSampling = GREEDY) -> list[int]:
     result = rig.step(
         {row: 3 + row for row in rows},
-        new_rows=[NewRow(row, tokens(3 + row, seed=row + 1), 0, GREEDY._replace(**sampling)) for row in rows],
+        new_rows=[NewRow(row, tokens(3 + row, seed=row + 1), 0, wanted) for row in rows],
         new_blocks=[block for row in rows for block in blocks(rig, row)],
     )
     return result.token_ids
 
 
-PENALTIES = RowPenalties(3, repetition=1.6, frequency=0.9, presence=0.4)
+PENALTIES = {"repetition_penalty": 1.6, "frequency_penalty": 0.9, "presence_penalty": 0.4}
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 1.5, "seed": 3}, {"logprob": True}, {"penalties": PENALTIES}],
-    ids=["greedy", "drawn", "logprob", "penalties"],
+    "fields",
+    [{}, {"temperature": 1.5, "seed": 3}, {"logprobs": 2}, {"num_prompt": 3, **PENALTIES}],
+    ids=["greedy", "drawn", "logprobs", "penalties"],
 )
-def test_a_replay_gives_what_an_eager_step_gives(folder: Path, sampling: dict[str, object]) -> None:
+def test_a_replay_gives_what_an_eager_step_gives(folder: Path, fields: dict[str, Any]) -> None:
     capture = Noted()
     eager, replayed = Rig(folder, num_blocks=64), Rig(folder, num_blocks=64, capture=capture)
     rows = [2, 0, 3]
-    assert prompts(eager, rows, **sampling) == prompts(replayed, rows, **sampling)
+    wanted = sampling(**fields)
+    assert prompts(eager, rows, wanted) == prompts(replayed, rows, wanted)
     for _ in range(4):
         mine, theirs = (rig.step({row: 1 for row in rows}) for rig in (replayed, eager))
         assert mine.token_ids == theirs.token_ids
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert len(mine.logprobs) == len(theirs.logprobs) == (3 if "logprobs" in fields else 0)
+        for (index, found), (other, expected) in zip(mine.logprobs, theirs.logprobs, strict=True):
+            assert (index, found.ranks, found.top_ids) == (other, expected.ranks, expected.top_ids)
+            assert found.values == pytest.approx(expected.values, abs=1e-4)
     # Three rows run at the size of four: once eagerly, then through the graph.
     assert (capture.num_captured, capture.num_replayed) == (1, 3)
 

@@ -8,7 +8,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
-from rows import BLOCK, GREEDY, Rig, WindowScheduler, tokens
+from rows import BLOCK, GREEDY, Rig, WindowScheduler, sampling, tokens
 
 from raylm import ops
 from raylm.core.step import Copies, NewBlocks, NewRow
@@ -132,7 +132,7 @@ def test_a_plan_may_only_copy(llama: Reference) -> None:
 def test_taking_the_likeliest_candidate_is_greedy_decoding(llama: Reference) -> None:
     rig = Rig(llama.folder)
     text = tokens(6)
-    row = NewRow(1, text, 0, GREEDY._replace(num_candidates=4))
+    row = NewRow(1, text, 0, sampling(num_candidates=4))
     assert rig.step({1: 2}, new_rows=[row], new_blocks=[blocks(1, 3, 4, 9)]).candidates == []
     result = rig.step({1: 4})
     for _ in range(5):
@@ -149,7 +149,7 @@ def test_taking_the_likeliest_candidate_is_greedy_decoding(llama: Reference) -> 
 def test_a_chosen_token_may_be_any(llama: Reference) -> None:
     rig = Rig(llama.folder)
     text = tokens(6)
-    row = NewRow(1, text, 0, GREEDY._replace(num_candidates=2))
+    row = NewRow(1, text, 0, sampling(num_candidates=2))
     rig.step({1: 6}, new_rows=[row], new_blocks=[blocks(1, 3, 4)])
     [found] = rig.step({1: 1}, chosen=[(1, 123)]).candidates
     assert found.token_ids[0] == int(llama.logits([*text, 123]).argmax())
@@ -157,28 +157,32 @@ def test_a_chosen_token_may_be_any(llama: Reference) -> None:
 
 def test_rows_report_what_they_ask_for_in_the_plans_order(llama: Reference) -> None:
     rig = Rig(llama.folder)
-    drawn = GREEDY._replace(temperature=5.0, top_k=3, logprob=True)
-    samplings = {2: GREEDY, 0: GREEDY._replace(num_candidates=3), 3: drawn, 1: GREEDY._replace(num_candidates=400)}
+    drawn = sampling(temperature=5.0, top_k=3, logprobs=2)
+    samplings = {2: GREEDY, 0: sampling(num_candidates=3), 3: drawn, 1: sampling(num_candidates=400)}
     texts = {row: tokens(5 + row, seed=row + 1) for row in samplings}
     result = rig.step(
         {row: len(text) for row, text in texts.items()},
-        new_rows=[NewRow(row, texts[row], 0, sampling) for row, sampling in samplings.items()],
+        new_rows=[NewRow(row, texts[row], 0, wanted) for row, wanted in samplings.items()],
         new_blocks=[blocks(row, 1 + 3 * row, 2 + 3 * row, 3 + 3 * row) for row in samplings],
     )
     expected = {row: llama.logits(text).log_softmax(-1) for row, text in texts.items()}
     plain, drawn_token = result.token_ids
     assert plain == int(expected[2].argmax())
     assert drawn_token in expected[3].topk(3).indices
-    assert result.logprobs[0] == 0.0
+    [(index, found)] = result.logprobs
+    assert index == 1, "the second of the rows that sampled"
     # Of the model's own distribution: neither the temperature nor top-k changes it.
-    assert result.logprobs[1] == pytest.approx(float(expected[3][drawn_token]), abs=1e-3)
+    assert found.values == [pytest.approx(float(expected[3][drawn_token]), abs=1e-3)]
+    assert found.ranks == [1 + int((expected[3] > expected[3][drawn_token]).sum())]
+    assert found.top_ids == [expected[3].topk(2).indices.tolist()]
+    assert found.top_values == [pytest.approx(expected[3].topk(2).values.tolist(), abs=1e-3)]
     few, all_of_them = result.candidates
     assert few.token_ids == expected[0].topk(3).indices.tolist()
     assert sorted(all_of_them.token_ids) == list(range(checkpoints.VOCAB_SIZE))
     assert sum(np.exp(all_of_them.logprobs)) == pytest.approx(1, abs=1e-4)
     # Only rows that sampled know one token more.
     again = rig.step({2: 1, 3: 1}, new_blocks=[blocks(3, 20, first=2)])
-    assert again.token_ids[0] == llama.greedy(texts[2], 2)[-1] and len(again.logprobs) == 2
+    assert again.token_ids[0] == llama.greedy(texts[2], 2)[-1] and len(again.logprobs) == 1
 
 
 def test_without_a_wish_nothing_is_reported(llama: Reference) -> None:
@@ -189,7 +193,7 @@ def test_without_a_wish_nothing_is_reported(llama: Reference) -> None:
 
 def test_a_row_forgets_what_the_last_one_on_it_wished(llama: Reference) -> None:
     rig = Rig(llama.folder)
-    wish = GREEDY._replace(logprob=True)
+    wish = sampling(logprobs=0)
     assert rig.step({0: 2}, new_rows=[NewRow(0, [3, 4], 0, wish)], new_blocks=[blocks(0, 1)]).logprobs
     assert not rig.step({0: 2}, new_rows=[NewRow(0, [3, 4], 0, GREEDY)], new_blocks=[blocks(0, 1)]).logprobs
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from raylm import ops
-from raylm.ops.sampling import uniform_numbers
-from raylm.worker.request_table import Sampling
+from raylm.ops.sampling import Sampling, uniform_numbers
 
 
 def sample(logits: torch.Tensor, settings: Sampling) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from raylm.config.engine import EngineConfig, RuntimeConfig
 from raylm.config.resolve import resolve
 from raylm.config.source import locate
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
 from raylm.errors import ConfigError
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
@@ -20,7 +21,7 @@ from raylm.ops import extension
 from raylm.worker.kv_store import KVStore
 from raylm.worker.worker import Worker, captures_graphs
 
-SAMPLING = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+SAMPLING = RowSampling(SamplingParams(temperature=0.0))
 
 
 @pytest.fixture(scope="module")

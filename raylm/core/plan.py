@@ -1,36 +1,45 @@
-"""The plan being made."""
+"""A plan while it is made."""
 
 from __future__ import annotations
 
+from raylm.core.drafting import Proposal
 from raylm.core.request import Request
-from raylm.core.step import Copies, NewBlocks, NewRow, StepPlan
+from raylm.core.step import Copies, Drafts, NewBlocks, NewRow, StepPlan
 
 
-class Draft:
-    """What a step will hold so far, and what is left of its budget.
+class PlanBuilder:
+    """What a step holds so far, and what is left of its token budget.
 
-    Decode steps that need no thought are added to `rows` and `sampling` directly; everything else goes through add().
+    Plain decodes are appended to `rows` and `sampling` by the scheduler's loop itself, for speed; all else goes through
+    add().
     """
 
     def __init__(self, budget: int, prefill_budget: int, swapped_out: dict[int, int]) -> None:
         """`swapped_out`: the device block that the step copies into each host block; swap_out() adds to it."""
         self.rows: list[int] = []
         self.sampling: list[Request] = []
+        self.verifying: dict[int, int] = {}
+        """Drafts that a request verifies, by its index in `sampling`."""
         self.reporting: list[Request] = []
+        self.reporting_prompts: list[tuple[Request, int]] = []
+        """Requests whose step gives log probabilities of their prompt, and the first position that it computes."""
+        self.num_chunks = 0
         self.num_prefill = 0
+        """Rows that compute several known tokens, and the tokens that those compute together."""
         self._budget = budget
         self._prefill_budget = prefill_budget
         self._longer: list[tuple[int, int]] = []
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[NewBlocks] = []
         self._swapped_out = swapped_out
+        self._drafts: list[Drafts] = []
         self._forked: list[tuple[int, int]] = []
         self._swapped_in: list[tuple[int, int]] = []
 
     @property
-    def num_longer(self) -> int:
-        """Rows that compute more than one token."""
-        return len(self._longer)
+    def num_decodes(self) -> int:
+        """Rows that compute no more than one known token."""
+        return len(self.rows) - self.num_chunks
 
     @property
     def left(self) -> int:
@@ -46,19 +55,31 @@ class Draft:
         return left if num_tokens == 1 else min(left, self._prefill_budget - self.num_prefill, limit)
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """The request computes its next tokens, and samples when none is left."""
+        """The request computes its next `num_tokens` known tokens, and samples when none is left."""
+        if request.reports_prompt:
+            self.reporting_prompts.append((request, request.num_computed))
+        if num_tokens > 1:
+            self.num_chunks += 1
+            self.num_prefill += num_tokens
+        self._add(request, num_tokens)
+
+    def verify(self, request: Request, proposal: Proposal) -> None:
+        """The request, of which one known token is left to compute, verifies drafts with it."""
+        self.verifying[len(self.sampling)] = proposal.num_drafts
+        if proposal.token_ids:
+            self._drafts.append(Drafts(request.row, len(request.token_ids), proposal.token_ids))
+        self._add(request, 1 + proposal.num_drafts)
+
+    def _add(self, request: Request, num_tokens: int) -> None:
         if num_tokens > 1:
             self._longer.append((len(self.rows), num_tokens))
-            self.num_prefill += num_tokens
         self.rows.append(request.row)
-        request.num_computed += num_tokens
-        if request.num_computed < request.num_known:
+        if not request.plan(num_tokens):
             return
         if request.search is not None:
             request.is_reporting = True
             self.reporting.append(request)
         else:
-            request.num_known += 1
             self.sampling.append(request)
 
     def add_row(self, request: Request) -> None:
@@ -77,11 +98,14 @@ class Draft:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         self._forked += pairs
 
-    def plan(self, step: int, chosen: list[tuple[int, int]]) -> StepPlan:
+    def plan(self, step: int, chosen: list[tuple[int, int]], bounds: list[tuple[int, int]]) -> StepPlan:
+        """The finished plan; `chosen` and `bounds` are StepPlan's."""
         num_tokens = [1] * len(self.rows)
         for index, count in self._longer:
             num_tokens[index] = count
         swapped_out = [(block, host) for host, block in self._swapped_out.items()]
         moves = Copies(swapped_out, self._forked, self._swapped_in)
         copies = moves if any(moves) else None
-        return StepPlan(step, self._new_rows, self._new_blocks, self.rows, num_tokens, copies, chosen)
+        return StepPlan(
+            step, self._new_rows, self._new_blocks, self.rows, num_tokens, copies, chosen, self._drafts, bounds
+        )

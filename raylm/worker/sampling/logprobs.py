@@ -1,0 +1,101 @@
+"""Log probabilities for the rows that ask for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.core.step import Logprobs, RowSampling
+from raylm.worker.request_table import RequestTable
+
+_NOT_ASKED = -1
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of M tokens on their way to the host: Logprobs as tensors, [M] and [M, most]."""
+
+    values: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens of some rows, likeliest first, and their log probabilities: both [num_rows, most]."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+class LogprobWishes:
+    """Which rows want log probabilities, and of how many tokens beside the sampled one."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._num_top = np.full(table.num_rows, _NOT_ASKED, dtype=np.int64)
+        self._given: dict[int, list[int]] = {}
+        """logprob_token_ids of rows."""
+
+    def set_row(self, row: int, sampling: RowSampling) -> bool:
+        """A request takes the row. Whether it wants any."""
+        params = sampling.params
+        self._num_top[row] = _NOT_ASKED if params.logprobs is None else params.logprobs
+        self._given.pop(row, None)
+        if params.logprob_token_ids:
+            self._given[row] = list(params.logprob_token_ids)
+            self._num_top[row] = len(params.logprob_token_ids)
+        return params.logprobs is not None or bool(params.logprob_token_ids)
+
+    def num_top(self, rows: np.ndarray) -> np.ndarray:
+        """How many tokens beside the sampled one each of the rows wants; -1 where it wants nothing at all."""
+        return self._num_top[rows]
+
+    def of_sampled(self, logits: Tensor, token_ids: Tensor, rows: np.ndarray) -> TokenLogprobs | None:
+        """What the rows [M] want of the logits [M, vocab] and their sampled tokens [M]; None where none does."""
+        most = int(self._num_top[rows].max(initial=_NOT_ASKED))
+        if most == _NOT_ASKED:
+            return None
+        found = TokenLogprobs(*ops.token_logprobs(logits, token_ids, min(most, logits.shape[1])))
+        given = [index for index, row in enumerate(rows.tolist()) if row in self._given]
+        if given:
+            self._put_given(found, logits, given, rows)
+        return found
+
+    def _put_given(self, found: TokenLogprobs, logits: Tensor, indices: list[int], rows: np.ndarray) -> None:
+        """Put the tokens that rows name in the place of the likeliest ones."""
+        width = found.top_ids.shape[1]
+        ids = np.zeros(len(indices) * width, dtype=np.int64)
+        for place, index in enumerate(indices):
+            own = self._given[int(rows[index])]
+            ids[place * width : place * width + len(own)] = own
+        where, flat = self._table.upload(np.array(indices), ids)
+        wanted = flat.view(len(indices), width)
+        found.top_ids.index_copy_(0, where, wanted)
+        found.top_values.index_copy_(0, where, ops.gather_logprobs(logits.index_select(0, where), wanted))
+
+
+def likeliest(logits: Tensor, num_top: int) -> Likeliest:
+    """The `num_top` likeliest tokens of each row, or all there are. logits: [num_rows, vocab]."""
+    values, token_ids = logits.float().topk(min(num_top, logits.shape[1]), dim=-1)
+    return Likeliest(token_ids, values - logits.float().logsumexp(dim=-1, keepdim=True))
+
+
+class HostLogprobs:
+    """TokenLogprobs that have arrived, to be cut into rows."""
+
+    def __init__(self, arrived: list[Tensor]) -> None:
+        self._lists = [tensor.tolist() for tensor in arrived]
+
+    def cut(self, start: int, end: int, num_top: int) -> Logprobs:
+        """Those of the tokens start to end, with `num_top` likeliest each."""
+        values, ranks, ids, tops = (found[start:end] for found in self._lists)
+        return Logprobs(values, ranks, [row[:num_top] for row in ids], [row[:num_top] for row in tops])
+
+
+def join(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    """Those of all parts, one after the other."""
+    return parts[0] if len(parts) == 1 else TokenLogprobs(*(torch.cat(found) for found in zip(*parts, strict=True)))

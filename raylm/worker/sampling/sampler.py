@@ -1,0 +1,93 @@
+"""From logits to sampled tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from raylm import ops
+from raylm.core.step import NewRow
+from raylm.parallel.collectives import of_first
+from raylm.parallel.context import ParallelContext
+from raylm.worker.request_table import RequestTable
+from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs
+from raylm.worker.sampling.penalties import Penalties
+from raylm.worker.sampling.stages import LogitRows, LogitsStage
+
+
+class Settings(NamedTuple):
+    """How some logits are sampled from, in the order of ops.sample's arguments; each [M], on the host."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+
+
+class Drawn(NamedTuple):
+    """What was sampled from M rows of logits, on the device."""
+
+    token_ids: Tensor
+    """int64 [M]."""
+    logprobs: TokenLogprobs | None
+
+
+class Sampler:
+    """Samples tokens of rows, each as its request wants: stages change the logits, then a token is drawn.
+
+    Log probabilities are the model's own: of the logits before all stages, at temperature 1.
+    """
+
+    def __init__(self, table: RequestTable, context: ParallelContext) -> None:
+        self._table = table
+        self._context = context
+        self._stages: list[LogitsStage] = [Penalties(table)]
+        self._needs_stage = np.zeros((len(self._stages), table.num_rows), dtype=np.bool_)
+        self.logprobs = LogprobWishes(table)
+        self.prompt_top = np.full(table.num_rows, -1, dtype=np.int64)
+        """Likeliest tokens that a row wants beside each token of its prompt; -1 where it wants nothing of it."""
+        self._is_plain = np.ones(table.num_rows, dtype=np.bool_)
+        self._settings = Settings(
+            np.zeros(table.num_rows, dtype=np.float32),
+            np.zeros(table.num_rows, dtype=np.int64),
+            np.ones(table.num_rows, dtype=np.float32),
+            np.zeros(table.num_rows, dtype=np.float32),
+            np.zeros(table.num_rows, dtype=np.int64),
+        )
+
+    def begin(self, new: NewRow) -> None:
+        """A request takes a row."""
+        row, sampling = new.row, new.sampling
+        params = sampling.params
+        values = (params.temperature, params.top_k, params.top_p, params.min_p, sampling.seed)
+        for array, value in zip(self._settings, values, strict=True):
+            array[row] = value
+        for index, stage in enumerate(self._stages):
+            self._needs_stage[index, row] = stage.set_row(row, sampling)
+        self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        wants_logprobs = self.logprobs.set_row(row, sampling)
+        self._is_plain[row] = not (wants_logprobs or sampling.num_candidates or self._needs_stage[:, row].any())
+
+    def are_plain(self, rows: np.ndarray) -> bool:
+        """Whether the rows want nothing but tokens, sampled from the logits as they are."""
+        return bool(self._is_plain[rows].all())
+
+    def settings(self, rows: np.ndarray) -> Settings:
+        """How the rows sample."""
+        return Settings(*(values[rows] for values in self._settings))
+
+    def sample(self, logits: Tensor, of: LogitRows) -> Drawn:
+        """A token from each of the logits [M, vocab], which may be overwritten."""
+        stages = [stage for stage, needs in zip(self._stages, self._needs_stage, strict=True) if needs[of.rows].any()]
+        wants_logprobs = (self.logprobs.num_top(of.rows) >= 0).any()
+        raw = logits.clone() if stages and wants_logprobs else logits
+        for stage in stages:
+            logits = stage.apply(logits, of)
+        token_ids = ops.sample(logits, *self._table.upload(*self.settings(of.rows)), of.positions)
+        if not ops.sample_is_async(self._table.device):
+            # torch's sums on a GPU may differ in the last bit from one time to the next.
+            token_ids = of_first(token_ids, self._context)
+        return Drawn(token_ids, self.logprobs.of_sampled(raw, token_ids, of.rows) if wants_logprobs else None)
