@@ -135,7 +135,7 @@ def test_bad_arguments_are_named(needs_cuda_extension):
             torch.ops.raylm.place(*(given | changed).values())
 
     fails("place: num_computed is int32, must be int64", num_computed=given["num_computed"].int())
-    fails("place: token_ids has size 5 in dimension 0, must have 6", token_ids=given["token_ids"][:5])
+    fails("place: num_computed has size 6 in dimension 0, must have 5", token_ids=given["token_ids"][:5])
     fails("place: token_ids has no columns", token_ids=given["token_ids"][:, :0])
     fails("place: block_table is int64, must be int32", block_table=given["block_table"].long())
     fails("place: block_table has 2 dimensions, must have 3", block_table=given["block_table"][0])

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cfloat>
 #include <cstdint>
 
 namespace raylm::cuda {
@@ -32,6 +33,14 @@ __device__ inline T from_float(float x) {
     return __float2bfloat16_rn(x);
   }
 }
+
+// The largest finite number.
+template <typename T>
+inline constexpr float kLargest = FLT_MAX;
+template <>
+inline constexpr float kLargest<__half> = 65504.0f;
+template <>
+inline constexpr float kLargest<__nv_bfloat16> = 0x1.fep127f;
 
 __device__ inline float warp_sum(float x) {
   for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);

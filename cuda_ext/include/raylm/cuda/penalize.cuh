@@ -5,8 +5,6 @@
 // of the additions does not matter, and every operation rounds by itself, so the result is that of torch's operators.
 #pragma once
 
-#include <cfloat>
-
 #include "raylm/cuda/grid_dependency.cuh"
 #include "raylm/cuda/vec.cuh"
 
@@ -27,14 +25,6 @@ struct PenalizeParams {
   T* out;
   bool vectors;  // rows of logits and of out are aligned for 16-byte accesses
 };
-
-// The largest finite number.
-template <typename T>
-inline constexpr float kLargest = FLT_MAX;
-template <>
-inline constexpr float kLargest<__half> = 65504.0f;
-template <>
-inline constexpr float kLargest<__nv_bfloat16> = 0x1.fep127f;
 
 // What one row is to pay.
 struct Penalty {

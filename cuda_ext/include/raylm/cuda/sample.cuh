@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "raylm/cuda/grid_dependency.cuh"
+#include "raylm/cuda/order.cuh"
 #include "raylm/cuda/vec.cuh"
 
 namespace raylm::cuda {
@@ -57,19 +58,6 @@ struct SampleScratch {
   uint64_t local[kCandidates], sorted[kCandidates];
   int num_local, base[kSampleCtas];
 };
-
-// Larger for a larger weight, and among equals for an earlier token. bits: of a weight, or an order-preserving image.
-__device__ inline uint64_t ordered(uint32_t bits, int token) {
-  return static_cast<uint64_t>(bits) << 32 | (0xffffffffu - static_cast<uint32_t>(token));
-}
-
-__device__ inline int token_of(uint64_t key) { return static_cast<int>(0xffffffffu - static_cast<uint32_t>(key)); }
-
-__device__ inline uint64_t warp_max(uint64_t x) {
-  const uint32_t high = static_cast<uint32_t>(x >> 32), highest = __reduce_max_sync(0xffffffffu, high);
-  const uint32_t low = __reduce_max_sync(0xffffffffu, high == highest ? static_cast<uint32_t>(x) : 0u);
-  return static_cast<uint64_t>(highest) << 32 | low;
-}
 
 // Inclusive sum over the lanes up to one's own.
 __device__ inline double warp_scan(double x, int lane) {
@@ -188,9 +176,7 @@ __device__ uint64_t SampleRow::load() const {
       }
     }
   }
-  const uint32_t bits = __float_as_uint(best);
-  const uint32_t image = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return warp_max(first < end ? ordered(image, token) : 0);
+  return warp_max(first < end ? ordered(image_of(best), token) : 0);
 }
 
 __device__ inline uint64_t SampleRow::best_of_row(uint64_t best_of_warp) const {
@@ -449,8 +435,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks) sample_kernel(c
     if (cta == 0 && threadIdx.x == 0) p.token_ids[row.row] = token_of(best);
     return;
   }
-  const uint32_t image = static_cast<uint32_t>(best >> 32);
-  row.weigh(__uint_as_float(image & 0x80000000u ? image & 0x7fffffffu : ~image), temperature);
+  row.weigh(number_of(static_cast<uint32_t>(best >> 32)), temperature);
   row.draw();
 #endif
 }

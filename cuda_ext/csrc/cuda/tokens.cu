@@ -1,0 +1,109 @@
+#include "raylm/cuda/tokens.cuh"
+
+#include <algorithm>
+#include <climits>
+
+#include "launch.h"
+
+namespace raylm::cuda {
+namespace {
+
+// token_ids [R, L] and a count of each of its rows.
+void check_table(const char* op, const Tensor& token_ids, const char* name, const Tensor& counts) {
+  Arg(op, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous();
+  Arg(op, name, counts).dtype({ScalarType::Long}).dim(1).size(0, token_ids.size(0), "the rows of token_ids");
+  Arg(op, name, counts).contiguous();
+  if (token_ids.size(0) == 0) fail(op, "token_ids has no rows");
+  if (token_ids.size(1) == 0) fail(op, "token_ids has no columns");
+  if (token_ids.size(1) > INT32_MAX) {
+    fail(op, "token_ids has ", token_ids.size(1), " columns, must have at most ", INT32_MAX);
+  }
+}
+
+// Where each of the sequences `rows` begins, and the last ends.
+void check_starts(const char* op, const Tensor& rows, const char* name, const Tensor& starts) {
+  Arg(op, name, starts).dtype({ScalarType::Int}).dim(1).size(0, rows.size(0) + 1, "one more than rows").contiguous();
+}
+
+void check_place(const Tensor& num_computed, const Tensor& token_ids, const Tensor& block_table,
+                 const Tensor& token_rows, const Tensor& offsets, const Tensor& rows, const Tensor& query_start,
+                 int64_t block_size) {
+  const char* op = "place";
+  check_table(op, token_ids, "num_computed", num_computed);
+  Arg(op, "block_table", block_table).dtype({ScalarType::Int}).dim(3).last_contiguous();
+  Arg(op, "block_table", block_table).size(1, token_ids.size(0), "the rows of token_ids");
+  if (block_table.size(2) == 0) fail(op, "block_table has no columns");
+  Arg(op, "token_rows", token_rows).dtype({ScalarType::Long}).dim(1).contiguous();
+  Arg(op, "offsets", offsets).dtype({ScalarType::Long}).dim(1).size(0, token_rows.size(0), "as token_rows").contiguous();
+  Arg(op, "rows", rows).dtype({ScalarType::Long}).dim(1).contiguous();
+  check_starts(op, rows, "query_start", query_start);
+  if (block_size < 1) fail(op, "block_size is ", block_size, ", must be at least 1");
+  Arg(op, "token_ids", token_ids).on_device_of(num_computed);
+  Arg(op, "block_table", block_table).on_device_of(num_computed);
+  Arg(op, "token_rows", token_rows).on_device_of(num_computed);
+  Arg(op, "offsets", offsets).on_device_of(num_computed);
+  Arg(op, "rows", rows).on_device_of(num_computed);
+  Arg(op, "query_start", query_start).on_device_of(num_computed);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> place(Tensor num_computed, Tensor token_ids, Tensor block_table,
+                                                 Tensor token_rows, Tensor offsets, Tensor rows, Tensor query_start,
+                                                 int64_t block_size) {
+  check_place(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size);
+  const int64_t num_tokens = token_rows.size(0), num_seqs = rows.size(0), num_groups = block_table.size(0);
+  Tensor ids = torch::stable::new_empty(token_rows, {num_tokens});
+  Tensor positions = torch::stable::new_empty(token_rows, {num_tokens});
+  Tensor slots = torch::stable::new_empty(token_rows, {num_groups, num_tokens});
+  Tensor seq_lens = torch::stable::new_empty(query_start, {num_seqs});
+  if (const int64_t threads = std::max(num_tokens, num_seqs)) {
+    const Guard guard(num_computed.get_device_index());
+    const PlaceParams params{
+        data<int64_t>(num_computed), data<int64_t>(token_ids), token_ids.stride(0), token_ids.size(0),
+        token_ids.size(1), data<int32_t>(block_table), block_table.stride(0), block_table.stride(1),
+        block_table.size(2), static_cast<int>(num_groups), block_size, data<int64_t>(token_rows),
+        data<int64_t>(offsets), num_tokens, data<int64_t>(rows), data<int32_t>(query_start), num_seqs,
+        data<int64_t>(ids), data<int64_t>(positions), data<int64_t>(slots), data<int32_t>(seq_lens)};
+    const dim3 grid(divide_up(threads, kTokenThreads));
+    launch_dependent(place_kernel, grid, dim3(kTokenThreads), current_stream(num_computed), params);
+    check_launch("place");
+  }
+  return {ids, positions, slots, seq_lens};
+}
+
+Tensor accept(Tensor token_ids, Tensor num_known, Tensor num_computed, Tensor rows, Tensor query_start,
+              Tensor sample_start, Tensor sampled) {
+  const char* op = "accept";
+  check_table(op, token_ids, "num_known", num_known);
+  check_table(op, token_ids, "num_computed", num_computed);
+  Arg(op, "rows", rows).dtype({ScalarType::Long}).dim(1).contiguous();
+  check_starts(op, rows, "query_start", query_start);
+  check_starts(op, rows, "sample_start", sample_start);
+  Arg(op, "sampled", sampled).dtype({ScalarType::Long}).dim(1).contiguous();
+  Arg(op, "num_known", num_known).on_device_of(token_ids);
+  Arg(op, "num_computed", num_computed).on_device_of(token_ids);
+  Arg(op, "rows", rows).on_device_of(token_ids);
+  Arg(op, "query_start", query_start).on_device_of(token_ids);
+  Arg(op, "sample_start", sample_start).on_device_of(token_ids);
+  Arg(op, "sampled", sampled).on_device_of(token_ids);
+  const int64_t num_seqs = rows.size(0);
+  Tensor counts = torch::stable::new_empty(rows, {num_seqs});
+  if (num_seqs == 0) return counts;
+  const Guard guard(token_ids.get_device_index());
+  const AcceptParams params{
+      data<int64_t>(token_ids), token_ids.stride(0), token_ids.size(0), token_ids.size(1), data<int64_t>(num_known),
+      data<int64_t>(num_computed), data<int64_t>(rows), data<int32_t>(query_start), data<int32_t>(sample_start),
+      num_seqs, data<int64_t>(sampled), sampled.size(0), data<int64_t>(counts)};
+  const dim3 grid(divide_up(num_seqs, kTokenThreads / kWarp));
+  launch_dependent(accept_kernel, grid, dim3(kTokenThreads), current_stream(token_ids), params);
+  check_launch(op);
+  return counts;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("place", TORCH_BOX(&place));
+  m.impl("accept", TORCH_BOX(&accept));
+}
+
+}  // namespace raylm::cuda
