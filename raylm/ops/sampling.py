@@ -49,7 +49,8 @@ def sample(
             values = logits[index].float()
             # The largest is 0 before the division: what is large, over a small temperature, would be infinite.
             scaled = (values - values.amax(dim=-1, keepdim=True)) / _column(settings.temperature, logits)
-            token_ids[index] = draw(torch.softmax(scaled, dim=-1), settings)
+            # Where every token is masked there is nothing to draw from: the first one is as good as any, and a token.
+            token_ids[index] = draw(torch.softmax(scaled, dim=-1).nan_to_num(0.0), settings)
     return token_ids
 
 

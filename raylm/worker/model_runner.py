@@ -19,6 +19,7 @@ from raylm.worker.pending import LogprobParts, Outputs, PendingStep
 from raylm.worker.pipeline import PipelineStage
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.logprobs import TokenLogprobs, join, likeliest
+from raylm.worker.sampling.processors import LogitsProcessor
 from raylm.worker.sampling.sampler import Sampler
 from raylm.worker.sampling.stages import LogitRows
 
@@ -42,12 +43,13 @@ class ModelRunner:
         *,
         capture: Capture | None = None,
         agreement: Agreement | None = None,
+        processors: dict[str, LogitsProcessor] | None = None,
     ) -> None:
         self._model = model
         self._table = table
         self._store = store
         self._forward = _Forward(model, store, groups)
-        self._sampler = Sampler(table, model.context)
+        self._sampler = Sampler(table, model.context, model.arch.vocab_size, processors)
         self._agreement = agreement
         self._answers = model.context.answers
         self._pipeline = self._make_pipeline(model.context.links)

@@ -37,6 +37,7 @@ from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.pending import PendingStep
 from raylm.worker.request_table import RequestTable
+from raylm.worker.sampling.processors import load_processors
 
 logger = get_logger(__name__)
 
@@ -86,6 +87,7 @@ class Worker:
         self._device = choose_device(config.runtime.device)
         if seat is not None and self._device.type == "cuda":
             self._device = torch.device("cuda", seat.gpu)
+        self._processors = load_processors(config.generation.logits_processors)
         self._runner: ModelRunner | None = None
         self.weights: WeightSender | None = None
         """What a new replica's worker of this place gets its weights from; with load.from_peer, once they are here."""
@@ -313,7 +315,15 @@ class Worker:
         context = loaded.model.context
         checks = self._config.parallel.check_ranks and context.world is not None
         agreement = Agreement(context, context.world, table) if checks else None
-        return store, ModelRunner(loaded.model, table, store, cache.groups, capture=capture, agreement=agreement)
+        return store, ModelRunner(
+            loaded.model,
+            table,
+            store,
+            cache.groups,
+            capture=capture,
+            agreement=agreement,
+            processors=self._processors,
+        )
 
 
 class Phases:

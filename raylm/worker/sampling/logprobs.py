@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from raylm import ops
+from raylm.core.sampling import ALL_TOKENS
 from raylm.core.step import Logprobs, RowSampling
 from raylm.worker.request_table import RequestTable
 
 _NOT_ASKED = -1
+_EVERY = 1 << 31
+
+
+def as_count(asked: int | None) -> int:
+    """How many likeliest tokens SamplingParams.logprobs or prompt_logprobs asks for; -1 where for nothing at all."""
+    if asked is None:
+        return _NOT_ASKED
+    return asked if asked != ALL_TOKENS else _EVERY
 
 
 class TokenLogprobs(NamedTuple):
@@ -43,7 +52,7 @@ class LogprobWishes:
     def set_row(self, row: int, sampling: RowSampling) -> bool:
         """A request takes the row. Whether it wants any."""
         params = sampling.params
-        self._num_top[row] = _NOT_ASKED if params.logprobs is None else params.logprobs
+        self._num_top[row] = as_count(params.logprobs)
         self._given.pop(row, None)
         if params.logprob_token_ids:
             self._given[row] = list(params.logprob_token_ids)

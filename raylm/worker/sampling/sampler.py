@@ -12,9 +12,12 @@ from raylm.core.step import NewRow
 from raylm.parallel.collectives import of_first
 from raylm.parallel.context import ParallelContext
 from raylm.worker.request_table import RequestTable
-from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs
+from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs, as_count
 from raylm.worker.sampling.penalties import Penalties
+from raylm.worker.sampling.processors import LogitsProcessor, Processors
 from raylm.worker.sampling.stages import LogitRows, LogitsStage
+from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
+from raylm.worker.sampling.typical import Typical
 
 
 class Settings(NamedTuple):
@@ -41,10 +44,16 @@ class Sampler:
     Log probabilities are the model's own: of the logits before all stages, at temperature 1.
     """
 
-    def __init__(self, table: RequestTable, context: ParallelContext) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        context: ParallelContext,
+        vocab_size: int,
+        processors: dict[str, LogitsProcessor] | None = None,
+    ) -> None:
         self._table = table
         self._context = context
-        self._stages: list[LogitsStage] = [Penalties(table)]
+        self._stages = make_stages(table, vocab_size, processors or {})
         self._needs_stage = np.zeros((len(self._stages), table.num_rows), dtype=np.bool_)
         self.logprobs = LogprobWishes(table)
         self.prompt_top = np.full(table.num_rows, -1, dtype=np.int64)
@@ -67,7 +76,7 @@ class Sampler:
             array[row] = value
         for index, stage in enumerate(self._stages):
             self._needs_stage[index, row] = stage.set_row(row, sampling)
-        self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.prompt_top[row] = as_count(params.prompt_logprobs)
         wants_logprobs = self.logprobs.set_row(row, sampling)
         self._is_plain[row] = not (wants_logprobs or sampling.num_candidates or self._needs_stage[:, row].any())
 
@@ -81,13 +90,31 @@ class Sampler:
 
     def sample(self, logits: Tensor, of: LogitRows) -> Drawn:
         """A token from each of the logits [M, vocab], which may be overwritten."""
-        stages = [stage for stage, needs in zip(self._stages, self._needs_stage, strict=True) if needs[of.rows].any()]
         wants_logprobs = (self.logprobs.num_top(of.rows) >= 0).any()
-        raw = logits.clone() if stages and wants_logprobs else logits
-        for stage in stages:
-            logits = stage.apply(logits, of)
+        raw = logits.clone() if wants_logprobs and self._needs_stage[:, of.rows].any() else logits
+        logits = self.staged(logits, of)
         token_ids = ops.sample(logits, *self._table.upload(*self.settings(of.rows)), of.positions)
         if not ops.sample_is_async(self._table.device):
             # torch's sums on a GPU may differ in the last bit from one time to the next.
             token_ids = of_first(token_ids, self._context)
         return Drawn(token_ids, self.logprobs.of_sampled(raw, token_ids, of.rows) if wants_logprobs else None)
+
+    def staged(self, logits: Tensor, of: LogitRows) -> Tensor:
+        """The logits [M, vocab] that are sampled from; `logits` may be overwritten."""
+        for stage, needs in zip(self._stages, self._needs_stage, strict=True):
+            if needs[of.rows].any():
+                logits = stage.apply(logits, of)
+        return logits
+
+
+def make_stages(table: RequestTable, vocab_size: int, processors: dict[str, LogitsProcessor]) -> list[LogitsStage]:
+    """All stages, in the order in which they change logits: a mask must come after what could lift it."""
+    return [
+        Penalties(table),
+        LogitBias(table),
+        Processors(table, processors),
+        BadWords(table),
+        AllowedTokens(table, vocab_size),
+        MinTokens(table),
+        Typical(table),
+    ]

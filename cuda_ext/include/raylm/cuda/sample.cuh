@@ -431,10 +431,9 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks) sample_kernel(c
   const uint64_t best_of_warp = row.load<T>();
   cluster.barrier_wait(std::move(arrived));  // all blocks have started: their shared memory may be written
   const uint64_t best = row.best_of_row(best_of_warp);
-  if (temperature == 0) {
-    if (cta == 0 && threadIdx.x == 0) p.token_ids[row.row] = token_of(best);
-    return;
-  }
+  // Also before a draw: where every logit is minus infinity or none is a number, nothing is drawn.
+  if (cta == 0 && threadIdx.x == 0) p.token_ids[row.row] = token_of(best);
+  if (temperature == 0) return;
   row.weigh(number_of(static_cast<uint32_t>(best >> 32)), temperature);
   row.draw();
 #endif
