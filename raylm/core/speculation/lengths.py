@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from raylm.core.speculation.costs import EDGES, RowCosts, StepCosts, edge
+from bisect import bisect_left, bisect_right
+from itertools import accumulate, chain
+from operator import neg
+
+from raylm.core.speculation.costs import EDGES, RowCosts, StepCosts
 
 _ALLOWANCE = 0.012
 """Share of the time that verification may lose against plain steps."""
@@ -63,17 +67,15 @@ class DraftLengths:
         """
         num_rows = len(values)
         costs = self._costs.of(num_rows)
-        worth = sorted(((value, row) for row, chain in enumerate(values) for value in chain), reverse=True)
+        worth = sorted(chain.from_iterable(values), reverse=True)
         count, gain = _best(worth, num_rows, costs, 1.0)
         if gain < _MARGIN:
             count = self._probe(worth, num_rows, costs)
-        lengths = [0] * num_rows
-        for _, row in worth[:count]:
-            lengths[row] += 1
-        if not count:
-            # With many rows asking all for drafts costs the scheduler more, and the mean of them changes less.
-            self._wait[costs.num_rows] = self._step + max(1, num_rows // 8)
-        return lengths
+        if count:
+            return _shares(values, worth, count)
+        # With many rows, asking all of them for drafts costs the scheduler more, and their mean changes less.
+        self._wait[costs.num_rows] = self._step + max(1, num_rows // 8)
+        return [0] * num_rows
 
     def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
         """A step of `num_rows` decoding rows and nothing else computed `num_tokens` tokens and gave `num_sampled`.
@@ -95,7 +97,7 @@ class DraftLengths:
         if self._credit is not None:
             self._credit = min(self._credit + _ALLOWANCE * seconds, _MAX_CREDIT * max(costs.plain, seconds))
 
-    def _probe(self, worth: list[tuple[float, int]], num_rows: int, costs: RowCosts) -> int:
+    def _probe(self, worth: list[float], num_rows: int, costs: RowCosts) -> int:
         """The drafts of a step that is to find out what it costs; 0 where none is due or can pay."""
         if self._step - self._last_verifying < _PROBE_EVERY or (self._credit or 0.0) < _MAX_CREDIT / 2 * costs.plain:
             return 0
@@ -106,21 +108,40 @@ class DraftLengths:
         return 0
 
 
-def _best(worth: list[tuple[float, int]], num_rows: int, costs: RowCosts, hope: float) -> tuple[int, float]:
+def _best(worth: list[float], num_rows: int, costs: RowCosts, hope: float) -> tuple[int, float]:
     """How many drafts, the most valuable first, give the most tokens a second, and how many times a plain step's that
     is. Steps differ in size only by EDGES, so that few shapes of steps occur."""
     best, best_gain = 0, 1.0
-    expected = float(num_rows)
-    size = edge(num_rows + 1)
-    at = EDGES.index(size)
-    for count, (value, _) in enumerate(worth[: max(0, costs.largest - num_rows)], 1):
-        expected += value
+    most = min(len(worth), costs.largest - num_rows)
+    sums = list(accumulate(worth[:most], initial=float(num_rows)))
+    at = bisect_right(EDGES, num_rows)
+    count = 0
+    while count < most:
+        count = min(EDGES[at] - num_rows, most)
+        at += 1
         num_tokens = num_rows + count
-        if num_tokens == EDGES[at] or count == len(worth):
-            gain = expected / num_rows / max(1.0, hope * costs.ratio(num_tokens))
-            if costs.is_new(num_tokens):
-                gain *= _NEW
-            if gain > best_gain:
-                best, best_gain = count, gain
-            at += num_tokens == EDGES[at]
+        gain = sums[count] / num_rows / max(1.0, hope * costs.ratio(num_tokens))
+        if costs.is_new(num_tokens):
+            gain *= _NEW
+        if gain > best_gain:
+            best, best_gain = count, gain
     return best, best_gain
+
+
+def _shares(values: list[list[float]], worth: list[float], count: int) -> list[int]:
+    """How many of the `count` most valuable drafts are of each row; of equal ones those of the first rows."""
+    least = worth[count - 1]
+    num_equal = count - bisect_left(worth, -least, key=neg)
+    lengths = []
+    for row_values in values:
+        length = 0
+        for value in row_values:
+            if value < least:
+                break
+            if value == least:
+                if not num_equal:
+                    break
+                num_equal -= 1
+            length += 1
+        lengths.append(length)
+    return lengths

@@ -3,7 +3,7 @@ github.com/apoorvumang/prompt-lookup-decoding)."""
 
 from __future__ import annotations
 
-from raylm.core.speculation.proposer import LONGEST_COUNTED, NO_DRAFTS, Drafts, evidence_of
+from raylm.core.speculation.proposer import LONG_MATCHES, NO_DRAFTS, Drafts, evidence_of
 
 _FEW = 8
 """Up to so many new tokens are indexed one by one, more of them by columns, which has a higher fixed cost."""
@@ -14,9 +14,9 @@ class _Text:
 
     __slots__ = ("indexes", "num_indexed", "token_ids")
 
-    def __init__(self, token_ids: list[int], num_orders: int) -> None:
+    def __init__(self, token_ids: list[int], orders: list[int]) -> None:
         self.token_ids = token_ids
-        self.indexes: list[dict[tuple[int, ...], int]] = [{} for _ in range(num_orders)]
+        self.indexes: list[tuple[int, dict[tuple[int, ...], int]]] = [(n, {}) for n in orders]
         self.num_indexed = 0
         """N-grams that end here or earlier are indexed. The last token stays out, so that the n-gram at the text's end
         does not find itself."""
@@ -35,8 +35,7 @@ class NgramProposer:
     def __init__(self, min_n: int, max_n: int, *, max_tokens: int = 2_000_000) -> None:
         if not 1 <= min_n <= max_n:
             raise ValueError(f"min_n {min_n} must be at least 1 and at most max_n {max_n}")
-        self._orders = list(range(min_n, max_n + 1))
-        self._longest_first = list(enumerate(self._orders))[::-1]
+        self._orders = list(range(max_n, min_n - 1, -1))
         self._max_n = max_n
         self._max_tokens = max_tokens
         self._num_tokens = 0
@@ -48,7 +47,7 @@ class NgramProposer:
         return self._num_tokens
 
     def begin(self, key: str, token_ids: list[int], space: str) -> None:
-        self._texts[key] = _Text(token_ids, len(self._orders))
+        self._texts[key] = _Text(token_ids, self._orders)
 
     def prepare(self, key: str, limit: int) -> int:
         text = self._texts[key]
@@ -57,7 +56,11 @@ class NgramProposer:
         if count <= 0:
             return 0
         if count <= _FEW:
-            self._index_few(text, done, done + count)
+            tokens = text.token_ids
+            for at in range(done + 1, done + count + 1):
+                for n, index in text.indexes:
+                    if at >= n:
+                        index[tuple(tokens[at - n : at])] = at
         else:
             self._index_many(text, done, done + count)
         text.num_indexed = done + count
@@ -69,11 +72,13 @@ class NgramProposer:
         tokens = text.token_ids
         if text.num_indexed < len(tokens) - 1 or count <= 0:
             return NO_DRAFTS
-        for order, n in self._longest_first:
-            at = text.indexes[order].get(tuple(tokens[-n:]))
+        for n, index in text.indexes:
+            at = index.get(tuple(tokens[-n:]))
             if at is not None:
-                length = n if n < self._max_n else _match_length(tokens, at, n)
-                return Drafts(_continuation(tokens, at, count), evidence_of(length))
+                found = tokens[at : at + count]
+                while len(found) < count:  # The text's end is reached, and the draft goes on in itself.
+                    found += found[: count - len(found)]
+                return Drafts(found, evidence_of(n) if n < self._max_n else _evidence(tokens, at, n))
         return NO_DRAFTS
 
     def end(self, key: str) -> None:
@@ -81,32 +86,17 @@ class NgramProposer:
         if text is not None:
             self._num_tokens -= text.num_indexed
 
-    def _index_few(self, text: _Text, begin: int, end: int) -> None:
-        tokens = text.token_ids
-        for at in range(begin + 1, end + 1):
-            for n, index in zip(self._orders, text.indexes, strict=True):
-                if at >= n:
-                    index[tuple(tokens[at - n : at])] = at
-
     def _index_many(self, text: _Text, begin: int, end: int) -> None:
         tokens = text.token_ids
-        for n, index in zip(self._orders, text.indexes, strict=True):
+        for n, index in text.indexes:
             first = max(begin + 1, n)
             columns = [tokens[first - n + i : end - n + 1 + i] for i in range(n)]
             index.update(zip(zip(*columns, strict=True), range(first, end + 1), strict=True))
 
 
-def _match_length(tokens: list[int], at: int, length: int) -> int:
-    """How many tokens before `at` equal those at the text's end, `length` of them known to; counted to a limit."""
-    limit = min(at, LONGEST_COUNTED)
-    while length < limit and tokens[at - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
-
-
-def _continuation(tokens: list[int], at: int, count: int) -> list[int]:
-    """The `count` tokens from `at` on, the text being continued by the same rule."""
-    found = tokens[at : at + count]
-    while len(found) < count:
-        found += found[: count - len(found)]
-    return found
+def _evidence(tokens: list[int], at: int, length: int) -> int:
+    """The class of the match of the tokens before `at` with those at the text's end, `length` of them known to."""
+    for begin in LONG_MATCHES:
+        if length >= begin or (at >= begin and tokens[at - begin : at] == tokens[-begin:]):
+            return evidence_of(max(begin, length))
+    return evidence_of(length)

@@ -8,6 +8,8 @@ NUM_EVIDENCE = 8
 """Classes of evidence; see Drafts."""
 _CLASS_BEGINS = (2, 3, 4, 6, 10, 16, 32)
 """The shortest match of the classes 1, 2, ...; a shorter one than the first is of class 0."""
+LONG_MATCHES = _CLASS_BEGINS[:1:-1]
+"""The shortest matches of the stronger classes, the longest first."""
 LONGEST_COUNTED = _CLASS_BEGINS[-1]
 _CLASSES = [sum(length >= begin for begin in _CLASS_BEGINS) for length in range(LONGEST_COUNTED + 1)]
 
