@@ -9,7 +9,6 @@ from raylm.core.speculation.acceptance import Acceptance, OwnShares
 from raylm.core.speculation.lengths import DraftLengths
 from raylm.core.speculation.proposer import Drafts, Proposer
 
-
 _MANY_ROWS = 64
 _SAMPLED = 5
 """From so many rows on, what became of every fifth row's drafts is learned from: noting all would cost a millisecond a
