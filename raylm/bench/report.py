@@ -171,6 +171,27 @@ class StepsResult:
     us_added: float
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationResult:
+    """Speculative decoding against plain decoding, in turns. `acceptance`: accepted drafts over verified ones;
+    `accepted_per_step`: of a row's verification. `same_outputs`: share of outputs equal to the plain ones."""
+
+    bench: str
+    model: str
+    method: str
+    kind: str
+    streams: int
+    requests: int
+    output_tokens: int
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    ratio: float
+    acceptance: float | None
+    accepted_per_step: float | None
+    drafted: int
+    same_outputs: float
+
+
 Result = (
     OfflineResult
     | ServeResult
@@ -182,6 +203,7 @@ Result = (
     | AllReduceResult
     | SplitNormResult
     | StepsResult
+    | SpeculationResult
     | SimResult
 )
 

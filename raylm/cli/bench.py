@@ -1,4 +1,4 @@
-"""raylm bench: throughput, latency, serve, startup, scheduler, trace, all-reduce, shape."""
+"""raylm bench: throughput, latency, speculation, serve, startup, scheduler, trace, all-reduce, shape."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylm.bench.shapes import SHAPES
+from raylm.config.base import parse
+from raylm.config.engine import EngineConfig
 from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.errors import ConfigError
 
@@ -27,6 +29,7 @@ def add_parser(commands: Subparsers) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for mode, text in (("throughput", "a case as one batch, offline"), ("latency", "requests one by one, offline")):
         _add_offline(kinds.add_parser(mode, help=text), mode)
+    _add_speculation(kinds.add_parser("speculation", help="plain against speculative decoding, offline, in turns"))
     _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
@@ -46,6 +49,22 @@ def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
     add_engine_options(parser)
     _add_report(parser)
     parser.set_defaults(run=run, measure=_offline, mode=mode)
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="who drafts (%(default)s)")
+    parser.add_argument("--replay", type=float, metavar="P", help="draft the plain output, each token right with P")
+    parser.add_argument("--num-drafts", type=positive, default=7, metavar="N", help="drafts a row at most (%(default)s)")
+    parser.add_argument(
+        "--kind", action="append", default=[], metavar="KIND", help="copy, extract, edit, chat or random; repeatable"
+    )
+    parser.add_argument("--streams", type=_batches, default=[1, 16], metavar="N[,N...]", help="requests at a time")
+    parser.add_argument("--requests", type=positive, metavar="N", help="of a kind (default: all of the set)")
+    parser.add_argument("--max-tokens", type=positive, default=200, metavar="N", help="of an output (%(default)s)")
+    add_engine_options(parser)
+    _add_report(parser)
+    parser.set_defaults(run=run, measure=_speculation, draws=True)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +186,22 @@ def _offline(args: argparse.Namespace, emit: Emit) -> None:
             emit(run_case(llm, case, args.mode, seed=args.seed, repeat=args.repeat))
     finally:
         llm.close()
+
+
+def _speculation(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.speculation import KINDS, Settings, measure_speculation
+
+    kinds = args.kind or (["random"] if args.replay is not None else list(KINDS[:-1]))
+    if unknown := set(kinds) - set(KINDS):
+        raise ConfigError(f"--kind {min(unknown)!r} must be one of {', '.join(KINDS)}")
+    if args.replay is not None and not 0 <= args.replay <= 1:
+        raise ConfigError(f"--replay {args.replay:g} must be a probability from 0 to 1")
+    config = engine_config(args)
+    speculation = {"method": args.method, "num_drafts": args.num_drafts}
+    config = parse(EngineConfig, {**config.model_dump(), "speculation": speculation}, source="raylm bench speculation")
+    settings = Settings(kinds, args.streams, args.requests, args.max_tokens, args.replay)
+    for result in measure_speculation(config, settings):
+        emit(result)
 
 
 def _compare(llm: LLM, cases: list[Case | Dataset], args: argparse.Namespace, emit: Emit) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
 from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
+from raylm.config.speculation import SpeculationConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -184,6 +185,7 @@ class EngineConfig(FrozenConfig):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     @property

@@ -5,6 +5,7 @@ token, samples every position, and keeps the drafts that equal the sampled token
 drafts; only the time does (Leviathan et al., arXiv:2211.17192).
 """
 
+from raylm.core.speculation.drafter import HostDrafter, make_drafter
 from raylm.core.speculation.lengths import DraftLengths
 from raylm.core.speculation.ngram import NgramProposer
 from raylm.core.speculation.proposer import Drafts, Proposer
@@ -16,9 +17,11 @@ __all__ = [
     "DraftCounters",
     "DraftLengths",
     "Drafts",
+    "HostDrafter",
     "NgramProposer",
     "Proposer",
     "ReplayProposer",
     "Speculation",
     "SuffixProposer",
+    "make_drafter",
 ]

@@ -1,0 +1,71 @@
+"""Speculation on the scheduler's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raylm.config.speculation import SpeculationConfig
+from raylm.core.drafting import Proposal
+from raylm.core.options import RequestOptions
+from raylm.core.request import Request
+from raylm.core.speculation.ngram import NgramProposer
+from raylm.core.speculation.proposer import Proposer
+from raylm.core.speculation.speculation import DraftCounters, Speculation
+from raylm.core.speculation.suffix import SuffixProposer
+
+
+class HostDrafter:
+    """The Drafter whose drafts are proposed on the host, by tokens alone."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+
+    @property
+    def counters(self) -> DraftCounters:
+        """Drafts since the start."""
+        return self._speculation.counters
+
+    def begin(self, request: Request) -> None:
+        """A request runs (again)."""
+        self._speculation.added(request.id, request.token_ids, _space(request.options))
+
+    def end(self, request: Request) -> None:
+        """A request runs no more: it has ended, or was preempted."""
+        self._speculation.ended(request.id)
+
+    def plan(self, requests: Sequence[Request]) -> dict[Request, Proposal]:
+        """Drafts for the next step of these requests, which all decode in it; those that verify none are left out."""
+        if not self._speculation.is_on(len(requests)):
+            return {}
+        rows = [(request.id, request.num_in_flight, request.max_len - request.num_known - 1) for request in requests]
+        planned = self._speculation.plan(rows)
+        return {
+            request: Proposal(len(planned[request.id]) - num_in_flight, planned[request.id])
+            for request, (_, num_in_flight, _) in zip(requests, rows, strict=True)
+            if request.id in planned
+        }
+
+    def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """The oldest step that plan() gave drafts of this request to verified `num_drafts` of them."""
+        self._speculation.settled(request.id, num_drafts, num_accepted)
+
+    def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
+        """A step of decoding rows alone took so long; it computed `num_tokens` tokens and gave `num_sampled`."""
+        self._speculation.observe(num_rows, num_tokens, num_sampled, seconds)
+
+
+def _space(options: RequestOptions) -> str:
+    """Requests of one tenant and one cache_salt may be drafted from each other's outputs."""
+    return f"{len(options.tenant)} {options.tenant} {options.cache_salt}"
+
+
+def make_drafter(config: SpeculationConfig) -> HostDrafter | None:
+    """What the configuration asks for; None where it asks for nothing."""
+    proposer: Proposer
+    if config.method == "ngram":
+        proposer = NgramProposer(config.min_n, config.max_n)
+    elif config.method == "suffix":
+        proposer = SuffixProposer(min_match=config.min_n)
+    else:
+        return None
+    return HostDrafter(Speculation(proposer, config.num_drafts))
