@@ -14,10 +14,11 @@ from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import SpeculationResult
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
+from raylm.core.drafting import DraftCounters, Drafter
 from raylm.core.sampling import SamplingParams
-from raylm.core.speculation import DraftCounters, HostDrafter, ReplayProposer, Speculation
+from raylm.core.speculation import HostDrafter, ReplayProposer, Speculation
 from raylm.engine.engine import Engine
-from raylm.engine.factory import offline_engine
+from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
 from raylm.text.processor import TextProcessor
 
@@ -49,8 +50,8 @@ class Settings:
 class _Subject:
     """An engine under test."""
 
-    def __init__(self, config: EngineConfig, drafter: HostDrafter | None = None) -> None:
-        self.engine: Engine = offline_engine(config, progress=False, drafter=drafter)
+    def __init__(self, config: EngineConfig, drafter: Drafter | None = None) -> None:
+        self.engine: Engine = local_engine(config, progress=False, drafter=drafter)
         self._num_requests = 0
 
     @property

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylm.bench.shapes import SHAPES
+from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
-from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="who drafts (%(default)s)")
     parser.add_argument("--replay", type=float, metavar="P", help="draft the plain output, each token right with P")
-    parser.add_argument("--num-drafts", type=positive, default=7, metavar="N", help="drafts a row at most (%(default)s)")
+    parser.add_argument(
+        "--num-drafts", type=positive, default=7, metavar="N", help="drafts a row at most (%(default)s)"
+    )
     parser.add_argument(
         "--kind", action="append", default=[], metavar="KIND", help="copy, extract, edit, chat or random; repeatable"
     )

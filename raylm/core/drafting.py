@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from raylm.core.request import Request
@@ -12,30 +13,61 @@ class Proposal(NamedTuple):
 
     token_ids: what may follow request.token_ids: a guess at each of the request.num_in_flight tokens that steps on
     their way sample, then the drafts. Empty where the workers draft by themselves.
+    evidence: how likely they are right, as a class of the drafter's own.
     """
 
     num_drafts: int
     token_ids: list[int]
+    evidence: int = 0
+
+    def first(self, num_drafts: int) -> Proposal:
+        """At most so many of the drafts."""
+        surplus = self.num_drafts - num_drafts
+        if surplus <= 0:
+            return self
+        return Proposal(num_drafts, self.token_ids[: max(0, len(self.token_ids) - surplus)], self.evidence)
+
+
+class DraftCounters(NamedTuple):
+    """Drafts since the start, for metrics."""
+
+    num_drafts: int
+    """Verifications: a row of a step that had drafts is one."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_by_position: list[int]
+
+
+NOTHING_DRAFTED = DraftCounters(0, 0, 0, [])
 
 
 class Drafter(Protocol):
     """Proposes drafts and learns from what became of them."""
 
+    @property
+    def counters(self) -> DraftCounters:
+        """Drafts since the start."""
+        ...
+
     def begin(self, request: Request) -> None:
         """A request runs (again)."""
         ...
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
-        """Up to `most` drafts for a request that decodes; None where its next step is to verify none."""
+    def is_on(self, num_rows: int) -> bool:
+        """Whether a step of about so many rows may verify drafts. Cheap; plan() need not be asked where it may not."""
         ...
 
-    def settle(self, request: Request, token_ids: list[int], num_drafts: int) -> None:
-        """A step gave these tokens, which request.token_ids ends with now; all but the last one were drafts of the
-        `num_drafts` that it verified."""
+    def plan(self, requests: Sequence[Request]) -> dict[Request, Proposal]:
+        """Drafts for the next step, in which these requests decode; those that verify none are left out."""
         ...
 
-    def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step in which `num_rows` requests decoded and verified, `num_tokens` tokens together, took so long."""
+    def settle(self, request: Request, proposal: Proposal, num_accepted: int) -> None:
+        """A step verified a proposal, or its first drafts."""
+        ...
+
+    def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
+        """A step in which `num_rows` requests decoded, and nothing else was computed, took so long. It computed
+        `num_tokens` tokens, drafts included, and gave `num_sampled`."""
         ...
 
     def end(self, request: Request) -> None:

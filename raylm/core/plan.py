@@ -18,8 +18,8 @@ class PlanBuilder:
         """`swapped_out`: the device block that the step copies into each host block; swap_out() adds to it."""
         self.rows: list[int] = []
         self.sampling: list[Request] = []
-        self.verifying: dict[int, int] = {}
-        """Drafts that a request verifies, by its index in `sampling`."""
+        self.verifying: dict[int, Proposal] = {}
+        """What a request verifies, by its index in `sampling`."""
         self.reporting: list[Request] = []
         self.reporting_prompts: list[tuple[Request, int]] = []
         """Requests whose step gives log probabilities of their prompt, and the first position that it computes."""
@@ -65,7 +65,7 @@ class PlanBuilder:
 
     def verify(self, request: Request, proposal: Proposal) -> None:
         """The request, of which one known token is left to compute, verifies drafts with it."""
-        self.verifying[len(self.sampling)] = proposal.num_drafts
+        self.verifying[len(self.sampling)] = proposal
         if proposal.token_ids:
             self._drafts.append(Drafts(request.row, len(request.token_ids), proposal.token_ids))
         self._add(request, 1 + proposal.num_drafts)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from raylm.config.resolve import ResolvedScheduler
 from raylm.core.admission import Admission
 from raylm.core.beam import Beams
-from raylm.core.drafting import Drafter, Proposal
+from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.pacing import PrefillPacer, StepTimer
 from raylm.core.plan import PlanBuilder
@@ -45,6 +45,7 @@ class SchedulerStats(NamedTuple):
     prefix_hits: int = 0
     """Prompt tokens looked up in the prefix cache, and found there."""
     waiting_tokens: int = 0
+    drafts: DraftCounters = NOTHING_DRAFTED
 
 
 class _InFlight(NamedTuple):
@@ -121,6 +122,7 @@ class Scheduler:
             self._cache.num_queries,
             self._cache.num_hits,
             self._new_tokens,
+            self._drafter.counters if self._drafter is not None else NOTHING_DRAFTED,
         )
 
     def add(self, requests: list[Request], now: float) -> None:
@@ -222,8 +224,8 @@ class Scheduler:
         seconds = self._timer.finished(now)
         self._pacer.observe(builder.num_prefill, builder.num_decodes, seconds)
         self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
-        if self._drafter is not None and not builder.num_prefill:
-            self._drafter.observe(len(builder.rows), num_tokens, seconds)
+        if self._drafter is not None and not (builder.num_prefill or builder.reporting):
+            self._drafter.observe(len(builder.rows), num_tokens, num_sampled, seconds)
         deltas = self._settler.settle(builder, result)
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -238,10 +240,10 @@ class Scheduler:
     def _schedule_running(self, turn: list[Request], builder: PlanBuilder) -> bool:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = builder.rows.append, builder.sampling.append
-        speculates = self._drafter is not None
+        proposals = self._proposals(turn)
         preempted = False
         for request in turn:
-            if speculates and self._verify(request, builder):
+            if proposals and request in proposals and self._verify(request, proposals[request], builder):
                 continue
             computed = request.num_computed
             if request.num_known - computed == 1 and computed < request.horizon:
@@ -252,14 +254,20 @@ class Scheduler:
                 preempted = True
         return not preempted
 
-    def _verify(self, request: Request, builder: PlanBuilder) -> bool:
-        """Let a decoding request verify drafts, where there are any and there is room for them."""
-        if not request.horizon or request.num_to_compute != 1 or request.row < 0:
-            return False
+    def _proposals(self, turn: list[Request]) -> dict[Request, Proposal]:
+        """What decoding requests of this turn are to verify."""
+        if self._drafter is None or not self._drafter.is_on(len(turn)):
+            return {}
+        return self._drafter.plan([request for request in turn if request.horizon and request.num_to_compute == 1])
+
+    def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder) -> bool:
+        """Let a decoding request verify drafts, where there is room for any."""
+        if request.row < 0:
+            return False  # It has given way to one before it in its turn.
         # Every running request after this one can still decode.
         room = builder.left - (len(self._running) - len(builder.rows))
-        proposal = self._propose(request, min(room, request.max_len - request.num_known - 1))
-        if proposal is None:
+        proposal = proposal.first(min(room, request.max_len - request.num_known - 1))
+        if proposal.num_drafts <= 0:
             return False
         num_columns = len(request.block_ids[0])
         copies = self._cache.allocate(request, 1 + proposal.num_drafts)
@@ -270,9 +278,6 @@ class Scheduler:
         builder.verify(request, proposal)
         request.set_horizon()
         return True
-
-    def _propose(self, request: Request, most: int) -> Proposal | None:
-        return self._drafter.propose(request, most) if self._drafter is not None and most > 0 else None
 
     def _turn(self, *, early: bool = False) -> list[Request]:
         """The running requests that this plan is for, in their order.

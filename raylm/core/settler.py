@@ -24,7 +24,7 @@ class Settler:
     def settle(self, builder: PlanBuilder, result: Sampled) -> list[TokenDelta]:
         """The deltas of all requests that sampled and live. One with a finish reason has still to be ended."""
         self._take_prompt_logprobs(builder, result)
-        if result.counts or self._drafter is not None:
+        if builder.verifying:
             deltas = self._take_several(builder, result)
         else:
             deltas = self._take_one_each(builder.sampling, result.token_ids)
@@ -51,16 +51,17 @@ class Settler:
         """Every request has the drafts that were accepted, and one token more."""
         deltas, end = [], 0
         for index, request in enumerate(builder.sampling):
-            start, end = end, end + (result.counts[index] if result.counts else 1)
+            start, end = end, end + result.counts[index]
             if request.status is Status.FINISHED:
                 continue
-            num_drafts = builder.verifying.get(index, 0)
+            proposal = builder.verifying.get(index)
+            num_drafts = proposal.num_drafts if proposal is not None else 0
             token_ids = _up_to_stop(result.token_ids[start:end], request.stop_ids)
             request.settle(token_ids, 1 + num_drafts)
             if len(token_ids) <= num_drafts:
                 self.rejected[request] = None
-            if self._drafter is not None:
-                self._drafter.settle(request, token_ids, num_drafts)
+            if self._drafter is not None and proposal is not None:
+                self._drafter.settle(request, proposal, len(token_ids) - 1)
             self.charge([request], len(token_ids))
             deltas.append(_notable(request, token_ids))
         return deltas

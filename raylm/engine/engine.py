@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.block_hash import HASHES
+from raylm.core.drafting import Drafter
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.sampling import MAX_SEED, SamplingParams, draw_seed
 from raylm.core.scheduler import Scheduler, SchedulerStats
+from raylm.core.speculation import make_drafter
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.checks import check_params, check_prompt
 from raylm.errors import EngineDeadError, RequestRejected
@@ -31,8 +33,10 @@ class Engine:
         *,
         plans_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Start the executor and build the scheduler from what it reports. Raises ConfigError, EngineDeadError."""
+        """Start the executor and build the scheduler from what it reports. `drafter` takes the place of the one that
+        config.speculation asks for. Raises ConfigError, EngineDeadError."""
         self._executor = executor
         self._window = plans_in_flight
         self._clock = clock
@@ -46,6 +50,7 @@ class Engine:
             self._cache,
             max_model_len=self.info.max_model_len,
             num_stages=config.parallel.pipeline,
+            drafter=drafter or make_drafter(config.speculation),
         )
         self.limits = config.scheduler
         """What one step may hold and how many requests may wait."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
+from raylm.core.drafting import Drafter
 from raylm.engine.engine import Engine
 from raylm.executor.local_ray import connect_to_ray
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from raylm.executor.ray import RayExecutor
 
 
-def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
+def local_engine(config: EngineConfig, *, progress: bool = True, drafter: Drafter | None = None) -> Engine:
     """An engine in this process. On a CPU scheduling has nothing to hide behind, so one plan is in flight; on a GPU the
     next plan is made while the last one runs."""
     from raylm.executor.local import LocalExecutor, local_device
@@ -25,7 +26,7 @@ def local_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     resolved = resolve(config, local_device(config))
     executor = LocalExecutor(resolved, progress=progress)
     window = config.runtime.plans_in_flight or (2 if executor.overlaps else 1)
-    return Engine(resolved, executor, plans_in_flight=window)
+    return Engine(resolved, executor, plans_in_flight=window, drafter=drafter)
 
 
 def ray_engine(

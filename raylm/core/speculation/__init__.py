@@ -10,11 +10,10 @@ from raylm.core.speculation.lengths import DraftLengths
 from raylm.core.speculation.ngram import NgramProposer
 from raylm.core.speculation.proposer import Drafts, Proposer
 from raylm.core.speculation.replay import ReplayProposer
-from raylm.core.speculation.speculation import DraftCounters, Speculation
+from raylm.core.speculation.speculation import Speculation
 from raylm.core.speculation.suffix import SuffixProposer
 
 __all__ = [
-    "DraftCounters",
     "DraftLengths",
     "Drafts",
     "HostDrafter",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raylm.config.speculation import SpeculationConfig
-from raylm.core.drafting import Proposal
+from raylm.core.drafting import DraftCounters, Proposal
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.speculation.ngram import NgramProposer
 from raylm.core.speculation.proposer import Proposer
-from raylm.core.speculation.speculation import DraftCounters, Speculation
+from raylm.core.speculation.speculation import Speculation
 from raylm.core.speculation.suffix import SuffixProposer
 
 
@@ -33,21 +33,21 @@ class HostDrafter:
         """A request runs no more: it has ended, or was preempted."""
         self._speculation.ended(request.id)
 
+    def is_on(self, num_rows: int) -> bool:
+        """Whether a step of about so many rows may verify drafts."""
+        return self._speculation.is_on(num_rows)
+
     def plan(self, requests: Sequence[Request]) -> dict[Request, Proposal]:
-        """Drafts for the next step of these requests, which all decode in it; those that verify none are left out."""
+        """Drafts for the next step, in which these requests decode; those that verify none are left out."""
         if not self._speculation.is_on(len(requests)):
             return {}
         rows = [(request.id, request.num_in_flight, request.max_len - request.num_known - 1) for request in requests]
         planned = self._speculation.plan(rows)
-        return {
-            request: Proposal(len(planned[request.id]) - num_in_flight, planned[request.id])
-            for request, (_, num_in_flight, _) in zip(requests, rows, strict=True)
-            if request.id in planned
-        }
+        return {request: planned[request.id] for request in requests if request.id in planned}
 
-    def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """The oldest step that plan() gave drafts of this request to verified `num_drafts` of them."""
-        self._speculation.settled(request.id, num_drafts, num_accepted)
+    def settle(self, request: Request, proposal: Proposal, num_accepted: int) -> None:
+        """A step verified a proposal, or its first drafts."""
+        self._speculation.settled(request.id, proposal, num_accepted)
 
     def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
         """A step of decoding rows alone took so long; it computed `num_tokens` tokens and gave `num_sampled`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
+from raylm.core.drafting import DraftCounters, Proposal
 from raylm.core.speculation.acceptance import Acceptance, OwnShares
 from raylm.core.speculation.lengths import DraftLengths
 from raylm.core.speculation.proposer import Drafts, Proposer
@@ -13,16 +13,6 @@ _MANY_ROWS = 64
 _SAMPLED = 5
 """From so many rows on, what became of every fifth row's drafts is learned from: noting all would cost a millisecond a
 step. Five has no divisor in common with the usual numbers of rows."""
-
-
-class DraftCounters(NamedTuple):
-    """Drafts since the start, for metrics."""
-
-    num_drafts: int
-    """Verifications: a row of a step that had drafts is one."""
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_by_position: list[int]
 
 
 class _Untested(NamedTuple):
@@ -36,13 +26,11 @@ class _Untested(NamedTuple):
 class _Row:
     """A running request: its tokens, its shares of accepted drafts, and what it was proposed."""
 
-    __slots__ = ("evidence", "shares", "token_ids", "untested")
+    __slots__ = ("shares", "token_ids", "untested")
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.shares = OwnShares()
-        self.evidence: deque[int] = deque()
-        """The class of evidence of each plan's drafts that are on their way."""
         self.untested: _Untested | None = None
 
 
@@ -85,12 +73,12 @@ class Speculation:
         """Whether plan() may give drafts to a step of so many rows. While it may not, drafts cost nothing at all."""
         return self._lengths.is_on(num_rows)
 
-    def plan(self, rows: list[tuple[str, int, int]]) -> dict[str, list[int]]:
-        """What the rows of the next step are to be written behind their settled tokens, for those that verify drafts.
+    def plan(self, rows: list[tuple[str, int, int]]) -> dict[str, Proposal]:
+        """What rows of the next step are to verify; those that verify nothing are left out.
 
         rows: every decoding row as (key, num_in_flight, limit). `num_in_flight` tokens at most are computed by plans on
-        their way and not known here; `limit` drafts at most may follow them. The answer begins with guesses of the
-        tokens in flight, so of n tokens the step verifies n - num_in_flight; a wrong guess costs only that.
+        their way and not known here; `limit` drafts at most may follow them. The tokens of a proposal begin with
+        guesses of those in flight; a wrong guess costs only the verification.
         """
         self._prepare()
         proposed = [self._propose(*row) for row in rows]
@@ -106,8 +94,7 @@ class Speculation:
                 continue
             row = self._rows[key]
             if length:
-                planned[key] = drafts.token_ids[: num_in_flight + length]
-                row.evidence.append(drafts.evidence)
+                planned[key] = Proposal(length, drafts.token_ids[: num_in_flight + length], drafts.evidence)
                 row.untested = None
             elif row.untested is None:
                 row.untested = _Untested(
@@ -115,14 +102,12 @@ class Speculation:
                 )
         return planned
 
-    def settled(self, key: str, num_drafted: int, num_accepted: int) -> None:
-        """The oldest step that verified drafts of the request has come back; 0 drafted where they were left out."""
+    def settled(self, key: str, proposal: Proposal, num_accepted: int) -> None:
+        """A step verified a proposal, or its first drafts. An unknown request is ignored."""
         row = self._rows.get(key)
         if row is None:
             return
-        evidence = row.evidence.popleft()
-        if not num_drafted:
-            return
+        num_drafted, evidence = proposal.num_drafts, proposal.evidence
         self._num_verified += 1
         if len(self._rows) < _MANY_ROWS or self._num_verified % _SAMPLED == 0:
             self._acceptance.observe(row.shares, evidence, num_drafted, num_accepted)

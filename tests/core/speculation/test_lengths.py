@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from raylm.core.drafting import Proposal
 from raylm.core.speculation import Drafts, Speculation
 
 Cost = Callable[[int, int], float]
@@ -87,14 +88,14 @@ class Device:
         rows = len(self.keys)
         if length is not None:
             counts = {key: self._accepted(key, length) for key in self.keys}
-            planned = {key: [0] * length for key in self.keys}
+            planned = {key: Proposal(length, []) for key in self.keys}
         else:
             planned = {}
             if self.speculation.is_on(rows):
                 self.num_asked += 1
                 planned = self.speculation.plan([(key, 0, 7) for key in self.keys])
-            counts = {key: (drafts + [0]).index(0) for key, drafts in planned.items()}
-        tokens = rows + sum(map(len, planned.values()))
+            counts = {key: [*proposal.token_ids, 0].index(0) for key, proposal in planned.items()}
+        tokens = rows + sum(proposal.num_drafts for proposal in planned.values())
         seconds = self.cost(rows, tokens) * (1 + self.noise * self.random.random())
         sampled = rows + sum(counts.values())
         self.seconds += seconds
@@ -103,8 +104,8 @@ class Device:
         for key, known in self.tokens.items():
             known += [1] * (counts.get(key, 0)) + [int(self.random.random() < self.keys[key])]
         if length is None:
-            for key, drafts in planned.items():
-                self.speculation.settled(key, len(drafts), counts[key])
+            for key, proposal in planned.items():
+                self.speculation.settled(key, proposal, counts[key])
             self.speculation.observe(rows, tokens, sampled, seconds)
 
     def _accepted(self, key: str, length: int) -> int:
@@ -150,8 +151,8 @@ def test_requests_with_better_drafts_get_more_of_them():
     device.run(200)
     assert device.run(800) > 1.2
     planned = device.speculation.plan([(key, 0, 7) for key in device.keys])
-    assert sum(len(planned.get(str(i), [])) for i in range(4)) > 12
-    assert sum(map(len, planned.values())) < 36
+    assert sum(planned[str(i)].num_drafts for i in range(4)) > 12
+    assert sum(proposal.num_drafts for proposal in planned.values()) < 36
 
 
 def test_a_large_batch_on_a_device_at_its_limit_asks_for_no_drafts():
@@ -204,7 +205,8 @@ def test_guesses_of_tokens_in_flight_come_first():
     device = Device(flat, [1.0] * 2)
     device.run(50)
     planned = device.speculation.plan([("0", 2, 7), ("1", 0, 3)])
-    assert len(planned["0"]) == 9 and len(planned["1"]) == 3
+    assert (planned["0"].num_drafts, len(planned["0"].token_ids)) == (7, 9)
+    assert (planned["1"].num_drafts, len(planned["1"].token_ids)) == (3, 3)
 
 
 def test_rows_that_may_not_have_drafts_get_none():
