@@ -31,14 +31,15 @@ class Proposal(NamedTuple):
 class DraftCounters(NamedTuple):
     """Drafts since the start, for metrics."""
 
-    num_drafts: int
+    num_drafts: int = 0
     """Verifications: a row of a step that had drafts is one."""
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_by_position: list[int]
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+    """Accepted drafts that were the first one of their verification, the second one, ..."""
 
 
-NOTHING_DRAFTED = DraftCounters(0, 0, 0, [])
+NOTHING_DRAFTED = DraftCounters()
 
 
 class Drafter(Protocol):

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -20,7 +21,7 @@ class Load(NamedTuple):
     """How busy an engine is; it rides on every Deltas message. Counts are since the engine's start.
 
     num_preemptions counts every preemption, num_swaps those that copied the blocks to host memory; prefix_queries and
-    prefix_hits are prompt tokens looked up and found in the prefix cache.
+    prefix_hits are prompt tokens looked up and found in the prefix cache; drafts are those of speculative decoding.
     """
 
     running: int
@@ -31,6 +32,7 @@ class Load(NamedTuple):
     prefix_queries: int = 0
     prefix_hits: int = 0
     waiting_tokens: int = 0
+    drafts: DraftCounters = NOTHING_DRAFTED
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):

@@ -82,6 +82,7 @@ class EngineServer:
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             waiting_tokens=stats.waiting_tokens,
+            drafts=stats.drafts,
         )
 
     def run(self) -> None:

@@ -164,6 +164,11 @@ _COUNTERS = (
     ("prefix_queries", "raylm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
     ("prefix_hits", "raylm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
 )
+_DRAFT_COUNTERS = (
+    ("num_drafts", "raylm:spec_decode_num_drafts", "Drafts, of one token or several, that were verified."),
+    ("num_draft_tokens", "raylm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    ("num_accepted_tokens", "raylm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+)
 
 
 def _of_engines(stats: list[EngineStats]) -> Iterator[Metric]:
@@ -177,3 +182,22 @@ def _of_engines(stats: list[EngineStats]) -> Iterator[Metric]:
         for engine in stats:
             family.add_metric([engine.model, engine.engine_id], getattr(engine.load, field))
         yield family
+    yield from _of_drafts(stats, labels)
+
+
+def _of_drafts(stats: list[EngineStats], labels: list[str]) -> Iterator[Metric]:
+    """Speculative decoding."""
+    for field, name, text in _DRAFT_COUNTERS:
+        family = CounterMetricFamily(name, text, labels=labels)
+        for engine in stats:
+            family.add_metric([engine.model, engine.engine_id], getattr(engine.load.drafts, field))
+        yield family
+    by_position = CounterMetricFamily(
+        "raylm:spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens that were accepted, by their position in the draft.",
+        labels=[*labels, "position"],
+    )
+    for engine in stats:
+        for position, count in enumerate(engine.load.drafts.accepted_by_position):
+            by_position.add_metric([engine.model, engine.engine_id, str(position)], count)
+    yield by_position

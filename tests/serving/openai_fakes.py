@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from raylm.config.serving import HttpConfig
+from raylm.core.drafting import DraftCounters
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
@@ -231,7 +232,17 @@ class Catalog:
             EngineStats(
                 "tiny",
                 "engine-0",
-                Load(3, 2, 0.25, 9, num_swaps=4, prefix_queries=100, prefix_hits=75, waiting_tokens=60),
+                Load(
+                    3,
+                    2,
+                    0.25,
+                    9,
+                    num_swaps=4,
+                    prefix_queries=100,
+                    prefix_hits=75,
+                    waiting_tokens=60,
+                    drafts=DraftCounters(10, 30, 17, (9, 6, 2)),
+                ),
             )
         ]
 

@@ -259,6 +259,11 @@ async def test_metrics() -> None:
     assert found["num_swaps_total", ("engine-0", "tiny")] == 4
     assert found["prefix_cache_queries_total", ("engine-0", "tiny")] == 100
     assert found["prefix_cache_hits_total", ("engine-0", "tiny")] == 75
+    assert found["spec_decode_num_drafts_total", ("engine-0", "tiny")] == 10
+    assert found["spec_decode_num_draft_tokens_total", ("engine-0", "tiny")] == 30
+    assert found["spec_decode_num_accepted_tokens_total", ("engine-0", "tiny")] == 17
+    by_position = [found["spec_decode_num_accepted_tokens_per_pos_total", (p, "engine-0", "tiny")] for p in "012"]
+    assert by_position == [9, 6, 2]
 
 
 async def test_metrics_of_requests_that_do_not_end_well() -> None:

@@ -56,7 +56,7 @@ class Speculation:
 
     @property
     def counters(self) -> DraftCounters:
-        return DraftCounters(self._num_verified, self._num_drafted, self._num_accepted, list(self._by_position))
+        return DraftCounters(self._num_verified, self._num_drafted, self._num_accepted, tuple(self._by_position))
 
     def added(self, key: str, token_ids: list[int], space: str = "") -> None:
         """A request begins to run. `token_ids` is its own list: known tokens are appended to it and it is never cut.
