@@ -32,6 +32,8 @@ class LogitsProcessor(Protocol):
 
 def load_processors(names: Sequence[str]) -> dict[str, LogitsProcessor]:
     """The processors of these names. Raises ConfigError where there is none, or it cannot be made."""
+    if not names:
+        return {}
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     made = {}
     for name in names:
@@ -43,6 +45,8 @@ def load_processors(names: Sequence[str]) -> dict[str, LogitsProcessor]:
             )
         try:
             made[name] = found[name].load()()
+            if not callable(made[name]):
+                raise TypeError(f"{made[name]!r:.100} is not callable")
         except Exception as error:
             raise ConfigError(
                 f"generation.logits_processors: {name} could not be made: {type(error).__name__}: {error}"
