@@ -232,6 +232,7 @@ class Beams:
             arrived=parent.arrived,
         )
         child.num_prompt = child.num_charged = parent.num_prompt
+        child.sampling = parent.sampling  # Its prompt is the search's, whatever it knows already.
         child.search = search
         self._lifecycle.enlist(child)
         if parent.status is Status.RUNNING:

@@ -83,7 +83,9 @@ class Engine:
             max_len = min(max_len, len(prompt_ids) + max(params.max_tokens, 1))
         # Requests have a seed from where they entered; this one is for callers that never repeat theirs.
         seed = params.seed if params.seed is not None else draw_seed()
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        # No step samples a token beyond the vocabulary, nor need one be kept from it.
+        stop_ids = frozenset(token for token in ends if token < self.info.vocab_size)
         now = self._clock()
         requests = [
             Request(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import checkpoints
+import fakes
 import pytest
 from engines import make_engine, run_to_end
 from fakes import FakeExecutor
@@ -16,8 +17,13 @@ from raylm.core.sampling import MAX_SEED, SamplingParams
 from raylm.engine.engine import Engine
 from raylm.errors import RequestRejected
 
-VOCAB = 64
-few_tokens = st.lists(st.integers(0, VOCAB + 1), max_size=4)
+VOCAB = fakes.VOCAB
+MODEL_VOCAB = checkpoints.VOCAB_SIZE
+tokens = st.one_of(
+    st.integers(0, VOCAB - 1),
+    st.sampled_from([VOCAB, MODEL_VOCAB - 1, MODEL_VOCAB, 2**31 - 1]),
+)
+few_tokens = st.lists(tokens, max_size=4)
 words = st.lists(st.text("ab", max_size=3), max_size=3)
 
 
@@ -36,14 +42,14 @@ STRATEGIES: dict[str, st.SearchStrategy[object]] = {
     "presence_penalty": numbers(-2, 2),
     "frequency_penalty": numbers(-2, 2),
     "repetition_penalty": numbers(0, 2),
-    "logit_bias": st.dictionaries(st.integers(0, VOCAB), numbers(-100, 100), max_size=4),
+    "logit_bias": st.dictionaries(tokens, numbers(-100, 100), max_size=4),
     "allowed_token_ids": few_tokens,
     "bad_words": words,
     "bad_token_ids": st.lists(few_tokens, max_size=3),
     "min_tokens": st.integers(0, 9),
     "logits_processors": st.lists(st.sampled_from(["", "unknown"]), max_size=1),
     "seed": st.one_of(st.none(), st.integers(-MAX_SEED - 1, MAX_SEED)),
-    "max_tokens": st.integers(1, 8),
+    "max_tokens": st.integers(0, 8),
     "n": st.integers(1, 4),
     "logprobs": st.sampled_from([None, -1, 0, 1, 5, 20, 21]),
     "prompt_logprobs": st.sampled_from([None, -1, 0, 1, 5, 20]),
@@ -89,7 +95,7 @@ def ask(engine: Engine, requests: list[tuple[list[int], dict[str, object]]]) -> 
 several = st.lists(st.tuples(prompts, anything), min_size=1, max_size=4)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(several, st.sampled_from([1, 2]))
 def test_the_scheduler_and_its_worker_go_on(requests, window):
     ask(make_engine(FakeExecutor(), window=window), requests)
@@ -109,7 +115,7 @@ def engine(tmp_path_factory):
     llm.close()
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(several)
 def test_a_model_goes_on(engine, requests):
     ask(engine, requests)

@@ -14,6 +14,7 @@ from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.stages import LogitRows
 
 _WORD_BITS = 32
+_NO_TOKEN = -1
 
 
 class RowArrays:
@@ -100,7 +101,7 @@ class MinTokens:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._ids = RowArrays(table, fill=0, dtype=torch.int64)
+        self._ids = RowArrays(table, fill=_NO_TOKEN, dtype=torch.int64)
         self._first_end = np.zeros(table.num_rows, dtype=np.int64)
 
     def set_row(self, row: int, sampling: RowSampling) -> bool:
@@ -109,14 +110,15 @@ class MinTokens:
             self._first_end[row] = 0
             return False
         self._first_end[row] = sampling.num_prompt + min_tokens
-        # Filled up with the first one: to change it twice is to change it once.
-        width = max(self._ids.values.shape[1], 1 << (len(stop_ids) - 1).bit_length())
-        self._ids.put(row, np.array(stop_ids + stop_ids[:1] * (width - len(stop_ids)), dtype=np.int64))
+        width = max(self._ids.values.shape[1], len(stop_ids))
+        self._ids.put(row, np.array(stop_ids + [_NO_TOKEN] * (width - len(stop_ids)), dtype=np.int64))
         return True
 
     def apply(self, logits: Tensor, of: LogitRows) -> Tensor:
         (first_end,) = self._table.upload(self._first_end[of.rows])
         ids = self._ids.values.index_select(0, of.table_rows)  # [M, width]
+        # Filled up with the first one: to change it twice is to change it once. (Rows without any change nothing.)
+        ids = torch.where(ids == _NO_TOKEN, ids[:, :1], ids).clamp_min(0)
         forbids = (of.positions < first_end)[:, None]
         return logits.scatter_(1, ids, torch.where(forbids, -torch.inf, logits.gather(1, ids)))
 
