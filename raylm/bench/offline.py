@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from raylm.bench.cases import Case, Dataset, Request, prompt_token_ids
 from raylm.bench.report import OfflineResult
 from raylm.core.sampling import SamplingParams
-from raylm.errors import RaylmError
+from raylm.errors import ConfigError, RaylmError
 
 if TYPE_CHECKING:
     from raylm.llm import LLM
@@ -21,6 +22,7 @@ DEFAULT_CASES = {"throughput": "batch:16:128:64", "latency": "single:3:128:64"}
 _SEED_STEP = 1_000_003
 _WARMUP_REQUESTS = 2
 _WARMUP_TOKENS = 8
+_GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,13 @@ class RaylmRunner:
 
     name = "raylm"
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, sampling: SamplingParams = _GREEDY) -> None:
         self._llm = llm
+        self._sampling = sampling
 
     def run(self, requests: Sequence[TokenRequest]) -> float:
         start = perf_counter()
-        params = [SamplingParams(temperature=0, max_tokens=own.output_len, ignore_eos=True) for own in requests]
+        params = [replace(self._sampling, max_tokens=own.output_len, ignore_eos=True) for own in requests]
         completions = self._llm.generate([own.prompt_ids for own in requests], params, progress=False)
         for completion, own in zip(completions, requests, strict=True):
             check_count(self.name, len(completion.outputs[0].token_ids), own.output_len)
@@ -107,6 +110,38 @@ def run_case(llm: LLM, case: Case | Dataset, mode: Mode, *, seed: int = 0, repea
     warm_up(runner, workload, whole=mode == "throughput" and llm.info.device != "cpu")
     seconds = [measure(runner, workload.draw(repetition), mode) for repetition in range(1, repeat + 1)]
     return result_of(workload, mode, median(seconds), model=llm.name)
+
+
+def run_in_turns(
+    llm: LLM, case: Case | Dataset, mode: Mode, samplings: Sequence[str], *, seed: int = 0, repeat: int = 1
+) -> list[OfflineResult]:
+    """As run_case for several ways of sampling, each the JSON of SamplingParams' fields, which take turns: a result for
+    each. Raises ConfigError where one is no JSON, RequestRejected where a field is wrong."""
+    workload = Workload.of(case, llm, seed)
+    runners = [RaylmRunner(llm, _sampling(text)) for text in samplings]
+    for runner in runners:
+        warm_up(runner, workload, whole=mode == "throughput" and llm.info.device != "cpu")
+    seconds: list[list[float]] = [[] for _ in runners]
+    for repetition in range(1, repeat + 1):
+        requests = workload.draw(repetition)
+        for runner, own in zip(runners, seconds, strict=True):
+            # What another one has left in the prefix cache must not help.
+            llm.reset_prefix_cache()
+            own.append(measure(runner, requests, mode))
+    return [
+        replace(result_of(workload, mode, median(own), model=llm.name), sampling=text)
+        for text, own in zip(samplings, seconds, strict=True)
+    ]
+
+
+def _sampling(text: str) -> SamplingParams:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--sampling {text!r} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict) or fields.keys() - SamplingParams.__dataclass_fields__.keys():
+        raise ConfigError(f"--sampling {text!r} must be a JSON object of fields of SamplingParams")
+    return SamplingParams(**{"temperature": 0, **fields})
 
 
 def result_of(workload: Workload, mode: Mode, seconds: float, *, model: str) -> OfflineResult:

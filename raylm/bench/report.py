@@ -47,6 +47,8 @@ class OfflineResult:
     total_tokens_per_s: float
     output_len_mean: float | None = None
     """Only where the output lengths differ."""
+    sampling: str | None = None
+    """How it was sampled, where that was said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,13 @@ def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
     )
     add_engine_options(parser)
     _add_report(parser)
+    parser.add_argument(
+        "--sampling",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='fields of SamplingParams, such as {"temperature": 0.8}; repeatable: they take turns. Greedy by default',
+    )
     parser.set_defaults(run=run, measure=_offline, mode=mode)
 
 
@@ -172,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _offline(args: argparse.Namespace, emit: Emit) -> None:
-    from raylm.bench.offline import DEFAULT_CASES, run_case
+    from raylm.bench.offline import DEFAULT_CASES, run_case, run_in_turns
 
     cases = _cases(args, DEFAULT_CASES[args.mode])
     if args.dataset != "random" and args.repeat > 1:
@@ -185,7 +192,11 @@ def _offline(args: argparse.Namespace, emit: Emit) -> None:
             _compare(llm, cases, args, emit)
             return
         for case in cases:
-            emit(run_case(llm, case, args.mode, seed=args.seed, repeat=args.repeat))
+            if args.sampling:
+                for result in run_in_turns(llm, case, args.mode, args.sampling, seed=args.seed, repeat=args.repeat):
+                    emit(result)
+            else:
+                emit(run_case(llm, case, args.mode, seed=args.seed, repeat=args.repeat))
     finally:
         llm.close()
 

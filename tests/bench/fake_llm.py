@@ -47,8 +47,12 @@ class FakeLLM:
         self.text = FakeText()
         self.calls = []
         self.streamed = []
+        self.num_resets = 0
         self.closed = False
         FakeLLM.made.append(self)
+
+    def reset_prefix_cache(self):
+        self.num_resets += 1
 
     def generate(self, prompts, params=None, *, progress=True):
         each = params if isinstance(params, list) else [params] * len(prompts)

@@ -8,7 +8,7 @@ from fake_llm import FakeLLM
 from raylm.bench import offline
 from raylm.bench.cases import Dataset, Request, parse_case
 from raylm.bench.compare import in_turns
-from raylm.bench.offline import RaylmRunner, TokenRequest, Workload, measure, run_case
+from raylm.bench.offline import RaylmRunner, TokenRequest, Workload, measure, run_case, run_in_turns
 from raylm.bench.plot import check_plot, draw
 from raylm.bench.report import CompareResult, Report, StartupResult, as_json, percentile
 from raylm.errors import ConfigError, RaylmError
@@ -36,6 +36,24 @@ def test_a_case_runs_warmed_up_and_gives_the_keys(mode):
     assert sizes == ([2, 3, 3] if mode == "throughput" else [2, 1, 1, 1, 1, 1, 1])
     _, params = llm.calls[-1]
     assert params[0].ignore_eos and params[0].is_greedy and params[0].max_tokens == 4
+
+
+def test_ways_of_sampling_take_turns_over_the_same_requests():
+    llm = FakeLLM()
+    ways = ["{}", '{"temperature": 0.8, "logprobs": 5}']
+    rows = [as_json(found) for found in run_in_turns(llm, parse_case("a:3:6:4"), "throughput", ways, repeat=2)]
+    assert [row["sampling"] for row in rows] == ways
+    measured = llm.calls[2:]
+    assert [params[0].temperature for _, params in measured] == [0, 0.8, 0, 0.8]
+    assert measured[0][0] == measured[1][0] != measured[2][0] == measured[3][0]
+    assert measured[1][1][0].logprobs == 5 and measured[1][1][0].max_tokens == 4
+    assert llm.num_resets == 4
+
+
+@pytest.mark.parametrize("wrong", ["temperature=1", "[]", '{"heat": 1}'])
+def test_a_way_of_sampling_is_json_of_known_fields(wrong):
+    with pytest.raises(ConfigError, match="--sampling"):
+        run_in_turns(FakeLLM(), parse_case("a:3:6:4"), "throughput", [wrong])
 
 
 def test_no_prompt_comes_twice():
