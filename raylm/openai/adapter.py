@@ -13,12 +13,14 @@ from raylm.core.sampling import SamplingParams, draw_seed
 from raylm.errors import RequestRejected
 from raylm.openai.errors import HttpError
 from raylm.openai.lines import one_line
+from raylm.openai.logprobs import Entries
 from raylm.openai.params import TokenLimit, Wanted
 from raylm.openai.protocol import (
     ChatAnswer,
     ChatChoice,
     Completion,
     PromptDetails,
+    PromptList,
     TextChoice,
     TokenIds,
     Usage,
@@ -57,6 +59,10 @@ class ChoiceDelta(NamedTuple):
     num_cached: int = 0
     token_ids: list[int] = []
     stop_reason: str | int | None = None
+    entries: Entries | None = None
+    """Of the tokens whose text this is, where the client asked for log probabilities."""
+    prompt_list: bytes | None = None
+    """With a sequence's first delta: the JSON of `prompt_logprobs`, where they were asked for."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -153,26 +159,39 @@ class Ended(NamedTuple):
     stop_reason: str | int | None = None
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
+    logprobs: msgspec.Raw | None = None
+    prompt_logprobs: PromptList = msgspec.UNSET
 
 
 def answer(reply: Reply, ends: list[Ended], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed."""
     choices: list[ChatChoice] | list[TextChoice]
     prompt_ids: TokenIds = msgspec.UNSET
+    prompt_list: PromptList = msgspec.UNSET
     if reply.chat:
         choices = [
-            ChatChoice(index, ChatAnswer(end.text), end.finish_reason, None, end.stop_reason, end.token_ids)
+            ChatChoice(index, ChatAnswer(end.text), end.finish_reason, end.logprobs, end.stop_reason, end.token_ids)
             for index, end in enumerate(ends)
         ]
-        prompt_ids = ends[0].prompt_token_ids
+        prompt_ids, prompt_list = ends[0].prompt_token_ids, ends[0].prompt_logprobs
     else:
-        choices = [
-            TextChoice(index, end.text, end.finish_reason, None, end.stop_reason, end.token_ids, end.prompt_token_ids)
-            for index, end in enumerate(ends)
-        ]
+        choices = [_text_choice(index, end) for index, end in enumerate(ends)]
     kind = "chat.completion" if reply.chat else "text_completion"
     return msgspec.json.encode(
-        Completion(reply.id, kind, reply.created, reply.model, choices, usage, FINGERPRINT, prompt_ids)
+        Completion(reply.id, kind, reply.created, reply.model, choices, usage, FINGERPRINT, prompt_ids, prompt_list)
+    )
+
+
+def _text_choice(index: int, end: Ended) -> TextChoice:
+    return TextChoice(
+        index,
+        end.text,
+        end.finish_reason,
+        end.logprobs,
+        end.stop_reason,
+        end.token_ids,
+        end.prompt_token_ids,
+        end.prompt_logprobs,
     )
 
 

@@ -6,6 +6,8 @@ import msgspec
 
 from raylm.openai.adapter import FINGERPRINT, ChoiceDelta, Job, Reply, event
 from raylm.openai.lines import one_line
+from raylm.openai.logprobs import Entries, field
+from raylm.openai.logprobs import joined as joined_entries
 from raylm.openai.params import AnswerForm
 from raylm.openai.protocol import Completion, Usage
 
@@ -51,6 +53,7 @@ class ChunkEncoder:
     def chunk(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         """The event of a delta, with the usage so far where that is given; empty when it would say nothing new."""
         index, text, reason = delta[:3]
+        before = self._reason if not (delta.entries and delta.entries[0]) else self._with_logprobs(delta.entries)
         ids = self._ids(delta) if self._returns_ids else b""
         if reason is None:
             if not text and not ids:
@@ -59,13 +62,16 @@ class ChunkEncoder:
         else:
             last = _json(reason).encode() + b',"stop_reason":' + _encode(delta.stop_reason) + ids
         end = self._end if usage is None else b'}],"usage":' + _encode(usage) + b"}\n\n"
-        return self._heads[index] + _text(text) + self._reason + one_line(last) + end
+        return self._heads[index] + _text(text) + before + one_line(last) + end
 
     def usage(self, usage: Usage) -> bytes:
         """The event with the usage, which comes after the last choice's."""
         return event(
             Completion(self._reply.id, self._kind, self._reply.created, self._reply.model, [], usage, FINGERPRINT)
         )
+
+    def _with_logprobs(self, entries: Entries) -> bytes:
+        return self._reason.replace(b"null", one_line(field(entries)), 1)
 
     def _ids(self, delta: ChoiceDelta) -> bytes:
         """The fields of token ids; a choice's first event has its prompt's too."""
@@ -101,12 +107,14 @@ class Interval:
 
 def joined(first: ChoiceDelta, second: ChoiceDelta) -> ChoiceDelta:
     """Two deltas of one choice as one."""
+    parts = [delta.entries for delta in (first, second) if delta.entries is not None]
     return second._replace(
         text=first.text + second.text,
         num_tokens=first.num_tokens + second.num_tokens,
         logprob=first.logprob + second.logprob,
         num_cached=first.num_cached + second.num_cached,
         token_ids=first.token_ids + second.token_ids,
+        entries=joined_entries(parts) if parts else None,
     )
 
 

@@ -7,14 +7,28 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import NamedTuple
 
-from raylm.core.step import TokenDelta
-from raylm.errors import DeadlineExceeded, EngineDeadError
+import msgspec
+
+from raylm.core.step import Logprobs, TokenDelta
+from raylm.errors import DeadlineExceeded, EngineDeadError, RequestRejected
 from raylm.openai.adapter import ChoiceDelta, Ended, Job, PromptJob, usage_of
 from raylm.openai.errors import HttpError
+from raylm.openai.logprobs import (
+    AnswerList,
+    ChatEntries,
+    Entries,
+    LogprobForm,
+    PromptEntries,
+    TextEntries,
+    TokenNames,
+    field,
+    joined,
+    prompt_entries,
+)
 from raylm.openai.merge import merged
 from raylm.openai.metrics import ChoiceMeter, ModelMetrics
 from raylm.openai.protocol import Usage
-from raylm.openai.served_model import Deltas, ServedModel, TextPieces
+from raylm.openai.served_model import Deltas, ServedModel, Text, TextPiece, TextPieces
 from raylm.text.stop import StopTable
 
 _MAX_ON_THE_WAY = 256
@@ -23,13 +37,14 @@ what is too much on its way; sending one takes some 0.1 ms of the event loop."""
 
 
 class Origin(NamedTuple):
-    """Whose tokens they are: the reply's id, whether it is a chat's, when its HTTP request arrived (perf_counter), and
-    what its answers share to look for stop strings."""
+    """Whose tokens they are: the reply's id, whether it is a chat's, when its HTTP request arrived (perf_counter), what
+    its answers share to look for stop strings, and what they say of log probabilities."""
 
     reply_id: str
     chat: bool
     started: float
     stops: StopTable | None
+    logprobs: LogprobForm = LogprobForm()
 
 
 class Generation:
@@ -92,6 +107,9 @@ class _Prompt:
         self._gate = gate
         self._job = job
         self._metrics = metrics
+        self._text = model.text
+        self._logprobs = origin.logprobs
+        self._is_chat = origin.chat
         self._live = {
             f"{origin.reply_id}-{index}": _Sequence(
                 index,
@@ -99,6 +117,7 @@ class _Prompt:
                 text=model.text.stream(job.params, continues_prompt=not origin.chat, stops=origin.stops),
                 prefix=job.prefix,
                 meter=ChoiceMeter(metrics, origin.started),
+                entries=_answer_list(model.text, job, origin),
             )
             for index in range(job.first, job.first + job.params.n)
         }
@@ -112,8 +131,17 @@ class _Prompt:
             with self._noting_errors():
                 async with self._gate:
                     self._deltas = self._generator.generate(list(self._live), job.prompt_ids, job.params, job.options)
-                    await self._deltas.admitted()
+                    await self._admit(self._deltas)
         return self._deltas
+
+    async def _admit(self, deltas: Deltas) -> None:
+        try:
+            await deltas.admitted()
+        except RequestRejected as error:
+            if not (self._is_chat and error.param == "logprobs"):
+                raise
+            # The engine's number of log probabilities is a chat's top_logprobs.
+            raise RequestRejected(f"top_{error}", param="top_logprobs", code=error.code) from None
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         live = self._live
@@ -121,10 +149,12 @@ class _Prompt:
         with self._noting_errors():
             deltas = await self.admitted()
             async for delta in deltas:
-                gained = live[delta.request_id].push(delta)
                 if is_new:
                     self._metrics.prompt_tokens += len(self._job.prompt_ids)
                     is_new = False
+                    if self._job.params.prompt_logprobs is not None:
+                        await self._describe_prompt(delta.prompt_logprobs)
+                gained = live[delta.request_id].push(delta)
                 if gained.finish_reason is not None:
                     # Before the yield: a stop string must free the engine before a slow client has read.
                     deltas.end(delta.request_id)
@@ -132,6 +162,13 @@ class _Prompt:
                 yield gained
             if live:
                 raise EngineDeadError("The engine ended a completion without a reason")
+
+    async def _describe_prompt(self, logprobs: Logprobs | None) -> None:
+        """The log probabilities of the prompt are here, before any token: every choice has them, its own at first."""
+        job = self._job
+        found = await prompt_entries(self._logprobs, self._text, job.prompt_ids, job.prefix, logprobs)
+        for sequence in self._live.values():
+            sequence.prompt = found
 
     async def aclose(self) -> None:
         if self._deltas is not None:
@@ -152,11 +189,23 @@ class _Prompt:
 class _Sequence:
     """One sequence on its way from tokens to text."""
 
-    def __init__(self, index: int, *, is_first: bool, text: TextPieces, prefix: str, meter: ChoiceMeter) -> None:
+    def __init__(
+        self,
+        index: int,
+        *,
+        is_first: bool,
+        text: TextPieces,
+        prefix: str,
+        meter: ChoiceMeter,
+        entries: AnswerList | None,
+    ) -> None:
         self._index = index
         self._is_first = is_first
         self._text = text
         self._prefix = prefix
+        self._entries = entries
+        self.prompt = PromptEntries(None, None)
+        """What the first delta says of the prompt."""
         self.meter = meter
 
     def push(self, delta: TokenDelta) -> ChoiceDelta:
@@ -171,7 +220,7 @@ class _Sequence:
         text = self._prefix + piece.text
         self._prefix = ""
         used = piece.num_tokens
-        return ChoiceDelta(
+        gained = ChoiceDelta(
             self._index,
             text,
             piece.finish_reason,
@@ -182,6 +231,27 @@ class _Sequence:
             token_ids=delta.token_ids if used == len(delta.token_ids) else delta.token_ids[:used],
             stop_reason=piece.stop_reason,
         )
+        return gained if self._entries is None and self.prompt.listed is None else self._described(gained, delta, piece)
+
+    def _described(self, gained: ChoiceDelta, delta: TokenDelta, piece: TextPiece) -> ChoiceDelta:
+        """With the log probabilities that the client asked for."""
+        (echoed, listed), self.prompt = self.prompt, PromptEntries(None, None)
+        own = None
+        if self._entries is not None:
+            found = delta.logprobs if delta.logprobs is not None else Logprobs([], [], [], [])
+            own = self._entries.push(gained.token_ids, found.first(gained.num_tokens), piece)
+        parts = [entries for entries in (echoed, own) if entries is not None]
+        return gained._replace(entries=joined(parts) if parts else None, prompt_list=listed)
+
+
+def _answer_list(text: Text, job: PromptJob, origin: Origin) -> AnswerList | None:
+    """What lists the tokens of one sequence; None where the client asked for no log probabilities."""
+    form = origin.logprobs
+    if form.top is None:
+        return None
+    names = TokenNames(text, chat=origin.chat, as_ids=form.as_ids)
+    entries = ChatEntries(names) if origin.chat else TextEntries(names)
+    return AnswerList(entries, text.detokenizer(job.params, continues_prompt=not origin.chat), len(job.prefix))
 
 
 class Tally:
@@ -206,6 +276,8 @@ class Whole:
     def __init__(self) -> None:
         self._pieces: list[str] = []
         self._logprob = 0.0
+        self._entries: list[Entries] = []
+        self._prompt_list: bytes | None = None
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -222,6 +294,10 @@ class Whole:
     def ended(self, prompt_ids: list[int] | None) -> Ended:
         """What an answer says of it, with token ids where those of its prompt are given."""
         end = Ended(self.text, self.finish_reason, self.stop_reason)
+        if self._entries:
+            end = end._replace(logprobs=msgspec.Raw(field(joined(self._entries))))
+        if self._prompt_list is not None:
+            end = end._replace(prompt_logprobs=msgspec.Raw(self._prompt_list))
         if prompt_ids is None:
             return end
         return end._replace(token_ids=self.token_ids, prompt_token_ids=prompt_ids)
@@ -230,6 +306,10 @@ class Whole:
         self._pieces.append(delta.text)
         self._logprob += delta.logprob
         self.token_ids += delta.token_ids
+        if delta.entries is not None:
+            self._entries.append(delta.entries)
+        if delta.prompt_list is not None:
+            self._prompt_list = delta.prompt_list
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 

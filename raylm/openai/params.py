@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
-from raylm.core.sampling import MAX_BEAM_WIDTH, SamplingParams
+from raylm.core.sampling import ALL_TOKENS, MAX_BEAM_WIDTH, SamplingParams
 from raylm.core.sampling_checks import integer
 from raylm.errors import RequestRejected
+from raylm.openai.logprobs import LogprobForm
 from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from raylm.openai.quote import quote
 from raylm.text.truncation import Truncation
@@ -50,12 +51,14 @@ class AnswerForm(NamedTuple):
     continuous_usage: bool
     interval: int
     token_ids: bool
+    logprobs: LogprobForm = LogprobForm()
 
 
 class Wanted(NamedTuple):
     """What a request wants of each of its prompts: params.n sequences are generated, the best `n` of them returned.
 
-    echo_only: max_tokens is 0, so nothing is generated, and params say nothing of max_tokens.
+    echo_only: max_tokens is 0 and nothing is asked of the prompt, so no engine is, and params say nothing of
+    max_tokens.
     """
 
     params: SamplingParams
@@ -74,13 +77,17 @@ def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_ma
     """
     n = 1 if request.n is None else request.n
     prompt = _prompt_form(request)
-    echo_only = prompt.echo and request.max_tokens == 0
-    if request.max_tokens == 0 and not prompt.echo:
-        raise RequestRejected("max_tokens must be at least 1, got 0 (it may be 0 with echo=true)", param="max_tokens")
-    params = _sampling_params(request, n, sampling, max_tokens=None if echo_only else request.max_tokens)
+    logprobs = _logprob_form(request)
+    echo_only = prompt.echo and request.max_tokens == 0 and logprobs.of_prompt is None
+    if request.max_tokens == 0 and not prompt.echo and logprobs.of_prompt is None:
+        raise RequestRejected(
+            "max_tokens must be at least 1, got 0 (it may be 0 with echo=true or prompt_logprobs)", param="max_tokens"
+        )
+    params = _sampling_params(request, n, sampling, logprobs, max_tokens=None if echo_only else request.max_tokens)
     _check_together(request, params, n)
     limit = _token_limit(request, default_max_tokens)
-    return Wanted(params, _options(request), limit, n, prompt, _answer_form(request), echo_only)
+    form = _answer_form(request)._replace(logprobs=logprobs)
+    return Wanted(params, _options(request), limit, n, prompt, form, echo_only)
 
 
 _SAME = (
@@ -89,11 +96,16 @@ _SAME = (
     *("skip_special_tokens", "spaces_between_special_tokens"),
 )
 """Fields that SamplingParams has under the same name and with the same meaning; null is its default, or the model's."""
-_LISTS = ("allowed_token_ids", "bad_words", "logits_processors", "stop", "stop_token_ids")
+_LISTS = ("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "stop", "stop_token_ids")
 
 
 def _sampling_params(
-    request: GenerationRequest, n: int, defaults: SamplingDefaults, *, max_tokens: int | None
+    request: GenerationRequest,
+    n: int,
+    defaults: SamplingDefaults,
+    logprobs: LogprobForm,
+    *,
+    max_tokens: int | None,
 ) -> SamplingParams:
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None:
@@ -102,7 +114,8 @@ def _sampling_params(
     if request.logit_bias is not None:
         given["logit_bias"] = _biases(request.logit_bias)
     lists = {name: tuple(value) for name in _LISTS if (value := getattr(request, name))}
-    params = SamplingParams(**{**defaults.fields(), **given, **lists, "max_tokens": max_tokens, "n": n})
+    given |= {"max_tokens": max_tokens, "n": n, "logprobs": logprobs.top, "prompt_logprobs": logprobs.of_prompt}
+    params = SamplingParams(**{**defaults.fields(), **given, **lists})
     if request.use_beam_search:
         return replace(
             params,
@@ -113,7 +126,29 @@ def _sampling_params(
     if request.best_of is None:
         return params
     num = _num_candidates(request, n, MAX_BEST_OF)
-    return params if num == n else replace(params, n=num, logprobs=0)
+    # The best are chosen by the log probabilities of their tokens.
+    return params if num == n else replace(params, n=num, logprobs=params.logprobs or 0)
+
+
+def _logprob_form(request: GenerationRequest) -> LogprobForm:
+    if isinstance(request, ChatRequest):
+        top = request.top_logprobs
+        if top is not None and not request.logprobs and top != 0:
+            raise RequestRejected("top_logprobs is only allowed together with logprobs=true", param="top_logprobs")
+        if top is not None:
+            integer("top_logprobs", top, ALL_TOKENS, 2**31 - 1)
+        top = (top or 0) if request.logprobs else None
+    else:
+        assert isinstance(request, CompletionRequest)
+        top = request.logprobs
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestRejected(
+            "prompt_logprobs is not allowed together with stream=true (a stream has those of an echoed prompt: "
+            "echo=true with logprobs)",
+            param="prompt_logprobs",
+        )
+    of_echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    return LogprobForm(top, request.prompt_logprobs, of_echo, bool(request.return_tokens_as_token_ids))
 
 
 def _biases(value: object) -> list[tuple[int, object]]:

@@ -21,6 +21,10 @@ from raylm.text.truncation import MAX_TOKENS as MAX_TRUNCATED
 START_RETRY_S = 5.0
 _CALL_CHARS = 256
 """What one more prompt costs, in characters of text to tokenise."""
+_LOGPROB_CHARS = 64
+"""What a token takes in an answer's log probabilities, about."""
+_LISTED_BODIES = 8
+"""Log probabilities of prompts may take as much of an answer as so many of the largest bodies."""
 _TOKEN_CHARS = 8
 """What a token's id takes in JSON, at most where vocabularies have less than ten million tokens."""
 
@@ -116,6 +120,20 @@ def _check_returned(asked: Wanted, prompts: list[EncodedPrompt], limit: int) -> 
     if num_tokens * _TOKEN_CHARS > limit:
         message = f"return_token_ids returns {num_tokens} tokens of prompts, at most {limit // _TOKEN_CHARS}"
         raise RequestRejected(f"{message} are allowed", param="return_token_ids")
+    _check_listed(asked, prompts, limit)
+
+
+def _check_listed(asked: Wanted, prompts: list[EncodedPrompt], limit: int) -> None:
+    """The same for the log probabilities of prompts."""
+    form = asked.answer.logprobs
+    most = sum(len(prompt.token_ids) for prompt in prompts) * asked.params.n
+    for field, top in (("prompt_logprobs", form.prompt), ("logprobs", form.top if form.of_echo else None)):
+        if top is not None and most * (1 + max(top, 0)) * _LOGPROB_CHARS > limit * _LISTED_BODIES:
+            raise RequestRejected(
+                f"{field} makes {most * (1 + max(top, 0))} log probabilities of the prompts' tokens, at most "
+                f"{limit * _LISTED_BODIES // _LOGPROB_CHARS} are allowed",
+                param=field,
+            )
 
 
 def _encoded(draft: _Draft, prompt: str | list[int]) -> EncodedPrompt:

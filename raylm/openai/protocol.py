@@ -17,6 +17,11 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _unless_off(value: object) -> object:
+    """A number that may be switched off by false, as in a chat."""
+    return None if value is False else value
+
+
 def _not_empty(value: list[object]) -> list[object]:
     if not value:
         raise ValueError("must not be empty")
@@ -102,6 +107,9 @@ class GenerationRequest(_Body):
     """By default off in a chat, whose template writes them, and on elsewhere."""
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: _Integers = []
+    return_tokens_as_token_ids: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -119,6 +127,8 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], FailFast(), AfterValidator(_not_empty)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
 
 
@@ -127,6 +137,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: object
     echo: bool | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_unless_off)] = None
 
 
 FinishReason = str | None
@@ -147,6 +158,31 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails
 
 
+class TokenLogprob(msgspec.Struct):
+    """A token in a chat's log probabilities."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(msgspec.Struct):
+    """A token of a chat's answer, and the likeliest ones in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob]
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token in `prompt_logprobs`; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatAnswer(msgspec.Struct):
     content: str
     role: str = "assistant"
@@ -157,13 +193,15 @@ StopReason = str | int | None
 """The stop string, or the one of stop_token_ids, that ended a choice."""
 TokenIds = list[int] | msgspec.UnsetType
 """Left out unless return_token_ids is on."""
+PromptList = msgspec.Raw | msgspec.UnsetType
+"""Left out unless prompt_logprobs were asked for."""
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: ChatAnswer
     finish_reason: FinishReason
-    logprobs: None = None
+    logprobs: msgspec.Raw | None = None
     stop_reason: StopReason = None
     token_ids: TokenIds = msgspec.UNSET
 
@@ -172,10 +210,11 @@ class TextChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: FinishReason
-    logprobs: None = None
+    logprobs: msgspec.Raw | None = None
     stop_reason: StopReason = None
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
+    prompt_logprobs: PromptList = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -190,6 +229,8 @@ class Completion(msgspec.Struct):
     system_fingerprint: str
     prompt_token_ids: TokenIds = msgspec.UNSET
     """Of a chat; of other completions each choice has them, since their prompts differ."""
+    prompt_logprobs: PromptList = msgspec.UNSET
+    """The same."""
 
 
 class ModelPermission(msgspec.Struct):

@@ -34,6 +34,14 @@ class TextPieces(Protocol):
     def push(self, token_ids: list[int], finish_reason: str | None) -> TextPiece: ...
 
 
+class Detokenizing(Protocol):
+    """Tokens of one text in, text out."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        ...
+
+
 class Text(Protocol):
     """The part of a TextProcessor that the HTTP face uses. Other threads call encode, render, decode, prepare."""
 
@@ -45,6 +53,10 @@ class Text(Protocol):
     def stream(
         self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None
     ) -> TextPieces: ...
+    def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> Detokenizing: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token is by itself, special tokens too; nothing beyond the vocabulary."""
+        ...
 
 
 class Deltas(Protocol):

@@ -54,11 +54,11 @@ class OpenAIService:
         reply_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         reply = Reply(reply_id, int(time.time()), model.name, chat)
         metrics = self._metrics.model(model.name)
+        form = prepared.form
         # All choices share one table of stop strings.
-        origin = Origin(reply_id, chat, started, model.text.stop_table(job.prompts[0].params))
+        origin = Origin(reply_id, chat, started, model.text.stop_table(job.prompts[0].params), form.logprobs)
         generation = Generation(model, job, metrics, origin)
         tally = Tally(job.prompt_tokens)
-        form = prepared.form
         if not form.stream:
             async with aclosing(generation):
                 chosen = await gather(job, generation.deltas(), tally, token_ids=form.token_ids)

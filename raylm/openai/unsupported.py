@@ -19,8 +19,6 @@ OPENAI: Fields = {
     "function_call": ("none",),
     "audio": (),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
@@ -48,19 +46,16 @@ VLLM: Fields = {
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "max_repetition_pattern_size": (0,),
     "media_io_kwargs": ({},),
     "min_repetition_pattern_size": (0,),
     "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "repetition_min_count": (0,),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "structural_tag": (),
     "structured_outputs": (),
@@ -109,7 +104,7 @@ IDS: Fields = {"request_id": (), "rid": ()}
 UNSUPPORTED: Fields = {**OPENAI, **VLLM, **SGLANG, **IDS}
 """On every route."""
 CHAT_ONLY: Fields = {"echo": (False,)}
-COMPLETIONS_ONLY: Fields = {"max_completion_tokens": ()}
+COMPLETIONS_ONLY: Fields = {"max_completion_tokens": (), "top_logprobs": (0,)}
 STREAM_OPTIONS: Fields = {"include_obfuscation": (False,)}
 MESSAGE: Fields = {"tool_calls": ([],), "function_call": (), "audio": (), "tools": ([],)}
 
@@ -152,7 +147,7 @@ def _check_inside(place: str, value: object, table: Fields) -> None:
 
 
 def _check(name: str, value: object, neutral: Neutral) -> None:
-    # In Python False equals 0, but logprobs=0 asks for something and logprobs=false does not.
+    # In Python False equals 0.
     if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
         return
     allowed = " or ".join([json.dumps(one) for one in neutral] + ["null"])

@@ -148,20 +148,26 @@ class TextProcessor:
         """
         ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return TextStream(
-            self._detokenizer(params, keep_space=continues_prompt),
+            self.detokenizer(params, continues_prompt=continues_prompt),
             self.stop_table(params) if stops is None else stops,
             stop_tokens=frozenset(params.stop_token_ids).difference(ends),
             includes_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
 
-    def _detokenizer(self, params: SamplingParams, *, keep_space: bool) -> Detokenizer:
+    def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> Detokenizer:
+        """Text of one answer as its tokens come, stop strings and all; the options are those of `stream`."""
+        keep_space = continues_prompt
         if params.skip_special_tokens:
             return Detokenizer(self.tokenizer.table, keep_space=keep_space)
         table = self.tokenizer.table_with_special
         if params.spaces_between_special_tokens:
             return Detokenizer(table, keep_space=keep_space)
         return GluingDetokenizer(table, self.tokenizer.added_tokens, keep_space=keep_space)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token is by itself, special tokens too; nothing beyond the vocabulary."""
+        return self.tokenizer.table_with_special[token_id]
 
     def prepare(self, params: SamplingParams) -> SamplingParams:
         """What an engine can take: bad_words as tokens too. Raises RequestRejected for a word of too many tokens."""

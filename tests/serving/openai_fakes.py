@@ -33,6 +33,16 @@ class Piece(NamedTuple):
     stop_reason: str | int | None = None
 
 
+class ByteDetokenizer:
+    """Text of bytes as they come; other tokens are none."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id] if token_id < END else []))
+
+
 class ByteStream:
     """Text of bytes; a stop string that arrives in one push ends it."""
 
@@ -68,6 +78,12 @@ class ByteText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
+
+    def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < END else b"<end>"
 
     def prepare(self, params: SamplingParams) -> SamplingParams:
         return params

@@ -9,12 +9,17 @@ from openai import APIStatusError, AsyncOpenAI
 from openai_fakes import END, Server, ended, sse, usage
 
 from raylm.core.options import RequestOptions
-from raylm.core.step import TokenDelta
+from raylm.core.step import Logprobs, TokenDelta
+
+
+def plain(*values: float) -> Logprobs:
+    """Log probabilities without ranks and other tokens to speak of."""
+    return Logprobs(list(values), [1] * len(values), [[] for _ in values], [[] for _ in values])
 
 
 def said(number: int, text: str, *logprobs: float, cached: int = 0) -> TokenDelta:
     """All that the sequence of this number says, the end-of-sequence token last."""
-    return TokenDelta(str(number), [*text.encode(), END], "stop", None, cached, list(logprobs))
+    return TokenDelta(str(number), [*text.encode(), END], "stop", None, cached, plain(*logprobs))
 
 
 THREE = (said(0, "ab", -3, -1, -2), said(1, "cdef", -1, -1, -1, -1, -1), said(2, "g", -3, -0.5))
@@ -36,8 +41,10 @@ async def test_best_of_chooses_for_each_prompt_and_echoes_it() -> None:
 
 
 async def test_best_of_ignores_what_comes_after_a_stop_string() -> None:
-    late = TokenDelta("0", list(b"ok END"), None, None, 0, [-1.0] * 6)
-    server = Server(late, said(1, "no", -2, -2, -2), TokenDelta("0", list(b"worse"), None, None, 0, [-99.0] * 5))
+    late = TokenDelta("0", list(b"ok END"), None, None, 0, plain(*[-1.0] * 6))
+    server = Server(
+        late, said(1, "no", -2, -2, -2), TokenDelta("0", list(b"worse"), None, None, 0, plain(*[-99.0] * 5))
+    )
     body = (await server.complete(best_of=2, stop=["END"])).json()
     assert body["choices"][0]["text"] == "ok "
     assert server.generator.aborted == [server.generator.requests[0].request_ids[0]]

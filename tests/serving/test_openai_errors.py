@@ -232,9 +232,6 @@ async def test_a_number_beyond_floats() -> None:
 
 
 UNSUPPORTED: list[tuple[str, Any, Any]] = [
-    ("logprobs", True, False),
-    ("logprobs", 0, False),
-    ("top_logprobs", 2, 0),
     ("tools", [{"type": "function", "function": {"name": "f"}}], []),
     ("tool_choice", "auto", "none"),
     ("functions", [{"name": "f"}], []),

@@ -26,8 +26,6 @@ NOT_BUILT: list[tuple[str, Any, Any]] = [
     ("lora_path", "adapter", None),
     ("input_ids", [1], None),
     ("stop_regex", ["a+"], []),
-    ("return_tokens_as_token_ids", True, False),
-    ("logprob_token_ids", [1], []),
     ("logits_processors", ["a.b"], []),
     ("thinking_token_budget", 10, -1),
     ("kv_transfer_params", {"a": 1}, {}),
