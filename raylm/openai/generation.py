@@ -149,12 +149,12 @@ class _Prompt:
         with self._noting_errors():
             deltas = await self.admitted()
             async for delta in deltas:
+                if is_new and self._job.params.prompt_logprobs is not None:
+                    await self._describe_prompt(delta.prompt_logprobs)
+                gained = live[delta.request_id].push(delta)
                 if is_new:
                     self._metrics.prompt_tokens += len(self._job.prompt_ids)
                     is_new = False
-                    if self._job.params.prompt_logprobs is not None:
-                        await self._describe_prompt(delta.prompt_logprobs)
-                gained = live[delta.request_id].push(delta)
                 if gained.finish_reason is not None:
                     # Before the yield: a stop string must free the engine before a slow client has read.
                     deltas.end(delta.request_id)

@@ -58,6 +58,12 @@ class LetterText:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(LETTERS[token] for token in ids)
 
+    def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> LetterDetokenizer:
+        return LetterDetokenizer()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return LETTERS[token_id].encode()
+
     def prepare(self, params: SamplingParams) -> SamplingParams:
         return params
 
@@ -68,6 +74,11 @@ class LetterText:
         self, params: SamplingParams, *, continues_prompt: bool = False, stops: StopTable | None = None
     ) -> LetterStream:
         return LetterStream(params.stop)
+
+
+class LetterDetokenizer:
+    def push(self, token_id: int) -> str:
+        return LETTERS[token_id]
 
 
 def fake_answerer(executor: FakeExecutor | None = None, *, queue: int = 4, config: EngineConfig = CONFIG) -> Answerer:

@@ -129,7 +129,7 @@ def test_a_line_that_cannot_be_asked_is_an_error_alone(tmp_path, line, custom_id
         (completion_line("x", max_tokens=100), 400, "context_length_exceeded"),
         (chat_line("x", model="other"), 404, "model_not_found"),
         (chat_line("x", stream=True), 400, "unsupported_parameter"),
-        (chat_line("x", logprobs=True), 400, "unsupported_parameter"),
+        (chat_line("x", tools=[{"type": "function"}]), 400, "unsupported_parameter"),
         (chat_line("x", temperature="hot"), 400, None),
         (chat_line("x") | {"body": []}, 400, "invalid_json"),
         (chat_line("x") | {"body": "{"}, 400, "invalid_json"),
@@ -140,6 +140,21 @@ def test_a_request_that_the_server_would_refuse_is_refused_alone(tmp_path, line,
     assert [result["response"]["status_code"] for result in results] == [200, status, 200]
     assert results[1]["error"] is None
     assert results[1]["response"]["body"]["error"]["code"] == code
+
+
+def test_log_probabilities_of_answers_and_prompts(tmp_path):
+    lines = [
+        chat_line("chat", logprobs=True, top_logprobs=2),
+        completion_line("text", logprobs=1, echo=True, max_tokens=2, prompt_logprobs=0),
+    ]
+    chat, text = (result["response"]["body"]["choices"][0] for result in run(tmp_path, lines))
+    content = chat["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content).startswith(chat["message"]["content"])
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] < 0 for entry in content)
+    tokens, values = text["logprobs"]["tokens"], text["logprobs"]["token_logprobs"]
+    assert len(tokens) == len(values) and values[0] is None and None not in values[1:]
+    assert text["prompt_logprobs"][0] is None
+    assert [next(iter(one.values()))["logprob"] for one in text["prompt_logprobs"][1:]] == values[1:-2]
 
 
 def test_a_stop_string_ends_an_answer(tmp_path):
