@@ -18,7 +18,6 @@ OPENAI: Fields = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
@@ -30,8 +29,6 @@ OPENAI: Fields = {
     "web_search_options": (),
 }
 VLLM: Fields = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -45,11 +42,9 @@ VLLM: Fields = {
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
-    "logits_processors": ([],),
     "max_repetition_pattern_size": (0,),
     "media_io_kwargs": ({},),
     "min_repetition_pattern_size": (0,),
-    "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "repetition_detection": (),
@@ -95,7 +90,6 @@ SGLANG: Fields = {
     "session_params": ({},),
     "stop_regex": ([],),
     "task": (),
-    "typical_p": (1.0,),
     "use_audio_in_video": (False,),
 }
 IDS: Fields = {"request_id": (), "rid": ()}

@@ -134,18 +134,24 @@ async def test_sampling_reaches_the_engine() -> None:
     server = Server()
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "ignore_eos": True}
     fields |= {"presence_penalty": -0.5, "frequency_penalty": 2, "repetition_penalty": 1.5}
-    await server.chat(**fields, stop=["x", "y"], stop_token_ids=[5], max_completion_tokens=9)
+    fields |= {"typical_p": 0.8, "min_tokens": 2}
+    lists: dict[str, list[object]] = {"allowed_token_ids": [1, 2], "bad_words": ["a b"], "logits_processors": ["mine"]}
+    bias = {"7": -100, "0": 2.5}
+    await server.chat(**fields, **lists, logit_bias=bias, stop=["x", "y"], stop_token_ids=[5], max_completion_tokens=9)
     _, prompt_ids, params, _ = server.generator.requests[0]
     assert bytes(prompt_ids) == b"user: hi\n>"
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.stop, params.stop_token_ids, params.max_tokens, params.n) == (("x", "y"), (5,), 9, 1)
+    assert {name: list(getattr(params, name)) for name in lists} == lists
+    assert params.logit_bias == ((7, -100.0), (0, 2.5))
 
 
 async def test_null_means_the_default() -> None:
     server = Server()
     names = ["temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream"]
     names += ["best_of", "use_beam_search", "length_penalty", "early_stopping"]
-    names += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+    names += ["presence_penalty", "frequency_penalty", "repetition_penalty", "typical_p", "logit_bias"]
+    names += ["allowed_token_ids", "bad_words", "min_tokens", "logits_processors"]
     names += ["include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"]
     names += ["add_special_tokens", "truncate_prompt_tokens", "return_token_ids", "stream_interval"]
     names += ["user", "priority", "deadline_s", "queue_timeout_s", "cache_salt"]

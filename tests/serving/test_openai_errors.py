@@ -237,11 +237,9 @@ UNSUPPORTED: list[tuple[str, Any, Any]] = [
     ("functions", [{"name": "f"}], []),
     ("function_call", "auto", "none"),
     ("response_format", {"type": "json_object"}, {"type": "text"}),
-    ("logit_bias", {"5": 1}, {}),
     ("suffix", "end", ""),
     ("audio", {"voice": "x"}, None),
     ("modalities", ["text", "audio"], ["text"]),
-    ("min_tokens", 3, 0),
 ]
 
 

@@ -26,7 +26,6 @@ NOT_BUILT: list[tuple[str, Any, Any]] = [
     ("lora_path", "adapter", None),
     ("input_ids", [1], None),
     ("stop_regex", ["a+"], []),
-    ("logits_processors", ["a.b"], []),
     ("thinking_token_budget", 10, -1),
     ("kv_transfer_params", {"a": 1}, {}),
     ("prompt_embeds", "AAAA", None),
@@ -39,7 +38,6 @@ NOT_BUILT: list[tuple[str, Any, Any]] = [
     ("max_repetition_pattern_size", 3, 0),
     ("min_repetition_pattern_size", 3, 0),
     ("truncation_side", "right", "left"),
-    ("typical_p", 0.9, 1.0),
 ]
 
 
