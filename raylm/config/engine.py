@@ -215,6 +215,15 @@ class EngineConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _drafts_need_one_stage(self) -> EngineConfig:
+        if self.speculation.on_device and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"speculation.method is {self.speculation.method}, which needs parallel.pipeline 1, "
+                f"got {self.parallel.pipeline}; allowed with several stages: none, ngram, suffix"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gpu_type_needs_gpus(self) -> EngineConfig:
         if self.parallel.gpu_type is not None and self.runtime.device == "cpu":
             raise ValueError(f"parallel.gpu_type is {self.parallel.gpu_type}, but runtime.device is cpu")

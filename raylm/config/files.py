@@ -73,8 +73,13 @@ def _args_of_model(application: object) -> dict[str, object] | None:
 
 
 def _engine(engine: dict[str, object], folder: Path) -> dict[str, object]:
-    model = engine.get("model")
-    if not isinstance(model, dict) or not isinstance(path := model.get("path"), str) or path in DEMO_MODELS:
+    return _beside(_beside(engine, "model", "path", folder), "speculation", "model", folder)
+
+
+def _beside(engine: dict[str, object], section: str, key: str, folder: Path) -> dict[str, object]:
+    """The engine's configuration with the whole path of a model that lies in the folder."""
+    values = engine.get(section)
+    if not isinstance(values, dict) or not isinstance(path := values.get(key), str) or path in DEMO_MODELS:
         return engine
     found = folder / Path(path).expanduser()
-    return {**engine, "model": {**model, "path": str(found)}} if found.exists() else engine
+    return {**engine, section: {**values, key: str(found)}} if found.exists() else engine

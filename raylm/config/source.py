@@ -40,8 +40,11 @@ class ModelSource:
     kind: Literal["gguf", "folder"]
 
 
-def locate(path: str) -> ModelSource:
-    """Find a model. Raises ConfigError saying what was looked for and what is allowed."""
+def locate(path: str, *, field: str = "model.path") -> ModelSource:
+    """Find the model that a field of the configuration names.
+
+    Raises ConfigError saying what was looked for and what is allowed.
+    """
     if path in DEMO_MODELS:
         return _demo(path)
     found = Path(path).expanduser()
@@ -53,7 +56,7 @@ def locate(path: str) -> ModelSource:
     if not found.is_absolute():
         reason += f" (looked in {Path.cwd()}, and beside the configuration file where one names it)"
     raise ConfigError(
-        f"model.path {path!r} {reason}; allowed: a folder with config.json, a .gguf file, "
+        f"{field} {path!r} {reason}; allowed: a folder with config.json, a .gguf file, "
         f"or a demo model ({', '.join(DEMO_MODELS)})"
     )
 

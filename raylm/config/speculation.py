@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from raylm.config.base import FrozenConfig
 
-SpeculationMethod = Literal["none", "ngram", "suffix"]
+SpeculationMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
+_TAKES_MODEL = ("draft_model", "eagle3")
+_ON_DEVICE = (*_TAKES_MODEL, "mtp")
 
 
 class SpeculationConfig(FrozenConfig):
@@ -17,7 +19,11 @@ class SpeculationConfig(FrozenConfig):
 
     method: SpeculationMethod = "none"
     """ngram copies from an earlier place of the request's own text; suffix predicts from the counts of that text and of
-    recent outputs of other requests of the same tenant and cache_salt."""
+    recent outputs of other requests of the same tenant and cache_salt. The others draft on the device, by a smaller
+    model of the same tokenizer, an EAGLE-3 head (arXiv:2503.01840) or the model's own layer for multi-token prediction
+    (MiMo); they take memory for their weights and for their part of each token's cache."""
+    model: str | None = None
+    """draft_model: the smaller model, a folder or .gguf file; eagle3: the head's folder. None for the other methods."""
     num_drafts: int = Field(default=7, ge=1, le=15)
     """Drafts that a request verifies in a step at most. How many it does is measured: by how many are accepted, and by
     what they cost."""
@@ -25,6 +31,24 @@ class SpeculationConfig(FrozenConfig):
     """Tokens at the text's end that must have occurred before, for a draft to be made."""
     max_n: int = Field(default=4, ge=1, le=32)
     """ngram: of matches of so many tokens and more the most recent one is taken."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the workers draft, by a model of their own."""
+        return self.method in _ON_DEVICE
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether drafts come from hidden states of the model."""
+        return self.method in ("eagle3", "mtp")
+
+    @model_validator(mode="after")
+    def _model_goes_with_method(self) -> SpeculationConfig:
+        if self.method in _TAKES_MODEL and self.model is None:
+            raise ValueError(f"model is missing: method {self.method} needs the path of what drafts")
+        if self.method not in _TAKES_MODEL and self.model is not None:
+            raise ValueError(f"model is {self.model!r}, but method {self.method} takes none")
+        return self
 
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:

@@ -201,10 +201,11 @@ class KVCacheManager:
 
     def swap_in(self, request: Request, num_tokens: int, *, reserve: int) -> Pairs | None:
         """Bring a request's blocks back, with room for its next `num_tokens`: (host, device) pairs, or None."""
-        num_columns = -(-(request.num_computed + num_tokens) // self.block_size)
         held = len(request.host_blocks[0])
+        # It may hold more than it needs: what it had computed of drafts that were rejected while it was away.
+        added = max(-(-(request.num_computed + num_tokens) // self.block_size) - held, 0)
         moved = sum(1 for blocks in request.host_blocks for block in blocks if block >= 0)
-        if moved + len(self._groups) * (num_columns - held) + reserve > self._pool.num_free:
+        if moved + len(self._groups) * added + reserve > self._pool.num_free:
             return None
         pairs: Pairs = []
         for group in self._groups:
@@ -214,9 +215,9 @@ class KVCacheManager:
                 if host >= 0:
                     pairs.append((host, blocks[-1]))
                     self._host_free.append(host)
-            request.block_ids[group] = blocks + self._pool.take(num_columns - held)
+            request.block_ids[group] = blocks + self._pool.take(added)
         request.host_blocks = []
-        request.num_slots = num_columns * self.block_size
+        request.num_slots = (held + added) * self.block_size
         return pairs
 
     def forget_prefixes(self) -> None:

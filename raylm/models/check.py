@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from raylm.config.engine import EngineConfig
 from raylm.config.source import ModelSource, locate
+from raylm.config.speculation import SpeculationConfig
 from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
+from raylm.models.arch_eagle3 import read_eagle3_arch
 from raylm.models.weight_files import weight_files
 
 _FORMATS = {"gguf": "gguf", "folder": "safetensors"}
@@ -16,7 +20,7 @@ def check_model(config: EngineConfig) -> ArchConfig:
     """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there, or
     `parallel` cannot split it."""
     source = locate(config.model.path)
-    arch = ArchConfig.from_source(source)
+    arch = target_arch(ArchConfig.from_source(source), config.speculation)
     check_format(source, config.model.load_format)
     if source.kind == "folder" and config.model.load_format != "dummy":
         weight_files(source.path)
@@ -27,6 +31,30 @@ def check_model(config: EngineConfig) -> ArchConfig:
 
         outline(arch, config.parallel, torch.bfloat16)
     return arch
+
+
+def target_arch(arch: ArchConfig, speculation: SpeculationConfig) -> ArchConfig:
+    """The architecture with what speculative decoding loads of it. Raises ConfigError where it cannot draft so, or what
+    is to draft for it is nowhere or not for it."""
+    if speculation.method == "mtp":
+        return with_mtp(arch)
+    if speculation.model is not None:
+        source = locate(speculation.model, field="speculation.model")
+        if speculation.method == "eagle3":
+            read_eagle3_arch(source, arch)
+        else:
+            ArchConfig.from_source(source)
+    return arch
+
+
+def with_mtp(arch: ArchConfig) -> ArchConfig:
+    """The architecture with its MTP layer loaded. Raises ConfigError where it has none, or several."""
+    if arch.mtp_layers != 1:
+        raise ConfigError(
+            f"speculation.method is mtp, but this {arch.architecture} has {arch.mtp_layers} MTP layers "
+            "(num_nextn_predict_layers); allowed: a MiMoForCausalLM with 1"
+        )
+    return dataclasses.replace(arch, uses_mtp=True)
 
 
 def check_format(source: ModelSource, load_format: str) -> None:

@@ -6,7 +6,7 @@ token minus the draft's; `t2d` says the same the other way round and is not read
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,18 @@ class Eagle3Layer(DecoderLayer):
         return self.mlp(self.post_attention_layernorm(residual, delta), residual), residual
 
 
+class OwnedParts(NamedTuple):
+    """What a head's checkpoint has of what it might take from its target."""
+
+    embedding: bool
+    head: bool
+    map: bool
+
+
+DUMMY = OwnedParts(embedding=False, head=True, map=True)
+"""Those of a head of random weights."""
+
+
 class Eagle3Head(nn.Module):
     """Fuses hidden states of the target, runs its layer over them and the next tokens, and drafts."""
 
@@ -99,12 +111,11 @@ class Eagle3Head(nn.Module):
         head: Eagle3Arch,
         target: DecoderModel,
         attention: AttentionBackend = RAYLM,
-        *,
-        owns_embedding: bool,
-        owns_head: bool,
+        owned: OwnedParts | None = None,
     ) -> None:
-        """What the head does not own it takes from `target`."""
+        """What the head does not own it takes from `target`; None stands for DUMMY."""
         super().__init__()
+        owned = owned or DUMMY
         arch, context, dtype = head.arch, target.context, target.dtype
         self.arch = arch
         self.context = context
@@ -124,15 +135,15 @@ class Eagle3Head(nn.Module):
         )
         self.layers = nn.ModuleDict({"0": layer})
         self.norm = layer_norm(arch, context, dtype, sums=Eagle3Layer.NORMS_SUM)
-        if owns_embedding:
+        if owned.embedding:
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
-        if owns_head:
+        if owned.head:
             self.lm_head = VocabParallelEmbedding(head.draft_vocab_size, arch.hidden_size, context=context, dtype=dtype)
         self.d2t = empty_parameter(head.draft_vocab_size, dtype=torch.int64, device=context.device)
         # In tuples: the target's modules are no part of this one.
         self._layer = (layer,)
-        self._embedding = (self.embed_tokens if owns_embedding else target.embed_tokens,)
-        self._head = (self.lm_head if owns_head else target.head,)
+        self._embedding = (self.embed_tokens if owned.embedding else target.embed_tokens,)
+        self._head = (self.lm_head if owned.head else target.head,)
         self.eval()
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -165,6 +176,21 @@ class Eagle3Head(nn.Module):
         return False
 
 
+def owned_parts(source: ModelSource, head: Eagle3Arch, target: DecoderModel) -> OwnedParts:
+    """What the files of a head have. Raises ConfigError where it lacks what its target cannot give."""
+    names = {tensor.name.removeprefix("model.") for tensor in folder_tensors(source.path, integers=True)}
+    fits = head.arch.hidden_size == target.arch.hidden_size
+    drafts_all = head.draft_vocab_size == target.arch.vocab_size
+    if _EMBEDDING not in names and not fits:
+        raise ConfigError(
+            f"{source.path}: {_EMBEDDING} is missing, and the target's has {target.arch.hidden_size} columns, "
+            f"not hidden_size {head.arch.hidden_size}"
+        )
+    if _HEAD not in names and not (fits and drafts_all):
+        raise ConfigError(f"{source.path}: {_HEAD} is missing, and the target's has another shape")
+    return OwnedParts(_EMBEDDING in names, _HEAD in names, _MAP in names or not drafts_all)
+
+
 @torch.inference_mode()
 def load_eagle3(
     source: ModelSource,
@@ -181,26 +207,15 @@ def load_eagle3(
     A head without an embedding uses the target's; so does one without a head over the vocabulary, or without a map,
     where it drafts every token. Raises ConfigError.
     """
+    owned = DUMMY if dummy else owned_parts(source, head, target)
+    model = Eagle3Head(head, target, attention, owned)
     if dummy:
-        model = Eagle3Head(head, target, attention, owns_embedding=False, owns_head=True)
         fill_dummy(model, seed=seed)
         return model
-    tensors = folder_tensors(source.path, integers=True)
-    names = {tensor.name.removeprefix("model.") for tensor in tensors}
-    owns_embedding, owns_head = _EMBEDDING in names, _HEAD in names
-    if not owns_embedding and head.arch.hidden_size != target.arch.hidden_size:
-        raise ConfigError(
-            f"{source.path}: {_EMBEDDING} is missing, and the target's has {target.arch.hidden_size} columns, "
-            f"not hidden_size {head.arch.hidden_size}"
-        )
-    drafts_all = head.draft_vocab_size == target.arch.vocab_size
-    if not owns_head and not (drafts_all and head.arch.hidden_size == target.arch.hidden_size):
-        raise ConfigError(f"{source.path}: {_HEAD} is missing, and the target's has another shape")
-    model = Eagle3Head(head, target, attention, owns_embedding=owns_embedding, owns_head=owns_head)
-    filled = () if _MAP in names or not drafts_all else (_MAP,)
-    if filled:
+    if not owned.map:
         model.d2t.zero_()
-    WeightLoader(model, progress=progress, filled=filled).load(tensors, model.WEIGHTS)
+    loader = WeightLoader(model, progress=progress, filled=() if owned.map else (_MAP,))
+    loader.load(folder_tensors(source.path, integers=True), model.WEIGHTS)
     limit = head.arch.vocab_size
     drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
     if int(drafted.min()) < 0 or int(drafted.max()) >= limit:

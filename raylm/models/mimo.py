@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
-from raylm.errors import ConfigError
 from raylm.layers.attention import AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ReplicatedLinear
@@ -74,13 +71,3 @@ class MiMoForCausalLM(DecoderModel):
     def is_elsewhere(self, parameter: str) -> bool:
         left_out = parameter.startswith("mtp_layers.") and not hasattr(self, "mtp_layers")
         return left_out or super().is_elsewhere(parameter)
-
-
-def with_mtp(arch: ArchConfig) -> ArchConfig:
-    """The architecture with its MTP layer loaded. Raises ConfigError where it has none, or several."""
-    if arch.mtp_layers != 1:
-        raise ConfigError(
-            f"speculation.method is mtp, but this {arch.architecture} has {arch.mtp_layers} MTP layers "
-            "(num_nextn_predict_layers); allowed: a MiMoForCausalLM with 1"
-        )
-    return dataclasses.replace(arch, uses_mtp=True)

@@ -14,6 +14,13 @@ from raylm.worker.graph_runner import Capture, Run, graph_sizes
 from raylm.worker.proposers import DeviceProposer, Rows, StepTokens
 from raylm.worker.transfer import Uploader, unpack
 
+_WARM_UP_DRAFTS = 2
+"""More of them take no more memory: each is made in that of the one before."""
+
+
+_MISSED = 8
+"""Tokens that a request computes anew of what it finds in the cache, where the proposer is lazy."""
+
 
 class DraftTable(Rows, Protocol):
     """The requests' rows, on the device and on the host: RequestTable."""
@@ -21,6 +28,8 @@ class DraftTable(Rows, Protocol):
     max_rows: int
     max_model_len: int
     padding_row: int
+    num_computed: Tensor
+    """int64 [rows]."""
     device: torch.device
     upload: Uploader
 
@@ -29,8 +38,8 @@ class DraftRunner:
     """Calls a proposer with what it needs of a step. Nothing waits for the device.
 
     A lazy proposer costs nothing where no row verifies drafts: steps of decodes are absorbed when a row's drafts are
-    wanted. (Blocks that such a row has left to the prefix cache meanwhile miss the proposer's keys and values: requests
-    that find them there get worse drafts.)
+    wanted. (What such a row leaves to the prefix cache, or to the swap pool, misses the proposer's keys and values of
+    its last tokens. A request that comes upon it makes up for a few tokens; after more its drafts are worse.)
 
     With `capture`, drafts are made by CUDA graphs, one for each padded number of rows and number of drafts: made as
     GraphRunner makes its own, when a shape comes a second time. `absorb` may be captured with the step that it follows,
@@ -56,20 +65,34 @@ class DraftRunner:
         self._sizes = graph_sizes(table.max_rows)
         self._graphs: dict[_Shape, _Graph] = {}
         self._behind = np.zeros(table.max_rows + 1, dtype=np.int64)
-        """Tokens before the last known one of each row that are not absorbed, at most."""
+        """Tokens before the next one that each row computes that are not absorbed, at most."""
 
-    def begin(self, rows: list[int]) -> None:
-        """New requests take these rows. What they find in the cache counts as absorbed."""
+    def warm_up(self) -> None:
+        """Capture the graph that takes the most memory; nothing without graphs."""
+        if self._capture is not None:
+            nothing = np.empty(0, dtype=np.int64)
+            for _ in range(2):
+                self._replay(nothing, nothing, _WARM_UP_DRAFTS, self._capture, size=self._sizes[-1])
+
+    def begin(self, rows: list[int], num_computed: list[int]) -> None:
+        """New requests take these rows, with so many tokens in the cache, of which the last ones may not be absorbed:
+        whoever computed them may have ended, or left its row, before."""
+        self._behind[rows] = np.minimum(num_computed, _MISSED)
+
+    def prepare(self, rows: np.ndarray, num_drafts: np.ndarray, chunks: np.ndarray, *, max_seq_len: int) -> None:
+        """Begin a step: put num_drafts[i] drafts behind the known tokens of rows[i], both int64 [S]. The table must
+        have the blocks of the step; its sequences have `max_seq_len` tokens at most. chunks[i], bool [S]: the row
+        computes known tokens beside the last one."""
+        drafted = num_drafts > 0
+        if self.is_lazy:
+            # The token before the last known one is left to draft().
+            behind = self._behind[rows]
+            self._catch_up(rows[(drafted & (behind > 1)) | (chunks & (behind > 0))], max_seq_len)
+        if drafted.any():
+            self._draft(rows[drafted], num_drafts[drafted], max_seq_len)
+
+    def _draft(self, rows: np.ndarray, counts: np.ndarray, max_seq_len: int) -> None:
         self._behind[rows] = 0
-
-    def draft(self, rows: np.ndarray, counts: np.ndarray, *, max_seq_len: int) -> None:
-        """Put counts[i] drafts behind the known tokens of rows[i], both int64 [S]. The table must have the blocks of
-        the step that verifies them, whose sequences have `max_seq_len` tokens at most."""
-        wanted = np.flatnonzero(counts)
-        if not wanted.size:
-            return
-        rows, counts = rows[wanted], counts[wanted]
-        self._catch_up(rows, max_seq_len)
         most = int(counts.max())
         if self._capture is None:
             on_device = self._table.upload(rows, counts)
@@ -116,28 +139,28 @@ class DraftRunner:
         self._proposer.absorb(StepTokens(token_ids, token_rows, positions, rows, meta))
 
     def _catch_up(self, rows: np.ndarray, max_seq_len: int) -> None:
-        """Absorb what was postponed. The token before the last known one is left to the proposer's draft()."""
+        """Absorb what was postponed, before the next token that each row computes."""
         left = self._behind[rows]
         self._behind[rows] = 0
-        late = left > 1
-        rows, left = rows[late], left[late]
         while rows.size:
             lens = np.minimum(left, max(self._max_tokens // len(rows), 1))[: self._max_tokens]
             some = rows[: len(lens)]
             query_start = np.zeros(len(lens) + 1, dtype=np.int32)
             np.cumsum(lens, out=query_start[1:])
-            # How far each token is before the last known one of its row.
+            # How far each token is before the next one of its row.
             steps = np.arange(query_start[-1]) - np.repeat(query_start[:-1].astype(np.int64), lens)
             distance = np.repeat(left[: len(lens)], lens) - steps
             of, before, chosen, starts = self._table.upload(np.repeat(some, lens), distance, some, query_start)
-            positions = self._table.num_known.index_select(0, of) - 1 - before
+            positions = self._table.num_computed.index_select(0, of) - before
             self.absorb(of, positions, chosen, starts, max_query_len=int(lens.max()), max_seq_len=max_seq_len)
             left[: len(lens)] -= lens
             rows, left = rows[left > 0], left[left > 0]
 
-    def _replay(self, rows: np.ndarray, counts: np.ndarray, most: int, capture: Capture) -> None:
-        """Drafts by a graph. A row that is missing is the padding row, and wants none."""
-        size = self._sizes[bisect_left(self._sizes, len(rows))]
+    def _replay(
+        self, rows: np.ndarray, counts: np.ndarray, most: int, capture: Capture, *, size: int | None = None
+    ) -> None:
+        """Drafts by a graph, of `size` rows at least. A row that is missing is the padding row, and wants none."""
+        size = size or self._sizes[bisect_left(self._sizes, len(rows))]
         arrays = [np.full(size, self._table.padding_row), np.zeros(size, dtype=np.int64)]
         arrays[0][: len(rows)], arrays[1][: len(rows)] = rows, counts
         packed = self._table.upload.pack(arrays)

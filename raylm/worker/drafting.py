@@ -9,15 +9,17 @@ from typing import Literal, NamedTuple
 import torch
 
 from raylm.config.source import locate
+from raylm.config.speculation import SpeculationConfig
 from raylm.errors import ConfigError
 from raylm.layers.attention import KVCache
 from raylm.layers.attention_backends import AttentionBackend
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
 from raylm.models.decoder import DecoderModel
-from raylm.models.eagle3 import load_eagle3
+from raylm.models.eagle3 import DUMMY, Eagle3Head, load_eagle3, owned_parts
 from raylm.models.load import load_model
 from raylm.models.mimo import MiMoForCausalLM
+from raylm.models.registry import model_class
 from raylm.models.taps import HiddenTaps
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import LayerShape
@@ -56,7 +58,7 @@ class DraftSettings(NamedTuple):
     """Random weights, drawn from `seed`."""
     seed: int
     max_tokens: int
-    """Tokens of the largest step, padding included."""
+    """Tokens of the largest step."""
 
 
 def load_drafting(
@@ -68,6 +70,38 @@ def load_drafting(
     if settings.method == "eagle3":
         return _eagle3(settings, target, choose_attention, progress)
     return _mtp(settings, target)
+
+
+class DraftOutline(NamedTuple):
+    """What a model that drafts takes on one rank, beside its target."""
+
+    weight_bytes: int
+    shape: LayerShape
+
+
+@torch.inference_mode()
+def outline_drafting(speculation: SpeculationConfig, target: DecoderModel, *, dummy: bool) -> DraftOutline | None:
+    """The same without memory for weights: for a target on the device "meta". None where nothing drafts on the device.
+    Raises ConfigError as load_drafting does."""
+    context, dtype = target.context, target.dtype
+    if speculation.method == "mtp":
+        # The layer's weights are the target's.
+        return DraftOutline(0, layer_shape(target.arch, 1, context))
+    if speculation.model is None:
+        return None
+    source = locate(speculation.model, field="speculation.model")
+    drafter: torch.nn.Module
+    if speculation.method == "eagle3":
+        spec = read_eagle3_arch(source, target.arch)
+        arch, num_layers = spec.arch, 1
+        drafter = Eagle3Head(spec, target, owned=DUMMY if dummy else owned_parts(source, spec, target))
+    else:
+        # The rotary tables take time to compute.
+        arch = dataclasses.replace(ArchConfig.from_source(source), max_position=1)
+        num_layers = arch.num_layers
+        drafter = model_class(arch.architecture)(arch, context, dtype)
+    num_bytes = sum(parameter.nbytes for parameter in drafter.parameters())
+    return DraftOutline(num_bytes, layer_shape(arch, num_layers, context))
 
 
 def cache_group(groups: CacheGroups) -> int:
@@ -83,7 +117,7 @@ def cache_group(groups: CacheGroups) -> int:
 def _draft_model(
     settings: DraftSettings, target: DecoderModel, choose_attention: ChooseAttention, progress: bool
 ) -> Drafting:
-    source = locate(_path(settings))
+    source = locate(_path(settings), field="speculation.model")
     arch = ArchConfig.from_source(source)
     # Rows may be longer than what the draft model was made for; its drafts are bad there.
     arch = dataclasses.replace(arch, max_position=max(arch.max_position, target.arch.max_position))
@@ -107,7 +141,7 @@ def _draft_model(
 def _eagle3(
     settings: DraftSettings, target: DecoderModel, choose_attention: ChooseAttention, progress: bool
 ) -> Drafting:
-    source = locate(_path(settings))
+    source = locate(_path(settings), field="speculation.model")
     spec = read_eagle3_arch(source, target.arch)
     head = load_eagle3(
         source,

@@ -16,7 +16,7 @@ import functools
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,21 @@ class Decoded(NamedTuple):
     arrays: DeviceArrays
 
 
+class Follow(Protocol):
+    """What follows a step that the table has accepted; DraftRunner.absorb."""
+
+    def __call__(
+        self,
+        token_rows: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        query_start: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> None: ...
+
+
 class GraphRunner:
     """Decodes rows through graphs.
 
@@ -92,13 +107,16 @@ class GraphRunner:
         samples: bool,
         capture: Capture,
         max_tokens: int | None = None,
+        follow: Follow | None = None,
     ) -> None:
-        """`settings` gives how rows sample, for ops.sample. `max_tokens`: of a step, where rows verify drafts."""
+        """`settings` gives how rows sample, for ops.sample. `max_tokens`: of a step, where rows verify drafts. `follow`
+        is launched behind every step that has gone on to its tokens, and must launch the same kernels each time."""
         self._forward = forward
         self._logits = logits
         self._table = table
         self._settings = settings
         self._capture = capture
+        self._follow = follow
         self.samples = samples
         self._sizes = graph_sizes(max(max_tokens or 0, table.max_rows))
         self._row_sizes = [*(size for size in self._sizes if size < table.max_rows), table.max_rows]
@@ -114,8 +132,7 @@ class GraphRunner:
     def takes(self, step: StepRows) -> bool:
         """Whether every row computes its last known token, and drafts at most behind it, and there is a graph so
         large."""
-        decodes = (step.query_lens == step.num_sampled) | (step.reports & (step.query_lens == 1))
-        if not decodes.all() or step.query_lens.max(initial=0) > MAX_QUERY_LEN:
+        if step.is_chunk.any() or step.query_lens.max(initial=0) > MAX_QUERY_LEN:
             return False
         num_tokens = int(step.query_lens.sum())
         return num_tokens == len(step.rows) or self._padded(step, num_tokens) <= self._sizes[-1]
@@ -196,6 +213,15 @@ class GraphRunner:
         self._token_ids[:size].copy_(token_ids)
         counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
         self._counts[: shape.num_rows].copy_(counts)
+        if self._follow is not None:
+            self._follow(
+                arrays.token_rows,
+                batch.positions,
+                arrays.rows,
+                arrays.query_start,
+                max_query_len=shape.max_query_len,
+                max_seq_len=table.max_model_len,
+            )
 
 
 def _padded_arrays(step: StepRows, shape: Shape, padding_row: int) -> StepArrays:

@@ -46,6 +46,16 @@ class StepRows(NamedTuple):
         return bool(self.num_sampled.max(initial=0) > 1)
 
     @property
+    def num_drafts(self) -> np.ndarray:
+        """int64 [S]: the drafts of each row."""
+        return np.maximum(self.num_sampled - 1, 0)
+
+    @property
+    def is_chunk(self) -> np.ndarray:
+        """bool [S]: rows that compute more than their last known token and drafts behind it, or less."""
+        return (self.query_lens != self.num_sampled) & ~(self.reports & (self.query_lens == 1))
+
+    @property
     def sampled_rows(self) -> np.ndarray:
         """The row of each sampled token."""
         return np.repeat(self.rows, self.num_sampled)

@@ -12,6 +12,7 @@ from raylm.models.decoder import DecoderModel
 from raylm.parallel.stages import StageLinks
 from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.draft_runner import DraftRunner
 from raylm.worker.graph_runner import Capture, GraphRunner
 from raylm.worker.input_batch import DeviceArrays, InputBatch, StepArrays, StepRows, starts
 from raylm.worker.kv_store import KVStore
@@ -44,13 +45,16 @@ class ModelRunner:
         capture: Capture | None = None,
         agreement: Agreement | None = None,
         processors: dict[str, LogitsProcessor] | None = None,
+        drafts: DraftRunner | None = None,
     ) -> None:
+        """`drafts`: what drafts on the device, where rows are to verify drafts that no plan brings."""
         self._model = model
         self._table = table
         self._store = store
         self._forward = _Forward(model, store, groups)
         self._sampler = Sampler(table, model.context, model.arch.vocab_size, processors)
         self._agreement = agreement
+        self._drafts = drafts
         self._answers = model.context.answers
         self._pipeline = self._make_pipeline(model.context.links)
         self._graphs = self._make_graphs(capture) if capture is not None else None
@@ -70,6 +74,8 @@ class ModelRunner:
         self._table.apply(plan)
         for new in plan.new_rows:
             self._sampler.begin(new)
+        if self._drafts is not None and plan.new_rows:
+            self._drafts.begin([new.row for new in plan.new_rows], [new.num_computed for new in plan.new_rows])
         if self._agreement is not None:
             self._agreement.check(plan)
         if plan.copies is not None:
@@ -82,6 +88,8 @@ class ModelRunner:
         """Capture the graph that takes the most memory; nothing where there are no graphs."""
         if self._graphs is not None:
             self._graphs.warm_up()
+        if self._drafts is not None:
+            self._drafts.warm_up()
 
     def _make_pipeline(self, links: StageLinks | None) -> PipelineStage | None:
         if links is None:
@@ -101,10 +109,13 @@ class ModelRunner:
             begins=model.context.is_first_stage,
             samples=model.context.is_last_stage and ops.sample_is_async(device),
             capture=capture,
+            follow=self._drafts.absorb if self._drafts is not None and not self._drafts.is_lazy else None,
         )
 
     def _outputs(self, plan: StepPlan) -> Outputs:
         step = StepRows.of(np.array(plan.rows, dtype=np.int64), np.array(plan.num_tokens, dtype=np.int64), self._table)
+        if self._drafts is not None:
+            self._drafts.prepare(step.rows, step.num_drafts, step.is_chunk, max_seq_len=step.max_seq_len)
         if self._graphs is not None and self._graphs.takes(step):
             return self._decode(self._graphs, step)
         arrays = DeviceArrays(*self._table.upload(*StepArrays.build(step.rows, step.query_lens)))
@@ -116,6 +127,7 @@ class ModelRunner:
         if not self._model.context.is_last_stage:
             return self._pass_on(hidden, step)
         outputs = self._finish(step, hidden, batch.positions, arrays)
+        self._absorb(step, batch.positions, arrays)
         prompts = self._prompt_logprobs(step, hidden, batch.positions, arrays.token_rows)
         return outputs if prompts is None else outputs._replace(prompts=prompts)
 
@@ -126,8 +138,12 @@ class ModelRunner:
             return self._pass_on(graphs.decode(step, given, samples=False).hidden.clone(), step)
         if not (graphs.samples and self._sampler.are_plain(step.rows)):
             done = graphs.decode(step, given, samples=False)
-            return self._finish(step, done.hidden, done.positions, done.arrays)
+            outputs = self._finish(step, done.hidden, done.positions, done.arrays)
+            self._absorb(step, done.positions, done.arrays)
+            return outputs
         done = graphs.decode(step, given, samples=True)
+        if self._drafts is not None and self._drafts.is_lazy:
+            self._absorb(step, done.positions, done.arrays)
         if self._pipeline is not None:
             self._pipeline.send_tokens(done.token_ids.clone())
         return Outputs(done.token_ids, step.num_sampled, done.counts if step.verifies else None)
@@ -164,6 +180,20 @@ class ModelRunner:
             kept = counts.index_select(0, *table.upload(sampling))
             outputs = outputs._replace(num_sampled=step.num_sampled[sampling], counts=kept)
         return outputs
+
+    def _absorb(self, step: StepRows, positions: Tensor, arrays: DeviceArrays) -> None:
+        """Let what drafts on the device follow a step that has been counted."""
+        drafts, decodes = self._drafts, not step.is_chunk.any()
+        if drafts is None or drafts.postpones(step.rows, step.query_lens, step.num_drafts, decodes=decodes):
+            return
+        drafts.absorb(
+            arrays.token_rows,
+            positions,
+            arrays.rows,
+            arrays.query_start,
+            max_query_len=int(step.query_lens.max()),
+            max_seq_len=step.max_seq_len,
+        )
 
     def _sample(self, step: StepRows, logits: Tensor, of: LogitRows) -> Outputs:
         drawn = self._sampler.sample(logits, of)

@@ -12,9 +12,11 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
+from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.drafting import outline_drafting
 from raylm.worker.gpus import Gpu
 from raylm.worker.worker import choose_dtype
 
@@ -28,9 +30,9 @@ class _Stage(NamedTuple):
     """Bytes on one GPU of a pipeline stage."""
 
     held: int
-    """The weights."""
+    """The weights, those of a model that drafts among them."""
     read: int
-    """The weights that a decode step reads: of an embedding that is no head, only a few rows."""
+    """The model's weights that a decode step reads: of an embedding that is no head, only a few rows."""
     layers: int
     """The layers' weights."""
     block: int
@@ -85,6 +87,7 @@ class Sizing:
         limit = config.model.max_model_len or arch.max_position
         if not 2 <= context <= limit:
             raise ConfigError(f"--context is {context}, but this model takes requests of 2 to {limit} tokens")
+        arch = target_arch(arch, config.speculation)
         self._config = config
         self._arch = arch
         self._gpu = gpu
@@ -151,7 +154,7 @@ class Sizing:
         arch, (context, model) = self._arch, stage
         held = _bytes(model)
         is_head = context.is_last_stage and arch.tie_embeddings
-        unread = _bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0
+        read = held - (_bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0)
         kv_heads = kv_heads_of_rank(arch.num_kv_heads, context)
         block = memory.block_bytes(
             arch,
@@ -160,9 +163,13 @@ class Sizing:
             num_kv_heads=kv_heads,
             dtype=self._dtype,
         )
+        drafting = outline_drafting(self._config.speculation, model, dummy=self._config.model.load_format == "dummy")
+        if drafting is not None:
+            held += drafting.weight_bytes
+            block += self._config.cache.block_size * drafting.shape.bytes_per_token(self._dtype)
         seen = sum(min(arch.window(layer) or self._context, self._context) for layer in model.layer_numbers)
         kv = 2 * kv_heads * arch.head_dim * self._dtype.itemsize * seen
-        return _Stage(held, held - unread, _bytes(model.layers), block, kv)
+        return _Stage(held, read, _bytes(model.layers), block, kv)
 
     def _token_bytes(self, block_bytes: int) -> int:
         """A token has a block's share in every group."""

@@ -20,6 +20,7 @@ from raylm.layers.attention_backends import AttentionBackend, Setting, choose_ba
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
+from raylm.models.check import target_arch
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
 from raylm.models.load import checkpoint_digest, load_model
@@ -32,6 +33,8 @@ from raylm.parallel.peer_reduce import SplitLimits
 from raylm.worker import memory, trial
 from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.draft_runner import DraftRunner
+from raylm.worker.drafting import Drafting, DraftSettings, cache_group, load_drafting
 from raylm.worker.graph_runner import CudaCapture, graph_sizes
 from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
@@ -58,6 +61,7 @@ class _Loaded(NamedTuple):
     dtype: torch.dtype
     captures: bool
     """Whether steps run as CUDA graphs."""
+    drafting: Drafting | None
 
 
 class _CacheSize(NamedTuple):
@@ -166,7 +170,7 @@ class Worker:
 
     def _describe(self) -> _Described:
         source = locate(self._config.model.path)
-        arch = ArchConfig.from_source(source)
+        arch = target_arch(ArchConfig.from_source(source), self._config.speculation)
         return _Described(source, arch, choose_dtype(self._config.model.dtype, arch.dtype, self._device))
 
     def _join(self, described: _Described) -> ParallelContext:
@@ -174,7 +178,9 @@ class Worker:
         if self._seat is None:
             return ParallelContext.single(self._device)
         split = None
-        if model_class(described.arch.architecture).LAYER.NORMS_SUM:
+        # A rank that norms its share of the rows alone does not have the others' hidden states.
+        whole = self._config.speculation.reads_hidden_states
+        if not whole and model_class(described.arch.architecture).LAYER.NORMS_SUM:
             row_bytes = described.arch.hidden_size * described.dtype.itemsize
             split = SplitLimits(self._config.scheduler.max_num_batched_tokens, row_bytes)
         timeout = self._config.runtime.start_timeout_s
@@ -201,7 +207,24 @@ class Worker:
             )
         if digest is not None:
             self.weights = WeightSender(model, digest)
-        return _Loaded(model, arch, dtype, captures_graphs(self._config.runtime, self._device, attention))
+        captures = captures_graphs(self._config.runtime, self._device, attention)
+        return _Loaded(model, arch, dtype, captures, self._load_drafting(model))
+
+    def _load_drafting(self, model: DecoderModel) -> Drafting | None:
+        """What drafts on the device; None where nothing does."""
+        speculation, config = self._config.speculation, self._config.model
+        if not speculation.on_device:
+            return None
+        limits = self._config.scheduler
+        settings = DraftSettings(
+            speculation.method,
+            speculation.model,
+            dummy=config.load_format == "dummy",
+            seed=config.seed,
+            max_tokens=limits.max_num_batched_tokens,
+        )
+        with memory.out_of_memory(self._device, f"what drafts (speculation.method {speculation.method}) did not fit"):
+            return load_drafting(settings, model, self._choose_attention, progress=self._progress)
 
     def _receive(self, model: DecoderModel, digest: str) -> bool:
         """Get the weights from the peer; where they do not come from it, the log says why."""
@@ -244,6 +267,9 @@ class Worker:
             num_kv_heads=kv_heads_of_rank(arch.num_kv_heads, context),
             dtype=loaded.dtype,
         )
+        if loaded.drafting is not None:
+            cache_group(groups)
+            block_bytes += config.block_size * loaded.drafting.shape.bytes_per_token(loaded.dtype)
         num_host_blocks = memory.num_host_blocks(config, bytes_per_block=block_bytes, num_workers=num_workers)
         num_blocks = memory.num_blocks(
             config,
@@ -274,8 +300,8 @@ class Worker:
                 self._device,
                 step=lambda: runner.execute(plan),
                 graphs=runner.warm_up_graphs,
-                # Each size may be captured twice: up to tokens, and up to hidden states.
-                num_graphs=2 * len(graph_sizes(rows)) if loaded.captures else 0,
+                # Each size may be captured twice: up to tokens, and up to hidden states; and drafts for so many rows.
+                num_graphs=(2 + (loaded.drafting is not None)) * len(graph_sizes(rows)) if loaded.captures else 0,
                 cache_bytes=store.block_bytes * size.num_blocks,
             )
 
@@ -310,11 +336,13 @@ class Worker:
             ),
             dtype=loaded.dtype,
             device=self._device,
+            draft=loaded.drafting.shape if loaded.drafting is not None else None,
         )
         capture = CudaCapture(self._device) if loaded.captures else None
         context = loaded.model.context
         checks = self._config.parallel.check_ranks and context.world is not None
         agreement = Agreement(context, context.world, table) if checks else None
+        drafts = self._make_drafts(loaded.drafting, table, store, cache.groups, capture)
         return store, ModelRunner(
             loaded.model,
             table,
@@ -323,7 +351,22 @@ class Worker:
             capture=capture,
             agreement=agreement,
             processors=self._processors,
+            drafts=drafts,
         )
+
+    def _make_drafts(
+        self,
+        drafting: Drafting | None,
+        table: RequestTable,
+        store: KVStore,
+        groups: CacheGroups,
+        capture: CudaCapture | None,
+    ) -> DraftRunner | None:
+        if drafting is None:
+            return None
+        group, max_tokens = cache_group(groups), self._config.scheduler.max_num_batched_tokens
+        proposer = drafting.make(table, store.draft_pairs, group)
+        return DraftRunner(proposer, table, group=group, max_tokens=max_tokens, capture=capture)
 
 
 class Phases:

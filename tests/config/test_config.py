@@ -50,6 +50,15 @@ MODEL = {"path": "smollm2-135m"}
             {"model": MODEL, "speculation": {"min_n": 5, "max_n": 3}},
             ["'speculation'", "min_n (5) must be at most max_n (3)"],
         ),
+        ({"model": MODEL, "speculation": {"method": "eagle3"}}, ["'speculation'", "method eagle3 needs the path"]),
+        (
+            {"model": MODEL, "speculation": {"method": "mtp", "model": "x"}},
+            ["'speculation'", "model is 'x', but method mtp takes none"],
+        ),
+        (
+            {"model": MODEL, "parallel": {"pipeline": 2}, "speculation": {"method": "mtp"}},
+            ["speculation.method is mtp, which needs parallel.pipeline 1, got 2", "none, ngram, suffix"],
+        ),
         ({"model": MODEL, "runtime": {"attention": "xformers"}}, ["'runtime.attention'", "'flash_attn'", "'torch'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
         ({"model": MODEL, "load": {"peer_timeout_s": 0}}, ["'load.peer_timeout_s'", "value 0", "greater than 0"]),

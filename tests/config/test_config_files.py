@@ -53,6 +53,13 @@ def test_an_engine_is_looked_for_beside_the_file_that_names_it(folder: Path, eng
     assert model_of(application(folder, engine)) == str(folder / "mine")
 
 
+def test_what_drafts_is_looked_for_beside_its_engine_file(folder: Path):
+    speculation = "speculation: {method: draft_model, model: mine}"
+    (folder / "drafts.yaml").write_text(f"model: {{path: only, load_format: dummy}}\n{speculation}\n")
+    _, entry = serve_config(str(folder / "drafts.yaml"), host=None, port=None)["applications"]
+    assert load_model(entry["args"], source="test").engine.speculation.model == str(folder / "mine")
+
+
 @pytest.mark.usefixtures("demo")
 def test_then_in_the_working_folder_and_beside_the_package(folder: Path):
     Path("engine2.yaml").write_text("model: {path: only, load_format: dummy}\n")

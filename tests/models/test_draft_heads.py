@@ -1,5 +1,5 @@
 """EAGLE-3 heads and MTP layers: what their configurations and checkpoints must say. What they compute is tested with
-the proposers (tests/worker/test_proposers.py)."""
+the proposers (tests/worker/test_device_proposers.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raylm.config.source import ModelSource, locate
 from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import Eagle3Arch, read_eagle3_arch
+from raylm.models.check import with_mtp
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import Eagle3Head, load_eagle3
 from raylm.models.load import load_model
-from raylm.models.mimo import with_mtp
 from raylm.models.taps import HiddenTaps
 from raylm.parallel.context import ParallelContext
 

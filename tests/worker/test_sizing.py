@@ -8,6 +8,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from raylm.bench.dummy import write_shape
 from raylm.config.engine import EngineConfig, ParallelConfig
@@ -113,3 +114,30 @@ def test_what_cannot_be_split(llama_8b: ArchConfig) -> None:
         sizing(llama_8b, context=200_000)
     with pytest.raises(ConfigError, match="--gpu 'H2' is unknown; allowed: L4"):
         find_gpu("H2")
+
+
+def test_what_drafts_takes_weights_and_cache(tmp_path: Path) -> None:
+    target = checkpoints.llama(tmp_path / "target")
+    paths = {
+        "draft_model": checkpoints.qwen3(tmp_path / "draft", num_hidden_layers=2),
+        "eagle3": checkpoints.eagle3(tmp_path / "head", target),
+    }
+    arch = ArchConfig.from_source(locate(str(target)))
+    plain = sizing(arch, context=128).plan(ParallelConfig())
+    # Tensors of 16 bits each; two of the head's are a map of 64 bits and one that is not loaded.
+    for method, kv_bytes in {"draft_model": 2 * 2 * 2 * 32 * 2, "eagle3": 2 * 1 * 2 * 16 * 2}.items():
+        plan = sizing(arch, context=128, speculation={"method": method, "model": str(paths[method])})
+        found = plan.plan(ParallelConfig())
+        tensors = load_file(paths[method] / "model.safetensors")
+        map_bytes = tensors.pop("d2t").nbytes if method == "eagle3" else 0
+        tensors.pop("t2d", None)
+        assert found.weight_bytes - plain.weight_bytes == map_bytes + 2 * sum(x.numel() for x in tensors.values())
+        assert found.kv_bytes_token - plain.kv_bytes_token == kv_bytes
+        assert found.decode_tokens_s == plain.decode_tokens_s
+        assert plan.plan(ParallelConfig(tensor=2)).kv_bytes_token_gpu == found.kv_bytes_token // 2
+    mimo = ArchConfig.from_source(locate(str(checkpoints.mimo(tmp_path / "mimo"))))
+    without, with_layer = (
+        sizing(mimo, context=128, speculation={"method": method}).plan(ParallelConfig()) for method in ("none", "mtp")
+    )
+    assert with_layer.kv_bytes_token - without.kv_bytes_token == 2 * 2 * 16 * 2
+    assert with_layer.weight_bytes > without.weight_bytes + 2 * 2 * 64 * 64

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raylm.config.speculation import SpeculationConfig
-from raylm.core.drafting import DraftCounters, Proposal
+from raylm.core.drafting import DraftCounters, Drafter, Proposal
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
+from raylm.core.speculation.device import DeviceDrafter
 from raylm.core.speculation.ngram import NgramProposer
 from raylm.core.speculation.proposer import Proposer
 from raylm.core.speculation.speculation import Speculation
@@ -59,9 +60,11 @@ def _space(options: RequestOptions) -> str:
     return f"{len(options.tenant)} {options.tenant} {options.cache_salt}"
 
 
-def make_drafter(config: SpeculationConfig) -> HostDrafter | None:
+def make_drafter(config: SpeculationConfig) -> Drafter | None:
     """What the configuration asks for; None where it asks for nothing."""
     proposer: Proposer
+    if config.on_device:
+        return DeviceDrafter(config.num_drafts)
     if config.method == "ngram":
         proposer = NgramProposer(config.min_n, config.max_n)
     elif config.method == "suffix":

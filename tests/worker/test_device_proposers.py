@@ -22,10 +22,10 @@ from raylm.config.source import locate
 from raylm.layers.attention import AttentionMetadata
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
+from raylm.models.check import with_mtp
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import load_eagle3
 from raylm.models.load import load_model
-from raylm.models.mimo import with_mtp
 from raylm.models.taps import HiddenTaps
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -74,6 +74,7 @@ class Rig:
             token_ids=torch.zeros(NUM_ROWS, MAX_TOKENS, dtype=torch.int64),
             block_table=torch.zeros(1, NUM_ROWS, COLUMNS, dtype=torch.int32),
             num_known=torch.ones(NUM_ROWS, dtype=torch.int64),
+            num_computed=torch.zeros(NUM_ROWS, dtype=torch.int64),
             block_size=BLOCK,
             max_rows=NUM_ROWS - 1,
             padding_row=NUM_ROWS - 1,
@@ -85,7 +86,6 @@ class Rig:
         self._caches = cache(*layer_shape(arch, arch.num_layers, model.context))
         self._free = list(range(1, 1 + NUM_ROWS * COLUMNS))
         random.Random(1).shuffle(self._free)
-        self.num_computed = [0] * NUM_ROWS
 
     def use(self, proposer: DeviceProposer, *, graphs: bool = False, max_tokens: int = 16) -> Rig:
         """Draft by a proposer; with `graphs` through something that behaves like CUDA graphs."""
@@ -103,11 +103,14 @@ class Rig:
         self.rows.token_ids[row] = STALE
         self.rows.token_ids[row, : len(prompt)] = torch.tensor(prompt)
         self.rows.num_known[row] = len(prompt)
-        self.num_computed[row] = 0
-        self.runner.begin([row])
+        self.rows.num_computed[row] = 0
+        self.runner.begin([row], [0])
 
     def known(self, row: int) -> list[int]:
         return self.rows.token_ids[row, : int(self.rows.num_known[row])].tolist()
+
+    def _computed(self, row: int) -> int:
+        return int(self.rows.num_computed[row])
 
     def drafted(self, row: int, count: int) -> list[int]:
         known = int(self.rows.num_known[row])
@@ -117,18 +120,20 @@ class Rig:
     def step(self, num_tokens: dict[int, int], gives: dict[int, list[int]]) -> None:
         """Rows compute so many tokens; then they know those that they are given as well, the others are rejected."""
         order = list(num_tokens)
-        left = {row: int(self.rows.num_known[row]) - self.num_computed[row] for row in order}
+        left = {row: int(self.rows.num_known[row]) - self._computed(row) for row in order}
         num_drafts = np.array([max(num_tokens[row] - left[row], 0) for row in order])
         lens = [num_tokens[row] for row in order]
+        chunks = np.array([left[row] != 1 for row in order])
+        self.runner.prepare(np.array(order), np.zeros(len(order), dtype=np.int64), chunks, max_seq_len=MAX_TOKENS)
         for row in order:
-            self._grow(row, self.num_computed[row] + num_tokens[row])
-        where = [(row, self.num_computed[row] + i) for row in order for i in range(num_tokens[row])]
+            self._grow(row, self._computed(row) + num_tokens[row])
+        where = [(row, self._computed(row) + i) for row in order for i in range(num_tokens[row])]
         token_rows, positions = (torch.tensor(part) for part in zip(*where, strict=True))
         token_ids = self.rows.token_ids[token_rows, positions]
         blocks = self.rows.block_table[0]
         meta = AttentionMetadata(
             query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-            seq_lens=torch.tensor([self.num_computed[row] + num_tokens[row] for row in order], dtype=torch.int32),
+            seq_lens=torch.tensor([self._computed(row) + num_tokens[row] for row in order], dtype=torch.int32),
             block_table=blocks[order],
             slot_mapping=blocks[token_rows, positions // BLOCK].long() * BLOCK + positions % BLOCK,
             max_query_len=max(lens),
@@ -140,9 +145,8 @@ class Rig:
             tokens = gives.get(row, [])
             self.rows.token_ids[row, known : known + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             self.rows.num_known[row] += len(tokens)
-            self.num_computed[row] = min(self.num_computed[row] + num_tokens[row], int(self.rows.num_known[row]) - 1)
-        decodes = set(left.values()) == {1}
-        if self.runner.postpones(np.array(order), np.array(lens), num_drafts, decodes=decodes):
+            self.rows.num_computed[row] = min(self._computed(row) + num_tokens[row], int(self.rows.num_known[row]) - 1)
+        if self.runner.postpones(np.array(order), np.array(lens), num_drafts, decodes=not chunks.any()):
             self.num_postponed += 1
             return
         self.runner.absorb(
@@ -159,7 +163,7 @@ class Rig:
         for row, count in counts.items():
             self._grow(row, int(self.rows.num_known[row]) + count)
         rows, numbers = (np.array(list(part)) for part in (counts, counts.values()))
-        self.runner.draft(rows, numbers, max_seq_len=MAX_TOKENS)
+        self.runner.prepare(rows, numbers, np.zeros(len(rows), dtype=np.bool_), max_seq_len=MAX_TOKENS)
 
     def _grow(self, row: int, num_tokens: int) -> None:
         table = self.rows.block_table[0, row]
@@ -316,6 +320,23 @@ def test_a_row_can_be_given_to_another_request(made: Made) -> None:
     assert rig.drafted(1, 4) == expected(rig.known(1), 4)
 
 
+def test_a_row_that_was_away_makes_up_for_what_was_postponed(made: Made) -> None:
+    rig = made.rig(ALONE)
+    rig.add(1, prompt(5, 2))
+    rig.step({1: 5}, {1: [3]})
+    for token in (8, 250, 31):
+        rig.step({1: 1}, {1: [token]})
+    # As a request that was swapped out and comes back, and as one that finds these tokens and computes two more.
+    for more in ([], [17, 130]):
+        known = rig.known(1) + more
+        rig.rows.token_ids[1, : len(known)] = torch.tensor(known)
+        rig.rows.num_known[1] = len(known)
+        rig.runner.begin([1], [rig._computed(1)])
+        rig.step({1: 1 + len(more)}, {1: [60]})
+        rig.draft({1: 3})
+        assert rig.drafted(1, 3) == made.expected(rig.known(1), 3)
+
+
 def test_rows_are_not_drafted_past_their_end_nor_blocks_that_others_have(made: Made) -> None:
     rig, expected = made.rig(ALONE), made.expected
     length = MAX_TOKENS - 3
@@ -348,6 +369,10 @@ def test_drafts_through_graphs(made: Made) -> None:
             assert tokens == made.expected(rig.known(row), len(tokens))
         rig.step({0: 4, 1: 2, 3: 3}, {row: [*tokens[:step], 7] for row, tokens in proposed.items()})
     assert rig.num_captured == 1
+    before = rig.rows.token_ids.clone()
+    with torch.inference_mode():
+        rig.runner.warm_up()
+    assert rig.num_captured == 2 and torch.equal(rig.rows.token_ids, before)
 
 
 def test_two_ranks_draft_what_one_does(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

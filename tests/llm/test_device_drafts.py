@@ -1,0 +1,176 @@
+"""Engines that draft on the device give the tokens of a plain one, whatever the scheduler does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import checkpoints
+import pytest
+from engines import audit, run_to_end
+from greedy import random_prompts
+
+from raylm.config.base import parse
+from raylm.config.engine import EngineConfig
+from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Drafter, Proposal
+from raylm.core.request import Request
+from raylm.core.sampling import SamplingParams
+from raylm.engine.engine import Engine
+from raylm.engine.factory import local_engine
+
+METHODS = ("draft_model", "eagle3", "mtp")
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.9, top_k=60, seed=5, max_tokens=17, ignore_eos=True),
+    "penalized": SamplingParams(temperature=0.7, presence_penalty=0.8, seed=9, max_tokens=14, ignore_eos=True),
+    "until the end": SamplingParams(temperature=1.0, seed=11, max_tokens=30),
+}
+FEATURES = {
+    "room": {"cache": {"num_blocks": 200}},
+    "recompute": {},
+    "swap": {"cache": {"swap_gib": 0.1}},
+    "prefixes, two plans": {"cache": {"prefix_caching": True}, "runtime": {"plans_in_flight": 2}},
+    "swap, prefixes, two plans": {
+        "cache": {"swap_gib": 0.1, "prefix_caching": True},
+        "runtime": {"plans_in_flight": 2},
+    },
+}
+
+
+class Fixed:
+    """Always drafts the same number of tokens for each request, but for every third step."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.accepted: list[tuple[int, int]] = []
+        self._num_drafts = num_drafts
+        self._num_steps = 0
+
+    @property
+    def counters(self) -> DraftCounters:
+        return NOTHING_DRAFTED
+
+    def begin(self, request: Request) -> None:
+        pass
+
+    def is_on(self, num_rows: int) -> bool:
+        self._num_steps += 1
+        return self._num_steps % 3 > 0
+
+    def plan(self, requests: Sequence[Request]) -> dict[Request, Proposal]:
+        # Not all of them the same number.
+        return {request: Proposal(1 + i % self._num_drafts, []) for i, request in enumerate(requests)}
+
+    def settle(self, request: Request, proposal: Proposal, num_accepted: int) -> None:
+        self.accepted.append((proposal.num_drafts, num_accepted))
+
+    def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
+        pass
+
+    def end(self, request: Request) -> None:
+        pass
+
+
+class Models(NamedTuple):
+    llama: Path
+    mimo: Path
+    draft: Path
+    head: Path
+
+    def target(self, method: str) -> Path:
+        return self.mimo if method == "mtp" else self.llama
+
+    def speculation(self, method: str) -> dict[str, object]:
+        path = {"draft_model": self.draft, "eagle3": self.head}.get(method)
+        return {"method": method, "num_drafts": 3, "model": str(path) if path else None}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    llama = checkpoints.llama(folder / "llama")
+    return Models(
+        llama,
+        checkpoints.mimo(folder / "mimo"),
+        checkpoints.qwen3(folder / "draft", num_hidden_layers=2),
+        checkpoints.eagle3(folder / "head", llama),
+    )
+
+
+def engine_of(target: Path, *, drafter: Drafter | None = None, **sections: dict[str, object]) -> Engine:
+    settings: dict[str, dict[str, object]] = {
+        "model": {"path": str(target), "max_model_len": 72},
+        "cache": {"num_blocks": 24, "block_size": 4, "prefix_caching": False},
+        "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
+        "runtime": {"device": "cpu", "plans_in_flight": 1, "num_threads": 1},
+    }
+    for name, section in sections.items():
+        settings[name] = settings.get(name, {}) | section
+    return local_engine(parse(EngineConfig, settings, source="test"), progress=False, drafter=drafter)
+
+
+def answers(engine: Engine) -> dict[str, list[int]]:
+    """The tokens of requests of all kinds, two of which share most of their prompt."""
+    prompts = random_prompts(6, checkpoints.VOCAB_SIZE)
+    prompts.append([*prompts[0], 7, 8])
+    for name, params in PARAMS.items():
+        for index, prompt in enumerate(prompts):
+            engine.add([f"{name} {index}"], prompt, params)
+    engine.add(["fork 0", "fork 1"], prompts[1], SamplingParams(temperature=0.8, seed=3, max_tokens=9, n=2))
+    engine.add(["beam 0", "beam 1"], prompts[2], SamplingParams(beam_width=2, max_tokens=6, n=2))
+    collected = run_to_end(engine)
+    audit(engine)
+    return collected.tokens
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models) -> Iterator[dict[Path, dict[str, list[int]]]]:
+    found = {}
+    for target in (models.llama, models.mimo):
+        engine = engine_of(target, cache={"num_blocks": 200})
+        found[target] = answers(engine)
+        engine.shutdown()
+    yield found
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_token_is_the_plain_engines(method: str, features: str, models: Models, plain: dict) -> None:
+    drafter = Fixed(3)
+    target, sections = models.target(method), FEATURES[features]
+    engine = engine_of(target, drafter=drafter, speculation=models.speculation(method), **sections)
+    assert answers(engine) == plain[target]
+    stats = engine.stats()
+    # Idle beams give way even where there is room.
+    assert (stats.num_preemptions > 4) == (features != "room")
+    assert (stats.num_swaps > 0) == ("swap" in features)
+    assert drafter.accepted
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_the_drafter_of_the_configuration(method: str, models: Models, plain: dict) -> None:
+    target = models.target(method)
+    engine = engine_of(target, speculation=models.speculation(method))
+    assert answers(engine) == plain[target]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("features", ["room", "recompute", "swap, prefixes, two plans"])
+def test_the_target_itself_drafts_what_is_accepted(features: str, models: Models, plain: dict) -> None:
+    """Every greedy draft is right, and so is each token that penalties leave the likeliest; of drafts that are not
+    greedy some are."""
+    drafter, target = Fixed(3), models.llama
+    speculation = {"method": "draft_model", "model": str(target), "num_drafts": 3}
+    engine = engine_of(target, drafter=drafter, speculation=speculation, **FEATURES[features])
+    for index, prompt in enumerate(random_prompts(8, checkpoints.VOCAB_SIZE)):
+        engine.add([f"greedy {index}"], prompt, PARAMS["greedy"])
+    found = run_to_end(engine).tokens
+    assert all(found[f"greedy {index}"] == plain[target][f"greedy {index}"] for index in range(6))
+    assert drafter.accepted
+    if features == "room":
+        assert all(drafted == accepted for drafted, accepted in drafter.accepted)
+    else:
+        drafted, accepted = (sum(counts) for counts in zip(*drafter.accepted, strict=True))
+        assert accepted > 0.95 * drafted
+    engine.shutdown()
