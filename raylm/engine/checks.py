@@ -36,8 +36,11 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len
         )
 
 
-def check_params(params: SamplingParams, config: GenerationConfig, *, vocab_size: int) -> None:
-    """Refuse sampling that this model and its configuration do not allow. Raises RequestRejected with the numbers."""
+def check_params(
+    params: SamplingParams, config: GenerationConfig, *, vocab_size: int, eos: frozenset[int] = frozenset()
+) -> None:
+    """Refuse sampling that this model and its configuration do not allow, or that leaves no token to sample. `eos` are
+    the model's end-of-sequence tokens. Raises RequestRejected with the numbers."""
     if 2 * params.beam_width > vocab_size:
         raise RequestRejected(
             f"beam_width is {params.beam_width}, but half of this model's {vocab_size} tokens is the most it can be",
@@ -68,3 +71,21 @@ def check_params(params: SamplingParams, config: GenerationConfig, *, vocab_size
                 f"logits_processors names {name!r:.100}; this model has {known} (generation.logits_processors)",
                 param="logits_processors",
             )
+    _check_some_token_is_left(params, eos)
+
+
+def _check_some_token_is_left(params: SamplingParams, eos: frozenset[int]) -> None:
+    allowed = set(params.allowed_token_ids)
+    if not allowed:
+        return
+    if allowed <= {word[0] for word in params.bad_token_ids if len(word) == 1}:
+        raise RequestRejected(
+            f"allowed_token_ids leaves no token: all {len(allowed)} of them are bad words", param="allowed_token_ids"
+        )
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
+    if params.min_tokens and allowed <= ends:
+        raise RequestRejected(
+            f"allowed_token_ids leaves no token for the first {params.min_tokens} (min_tokens): all {len(allowed)} of "
+            "them end the completion",
+            param="allowed_token_ids",
+        )

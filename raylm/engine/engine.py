@@ -105,7 +105,7 @@ class Engine:
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Refuse what `add` would refuse of any request, however busy the engine is. Raises RequestRejected."""
         check_prompt(prompt_ids, params, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
-        check_params(params, self._generation, vocab_size=self.info.vocab_size)
+        check_params(params, self._generation, vocab_size=self.info.vocab_size, eos=self._eos)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a sequence, or the beam search that it belongs to; its KV blocks are free when this returns.

@@ -209,3 +209,20 @@ def test_what_a_request_may_ask_for_is_configured(fields, allowed, sentence):
     with pytest.raises(RequestRejected) as error:
         check_params(params, GenerationConfig(max_logprobs=3, logits_processors=["b", "c"]), vocab_size=50)
     assert str(error.value).startswith(sentence) and error.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"allowed_token_ids": [1, 2], "bad_token_ids": [[1], [2], [3, 4]]}, {"bad_token_ids": [[1], [2, 3]]}),
+        ({"allowed_token_ids": [1, 7], "min_tokens": 1, "stop_token_ids": [1]}, {"ignore_eos": True}),
+        ({"allowed_token_ids": [1, 7], "min_tokens": 1, "stop_token_ids": [1]}, {"min_tokens": 0}),
+    ],
+    ids=str,
+)
+def test_some_token_must_be_left_to_sample(fields, kept):
+    eos = frozenset([7])
+    check_params(SamplingParams(**{**fields, **kept}), GenerationConfig(), vocab_size=9, eos=eos)
+    with pytest.raises(RequestRejected, match="allowed_token_ids leaves no token") as error:
+        check_params(SamplingParams(**fields), GenerationConfig(), vocab_size=9, eos=eos)
+    assert error.value.param == "allowed_token_ids"

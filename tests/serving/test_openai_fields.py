@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
+from openai.types import chat, completion_create_params
 from openai_fakes import Server, ended
 
+from raylm.openai.protocol import ChatRequest, CompletionRequest
+from raylm.openai.unsupported import CHAT_ONLY, COMPLETIONS_ONLY, HARMLESS, UNSUPPORTED
 from raylm.text.chat import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -55,6 +58,23 @@ async def test_what_is_not_built_is_refused_by_name(
     assert server.generator.requests == []
     for accepted in (neutral, None):
         assert (await getattr(server, kind)(**{name: accepted}, max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_of", "params_of", "own"),
+    [
+        (ChatRequest, chat.completion_create_params.CompletionCreateParamsBase, CHAT_ONLY),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase, COMPLETIONS_ONLY),
+    ],
+)
+def test_every_field_of_openais_client_is_known(request_of: Any, params_of: Any, own: Any) -> None:
+    known = {*request_of.model_fields, *UNSUPPORTED, *own, *HARMLESS}
+    assert set(get_type_hints(params_of)) - known == set()
+
+
+def test_no_field_is_both_taken_and_refused() -> None:
+    taken = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert taken & {*UNSUPPORTED, *HARMLESS} == set()
 
 
 @pytest.mark.parametrize(
