@@ -1,0 +1,200 @@
+"""The process that compiles grammars for a GrammarCompiler, apart so that it can be killed.
+
+It reads frames from stdin and writes one to stdout for each: 4 bytes of length, then msgpack. When stdin ends it exits,
+even from the middle of a compilation.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import resource
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from raylm.config.source import ModelSource
+from raylm.core.structure import StructuredOutput
+from raylm.grammar import binding
+from raylm.grammar.fault import Fault
+from raylm.grammar.translate import translate
+from raylm.text.tokenizer import Tokenizer
+
+_HEADER = struct.Struct("<I")
+_MAX_FRAME = 1 << 30
+_TOO_MUCH = "it takes too much memory to compile"
+_NICENESS = 5
+"""Engines and the ingress come first."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first frame: the model, the width of its logits (0: as many as tokens), and bytes to allocate beyond what
+    the process has once it is ready."""
+
+    path: str
+    kind: str
+    cache_dir: str | None
+    vocab_size: int
+    memory_bytes: int
+
+
+class Job(msgspec.Struct, tag="job", frozen=True):
+    """Compile this; answered by Done or Failed."""
+
+    structure: StructuredOutput
+
+
+class VocabularyJob(msgspec.Struct, tag="vocabulary", frozen=True):
+    """Answered by a Vocabulary."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The answer to Setup. Some text in `error`: the process is of no use and exits."""
+
+    error: str = ""
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """The structure in a form that engines take, and the bytes of it compiled."""
+
+    structure: StructuredOutput
+    num_bytes: int
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The structure cannot be kept to."""
+
+    message: str
+
+
+class Vocabulary(msgspec.Struct, tag="words", frozen=True):
+    """What binding.read_vocabulary reads."""
+
+    text: str
+
+
+Request = Job | VocabularyJob
+Answer = Ready | Done | Failed | Vocabulary
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next frame; None at the end of the stream."""
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    (size,) = _HEADER.unpack(header)
+    if size > _MAX_FRAME:
+        return None
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: IO[bytes], body: bytes) -> None:
+    stream.write(_HEADER.pack(len(body)) + body)
+    stream.flush()
+
+
+class _Worker:
+    """What the process does once it has its setup."""
+
+    def __init__(self, setup: Setup) -> None:
+        source = ModelSource(Path(setup.path), "gguf" if setup.kind == "gguf" else "folder")
+        cache_dir = None if setup.cache_dir is None else Path(setup.cache_dir)
+        tokenizer = Tokenizer.load(source, cache_dir=cache_dir)
+        size = setup.vocab_size or tokenizer.vocab_size
+        # A model may have fewer rows of logits than its tokenizer has tokens, and more.
+        tokens = [tokenizer.table[index] for index in range(min(size, tokenizer.vocab_size))]
+        stops = [index for index in tokenizer.eos_token_ids if index < size]
+        for index in stops:
+            tokens[index] = b""
+        self._vocabulary = binding.vocabulary(tokens, size, stops)
+        self._size = size
+        self._stops = stops
+        self._compiler = binding.Compiler(self._vocabulary)
+        del tokenizer, tokens
+        self._warm()
+        _limit_memory(setup.memory_bytes)
+
+    def _warm(self) -> None:
+        """The first compilation costs more than the others."""
+        self._compile(Job(StructuredOutput("json_object")))
+
+    def answer(self, request: Request) -> Answer:
+        if isinstance(request, VocabularyJob):
+            return Vocabulary(str(self._vocabulary.serialize_json()))
+        try:
+            return self._compile(request)
+        except Fault as fault:
+            return Failed(str(fault))
+        except MemoryError:
+            return Failed(_TOO_MUCH)
+        except RuntimeError as error:
+            return Failed(_TOO_MUCH if "bad_alloc" in str(error) else _reason(error))
+
+    def _compile(self, job: Job) -> Answer:
+        structure = translate(job.structure)
+        compiled = self._compiler.compile(structure)
+        self._check_beginning(compiled)
+        return Done(structure, compiled.memory_size_bytes())
+
+    def _check_beginning(self, compiled: binding.Compiled) -> None:
+        """A grammar that allows no token at all would fail in the first step."""
+        import numpy as np
+
+        mask = np.zeros((1, -(-self._size // 32)), np.int32)
+        binding.matcher(compiled, self._stops or [0]).fill_next_token_bitmask(mask, 0, False)
+        if not mask.any():
+            raise Fault("no token of the model's vocabulary can begin a text that matches")
+
+
+def _reason(error: RuntimeError) -> str:
+    """xgrammar's words without the time and the place in its source."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else "it cannot be compiled"
+    if text.startswith("[") and ".cc:" in text:
+        text = text.split(".cc:", 1)[1].partition(": ")[2]
+    return text[:500]
+
+
+def _limit_memory(more: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    os.nice(_NICENESS)
+    # tvm_ffi would import it, and nothing here needs it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    # What the C++ library prints must not come between the frames.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    setup = read_frame(sys.stdin.buffer)
+    if setup is None:
+        return
+    try:
+        worker = _Worker(msgspec.msgpack.decode(setup, type=Setup))
+    except Exception as error:
+        write_frame(out, msgspec.msgpack.encode(Ready(f"{type(error).__name__}: {error}")))
+        return
+    write_frame(out, msgspec.msgpack.encode(Ready()))
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
+    while True:
+        request: Request = msgspec.msgpack.decode(jobs.get(), type=Request)
+        write_frame(out, msgspec.msgpack.encode(worker.answer(request)))
+
+
+def _read(jobs: queue.SimpleQueue[bytes]) -> None:
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        jobs.put(frame)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Compiled grammars in a process that matches, and the vocabulary that they are compiled for.
+
+The vocabulary comes from a child process. Reading a tokenizer of 128,000 tokens holds Python's lock for 1.5 s, and
+turning its tokens into xgrammar's for another 0.1 s: steps would wait for it. A child does both, and its result is read
+back in 0.1 s without the lock.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from raylm.config.source import ModelSource
+from raylm.core.structure import StructuredOutput
+from raylm.grammar import binding
+from raylm.grammar.process import CompilerProcess, setup_of
+
+_MAX_COMPILED_BYTES = 1 << 28
+
+
+class CompiledGrammars:
+    """Grammars compiled for one model's logits, in a thread; the newest are kept for the next request.
+
+    All structures are ones that a GrammarCompiler has let through. Nothing is started before the first, or `prepare`.
+    """
+
+    def __init__(self, source: ModelSource, vocab_size: int, *, threads: int = 1) -> None:
+        self._source = source
+        self._vocab_size = vocab_size
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._num_threads = threads
+        self._compiler: binding.Compiler | None = None
+        self._kept: dict[tuple[str, str], Future[binding.Compiled]] = {}
+
+    def prepare(self) -> None:
+        """Read the vocabulary ahead of the first grammar, without waiting for it."""
+        self._threads.submit(self._get_compiler)
+
+    def get(self, structure: StructuredOutput) -> Future[binding.Compiled]:
+        """The compiled grammar, when it is. To be called by one thread."""
+        key = structure.kind, structure.value
+        future = self._kept.pop(key, None)
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._threads.submit(lambda: self._get_compiler().compile(structure))
+        self._kept[key] = future
+        self._drop_old()
+        return future
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _get_compiler(self) -> binding.Compiler:
+        if self._compiler is None:
+            binding.load()
+            child = CompilerProcess(setup_of(self._source, None, self._vocab_size, 1 << 32))
+            try:
+                text = child.vocabulary()
+            finally:
+                child.kill()
+            self._compiler = binding.Compiler(binding.read_vocabulary(text), self._num_threads)
+        return self._compiler
+
+    def _drop_old(self) -> None:
+        sizes = {key: _num_bytes(future) for key, future in self._kept.items()}
+        total = sum(sizes.values())
+        for key, size in list(sizes.items())[:-1]:
+            if total <= _MAX_COMPILED_BYTES:
+                return
+            del self._kept[key]
+            total -= size
+
+
+def _num_bytes(future: Future[binding.Compiled]) -> int:
+    if not future.done() or future.exception() is not None:
+        return 0
+    return future.result().memory_size_bytes()

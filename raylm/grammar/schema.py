@@ -1,0 +1,379 @@
+"""JSON Schema (draft 2020-12) as a grammar: every text of it is JSON that the schema validates.
+
+The other way round it is narrower where a model gains nothing by the freedom: properties come in the schema's order;
+an object with `properties` has no others unless additionalProperties says so; patterns match the whole string; white
+space between elements is one space, or a line's end and an indent; numbers have limited length. A schema without `type`
+is read as of the types that its keywords speak of. What cannot be kept to exactly is refused, with its place.
+
+Not taken from xgrammar, whose converter (0.2.8) leaves out `required` names without a property, siblings of $ref, enum
+and anyOf, all but the first schema of allOf, `not`, `contains` and `uniqueItems` without a word, and lets through bytes
+that are no UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from urllib.parse import unquote
+
+from raylm.grammar.disjoint import are_disjoint
+from raylm.grammar.ebnf import NEVER, SPACE, Expr, Rule, Rules, Text, alt, is_never, maybe, repeat, seq
+from raylm.grammar.fault import Fault
+from raylm.grammar.json_rules import define_json, plain_number
+from raylm.grammar.keywords import (
+    ARRAY,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Schema,
+    check_keywords,
+    count,
+    merged,
+    plain,
+    shown,
+    types_of,
+)
+from raylm.grammar.numbers import Bounds, integer, number
+from raylm.grammar.objects import Extra, ObjectRules, Property, other_keys
+from raylm.grammar.regex import regex
+from raylm.grammar.strings import quoted_pattern, string
+
+MAX_DEPTH = 64
+MAX_RULES = 100_000
+_MAX_BOUND = Decimal(10) ** 40
+
+
+def schema_grammar(text: str) -> str:
+    """The grammar of a schema, given as JSON. Raises Fault."""
+    try:
+        root = json.loads(text, parse_float=_decimal, parse_constant=_no_constant)
+    except RecursionError:
+        raise Fault("the schema nests too deep to be read") from None
+    except json.JSONDecodeError as error:
+        raise Fault(f"the schema is not valid JSON: {error}") from None
+    return SchemaGrammar(root).text()
+
+
+def object_grammar() -> str:
+    """The grammar of any JSON object."""
+    return SchemaGrammar({"type": "object"}).text()
+
+
+def _decimal(text: str) -> Decimal:
+    return Decimal(text)
+
+
+def _no_constant(name: str) -> object:
+    raise Fault(f"the schema is not valid JSON: {name}")
+
+
+class SchemaGrammar:
+    """Builds the grammar of one schema; `text` is to be called once."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._rules = Rules()
+        self._names = 0
+        self._targets: dict[str, Rule] = {}
+        define_json(self._rules)
+
+    def text(self) -> str:
+        return self._rules.text(self._value(self._root, "#", 0))
+
+    def _new_name(self) -> str:
+        self._names += 1
+        if len(self._rules) > MAX_RULES:
+            raise Fault(f"the schema makes more than {MAX_RULES} rules")
+        return f"n{self._names}"
+
+    def _as_rule(self, expr: Expr) -> Expr:
+        """A rule of its own, so that no expression nests as deep as a schema does."""
+        if is_never(expr) or isinstance(expr, Rule | Text):
+            return expr
+        return self._rules.add(self._new_name(), expr)
+
+    def _value(self, schema: object, place: str, depth: int) -> Expr:
+        if depth > MAX_DEPTH:
+            raise Fault(f"the schema nests deeper than {MAX_DEPTH} levels", place)
+        if isinstance(schema, bool):
+            return self._any() if schema else NEVER
+        if not isinstance(schema, Mapping):
+            raise Fault(f"a schema must be an object or a boolean, got {shown(schema)}", place)
+        check_keywords(schema, place)
+        own = plain(schema)
+        if own.keys() == {"$ref"}:
+            return self._ref(str(own["$ref"]), place, depth)
+        flat = self._flat(own, place, depth)
+        if not isinstance(flat, Mapping):
+            return self._value(flat, place, depth + 1)
+        if "anyOf" in flat or "oneOf" in flat:
+            return self._choice(flat, place, depth)
+        return self._as_rule(self._simple(flat, place, depth))
+
+    def _flat(self, schema: Schema, place: str, depth: int) -> object:
+        """Without $ref and allOf: what they say stands beside the rest."""
+        if depth > MAX_DEPTH:
+            raise Fault("$ref and allOf lead on without end", place)
+        flat: object = {name: value for name, value in schema.items() if name not in ("$ref", "allOf")}
+        others: list[tuple[object, str]] = []
+        if "$ref" in schema:
+            others.append((self._target(str(schema["$ref"]), place), str(schema["$ref"])))
+        if "allOf" in schema:
+            others += [(one, f"{place}/allOf/{i}") for i, one in enumerate(_list(schema, "allOf", place))]
+        for other, where in others:
+            if isinstance(other, Mapping):
+                check_keywords(other, where)
+                other = self._flat(plain(other), where, depth + 1)
+            elif not isinstance(other, bool):
+                raise Fault(f"a schema must be an object or a boolean, got {shown(other)}", where)
+            flat = merged(other, flat, place)
+        return flat
+
+    def _ref(self, pointer: str, place: str, depth: int) -> Expr:
+        if pointer not in self._targets:
+            target = self._target(pointer, place)
+            name = self._new_name()
+            self._targets[pointer] = Rule(name)
+            self._rules.add(name, self._value(target, pointer, depth + 1))
+        return self._targets[pointer]
+
+    def _target(self, pointer: str, place: str) -> object:
+        if pointer != "#" and not pointer.startswith("#/"):
+            raise Fault(f"$ref must point into the schema itself (#/...), got {pointer!r:.100}", place)
+        found = self._root
+        for part in pointer.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isascii() and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                raise Fault(f"$ref {pointer!r:.100} points to nothing", place)
+        return found
+
+    def _choice(self, schema: Schema, place: str, depth: int) -> Expr:
+        if "anyOf" in schema and "oneOf" in schema:
+            raise Fault("anyOf together with oneOf is not supported", place)
+        name = "anyOf" if "anyOf" in schema else "oneOf"
+        rest = {key: value for key, value in schema.items() if key != name}
+        options = _list(schema, name, place)
+        if rest:
+            options = [{"allOf": [option, rest]} for option in options]
+        if name == "oneOf" and not self._are_disjoint(options, place, depth):
+            raise Fault("oneOf is supported only where its schemas visibly exclude each other; anyOf may do", place)
+        found = [self._value(option, f"{place}/{name}/{index}", depth + 1) for index, option in enumerate(options)]
+        return self._as_rule(alt(option for option in found if not is_never(option)))
+
+    def _are_disjoint(self, options: list[object], place: str, depth: int) -> bool:
+        flat = [self._flat({"allOf": [option]}, place, depth) for option in options]
+        return are_disjoint(flat, place, lambda one: self._flat({"allOf": [one]}, place, depth))
+
+    def _simple(self, schema: Schema, place: str, depth: int) -> Expr:
+        if "enum" in schema or "const" in schema:
+            return _literals(schema, place)
+        options = []
+        for name in sorted(types_of(schema, place)):
+            if name == "object":
+                options.append(self._object(schema, place, depth))
+            elif name == "array":
+                options.append(self._array(schema, place, depth))
+            elif name == "string":
+                options.append(string(self._rules, self._new_name(), schema, place))
+            elif name in ("integer", "number"):
+                options.append(_number(schema, name, place))
+            else:
+                options += [Text("true"), Text("false")] if name == "boolean" else [Text("null")]
+        return alt(option for option in options if not is_never(option))
+
+    def _object(self, schema: Schema, place: str, depth: int) -> Expr:
+        named = schema.get("properties", {})
+        if not isinstance(named, Mapping):
+            raise Fault(f"properties must be an object, got {shown(named)}", place)
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise Fault(f"required must be a list of names, got {shown(required)}", place)
+        rest = self._rest(schema, place)
+        missing = [name for name in dict.fromkeys(required) if name not in named]
+        if missing and (rest is False or "patternProperties" in schema or "propertyNames" in schema):
+            raise Fault(f"required names {missing[0]!r:.100}, which the schema does not allow", place)
+        schemas = {**named, **dict.fromkeys(missing, True if rest is None else rest)}
+        properties = [
+            Property(name, self._value(value, f"{place}/properties/{_pointer(name)}", depth + 1), name in required)
+            for name, value in schemas.items()
+        ]
+        low, high = self._limits(schema, "Properties", place)
+        extra = self._extra(schema, list(schemas), rest, place, depth)
+        if extra is None and low > len(properties):
+            raise Fault(f"minProperties {low} is over the {len(properties)} properties that the schema allows", place)
+        if high is not None and high < len(set(required)):
+            raise Fault(f"maxProperties {high} is under the {len(set(required))} required properties", place)
+        if extra is not None and low > max(1, len(set(required))):
+            raise Fault("minProperties over 1 is supported only where all properties are named", place)
+        return ObjectRules(self._rules, self._new_name(), properties, extra).build(low, high)
+
+    def _rest(self, schema: Schema, place: str) -> object:
+        """The schema of additional properties; None: said nowhere, so none beside `properties`, any without them."""
+        if schema.get("unevaluatedProperties", False) is not False:
+            raise Fault("unevaluatedProperties is supported only as false", place)
+        if "additionalProperties" in schema:
+            return schema["additionalProperties"]
+        return False if "unevaluatedProperties" in schema else None
+
+    def _extra(self, schema: Schema, taken: list[str], rest: object, place: str, depth: int) -> Extra | None:
+        for name in ("patternProperties", "propertyNames"):
+            if name in schema and taken:
+                raise Fault(f"{name} together with properties is not supported", place)
+        if "patternProperties" in schema:
+            return self._pattern_keys(schema, rest, place, depth)
+        if rest is False or (rest is None and "properties" in schema):
+            return None
+        value = self._value(True if rest is None else rest, f"{place}/additionalProperties", depth + 1)
+        if "propertyNames" in schema:
+            names = {"type": "string"}
+            key = self._value({"allOf": [schema["propertyNames"], names]}, f"{place}/propertyNames", depth + 1)
+            return Extra(key, value)
+        return Extra(other_keys(self._rules, self._new_name(), taken), value)
+
+    def _pattern_keys(self, schema: Schema, rest: object, place: str, depth: int) -> Extra:
+        patterns = schema["patternProperties"]
+        if not isinstance(patterns, Mapping) or len(patterns) != 1 or "propertyNames" in schema:
+            raise Fault("patternProperties is supported only with one pattern and without propertyNames", place)
+        if rest not in (None, False):
+            raise Fault("patternProperties is supported only with additionalProperties false or left out", place)
+        ((pattern, value),) = patterns.items()
+        try:
+            key = quoted_pattern(self._rules, self._new_name(), regex(pattern, in_json=True))
+        except Fault as fault:
+            raise Fault(f"the pattern {pattern!r:.100}: {fault}", f"{place}/patternProperties") from None
+        where = f"{place}/patternProperties/{_pointer(pattern)}"
+        return Extra(self._as_rule(key), self._value(value, where, depth + 1))
+
+    def _array(self, schema: Schema, place: str, depth: int) -> Expr:
+        if schema.get("uniqueItems", False) is not False:
+            raise Fault("uniqueItems is supported only as false", place)
+        if schema.get("unevaluatedItems", False) is not False:
+            raise Fault("unevaluatedItems is supported only as false", place)
+        if isinstance(schema.get("items"), list):
+            raise Fault("items must be one schema; a list of them is prefixItems since draft 2020-12", place)
+        first = [
+            self._value(one, f"{place}/prefixItems/{index}", depth + 1)
+            for index, one in enumerate(_list(schema, "prefixItems", place) if "prefixItems" in schema else [])
+        ]
+        low, high = self._limits(schema, "Items", place)
+        closed = "unevaluatedItems" in schema or ("prefixItems" in schema and low <= len(first))
+        item = self._value(schema.get("items", not closed), f"{place}/items", depth + 1)
+        if is_never(item) and low > len(first):
+            raise Fault(f"minItems {low} is over the {len(first)} items that the schema allows", place)
+        return seq(Text("["), self._items(first, item, 0, low, high))
+
+    def _items(self, first: list[Expr], item: Expr, index: int, low: int, high: int | None) -> Expr:
+        """What follows after `index` items."""
+        close = seq(SPACE, Text("]"))
+        comma = Text(",") if index else Text("")
+        room = None if high is None else high - index
+        if room == 0:
+            return close
+        if index < len(first):
+            more = seq(comma, SPACE, first[index], self._items(first, item, index + 1, low, high))
+            return self._as_rule(alt(one for one in ([more, close] if index >= low else [more]) if not is_never(one)))
+        one = seq(SPACE, item)
+        least = max(0, low - index)
+        if index:
+            return seq(repeat(seq(Text(","), one), least, room), close)
+        following = repeat(seq(Text(","), one), max(0, least - 1), None if room is None else room - 1)
+        some = seq(one, following)
+        return seq(some if least else maybe(some), close)
+
+    def _limits(self, schema: Schema, what: str, place: str) -> tuple[int, int | None]:
+        low, high = count(schema, f"min{what}", place) or 0, count(schema, f"max{what}", place)
+        if high is not None and low > high:
+            raise Fault(f"min{what} {low} is over max{what} {high}", place)
+        return low, high
+
+    def _any(self) -> Expr:
+        """Any JSON value."""
+        if "any" not in self._rules:
+            self._rules.add("any", NEVER)  # so that what it holds finds it
+            kinds: list[object] = ["object", "array", "string", "number", "boolean", "null"]
+            options = [self._simple({"type": kind}, "", 0) for kind in kinds]
+            self._rules.add("any", alt(options))
+        return Rule("any")
+
+
+def _list(schema: Schema, name: str, place: str) -> list[object]:
+    value = schema[name]
+    if not isinstance(value, list) or not value:
+        raise Fault(f"{name} must be a list of at least one schema, got {shown(value)}", place)
+    return value
+
+
+def _pointer(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _literals(schema: Schema, place: str) -> Expr:
+    beside = sorted(schema.keys() & (OBJECT | ARRAY | STRING | NUMBER))
+    if beside:
+        raise Fault(f"{beside[0]} together with enum or const is not supported", place)
+    values = schema.get("enum", [schema.get("const")])
+    if not isinstance(values, list) or not values:
+        raise Fault(f"enum must be a list of at least one value, got {shown(values)}", place)
+    if "const" in schema and "enum" in schema:
+        values = [value for value in values if _json(value) == _json(schema["const"])]
+    types = types_of(schema, place) if "type" in schema else None
+    texts = [_json(value) for value in values if types is None or _type(value) & types]
+    if not texts:
+        raise Fault("none of the values of enum or const has the type that is asked for", place)
+    return alt(Text(text) for text in dict.fromkeys(texts))
+
+
+def _type(value: object) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | Decimal):
+        return {"number", "integer"} if value == int(value) else {"number"}
+    kinds: list[tuple[type, str]] = [(str, "string"), (list, "array"), (dict, "object")]
+    return next(({name} for kind, name in kinds if isinstance(value, kind)), {"null"})
+
+
+def _json(value: object) -> str:
+    """A value as it is generated: without white space, letters as they are."""
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, list):
+        return "[" + ",".join(map(_json, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_json(key)}:{_json(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _number(schema: Schema, kind: str, place: str) -> Expr:
+    if "multipleOf" in schema and not (kind == "integer" and schema["multipleOf"] == 1):
+        raise Fault("multipleOf is not supported", place)
+    bounds = _bounds(schema, place)
+    if bounds == Bounds():
+        return plain_number(kind)
+    found = integer(bounds) if kind == "integer" else number(bounds)
+    if is_never(found):
+        raise Fault(f"no {kind} is between the bounds", place)
+    return found
+
+
+def _bounds(schema: Schema, place: str) -> Bounds:
+    found: dict[str, Decimal] = {}
+    for name in sorted(NUMBER & schema.keys() - {"multipleOf"}):
+        value = schema[name]
+        bound = Decimal(value) if isinstance(value, int) else value
+        if not isinstance(bound, Decimal) or abs(bound) > _MAX_BOUND or _places(bound) > 40:
+            raise Fault(f"{name} {shown(value)} has more than 40 digits", place)
+        found[name] = bound
+    low, high = found.get("minimum"), found.get("maximum")
+    above, below = found.get("exclusiveMinimum"), found.get("exclusiveMaximum")
+    low_open = above is not None and (low is None or above >= low)
+    high_open = below is not None and (high is None or below <= high)
+    return Bounds(above if low_open else low, below if high_open else high, low_open, high_open)
+
+
+def _places(value: Decimal) -> int:
+    return max(0, -int(value.as_tuple().exponent))

@@ -1,0 +1,174 @@
+"""GrammarCompiler: what is dear, hostile or deadly fails its own request, and the next one finds a living process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from raylm.config.source import ModelSource
+from raylm.core.structure import StructuredOutput
+from raylm.errors import RequestRejected
+from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
+from raylm.grammar.process import ChildDied, CompilerProcess
+
+SCHEMA = StructuredOutput("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+DEAR = StructuredOutput("json_schema", json.dumps({"enum": [f"{i:x}" for i in range(20_000)]}))
+"""A second of work and more."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    return ModelSource(Path(folder), "folder")
+
+
+@pytest.fixture(scope="module")
+def compiler(source: ModelSource) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(source)
+    yield made
+    made.close()
+
+
+def test_every_kind_becomes_what_engines_take(compiler: GrammarCompiler) -> None:
+    values = {
+        "json_object": "",
+        "json_schema": SCHEMA.value,
+        "regex": "a+",
+        "choice": '["a", "b"]',
+        "grammar": 'root ::= "a"',
+        "structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}',
+    }
+    for kind, value in values.items():
+        ready = compiler.compile(StructuredOutput(kind, value, (3, 4)))
+        assert ready.is_ready
+        assert ready.begin_after == (3, 4)
+
+
+def test_a_refusal_names_the_field_and_the_place(compiler: GrammarCompiler) -> None:
+    bad = StructuredOutput("json_schema", '{"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}}')
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(RequestRejected, match="minItems 3 is over maxItems 2") as caught:
+            compiler.compile(bad, param="response_format")
+        assert caught.value.param == "response_format"
+        assert "#/properties/a" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        (StructuredOutput("grammar", 'root ::= "a'), "Expect"),
+        (StructuredOutput("grammar", "root ::= other"), "other"),
+        (StructuredOutput("grammar", 'start ::= "a"'), "root"),
+        (StructuredOutput("grammar", "root ::= a\na ::= a"), "no token"),
+        (StructuredOutput("regex", "(?=a)b"), "lookahead"),
+        (StructuredOutput("structural_tag", '{"type": "structural_tag", "format": {"type": "nothing"}}'), "nothing"),
+    ],
+)
+def test_what_xgrammar_refuses_is_refused(compiler: GrammarCompiler, structure: StructuredOutput, reason: str) -> None:
+    with pytest.raises(RequestRejected, match=reason):
+        compiler.compile(structure)
+
+
+def test_one_that_hangs_is_ended_and_the_next_is_served(source: ModelSource) -> None:
+    compiler = GrammarCompiler(source, limits=GrammarLimits(seconds=0.05))
+    try:
+        with pytest.raises(RequestRejected, match=r"more than 0\.05 s"):
+            compiler.compile(DEAR)
+        assert compiler.compile(StructuredOutput("choice", '["a"]')).is_ready
+    finally:
+        compiler.close()
+
+
+def test_one_that_wants_too_much_memory_fails_alone(source: ModelSource) -> None:
+    compiler = GrammarCompiler(source, limits=GrammarLimits(memory_bytes=1 << 24))
+    try:
+        with pytest.raises(RequestRejected, match="memory"):
+            compiler.compile(DEAR)
+        assert compiler.compile(StructuredOutput("choice", '["a"]')).is_ready
+    finally:
+        compiler.close()
+
+
+def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
+    compiler.compile(StructuredOutput("regex", "before"))
+    (child,) = compiler._idle
+    os.kill(child.pid, signal.SIGKILL)
+    assert compiler.compile(StructuredOutput("regex", "after")).is_ready
+
+
+def test_one_that_kills_its_process_twice_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: CompilerProcess, structure: StructuredOutput, seconds: float) -> None:
+        self.kill()
+        raise ChildDied("ended by signal 11")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompilerProcess, "compile", die)
+        with pytest.raises(RequestRejected, match="ends the process"):
+            compiler.compile(StructuredOutput("regex", "deadly"))
+    assert compiler.compile(StructuredOutput("regex", "harmless")).is_ready
+
+
+def test_equal_structures_are_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = CompilerProcess.compile
+    may_go = threading.Event()
+
+    def counted(self: CompilerProcess, structure: StructuredOutput, seconds: float) -> object:
+        calls.append(structure)
+        may_go.wait(60)
+        return original(self, structure, seconds)
+
+    monkeypatch.setattr(CompilerProcess, "compile", counted)
+    same = StructuredOutput("regex", "twenty at once")
+
+    async def ask() -> list[StructuredOutput]:
+        asked = [asyncio.ensure_future(compiler.compile_async(same)) for _ in range(20)]
+        await asyncio.sleep(0)
+        asked.pop().cancel()
+        may_go.set()
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask())
+    assert len(calls) == 1
+    assert len(set(answers)) == 1
+    compiler.compile(same)
+    assert len(calls) == 1
+
+
+def test_a_structure_over_the_limit_is_refused_unseen(source: ModelSource) -> None:
+    compiler = GrammarCompiler(source, limits=GrammarLimits(schema_bytes=10))
+    with pytest.raises(RequestRejected, match="at most 10 are allowed"):
+        compiler.compile(SCHEMA)
+    assert not compiler._idle
+    compiler.close()
+
+
+def test_a_model_without_a_tokenizer_refuses_structures(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(ModelSource(tmp_path, "folder"))
+    with pytest.raises(RequestRejected, match="not possible with this model"):
+        compiler.compile(SCHEMA)
+    compiler.close()
+
+
+def test_closing_ends_the_processes(source: ModelSource) -> None:
+    compiler = GrammarCompiler(source)
+    compiler.compile(StructuredOutput("choice", '["a"]'))
+    (child,) = compiler._idle
+    compiler.close()
+    assert child._process.poll() is not None

@@ -1,0 +1,123 @@
+"""GrammarMatchers: masks of rows, behind drafts, after a sequence of tokens, and after a preemption."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from walks import END, TOKENS, compiled
+
+from raylm.core.structure import StructuredOutput
+from raylm.grammar import binding
+from raylm.grammar.matchers import GrammarMatchers
+
+AB = StructuredOutput("grammar", 'root ::= "a" "b"+ "c"')
+
+
+class Grammars:
+    """CompiledGrammars without its process and thread."""
+
+    def get(self, structure: StructuredOutput) -> Future[binding.Compiled]:
+        future: Future[binding.Compiled] = Future()
+        future.set_result(compiled(structure))
+        return future
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def matchers(request: pytest.FixtureRequest) -> GrammarMatchers:
+    return GrammarMatchers(Grammars(), len(TOKENS), threads=request.param)  # type: ignore[arg-type]
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def filled(matchers: GrammarMatchers, rows: dict[int, str]) -> list[str | None]:
+    """What each mask allows, as text; None where it does not count. `rows` gives the drafts of rows."""
+    drafts = [ids(text) for text in rows.values()]
+    masks = np.full((sum(1 + len(tokens) for tokens in drafts), matchers.num_words), 7, np.int32)
+    counts = matchers.fill(list(rows), drafts, masks)
+    return [shown(mask) if count else None for mask, count in zip(masks, counts, strict=True)]
+
+
+def shown(mask: np.ndarray) -> str:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(TOKENS)]
+    tokens = [token for token in np.flatnonzero(bits) if token < 256 or token == END]
+    return "".join("." if token == END else TOKENS[token].decode() for token in tokens)
+
+
+def test_masks_follow_the_text(matchers: GrammarMatchers) -> None:
+    matchers.begin(3, AB, [END])
+    assert filled(matchers, {3: ""}) == ["a"]
+    matchers.accept(3, ids("abb"))
+    assert filled(matchers, {3: ""}) == ["bc"]
+    matchers.accept(3, ids("c"))
+    assert filled(matchers, {3: ""}) == ["."]
+    matchers.accept(3, [END])
+    assert filled(matchers, {3: ""}) == [None]
+
+
+def test_masks_behind_drafts_end_at_the_first_that_is_not_allowed(matchers: GrammarMatchers) -> None:
+    for row in (0, 1, 2):
+        matchers.begin(row, AB, [END])
+    assert filled(matchers, {0: "abc", 1: "", 2: "abxb"}) == ["a", "b", "bc", ".", "a", "a", "b", "bc", None, None]
+    assert filled(matchers, {0: "", 1: "", 2: ""}) == ["a", "a", "a"], "drafts leave no trace"
+
+
+def test_a_draft_that_ends_the_text_ends_the_masks(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, AB, [END])
+    matchers.accept(0, ids("abc"))
+    masks = np.zeros((3, matchers.num_words), np.int32)
+    assert matchers.fill([0], [[END, 97]], masks).tolist() == [True, False, False]
+    assert filled(matchers, {0: ""}) == ["."]
+
+
+def test_a_row_that_was_preempted_goes_on_where_it_was(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, AB, [END], ids("ab"))
+    assert filled(matchers, {0: ""}) == ["bc"]
+
+
+def test_a_new_request_in_a_row_begins_anew(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, AB, [END], ids("ab"))
+    matchers.forget(0)
+    matchers.begin(0, StructuredOutput("choice", '["x", "y"]'), [END])
+    assert filled(matchers, {0: ""}) == ["xy"]
+
+
+def test_only_the_requests_own_tokens_end_it(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, AB, [ord("!"), ord("?"), 10**6], ids("abc"))
+    assert filled(matchers, {0: ""}) == ["!?"]
+
+
+def test_a_grammar_begins_after_a_sequence(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, StructuredOutput(AB.kind, AB.value, tuple(ids("</t>"))), [END])
+    assert filled(matchers, {0: "x"}) == [None, None]
+    matchers.accept(0, ids("so </</t"))
+    assert filled(matchers, {0: "> b"}) == [None, "a", None, None]
+    assert filled(matchers, {0: ">ab"}) == [None, "a", "b", "bc"]
+    assert filled(matchers, {0: ""}) == [None], "a draft has not begun it"
+    matchers.accept(0, ids(">"))
+    assert filled(matchers, {0: ""}) == ["a"]
+    matchers.accept(0, ids("a</t>"))
+    assert filled(matchers, {0: ""}) == [None], "what the grammar does not allow ends its masks"
+
+
+def test_forced_text_is_what_must_follow(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, StructuredOutput("choice", '["the first", "the second"]'), [END])
+    assert matchers.forced_text(0) == "the "
+    matchers.accept(0, ids("the f"))
+    assert matchers.forced_text(0) == "irst"
+
+
+def test_a_grammar_that_does_not_compile_leaves_its_row_free(
+    matchers: GrammarMatchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Grammars, structure: StructuredOutput) -> Future[binding.Compiled]:
+        future: Future[binding.Compiled] = Future()
+        future.set_exception(RuntimeError("no"))
+        return future
+
+    monkeypatch.setattr(Grammars, "get", broken)
+    matchers.begin(0, AB, [END])
+    assert filled(matchers, {0: "ab"}) == [None, None, None]
