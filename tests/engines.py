@@ -22,6 +22,7 @@ def make_engine(
     queue: int = 1024,
     prefix_caching: bool = True,
     clock=lambda: 0.0,
+    text_ends=None,
     **scheduler,
 ) -> Engine:
     executor.budget = budget
@@ -34,7 +35,7 @@ def make_engine(
         parallel=ParallelConfig(pipeline=num_stages),
         runtime=ResolvedRuntime(step_timeout_s=60.0),
     )
-    return Engine(config, executor, plans_in_flight=window, clock=clock)
+    return Engine(config, executor, plans_in_flight=window, clock=clock, text_ends=text_ends)
 
 
 class Collected:

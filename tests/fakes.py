@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raylm.core.rows import RowCounts, RowStep
@@ -67,7 +68,12 @@ def limits(prompt: list[int], params: SamplingParams, max_model_len: int) -> tup
     return limit, set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
 
 
-def expected_beams(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[tuple[list[int], str]]:
+def expected_beams(
+    prompt: list[int],
+    params: SamplingParams,
+    max_model_len: int,
+    text_ends: Callable[[list[int]], bool] = lambda output: False,
+) -> list[tuple[list[int], str]]:
     """The results of a beam search, best first, run naively on whole sequences."""
     limit, stops = limits(prompt, params, max_model_len)
     beams, ended = [(0.0, list(prompt))], []
@@ -84,7 +90,7 @@ def expected_beams(prompt: list[int], params: SamplingParams, max_model_len: int
         beams = []
         for score, tokens, token in ranked[: 2 * params.beam_width]:
             output = [*tokens[len(prompt) :], token]
-            if token in stops or len(tokens) + 1 >= limit:
+            if token in stops or len(tokens) + 1 >= limit or text_ends(output):
                 ended.append((norm(score, len(output)), output, "stop" if token in stops else "length"))
             else:
                 beams.append((score, [*tokens, token]))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from raylm.core.block_hash import BlockKey
 from raylm.core.options import RequestOptions
-from raylm.core.sampling import SamplingParams
+from raylm.core.sampling import ALL_TOKENS, SamplingParams
+from raylm.core.sampling_checks import MAX_TOKEN_ID
 from raylm.core.step import Logprobs, RowSampling
 
 if TYPE_CHECKING:
@@ -203,4 +204,13 @@ class Request:
 
 
 def _row_sampling(params: SamplingParams, seed: int, num_prompt: int, stop_ids: frozenset[int]) -> RowSampling:
-    return RowSampling(params, seed, num_prompt, sorted(stop_ids) if params.min_tokens else [], 2 * params.beam_width)
+    late_stops = sorted(stop_ids) if params.min_tokens else []
+    return RowSampling(params, seed, num_prompt, late_stops, _num_candidates(params))
+
+
+def _num_candidates(params: SamplingParams) -> int:
+    """Tokens that a beam reports: enough to go on with, and those whose log probabilities were asked for."""
+    if not params.beam_width:
+        return 0
+    wanted = params.logprobs or 0
+    return MAX_TOKEN_ID if wanted == ALL_TOKENS else max(2 * params.beam_width, wanted)

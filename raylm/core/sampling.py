@@ -131,9 +131,10 @@ class SamplingParams:
             raise RequestRejected("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
         if 0 < self.beam_width < self.n:
             raise RequestRejected(f"n is {self.n}, but beam_width {self.beam_width} gives no more sequences", param="n")
-        if self.beam_width and self.logprobs is not None:
+        if self.beam_width and self.logprob_token_ids:
             raise RequestRejected(
-                "logprobs are not reported for a beam search; leave one of the two out", param="logprobs"
+                "logprob_token_ids is not allowed together with beam_width: a beam search knows only the likeliest",
+                param="logprob_token_ids",
             )
 
     def with_seed(self) -> SamplingParams:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedScheduler
 from raylm.core.admission import Admission
-from raylm.core.beam import Beams
+from raylm.core.beam import Beams, TextEnds
 from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.pacing import PrefillPacer, StepTimer
@@ -125,8 +125,9 @@ class Scheduler:
             self._drafter.counters if self._drafter is not None else NOTHING_DRAFTED,
         )
 
-    def add(self, requests: list[Request], now: float) -> None:
-        """Queue the sequences of one prompt: samples that share it, or the results of one beam search.
+    def add(self, requests: list[Request], now: float, *, text_ends: TextEnds | None = None) -> None:
+        """Queue the sequences of one prompt: samples that share it, or the results of one beam search, whose stop
+        strings `text_ends` looks for.
 
         Raises Overloaded when the queue is full or their time is too short.
         """
@@ -143,7 +144,7 @@ class Scheduler:
             now=now,
         )
         if first.params.beam_width:
-            self._beams.begin(first, [request.id for request in requests])
+            self._beams.begin(first, [request.id for request in requests], text_ends)
             others = []
         self.enlist(first)
         self._policy.add(first)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from raylm.config.resolve import ResolvedEngine
+from raylm.core.beam import TextEnds
 from raylm.core.block_hash import HASHES
 from raylm.core.drafting import Drafter
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
@@ -17,6 +18,7 @@ from raylm.core.scheduler import Scheduler, SchedulerStats
 from raylm.core.speculation import make_drafter
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.checks import check_params, check_prompt
+from raylm.engine.stop_strings import StopStrings
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.executor.base import Executor
 
@@ -34,9 +36,11 @@ class Engine:
         plans_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        text_ends: Callable[[SamplingParams], TextEnds] | None = None,
     ) -> None:
         """Start the executor and build the scheduler from what it reports. `drafter` takes the place of the one that
-        config.speculation asks for. Raises ConfigError, EngineDeadError."""
+        config.speculation asks for; `text_ends` that of the model's tokenizer, for the stop strings of beam searches.
+        Raises ConfigError, EngineDeadError."""
         self._executor = executor
         self._window = plans_in_flight
         self._clock = clock
@@ -56,6 +60,7 @@ class Engine:
         """What one step may hold and how many requests may wait."""
         self._generation = config.generation
         self._eos = frozenset(self.info.eos_token_ids)
+        self._text_ends = text_ends or StopStrings(config.model.path).of
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +105,8 @@ class Engine:
             )
             for index, id in enumerate(ids)
         ]
-        self._scheduler.add(requests, now)
+        text_ends = self._text_ends(params) if params.beam_width and params.stop else None
+        self._scheduler.add(requests, now, text_ends=text_ends)
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Refuse what `add` would refuse of any request, however busy the engine is. Raises RequestRejected."""

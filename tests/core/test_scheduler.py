@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 from engines import Collected, audit, make_engine, run_to_end
-from fakes import EOS, VOCAB, FakeExecutor, expected_beams, expected_tokens
+from fakes import EOS, VOCAB, FakeExecutor, expected_beams, expected_tokens, logprobs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import prompts
 
 from raylm.config.resolve import ResolvedScheduler
+from raylm.config.sampling import GenerationConfig
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -162,6 +163,70 @@ def test_beam_search_equals_the_naive_one(width, length_penalty, early_stopping)
     collected = run_to_end(engine)
     results = [(collected.tokens[id], collected.reasons[id]) for id in ids]
     assert results == expected_beams([20, 21, 22], params, 64)
+
+
+@pytest.mark.parametrize("num_top", [0, 2, 9, -1])
+@pytest.mark.parametrize("num_blocks", [400, 14])
+def test_beams_report_log_probabilities_of_their_tokens_and_of_the_prompt(num_top, num_blocks):
+    """Also where beams are preempted and compute their tokens again."""
+    prompt = [20, 21, 22, 23, 24]
+    params = SamplingParams(max_tokens=8, n=3, beam_width=3, ignore_eos=True, logprobs=num_top, prompt_logprobs=1)
+    engine = make_engine(
+        FakeExecutor(num_blocks=num_blocks, block_size=2, max_model_len=16), window=2, budget=5, max_num_seqs=5
+    )
+    engine._generation = GenerationConfig(max_logprobs=VOCAB)
+    engine.add(["0", "1", "2"], prompt, params)
+    if num_blocks < 20:
+        engine.add(["other"], [1], SamplingParams(max_tokens=12, ignore_eos=True))
+    found = {delta.request_id: delta for delta in all_deltas(engine) if delta.request_id != "other"}
+    assert (engine.stats().num_preemptions > 0) == (num_blocks < 20)
+    assert [(found[id].token_ids, found[id].finish_reason) for id in "012"] == expected_beams(prompt, params, 16)
+    for id in "012":
+        whole = [*prompt, *found[id].token_ids]
+        count = VOCAB if num_top == -1 else num_top
+        assert found[id].logprobs == logprobs_of(whole, range(len(prompt), len(whole)), count)
+    assert found["0"].prompt_logprobs == logprobs_of(prompt, range(1, len(prompt)), 1)
+    assert found["1"].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_beams_end_where_their_text_does(early_stopping):
+    """Here a text ends with any token below 20; the sequence is said to have its length, so that its last token is part
+    of the text."""
+    params = SamplingParams(
+        max_tokens=12, n=3, beam_width=3, ignore_eos=True, stop=("x",), early_stopping=early_stopping, length_penalty=0
+    )
+    asked = []
+
+    def ends(output):
+        return output[-1] < 20
+
+    def text_ends(given):
+        asked.append(given)
+        return ends
+
+    engine = make_engine(FakeExecutor(num_blocks=400), window=2, text_ends=text_ends)
+    engine.add(["0", "1", "2"], [20, 21, 22], params)
+    engine.add(["plain"], [20, 21, 22], replace(params, beam_width=0, n=1))
+    found = run_to_end(engine)
+    assert [(found.tokens[id], found.reasons[id]) for id in "012"] == expected_beams([20, 21, 22], params, 64, ends)
+    assert any(len(found.tokens[id]) < 12 for id in "012")
+    assert asked == [params], "who samples one sequence looks for stop strings in its text"
+
+
+def test_a_search_that_is_to_generate_nothing_reports_the_prompt_alone():
+    engine = make_engine(FakeExecutor())
+    engine.add(["0", "1"], [5, 6], SamplingParams(max_tokens=0, n=2, beam_width=2, prompt_logprobs=0))
+    first, second = all_deltas(engine)
+    assert (first.token_ids, first.finish_reason, second.token_ids) == ([], "length", [])
+    assert first.prompt_logprobs == logprobs_of([5, 6], range(1, 2), 0)
+
+
+def all_deltas(engine):
+    found = []
+    while engine.has_work:
+        found += engine.step()
+    return found
 
 
 def test_beams_share_the_prompt():
