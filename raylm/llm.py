@@ -13,7 +13,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -21,15 +21,34 @@ from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import ModelInfo, TokenDelta
+from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RequestRejected
-from raylm.text.processor import TextDelta, TextProcessor, TextStream
+from raylm.text.processor import TextDelta, TextProcessor
 from raylm.text.truncation import Truncation
 
 Message = dict[str, Any]
 """One chat message as OpenAI's clients send it: {"role": ..., "content": ...}."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token that could stand at some position, and its log probability. `rank` is 1 for the likeliest; None for a
+    token of params.logprob_token_ids, whose rank is not counted. `text` is the token by itself; of a part of a
+    character it is U+FFFD."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+    text: str
+
+
+class PromptLogprob(NamedTuple):
+    """What the model finds of a token of the prompt after those before it; `top` are the likeliest tokens there."""
+
+    logprob: float
+    rank: int
+    top: list[TokenLogprob]
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,6 +59,8 @@ class Output:
     stop_reason: the stop string, or the one of params.stop_token_ids, that ended it; None where the model's own end or
         the length did.
     logprobs: the log probability of each of token_ids, and their sum; None unless params.logprobs asked for them.
+    ranks, top_logprobs: the rank of each of token_ids among all tokens, and the likeliest tokens at its position (or
+        those of params.logprob_token_ids); None with logprobs.
     """
 
     text: str
@@ -48,12 +69,16 @@ class Output:
     logprobs: list[float] | None = None
     cumulative_logprob: float | None = None
     stop_reason: str | int | None = None
+    ranks: list[int] | None = None
+    top_logprobs: list[list[TokenLogprob]] | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Completion:
     """What one prompt gave: params.n outputs. `prompt` is None where token ids or messages were given.
 
+    prompt_logprobs: one for each of prompt_token_ids, None for the first, which follows nothing; None unless
+        params.prompt_logprobs asked for them.
     num_cached_tokens: tokens of the prompt that were in the prefix cache. It depends on what ran before, the outputs do
     not, so completions are compared without it.
     """
@@ -62,6 +87,7 @@ class Completion:
     prompt_token_ids: list[int]
     outputs: list[Output]
     num_cached_tokens: int = dataclasses.field(default=0, compare=False)
+    prompt_logprobs: list[PromptLogprob | None] | None = None
 
 
 class LLM:
@@ -238,13 +264,17 @@ class LLM:
 class _Sequence:
     """One output on its way."""
 
-    def __init__(self, completion: Completion, stream: TextStream, *, logprobs: bool) -> None:
+    def __init__(self, completion: Completion, text: TextProcessor, params: SamplingParams) -> None:
         self.output = Output("", [], "")
-        if logprobs:
+        if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+            self.output.ranks, self.output.top_logprobs = [], []
+        self._text = text
+        self._are_ranked = not params.logprob_token_ids
+        self._lists_prompt = params.prompt_logprobs is not None
         self._completion = completion
         self._is_first = not completion.outputs
-        self._stream = stream
+        self._stream = text.stream(params)
         completion.outputs.append(self.output)
 
     def push(self, delta: TokenDelta) -> bool:
@@ -253,17 +283,44 @@ class _Sequence:
         output = self.output
         output.token_ids += delta.token_ids[: piece.num_tokens]
         output.text += piece.text
-        if output.logprobs is not None:
-            assert delta.logprobs is not None, "the engine reports what was asked for"
-            output.logprobs += delta.logprobs.values[: piece.num_tokens]
+        if output.logprobs is not None and delta.logprobs is not None:
+            self._list(delta.logprobs.first(piece.num_tokens))
         if self._is_first:
-            self._completion.num_cached_tokens += delta.num_cached_tokens
+            self._take_news(delta)
         if piece.finish_reason is None:
             return False
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
         if output.logprobs is not None:
             output.cumulative_logprob = sum(output.logprobs)
         return True
+
+    def _list(self, found: Logprobs) -> None:
+        output = self.output
+        assert output.logprobs is not None and output.ranks is not None and output.top_logprobs is not None
+        output.logprobs += found.values
+        output.ranks += found.ranks
+        output.top_logprobs += _top_of(found, self._text, are_ranked=self._are_ranked)
+
+    def _take_news(self, delta: TokenDelta) -> None:
+        """What the first sequence's first delta says of the prompt."""
+        completion = self._completion
+        completion.num_cached_tokens += delta.num_cached_tokens
+        if not self._lists_prompt or completion.prompt_logprobs is not None:
+            return
+        completion.prompt_logprobs = [None]
+        if (found := delta.prompt_logprobs) is not None:
+            top = _top_of(found, self._text, are_ranked=True)
+            completion.prompt_logprobs += map(PromptLogprob, found.values, found.ranks, top)
+
+
+def _top_of(found: Logprobs, text: TextProcessor, *, are_ranked: bool) -> list[list[TokenLogprob]]:
+    return [
+        [
+            TokenLogprob(token, value, rank if are_ranked else None, text.token_bytes(token).decode(errors="replace"))
+            for rank, (token, value) in enumerate(zip(ids, values, strict=True), start=1)
+        ]
+        for ids, values in zip(found.top_ids, found.top_values, strict=True)
+    ]
 
 
 class _Job:
@@ -276,7 +333,7 @@ class _Job:
         for index, (completion, own) in enumerate(zip(completions, params, strict=True)):
             ids = [f"{index}.{choice}" for choice in range(own.n)]
             for request_id in ids:
-                self._live[request_id] = _Sequence(completion, llm.text.stream(own), logprobs=own.logprobs is not None)
+                self._live[request_id] = _Sequence(completion, llm.text, own)
             self._feeder.put(Group(ids, completion.prompt_token_ids, own))
 
     def run(self, *, progress: bool) -> None:

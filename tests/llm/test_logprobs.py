@@ -1,0 +1,152 @@
+"""Log probabilities offline, against transformers: of sampled tokens, of prompts, of beams."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import checkpoints
+import pytest
+import torch
+from greedy import random_prompts
+
+from raylm import LLM, EngineConfig, SamplingParams
+
+VOCAB = checkpoints.VOCAB_SIZE
+CLOSE = {"rtol": 1e-3, "atol": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoints.llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return checkpoints.reference(folder)
+
+
+def make_llm(folder, **sections) -> LLM:
+    """Blocks of 4, chunks of 16 tokens, and memory for about three of the requests below."""
+    config = {
+        "model": {"path": str(folder), "max_model_len": 64},
+        "cache": {"block_size": 4, "num_blocks": 40},
+        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        "runtime": {"device": "cpu"},
+        "generation": {"max_logprobs": 1024},
+        **sections,
+    }
+    return LLM(EngineConfig.model_validate(config), progress=False)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    llm = make_llm(folder)
+    yield llm
+    llm.close()
+
+
+@torch.inference_mode()
+def expected(model, tokens: list[int]) -> torch.Tensor:
+    """Log probabilities [len(tokens) - 1, vocab] of what follows each token but the last."""
+    return model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+
+
+def check(found: torch.Tensor, tokens: list[int], values, ranks, tops) -> None:
+    """`found` are the log probabilities [N, vocab] where the N tokens stand."""
+    own = found.gather(1, torch.tensor(tokens)[:, None])
+    torch.testing.assert_close(torch.tensor(values), own[:, 0], **CLOSE)
+    for row, value, rank, top in zip(found, own[:, 0], ranks, tops, strict=True):
+        # Nearly equal ones may stand in another order here than there.
+        assert int((row > value + 1e-3).sum()) < rank <= int((row > value - 1e-3).sum())
+        likeliest = row.topk(len(top)).values
+        torch.testing.assert_close(torch.tensor([one.logprob for one in top]), likeliest, **CLOSE)
+        torch.testing.assert_close(row[[one.token_id for one in top]], likeliest, **CLOSE)
+        assert [one.rank for one in top] == list(range(1, len(top) + 1))
+
+
+def test_prompts_and_answers_in_chunks_cached_and_preempted(llm, reference):
+    """In each chunk of a prompt, in a cache that knows the prompt already, in requests that give way and come back."""
+    prompts = random_prompts(8, VOCAB)
+    params = SamplingParams(
+        temperature=1.2, seed=5, n=2, max_tokens=20, ignore_eos=True, logprobs=3, prompt_logprobs=2, presence_penalty=1
+    )
+    llm.generate(prompts, SamplingParams(max_tokens=1), progress=False)
+    before = llm._engine.stats().num_preemptions
+    for completion in llm.generate(prompts, params, progress=False):
+        prompt = completion.prompt_token_ids
+        assert len(completion.prompt_logprobs) == len(prompt) and completion.prompt_logprobs[0] is None
+        for output in completion.outputs:
+            found = expected(reference, prompt + output.token_ids)
+            check(found[len(prompt) - 1 :], output.token_ids, output.logprobs, output.ranks, output.top_logprobs)
+        told = completion.prompt_logprobs[1:]
+        columns = [[getattr(one, name) for one in told] for name in ("logprob", "rank", "top")]
+        check(found[: len(prompt) - 1], prompt[1:], *columns)
+    assert llm._engine.stats().num_preemptions > before, "the test is meant to preempt"
+
+
+def test_nothing_is_listed_that_was_not_asked_for(llm):
+    completion = llm.generate([[1, 2]], SamplingParams(max_tokens=2), progress=False)[0]
+    output = completion.outputs[0]
+    assert (output.ranks, output.top_logprobs, completion.prompt_logprobs) == (None, None, None)
+    few = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0), progress=False)[0].outputs[
+        0
+    ]
+    assert few.top_logprobs == [[], []] and len(few.ranks) == 2
+
+
+def test_a_prompt_alone_is_scored(llm, reference):
+    prompt = list(range(3, 50))
+    completion = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0), progress=False)[0]
+    assert completion.outputs[0].token_ids == []
+    found = expected(reference, prompt).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([one.logprob for one in completion.prompt_logprobs[1:]]), found, **CLOSE)
+    first = llm.generate([[7]], SamplingParams(max_tokens=0, prompt_logprobs=4), progress=False)[0]
+    assert first.prompt_logprobs == [None]
+
+
+def test_given_tokens_and_the_whole_vocabulary(llm, reference):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0, logprob_token_ids=[9, 4, 9])
+    given, whole = llm.generate(
+        [[5, 6]] * 2, [params, dataclasses.replace(params, logprob_token_ids=(), logprobs=-1)], progress=False
+    )
+    tokens = given.outputs[0].token_ids
+    found = expected(reference, [5, 6, *tokens])[1:]
+    for row, top in zip(found, given.outputs[0].top_logprobs, strict=True):
+        assert [one.token_id for one in top] == [9, 4, 9] and {one.rank for one in top} == {None}
+        torch.testing.assert_close(torch.tensor([one.logprob for one in top]), row[[9, 4, 9]], **CLOSE)
+    for row, top in zip(found, whole.outputs[0].top_logprobs, strict=True):
+        assert sorted(one.token_id for one in top) == list(range(VOCAB))
+        assert top[0].token_id == row.argmax() and top[0].text == llm.text.token_bytes(top[0].token_id).decode()
+
+
+@pytest.mark.parametrize("num_top", [0, 2, 12])
+def test_beams(llm, reference, num_top):
+    prompt = [5, 6, 7]
+    params = SamplingParams(beam_width=4, n=3, max_tokens=6, ignore_eos=True, logprobs=num_top, prompt_logprobs=1)
+    completion = llm.generate([prompt], params, progress=False)[0]
+    for output in completion.outputs:
+        found = expected(reference, prompt + output.token_ids)
+        check(found[2:], output.token_ids, output.logprobs, output.ranks, output.top_logprobs)
+        assert {len(top) for top in output.top_logprobs} == {num_top}
+        check(found[:2], prompt[1:], *zip(*completion.prompt_logprobs[1:], strict=True))
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_beam_ends_at_its_stop_string(llm, includes):
+    """As any other answer: cut there, said so, and not computed further."""
+    prompt = [5, 6, 7]
+    params = SamplingParams(beam_width=3, n=3, max_tokens=8, ignore_eos=True, include_stop_str_in_output=includes)
+    best = llm.generate([prompt], params, progress=False)[0].outputs[0]
+    stop = best.text[len(best.text) // 2 :][:3]
+    assert stop
+    outputs = llm.generate([prompt], dataclasses.replace(params, stop=(stop,)), progress=False)[0].outputs
+    ended = [output for output in outputs if output.finish_reason == "stop"]
+    assert ended and all(output.stop_reason == stop for output in ended)
+    for output in outputs:
+        text = llm.text.decode(output.token_ids)
+        assert (stop in text) == (output in ended)
+        if output in ended:
+            assert stop not in llm.text.decode(output.token_ids[:-1]), "it went on behind its stop string"
+            assert output.text == text[: text.index(stop) + (len(stop) if includes else 0)]
+    free = dataclasses.replace(params, stop=(stop,), min_tokens=8, max_tokens=8)
+    assert all(len(output.token_ids) == 8 for output in llm.generate([prompt], free, progress=False)[0].outputs)
