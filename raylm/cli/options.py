@@ -33,13 +33,16 @@ _SAMPLING_KEYS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
     "seed",
     "max_tokens",
+    "min_tokens",
     "n",
     "stop",
+    "bad_words",
     "ignore_eos",
 )
 
@@ -139,11 +142,16 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, several: bool = Tru
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--top-k", type=int, metavar="K")
     group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--typical-p", type=float, metavar="P")
     group.add_argument("--presence-penalty", type=float, metavar="X", help="against tokens that were generated")
     group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, for each time that they were")
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="against the prompt's tokens too; 1: off")
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="nothing ends the text before so many tokens")
+    group.add_argument(
+        "--bad-word", dest="bad_words", action="append", metavar="TEXT", help="never said; may be given several times"
+    )
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on at end-of-sequence tokens")
     if several:
         group.add_argument("--n", type=int, metavar="N", help="completions per prompt")

@@ -144,6 +144,9 @@ def test_sampling_options():
     args = parsed("--presence-penalty", "-1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1", "m")
     params = sampling_params(args, engine_config(args), max_tokens=9)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.0, 0.5, 1.1)
+    args = parsed("--typical-p", "0.5", "--min-tokens", "2", "--bad-word", "a", "--bad-word", "b", "m")
+    params = sampling_params(args, engine_config(args), max_tokens=9)
+    assert (params.typical_p, params.min_tokens, params.bad_words) == (0.5, 2, ("a", "b"))
     args = parsed("--top-k", "5", "--stop", "a", "--stop", "b", "--seed", "0", "m")
     assert given_sampling(args) == {"top_k": 5, "seed": 0, "stop": ["a", "b"]}
     expected = SamplingParams(top_k=5, seed=0, stop=("a", "b"), max_tokens=9)

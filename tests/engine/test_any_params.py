@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import checkpoints
 import fakes
+import msgspec
 import pytest
 from engines import make_engine, run_to_end
 from fakes import FakeExecutor
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from raylm import LLM, EngineConfig
 from raylm.core.sampling import MAX_SEED, SamplingParams
+from raylm.core.step import Sampled, StepPlan
 from raylm.engine.engine import Engine
 from raylm.errors import RequestRejected
 
@@ -95,10 +97,20 @@ def ask(engine: Engine, requests: list[tuple[list[int], dict[str, object]]]) -> 
 several = st.lists(st.tuples(prompts, anything), min_size=1, max_size=4)
 
 
+class FarExecutor(FakeExecutor):
+    """A worker in another process: plans and results come as msgpack of the very types."""
+
+    def submit(self, plan):
+        super().submit(msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan))
+
+    def result(self):
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(super().result()), type=Sampled)
+
+
 @settings(max_examples=120, deadline=None)
 @given(several, st.sampled_from([1, 2]))
 def test_the_scheduler_and_its_worker_go_on(requests, window):
-    ask(make_engine(FakeExecutor(), window=window), requests)
+    ask(make_engine(FarExecutor(), window=window), requests)
 
 
 @pytest.fixture(scope="module")
