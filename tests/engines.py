@@ -8,6 +8,7 @@ from fakes import FakeExecutor
 
 from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
+from raylm.core.drafting import Drafter
 from raylm.core.request import Status
 from raylm.engine.engine import Engine
 
@@ -23,6 +24,7 @@ def make_engine(
     prefix_caching: bool = True,
     clock=lambda: 0.0,
     text_ends=None,
+    drafter: Drafter | None = None,
     **scheduler,
 ) -> Engine:
     executor.budget = budget
@@ -35,7 +37,7 @@ def make_engine(
         parallel=ParallelConfig(pipeline=num_stages),
         runtime=ResolvedRuntime(step_timeout_s=60.0),
     )
-    return Engine(config, executor, plans_in_flight=window, clock=clock, text_ends=text_ends)
+    return Engine(config, executor, plans_in_flight=window, clock=clock, text_ends=text_ends, drafter=drafter)
 
 
 class Collected:

@@ -225,7 +225,7 @@ class Scheduler:
         seconds = self._timer.finished(now)
         self._pacer.observe(builder.num_prefill, builder.num_decodes, seconds)
         self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
-        if self._drafter is not None and not (builder.num_prefill or builder.reporting):
+        if self._drafter is not None and len(builder.sampling) == len(builder.rows) and not builder.num_prefill:
             self._drafter.observe(len(builder.rows), num_tokens, num_sampled, seconds)
         deltas = self._settler.settle(builder, result)
         for delta in deltas:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
+from drafters import RandomDrafter
 from engines import Collected, audit, make_engine
 from fakes import FakeExecutor, expected_beams, expected_tokens
 from hypothesis import HealthCheck, settings
@@ -35,8 +37,12 @@ class Histories(RuleBasedStateMachine):
         max_queued_tokens=st.sampled_from([None, 40]),
         max_prompt_share=st.sampled_from([1.0, 0.3]),
         target_itl_ms=st.sampled_from([None, 1.0]),
+        drafts=st.sampled_from([None, 1, 5]),
+        seed=st.integers(0, 2**16),
     )
-    def build(self, num_stages, overlaps, num_blocks, block_size, budget, windows, num_host_blocks, **settings):
+    def build(
+        self, num_stages, overlaps, num_blocks, block_size, budget, windows, num_host_blocks, drafts, seed, **settings
+    ):
         layout = CacheLayout(block_size, list(windows))
         num_blocks = num_blocks * len(windows)
         self.max_len = layout.longest(num_blocks - 1, chunk=budget, limit=30)
@@ -56,6 +62,7 @@ class Histories(RuleBasedStateMachine):
             num_stages=num_stages,
             budget=budget,
             clock=self.clock,
+            drafter=RandomDrafter(Random(seed), most=drafts) if drafts else None,
             **settings,
         )
         self.expected: dict[str, tuple[list[int], str]] = {}
