@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from raylm.bench.shapes import SHAPES
 from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
-from raylm.config.base import parse
-from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -203,6 +201,8 @@ def _offline(args: argparse.Namespace, emit: Emit) -> None:
 
 def _speculation(args: argparse.Namespace, emit: Emit) -> None:
     from raylm.bench.speculation import KINDS, Settings, measure_speculation
+    from raylm.config.base import parse
+    from raylm.config.engine import EngineConfig
 
     kinds = args.kind or (["random"] if args.replay is not None else list(KINDS[:-1]))
     if unknown := set(kinds) - set(KINDS):
