@@ -1,4 +1,4 @@
-"""Plain decoding against speculative decoding: the same requests in turns, by two engines of the same model."""
+"""Plain decoding against speculative decoding: the same requests in turns, by one engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import SpeculationResult
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
-from raylm.core.drafting import DraftCounters, Drafter
+from raylm.core.drafting import DraftCounters, Drafter, Proposal
+from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
-from raylm.core.speculation import HostDrafter, ReplayProposer, Speculation
+from raylm.core.speculation import HostDrafter, ReplayProposer, Speculation, make_drafter
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
@@ -47,19 +48,57 @@ class Settings:
     """Draft what the plain run gave, each token right with this probability."""
 
 
-class _Subject:
-    """An engine under test."""
+class _Switch:
+    """A drafter that can be switched off: the engine then decodes plainly."""
 
-    def __init__(self, config: EngineConfig, drafter: Drafter | None = None) -> None:
-        self.engine: Engine = local_engine(config, progress=False, drafter=drafter)
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.is_plain = False
+
+    @property
+    def counters(self) -> DraftCounters:
+        return self._drafter.counters
+
+    def begin(self, request: Request) -> None:
+        if not self.is_plain:
+            self._drafter.begin(request)
+
+    def end(self, request: Request) -> None:
+        self._drafter.end(request)
+
+    def is_on(self, num_rows: int) -> bool:
+        return not self.is_plain and self._drafter.is_on(num_rows)
+
+    def plan(self, requests: Sequence[Request]) -> dict[Request, Proposal]:
+        return self._drafter.plan(requests)
+
+    def settle(self, request: Request, proposal: Proposal, num_accepted: int) -> None:
+        self._drafter.settle(request, proposal, num_accepted)
+
+    def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
+        if not self.is_plain:
+            self._drafter.observe(num_rows, num_tokens, num_sampled, seconds)
+
+
+class _Subject:
+    """The engine under test, with its drafter on or off."""
+
+    def __init__(self, config: EngineConfig, settings: Settings) -> None:
+        self._known: dict[tuple[int, ...], list[int]] = {}
+        """Outputs of the plain run by prompt, to be replayed."""
+        self._switch = _Switch(_drafter(config, settings, self._known))
+        self.engine: Engine = local_engine(config, progress=False, drafter=self._switch)
         self._num_requests = 0
 
     @property
     def counters(self) -> DraftCounters:
-        return self.engine.stats().drafts
+        return self._switch.counters
 
-    def run(self, prompts: Sequence[list[int]], params: SamplingParams, streams: int) -> tuple[float, list[list[int]]]:
+    def run(
+        self, prompts: Sequence[list[int]], params: SamplingParams, streams: int, *, plain: bool
+    ) -> tuple[float, list[list[int]]]:
         """Seconds for these requests, so many at a time, and what they gave."""
+        self._switch.is_plain = plain
         waiting: Iterator[tuple[int, list[int]]] = iter(enumerate(prompts))
         outputs: list[list[int]] = [[] for _ in prompts]
         running: dict[str, int] = {}
@@ -71,66 +110,63 @@ class _Subject:
                 running[str(self._num_requests)] = index
                 self.engine.add([str(self._num_requests)], prompt, params)
             if not running:
-                return perf_counter() - start, outputs
+                break
             for delta in self.engine.step():
                 outputs[running[delta.request_id]] += delta.token_ids
                 if delta.finish_reason is not None:
                     del running[delta.request_id]
+        seconds = perf_counter() - start
+        while self.engine.has_work:  # Steps on their way that compute nothing more of interest.
+            self.engine.step()
+        if plain:
+            self._known.clear()
+            self._known.update((tuple(prompt), output) for prompt, output in zip(prompts, outputs, strict=True))
+        return seconds, outputs
 
 
 def measure_speculation(config: EngineConfig, settings: Settings) -> Iterator[SpeculationResult]:
     """One result for each kind and number of streams. Raises ConfigError."""
-    if config.speculation.method == "none" and settings.replay is None:
-        raise ConfigError("bench speculation needs --method or --replay")
-    # A prompt comes twice, to the second engine for the first time.
+    # A prompt comes twice.
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"prefix_caching": False})})
-    off = config.model_copy(update={"speculation": config.speculation.model_copy(update={"method": "none"})})
     text = TextProcessor.load(locate(config.model.path))
-    known: dict[tuple[int, ...], list[int]] = {}
-    plain = _Subject(off)
+    subject = _Subject(config, settings)
     try:
-        drafter = None
-        if settings.replay is not None:
-            vocab_size = plain.engine.info.vocab_size
-            proposer = ReplayProposer(known, settings.replay, vocab_size=vocab_size, seed=_SEED)
-            drafter = HostDrafter(Speculation(proposer, config.speculation.num_drafts))
-        subject = _Subject(off if drafter is not None else config, drafter)
-        try:
-            for kind in settings.kinds:
-                for streams in settings.streams:
-                    prompts = _prompts(kind, text, plain.engine, settings.requests)
-                    yield _measure(plain, subject, config, settings, kind, prompts, streams, known)
-        finally:
-            subject.engine.shutdown()
+        for kind in settings.kinds:
+            for streams in settings.streams:
+                count = settings.requests if kind != _RANDOM else (settings.requests or 2 * streams)
+                yield _measure(subject, config, settings, kind, _prompts(kind, text, subject.engine, count), streams)
     finally:
-        plain.engine.shutdown()
+        subject.engine.shutdown()
+
+
+def _drafter(config: EngineConfig, settings: Settings, known: dict[tuple[int, ...], list[int]]) -> Drafter:
+    if settings.replay is not None:
+        proposer = ReplayProposer(known, settings.replay, seed=_SEED)
+        return HostDrafter(Speculation(proposer, config.speculation.num_drafts))
+    drafter = make_drafter(config.speculation)
+    if drafter is None or config.speculation.on_device:
+        # What drafts on the device works along in plain steps too.
+        raise ConfigError(f"bench speculation measures ngram, suffix or --replay, not {config.speculation.method}")
+    return drafter
 
 
 def _measure(
-    plain: _Subject,
-    subject: _Subject,
-    config: EngineConfig,
-    settings: Settings,
-    kind: str,
-    prompts: list[list[int]],
-    streams: int,
-    known: dict[tuple[int, ...], list[int]],
+    subject: _Subject, config: EngineConfig, settings: Settings, kind: str, prompts: list[list[int]], streams: int
 ) -> SpeculationResult:
     params = SamplingParams(temperature=0, max_tokens=settings.max_tokens, ignore_eos=kind == _RANDOM)
-    for one in (plain, subject):
-        one.run(prompts[:streams], SamplingParams(temperature=0, max_tokens=16), streams)
+    # Sizes of steps that were never run take longer once.
+    for plain in (True, False):
+        subject.run(prompts[:streams], params, streams, plain=plain)
     before = subject.counters
-    seconds = {plain: 0.0, subject: 0.0}
+    seconds = {True: 0.0, False: 0.0}
     num_tokens = num_same = 0
     for start in range(0, len(prompts), streams):
         piece = prompts[start : start + streams]
-        known.clear()
-        took, expected = plain.run(piece, params, streams)
-        seconds[plain] += took
-        known.update((tuple(prompt), output) for prompt, output in zip(piece, expected, strict=True))
-        took, outputs = subject.run(piece, params, streams)
-        # Numbers that round differently in steps of different shapes may end a greedy output elsewhere.
-        seconds[subject] += took * sum(map(len, expected)) / sum(map(len, outputs))
+        took, expected = subject.run(piece, params, streams, plain=True)
+        seconds[True] += took
+        took, outputs = subject.run(piece, params, streams, plain=False)
+        # Numbers that round differently in steps of other shapes may end a greedy output elsewhere.
+        seconds[False] += took * sum(map(len, expected)) / sum(map(len, outputs))
         num_tokens += sum(map(len, expected))
         num_same += sum(a == b for a, b in zip(expected, outputs, strict=True))
     drafted, accepted, verified = _since(before, subject.counters)
@@ -142,9 +178,9 @@ def _measure(
         streams=streams,
         requests=len(prompts),
         output_tokens=num_tokens,
-        plain_tokens_per_s=num_tokens / seconds[plain],
-        tokens_per_s=num_tokens / seconds[subject],
-        ratio=seconds[plain] / seconds[subject],
+        plain_tokens_per_s=num_tokens / seconds[True],
+        tokens_per_s=num_tokens / seconds[False],
+        ratio=seconds[True] / seconds[False],
         acceptance=accepted / drafted if drafted else None,
         accepted_per_step=accepted / verified if verified else None,
         drafted=drafted,
@@ -165,7 +201,7 @@ def _prompts(kind: str, text: TextProcessor, engine: Engine, count: int | None) 
     if kind == _RANDOM:
         token_ids = prompt_token_ids(engine.info.vocab_size, engine.info.eos_token_ids)
         rng = random.Random(_SEED)
-        return [rng.choices(token_ids, k=_PROMPT_LEN) for _ in range(count or 32)]
+        return [rng.choices(token_ids, k=_PROMPT_LEN) for _ in range(count or 2)]
     texts = [entry["text"] for entry in read_set() if (entry["kind"] == "chat") == (kind == "chat")]
     count = min(count or len(texts), len(texts))
     chosen = [texts[index * len(texts) // count] for index in range(count)]

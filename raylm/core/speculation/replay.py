@@ -17,13 +17,10 @@ class ReplayProposer:
 
     index_budget = 0
 
-    def __init__(
-        self, outputs: Mapping[tuple[int, ...], Sequence[int]], probability: float, *, vocab_size: int, seed: int = 0
-    ) -> None:
+    def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]], probability: float, *, seed: int = 0) -> None:
         """`outputs`: what followed each prompt. A prompt that is not among them gets no drafts."""
         self._outputs = outputs
         self._probability = probability
-        self._vocab_size = vocab_size
         self._seed = seed
         self._running: dict[str, tuple[list[int], int, list[int]]] = {}
 
@@ -47,4 +44,4 @@ class ReplayProposer:
 
     def _spoilt(self, output: Sequence[int], prompt: list[int]) -> list[int]:
         random = Random(f"{self._seed} {prompt}")
-        return [token if random.random() < self._probability else (token + 1) % self._vocab_size for token in output]
+        return [token if random.random() < self._probability else abs(token - 1) for token in output]

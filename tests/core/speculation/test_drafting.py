@@ -41,7 +41,7 @@ def run(drafter, *, window: int = 1, num_blocks: int = 1000, max_num_seqs: int =
 
 def replay(probability: float, num_drafts: int = 4) -> HostDrafter:
     outputs = {tuple(prompt): expected_tokens(prompt, PARAMS, 300)[0] for prompt in PROMPTS}
-    return HostDrafter(Speculation(ReplayProposer(outputs, probability, vocab_size=64), num_drafts))
+    return HostDrafter(Speculation(ReplayProposer(outputs, probability), num_drafts))
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -223,7 +223,7 @@ def test_own_automata_are_bounded():
 
 def test_replayed_drafts_are_right_with_the_probability_asked_for():
     output = [i % 50 for i in range(20_000)]
-    proposer = ReplayProposer({(1, 2): output}, 0.8, vocab_size=50, seed=3)
+    proposer = ReplayProposer({(1, 2): output}, 0.8, seed=3)
     tokens = [1, 2]
     proposer.begin("a", tokens, "")
     drafts = proposer.propose("a", len(output)).token_ids
