@@ -34,6 +34,10 @@ class GenerationConfig(FrozenConfig):
     temperature 1, everything else off."""
     max_logprobs: int = Field(default=20, ge=0, le=1024)
     """Tokens that a request may have reported at each position (logprobs, top_logprobs, prompt_logprobs)."""
+    logprobs: Literal["raw", "processed"] = "raw"
+    """Log probabilities of sampled tokens: the model's own (raw), or those of the distribution that the token is drawn
+    from, after penalties, biases, masks, temperature, top_k, top_p and min_p (processed; a greedy request has those
+    before the temperature). Those of prompts and of beams are raw."""
     logits_processors: list[Annotated[str, Field(min_length=1, max_length=256)]] = []
     """User-written logits processors that requests may name, by their names in the entry point group
     raylm.logits_processors. Every worker loads them when it starts."""

@@ -45,6 +45,7 @@ class ModelRunner:
         capture: Capture | None = None,
         agreement: Agreement | None = None,
         processors: dict[str, LogitsProcessor] | None = None,
+        processed_logprobs: bool = False,
         drafts: DraftRunner | None = None,
     ) -> None:
         """`drafts`: what drafts on the device, where rows are to verify drafts that no plan brings."""
@@ -52,7 +53,7 @@ class ModelRunner:
         self._table = table
         self._store = store
         self._forward = _Forward(model, store, groups)
-        self._sampler = Sampler(table, model.context, model.arch.vocab_size, processors)
+        self._sampler = Sampler(table, model.context, model.arch.vocab_size, processors, processed=processed_logprobs)
         self._agreement = agreement
         self._drafts = drafts
         self._answers = model.context.answers

@@ -351,6 +351,7 @@ class Worker:
             capture=capture,
             agreement=agreement,
             processors=self._processors,
+            processed_logprobs=self._config.generation.logprobs == "processed",
             drafts=drafts,
         )
 

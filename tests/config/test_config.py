@@ -40,6 +40,7 @@ MODEL = {"path": "smollm2-135m"}
             {"model": MODEL, "generation": {"defaults": "none"}},
             ["'generation.defaults'", "'model' or 'neutral'"],
         ),
+        ({"model": MODEL, "generation": {"logprobs": "cooked"}}, ["'generation.logprobs'", "cooked"]),
         ({"model": MODEL, "generation": {"max_logprobs": -1}}, ["'generation.max_logprobs'", "value -1"]),
         ({"model": MODEL, "generation": {"logits_processors": [""]}}, ["'generation.logits_processors.0'", "value ''"]),
         ({"model": MODEL, "speculation": {"method": "guess"}}, ["'speculation.method'", "'ngram'", "'suffix'"]),

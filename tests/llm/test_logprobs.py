@@ -119,6 +119,46 @@ def test_given_tokens_and_the_whole_vocabulary(llm, reference):
         assert top[0].token_id == row.argmax() and top[0].text == llm.text.token_bytes(top[0].token_id).decode()
 
 
+def test_processed_are_those_of_the_distribution_that_is_drawn_from(folder, reference):
+    """By configuration: after biases, temperature and what top_k drops; a greedy request has no temperature."""
+    llm = make_llm(folder, generation={"logprobs": "processed"})
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=3,
+        seed=2,
+        max_tokens=6,
+        ignore_eos=True,
+        logprobs=4,
+        logit_bias={8: 100},
+        prompt_logprobs=0,
+    )
+    greedy = dataclasses.replace(params, temperature=0, logit_bias={8: 3.0})
+    free = dataclasses.replace(params, top_k=0, logit_bias=())
+    prompt = [5, 6]
+    completions = llm.generate([prompt] * 3, [params, greedy, free], progress=False)
+    llm.close()
+    raw = [expected(reference, prompt + one.outputs[0].token_ids)[1:] for one in completions]
+    biased, plain = raw[0].clone(), raw[1].clone()
+    biased[:, 8] += 100
+    plain[:, 8] += 3
+    biased /= 0.7
+    dropped = biased < biased.topk(3).values[:, -1:]
+    dists = [
+        biased.masked_fill(dropped, -torch.inf).log_softmax(-1),
+        plain.log_softmax(-1),
+        (raw[2] / 0.7).log_softmax(-1),
+    ]
+    for found, completion in zip(dists, completions, strict=True):
+        output = completion.outputs[0]
+        own = found.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), own, **CLOSE)
+        for row, top in zip(found, output.top_logprobs, strict=True):
+            torch.testing.assert_close(torch.tensor([one.logprob for one in top]), row.topk(4).values, **CLOSE)
+        of_prompt = expected(reference, prompt)[0, 6].item()
+        assert completion.prompt_logprobs[1].logprob == pytest.approx(of_prompt, abs=1e-3), "a prompt is not sampled"
+    assert completions[0].outputs[0].top_logprobs[0][3].logprob == -torch.inf
+
+
 @pytest.mark.parametrize("num_top", [0, 2, 12])
 def test_beams(llm, reference, num_top):
     prompt = [5, 6, 7]

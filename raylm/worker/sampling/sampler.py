@@ -14,6 +14,7 @@ from raylm.parallel.context import ParallelContext
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs, as_count
 from raylm.worker.sampling.penalties import Penalties
+from raylm.worker.sampling.processed import processed, truncates
 from raylm.worker.sampling.processors import LogitsProcessor, Processors
 from raylm.worker.sampling.stages import LogitRows, LogitsStage
 from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
@@ -41,7 +42,8 @@ class Drawn(NamedTuple):
 class Sampler:
     """Samples tokens of rows, each as its request wants: stages change the logits, then a token is drawn.
 
-    Log probabilities are the model's own: of the logits before all stages, at temperature 1.
+    Log probabilities are the model's own, of the logits before all stages at temperature 1; with `processed` they are
+    those of the distribution that the token is drawn from.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class Sampler:
         context: ParallelContext,
         vocab_size: int,
         processors: dict[str, LogitsProcessor] | None = None,
+        *,
+        processed: bool = False,
     ) -> None:
         self._table = table
+        self._processed = processed
         self._context = context
         self._stages = make_stages(table, vocab_size, processors or {})
         self._needs_stage = np.zeros((len(self._stages), table.num_rows), dtype=np.bool_)
@@ -91,13 +96,21 @@ class Sampler:
     def sample(self, logits: Tensor, of: LogitRows) -> Drawn:
         """A token from each of the logits [M, vocab], which may be overwritten."""
         wants_logprobs = (self.logprobs.num_top(of.rows) >= 0).any()
-        raw = logits.clone() if wants_logprobs and self._needs_stage[:, of.rows].any() else logits
+        keeps_raw = wants_logprobs and not self._processed and self._needs_stage[:, of.rows].any()
+        told = logits.clone() if keeps_raw else logits
         logits = self.staged(logits, of)
-        token_ids = ops.sample(logits, *self._table.upload(*self.settings(of.rows)), of.positions)
+        host = self.settings(of.rows)
+        settings = self._table.upload(*host)
+        token_ids = ops.sample(logits, *settings, of.positions)
         if not ops.sample_is_async(self._table.device):
             # torch's sums on a GPU may differ in the last bit from one time to the next.
             token_ids = of_first(token_ids, self._context)
-        return Drawn(token_ids, self.logprobs.of_sampled(raw, token_ids, of.rows) if wants_logprobs else None)
+        if not wants_logprobs:
+            return Drawn(token_ids, None)
+        if self._processed:
+            temperature, *truncation = settings[:4]
+            told = processed(logits, temperature, truncation if truncates(*host[1:4]) else None)
+        return Drawn(token_ids, self.logprobs.of_sampled(told, token_ids, of.rows))
 
     def staged(self, logits: Tensor, of: LogitRows) -> Tensor:
         """The logits [M, vocab] that are sampled from; `logits` may be overwritten."""
