@@ -10,6 +10,7 @@ from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.drafting import Drafter
 from raylm.core.request import Status
+from raylm.core.step import Logprobs, join_logprobs
 from raylm.engine.engine import Engine
 
 
@@ -45,6 +46,8 @@ class Collected:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, Logprobs | None] = {}
+        self.prompts: dict[str, Logprobs] = {}
         self.reasons: dict[str, str] = {}
         self.cached: Counter[str] = Counter()
 
@@ -53,6 +56,10 @@ class Collected:
             assert delta.request_id not in self.reasons, "a token after the end"
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.cached[delta.request_id] += delta.num_cached_tokens
+            self.logprobs[delta.request_id] = join_logprobs([self.logprobs.get(delta.request_id), delta.logprobs])
+            if delta.prompt_logprobs is not None:
+                assert delta.request_id not in self.prompts, "a prompt is told once"
+                self.prompts[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
 

@@ -213,7 +213,7 @@ Result = (
 def as_json(result: Result) -> dict[str, Cell]:
     """The keys of one JSON line: every field of the result, less the optional ones that say nothing here."""
     row: dict[str, Cell] = dataclasses.asdict(result)
-    for optional in ("output_len_mean", "unavailable"):
+    for optional in ("output_len_mean", "sampling", "unavailable"):
         if row.get(optional, ...) is None:
             del row[optional]
     return {key: _rounded(value) for key, value in row.items()}

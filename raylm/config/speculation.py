@@ -33,6 +33,11 @@ class SpeculationConfig(FrozenConfig):
     """ngram: of matches of so many tokens and more the most recent one is taken."""
 
     @property
+    def most(self) -> int:
+        """Drafts that a row verifies in a step at most."""
+        return 0 if self.method == "none" else self.num_drafts
+
+    @property
     def on_device(self) -> bool:
         """Whether the workers draft, by a model of their own."""
         return self.method in _ON_DEVICE

@@ -222,4 +222,5 @@ class TokenDelta(NamedTuple):
     logprobs: Logprobs | None = None
     """Of token_ids, where SamplingParams.logprobs asked for them."""
     prompt_logprobs: Logprobs | None = None
-    """On the first delta of a prompt's first sequence: of the prompt's second token and all after it."""
+    """Of the prompt's second token and all after it: on the first delta of a prompt's first sequence, and of others of
+    its sequences that had to compute the prompt themselves."""

@@ -33,6 +33,11 @@ Capture = Callable[[Run], Run]
 
 _LADDER = ((256, 8), (512, 16), (1024, 32), (4096, 64))
 """Over 4 rows: up to so many, sizes go up in steps of so many."""
+_VERIFY_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Padded rows, and padded tokens, of steps that verify drafts. A step over the last one keeps the GPU busy for longer
+than the host takes to launch it."""
+_MOST_VERIFIED = _VERIFY_SIZES[-1]
+_MOST_VERIFYING_GRAPHS = 64
 _NO_ROWS = np.empty(0, dtype=np.int64)
 MAX_QUERY_LEN = 16
 """Tokens of one row that attention takes in its way for decodes."""
@@ -106,11 +111,11 @@ class GraphRunner:
         begins: bool,
         samples: bool,
         capture: Capture,
-        max_tokens: int | None = None,
+        num_drafts: int = 0,
         follow: Follow | None = None,
     ) -> None:
-        """`settings` gives how rows sample, for ops.sample. `max_tokens`: of a step, where rows verify drafts. `follow`
-        is launched behind every step that has gone on to its tokens, and must launch the same kernels each time."""
+        """`settings` gives how rows sample, for ops.sample. `num_drafts`: what a row verifies at most. `follow` is
+        launched behind every step that has gone on to its tokens, and must launch the same kernels each time."""
         self._forward = forward
         self._logits = logits
         self._table = table
@@ -118,10 +123,11 @@ class GraphRunner:
         self._capture = capture
         self._follow = follow
         self.samples = samples
-        self._sizes = graph_sizes(max(max_tokens or 0, table.max_rows))
-        self._row_sizes = [*(size for size in self._sizes if size < table.max_rows), table.max_rows]
+        self._sizes = graph_sizes(table.max_rows)
+        most = max(table.max_rows, min(table.max_rows * (1 + num_drafts), _MOST_VERIFIED))
+        self._verify_sizes = [size for size in _VERIFY_SIZES if size < most] + [most]
         self._graphs: dict[Shape, _Graph] = {}
-        most, device = self._sizes[-1], table.device
+        device = table.device
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         # Rows that pad a batch take what is there: it must be numbers.
         self._given = None if begins else torch.zeros_like(self._hidden)
@@ -134,16 +140,14 @@ class GraphRunner:
         large."""
         if step.is_chunk.any() or step.query_lens.max(initial=0) > MAX_QUERY_LEN:
             return False
-        num_tokens = int(step.query_lens.sum())
-        return num_tokens == len(step.rows) or self._padded(step, num_tokens) <= self._sizes[-1]
+        return not step.verifies or self._padded(step) <= self._verify_sizes[-1]
 
     def warm_up(self) -> None:
-        """Capture the largest size."""
-        size = self._sizes[-1]
-        shape = Shape(min(size, self._table.max_rows), size, 1, self.samples)
-        nothing = StepRows(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS.astype(np.bool_), 0)
-        for _ in range(2):
-            self._run(nothing, shape)
+        """Capture the largest sizes: of rows that verify drafts, and of rows that do not."""
+        nothing = StepRows(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS.astype(np.bool_), _NO_ROWS)
+        for num_tokens in sorted({self._verify_sizes[-1], self._table.max_rows}, reverse=True):
+            for _ in range(2):
+                self._run(nothing, Shape(self._table.max_rows, num_tokens, 1, self.samples))
 
     def decode(self, step: StepRows, given: Tensor | None = None, *, samples: bool) -> Decoded:
         """Run a step that `takes` has taken, with `samples` (where all of its rows sample) up to the tokens, which are
@@ -151,7 +155,7 @@ class GraphRunner:
         if self._given is not None and given is not None:
             self._given[: len(given)].copy_(given)
         num_rows, num_tokens = len(step.rows), int(step.query_lens.sum())
-        arrays = self._run(step, self._shape_for(step, num_tokens, samples=samples))
+        arrays = self._run(step, self._shape_for(step, samples=samples))
         return Decoded(
             self._hidden[:num_tokens],
             self._positions[:num_tokens],
@@ -165,20 +169,20 @@ class GraphRunner:
             ),
         )
 
-    def _shape_for(self, step: StepRows, num_tokens: int, *, samples: bool) -> Shape:
-        num_rows = self._row_size(len(step.rows))
-        if num_tokens == len(step.rows):
-            return Shape(num_rows, num_rows, 1, samples)
-        longest = int(step.query_lens.max())
-        padded = self._padded(step, num_tokens)
-        return Shape(num_rows, self._sizes[bisect_left(self._sizes, padded)], 1 << (longest - 1).bit_length(), samples)
+    def _shape_for(self, step: StepRows, *, samples: bool) -> Shape:
+        if not step.verifies:
+            size = _at_least(self._sizes, len(step.rows))
+            return Shape(size, size, 1, samples)
+        num_tokens = _at_least(self._verify_sizes, self._padded(step))
+        longest = 1 << (int(step.query_lens.max()) - 1).bit_length()
+        return Shape(self._verify_rows(step), num_tokens, longest, samples)
 
-    def _padded(self, step: StepRows, num_tokens: int) -> int:
-        """The tokens of a step and of the rows that pad it."""
-        return num_tokens + self._row_size(len(step.rows)) - len(step.rows)
+    def _padded(self, step: StepRows) -> int:
+        """The tokens of a step that verifies drafts, and of the rows that pad it."""
+        return int(step.query_lens.sum()) + self._verify_rows(step) - len(step.rows)
 
-    def _row_size(self, num_rows: int) -> int:
-        return self._row_sizes[bisect_left(self._row_sizes, num_rows)]
+    def _verify_rows(self, step: StepRows) -> int:
+        return min(_at_least(self._verify_sizes, len(step.rows)), self._table.max_rows)
 
     def _run(self, step: StepRows, shape: Shape) -> DeviceArrays:
         arrays = _padded_arrays(step, shape, self._table.padding_row)
@@ -186,6 +190,7 @@ class GraphRunner:
         packed = self._table.upload.pack([*arrays, *settings])
         graph = self._graphs.get(shape)
         if graph is None:
+            self._drop_oldest(shape)
             graph = self._graphs[shape] = _Graph(packed, [*arrays, *settings], self._table.device)
         graph.buffer.copy_(packed, non_blocking=True)
         if graph.replay is not None:
@@ -198,6 +203,12 @@ class GraphRunner:
             self._compute(graph, shape)
             graph.has_run = True
         return graph.arrays
+
+    def _drop_oldest(self, shape: Shape) -> None:
+        """There are few shapes of plain decodes, and many of steps that verify drafts: of these only some are kept."""
+        verifying = [known for known in self._graphs if known.max_query_len > 1]
+        if shape.max_query_len > 1 and len(verifying) == _MOST_VERIFYING_GRAPHS:
+            del self._graphs[verifying[0]]
 
     def _compute(self, graph: _Graph, shape: Shape) -> None:
         """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
@@ -222,6 +233,11 @@ class GraphRunner:
                 max_query_len=shape.max_query_len,
                 max_seq_len=table.max_model_len,
             )
+
+
+def _at_least(sizes: Sequence[int], count: int) -> int:
+    """The least of some rising sizes that is not under count."""
+    return sizes[bisect_left(sizes, count)]
 
 
 def _padded_arrays(step: StepRows, shape: Shape, padding_row: int) -> StepArrays:

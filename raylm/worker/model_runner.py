@@ -46,9 +46,10 @@ class ModelRunner:
         agreement: Agreement | None = None,
         processors: dict[str, LogitsProcessor] | None = None,
         processed_logprobs: bool = False,
+        num_drafts: int = 0,
         drafts: DraftRunner | None = None,
     ) -> None:
-        """`drafts`: what drafts on the device, where rows are to verify drafts that no plan brings."""
+        """`num_drafts`: what a row verifies at most. `drafts`: what drafts on the device, where plans bring none."""
         self._model = model
         self._table = table
         self._store = store
@@ -58,7 +59,7 @@ class ModelRunner:
         self._drafts = drafts
         self._answers = model.context.answers
         self._pipeline = self._make_pipeline(model.context.links)
-        self._graphs = self._make_graphs(capture) if capture is not None else None
+        self._graphs = self._make_graphs(capture, num_drafts) if capture is not None else None
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Run one step and wait for what it gives."""
@@ -98,7 +99,7 @@ class ModelRunner:
         model = self._model
         return PipelineStage(model.context, links, self._table, hidden_size=model.arch.hidden_size, dtype=model.dtype)
 
-    def _make_graphs(self, capture: Capture) -> GraphRunner:
+    def _make_graphs(self, capture: Capture, num_drafts: int) -> GraphRunner:
         model, device = self._model, self._table.device
         return GraphRunner(
             self._forward,
@@ -110,6 +111,7 @@ class ModelRunner:
             begins=model.context.is_first_stage,
             samples=model.context.is_last_stage and ops.sample_is_async(device),
             capture=capture,
+            num_drafts=num_drafts,
             follow=self._drafts.absorb if self._drafts is not None and not self._drafts.is_lazy else None,
         )
 

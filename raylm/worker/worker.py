@@ -352,6 +352,7 @@ class Worker:
             agreement=agreement,
             processors=self._processors,
             processed_logprobs=self._config.generation.logprobs == "processed",
+            num_drafts=self._config.speculation.most,
             drafts=drafts,
         )
 

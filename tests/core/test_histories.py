@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from drafters import RandomDrafter
 from engines import Collected, audit, make_engine
-from fakes import FakeExecutor, expected_beams, expected_tokens
+from fakes import FakeExecutor, expected_beams, expected_tokens, logprobs_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -67,6 +67,8 @@ class Histories(RuleBasedStateMachine):
         )
         self.expected: dict[str, tuple[list[int], str]] = {}
         self.together: dict[str, list[str]] = {}
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.tells_prompt: set[str] = set()
         self.aborted: set[str] = set()
         self.collected = Collected()
         self.events = Counter()
@@ -83,19 +85,29 @@ class Histories(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         stop=st.booleans(),
         n=st.sampled_from([1, 1, 1, 2, 4]),
+        logprobs=st.sampled_from([None, None, 0, 3]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
         cache_salt=st.sampled_from(["", "", "salt"]),
         priority=st.integers(-2, 2),
         tenant=st.sampled_from(["", "a", "b"]),
         deadline_s=st.sampled_from([None, None, 0.02, 0.1]),
         queue_timeout_s=st.sampled_from([None, None, 0.02]),
     )
-    def add(self, prompt, max_tokens, ignore_eos, stop, n, **options):
+    def add(self, prompt, max_tokens, ignore_eos, stop, n, logprobs, prompt_logprobs, **options):
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=(7, 9) if stop else ()
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=(7, 9) if stop else (),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         ids = self.submit(prompt, params, RequestOptions(**options), n)
         for id in ids:
             self.expected[id] = expected_tokens(prompt, params, self.max_len)
+            self.asked[id] = prompt, params
+        if ids and prompt_logprobs is not None:
+            self.tells_prompt.add(ids[0])
 
     @rule(
         prompt=prompts,
@@ -166,6 +178,21 @@ class Histories(RuleBasedStateMachine):
         audit(self.engine)
         self.follow_events()
 
+    def check_logprobs(self, request_id, tokens):
+        if request_id not in self.asked:
+            return
+        prompt, params = self.asked[request_id]
+        text, told = prompt + tokens, self.collected.logprobs[request_id]
+        if params.logprobs is None:
+            assert told is None
+        else:
+            assert told == logprobs_of(text, range(len(prompt), len(text)), params.logprobs)
+        told = self.collected.prompts.get(request_id)
+        if told is not None:
+            assert told == logprobs_of(prompt, range(1, len(prompt)), params.prompt_logprobs)
+        elif len(prompt) > 1:
+            assert request_id not in self.tells_prompt
+
     def follow_events(self):
         batch = self.engine.take_events()
         if batch is not None:
@@ -198,6 +225,7 @@ class Histories(RuleBasedStateMachine):
             if self.collected.reasons[request_id] != "deadline":
                 assert self.collected.tokens[request_id] == tokens
                 assert self.collected.reasons[request_id] == reason
+                self.check_logprobs(request_id, tokens)
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0), "blocks leaked"
         assert stats.waiting_tokens == 0

@@ -30,7 +30,13 @@ class Rig:
     """A runner whose cache holds NaN wherever nothing was written."""
 
     def __init__(
-        self, folder: Path, *, num_blocks: int = 32, num_host_blocks: int = 0, capture: Capture | None = None
+        self,
+        folder: Path,
+        *,
+        num_blocks: int = 32,
+        num_host_blocks: int = 0,
+        capture: Capture | None = None,
+        num_drafts: int = 0,
     ) -> None:
         source = locate(str(folder))
         arch = ArchConfig.from_source(source)
@@ -48,7 +54,7 @@ class Rig:
             device=CPU,
         )
         self.poison(list(range(num_blocks)))
-        self.runner = ModelRunner(model, table, self.store, self.groups, capture=capture)
+        self.runner = ModelRunner(model, table, self.store, self.groups, capture=capture, num_drafts=num_drafts)
         self._steps = 0
 
     def poison(self, blocks: list[int]) -> None:

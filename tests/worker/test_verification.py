@@ -82,7 +82,7 @@ def test_tokens_do_not_depend_on_drafts(folder: Path, wish: str, graphs: bool) -
     wanted = sampling(**WANTED[wish])._replace(stop_ids=[11, 12] if wish == "min_tokens" else [])
     plain = Speculation(Rig(folder), wanted, None)
     expected = plain.run()
-    rig = Rig(folder, capture=eager_again if graphs else None)
+    rig = Rig(folder, capture=eager_again if graphs else None, num_drafts=4)
     drafted = Speculation(rig, wanted, expected, seed=len(wish))
     assert drafted.run() == expected
     assert drafted.num_steps < plain.num_steps, "some drafts are right"
