@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import checkpoints
 import pytest
+from drafting import METHODS, Fixed, Models
 from engines import audit, run_to_end
 from greedy import random_prompts
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
-from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Drafter, Proposal
-from raylm.core.request import Request
+from raylm.core.drafting import Drafter
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 
-METHODS = ("draft_model", "eagle3", "mtp")
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     "sampled": SamplingParams(temperature=0.9, top_p=0.9, top_k=60, seed=5, max_tokens=17, ignore_eos=True),
@@ -38,63 +36,9 @@ FEATURES = {
 }
 
 
-class Fixed:
-    """Always drafts the same number of tokens for each request, but for every third step."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self.accepted: list[tuple[int, int]] = []
-        self._num_drafts = num_drafts
-        self._num_steps = 0
-
-    @property
-    def counters(self) -> DraftCounters:
-        return NOTHING_DRAFTED
-
-    def begin(self, request: Request) -> None:
-        pass
-
-    def is_on(self, num_rows: int) -> bool:
-        self._num_steps += 1
-        return self._num_steps % 3 > 0
-
-    def plan(self, requests: Sequence[Request]) -> dict[Request, Proposal]:
-        # Not all of them the same number.
-        return {request: Proposal(1 + i % self._num_drafts, []) for i, request in enumerate(requests)}
-
-    def settle(self, request: Request, proposal: Proposal, num_accepted: int) -> None:
-        self.accepted.append((proposal.num_drafts, num_accepted))
-
-    def observe(self, num_rows: int, num_tokens: int, num_sampled: int, seconds: float) -> None:
-        pass
-
-    def end(self, request: Request) -> None:
-        pass
-
-
-class Models(NamedTuple):
-    llama: Path
-    mimo: Path
-    draft: Path
-    head: Path
-
-    def target(self, method: str) -> Path:
-        return self.mimo if method == "mtp" else self.llama
-
-    def speculation(self, method: str) -> dict[str, object]:
-        path = {"draft_model": self.draft, "eagle3": self.head}.get(method)
-        return {"method": method, "num_drafts": 3, "model": str(path) if path else None}
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-    llama = checkpoints.llama(folder / "llama")
-    return Models(
-        llama,
-        checkpoints.mimo(folder / "mimo"),
-        checkpoints.qwen3(folder / "draft", num_hidden_layers=2),
-        checkpoints.eagle3(folder / "head", llama),
-    )
+    return Models.make(tmp_path_factory.mktemp("models"))
 
 
 def engine_of(target: Path, *, drafter: Drafter | None = None, **sections: dict[str, object]) -> Engine:

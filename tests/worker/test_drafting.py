@@ -9,11 +9,13 @@ import checkpoints
 import draft_references
 import pytest
 
+from raylm import ops
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewBlocks, NewRow, RowSampling, Sampled, StepPlan
 from raylm.errors import ConfigError
+from raylm.worker import worker as worker_module
 from raylm.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -53,7 +55,7 @@ def make(target: Path, speculation: dict[str, object] | None = None, **cache: ob
         {
             "model": {"path": str(target), "max_model_len": 64},
             "cache": {"block_size": BLOCK, "num_blocks": 40, **cache},
-            "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
+            "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 32},
             "runtime": {"device": "cpu", "num_threads": 1},
             "speculation": speculation or {},
         }
@@ -65,6 +67,16 @@ def started(target: Path, speculation: dict[str, object] | None = None) -> Worke
     worker = make(target, speculation)
     worker.start()
     return worker
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "graphs"])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether steps and drafts run through something that behaves like CUDA graphs, up to their tokens."""
+    if request.param:
+        monkeypatch.setattr(worker_module, "captures_graphs", lambda *_: True)
+        monkeypatch.setattr(worker_module, "CudaCapture", lambda _: lambda run: run)
+        monkeypatch.setattr(ops, "sample_is_async", lambda _: True)
+    return request.param
 
 
 class Driver:
@@ -109,6 +121,7 @@ def plain(target: Path, sampling: Sequence[SamplingParams]) -> list[list[int]]:
     return driver.texts
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_plain_decoding(method: str, models: Models) -> None:
     sampling = [GREEDY, SAMPLED, PENALIZED]
@@ -122,24 +135,29 @@ def test_tokens_are_those_of_plain_decoding(method: str, models: Models) -> None
         assert count > len(right) - NUM_TOKENS + 6 and found[:count] == right[:count]
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_drafts_are_accepted_as_the_reference_has_them(method: str, models: Models) -> None:
+def test_drafts_are_the_references(method: str, models: Models) -> None:
     target = models.target(method)
     reference = draft_references.Mtp(target) if method == "mtp" else None
     speculation = models.speculation(method)
     reference = reference or draft_references.Eagle3(Path(str(speculation["model"])), target)
-    driver = Driver(started(target, speculation), [GREEDY] * 3)
-    for _ in range(6):
+    worker = started(target, speculation)
+    driver = Driver(worker, [GREEDY] * 3)
+    assert worker._runner is not None
+    cells = worker._runner._table.token_ids
+    for _ in range(4):
         before = [list(text) for text in driver.texts]
         driver.decode([3, 3, 3])
-        for known, text, count in zip(before, driver.texts, driver.counts[-1], strict=True):
+        for row, (known, text, count) in enumerate(zip(before, driver.texts, driver.counts[-1], strict=True)):
             drafts = reference.drafts(known, 3)
-            right = 0
-            while right < 3 and text[len(known) + right : len(known) + right + 1] == drafts[right : right + 1]:
-                right += 1
-            assert count == right + 1
+            assert text[len(known) : -1] == drafts[: count - 1]
+            # Behind a row's last token, drafts that were not looked at are still there.
+            assert cells[row, len(text) : len(known) + 3].tolist() == drafts[count:]
+        driver.decode([0, 0, 0])
 
 
+@pytest.mark.usefixtures("graphs")
 def test_a_draft_model_that_is_the_target_is_always_right(models: Models) -> None:
     target = models.target("draft_model")
     driver = Driver(started(target, {"method": "draft_model", "model": str(target)}), [GREEDY] * 3)
