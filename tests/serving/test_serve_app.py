@@ -143,6 +143,30 @@ def test_penalties_change_the_text(client, offline):
     assert error.value.param == "frequency_penalty"
 
 
+def test_what_is_asked_of_single_tokens_reaches_the_workers(client, offline):
+    prompt = "The capital of France is"
+    paris = offline.text.encode(" Paris", add_special_tokens=False)[0]
+    fields = {"bad_words": ["Paris"], "min_tokens": 5, "typical_p": 0.9, "stop": ["."], "top_k": 1}
+    params = SamplingParams(**fields, max_tokens=24, logit_bias={paris: 100}, include_stop_str_in_output=True)
+    expected = offline.generate([prompt], params, progress=False)[0]
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=24,
+        logit_bias={str(paris): 100},
+        extra_body={**fields, "include_stop_str_in_output": True, "return_token_ids": True, "top_p": 1},
+    )
+    choice, output = answer.choices[0].model_dump(), expected.outputs[0]
+    assert (choice["text"], choice["token_ids"]) == (output.text, output.token_ids)
+    assert (choice["finish_reason"], choice["stop_reason"]) == (output.finish_reason, output.stop_reason)
+    assert paris not in output.token_ids and len(output.token_ids) >= 5
+    assert choice["prompt_token_ids"] == expected.prompt_token_ids
+    with pytest.raises(openai.BadRequestError, match=r"logits_processors names 'mine'; this model has none"):
+        client.completions.create(**FEW, extra_body={"logits_processors": ["mine"]})
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids holds the token id 10000000"):
+        client.chat.completions.create(model=MODEL, messages=PARIS, extra_body={"allowed_token_ids": [10**7]})
+
+
 def test_beams_and_the_best_of_several(client, offline):
     prompt = "The sea is"
     body = {"use_beam_search": True}
