@@ -121,6 +121,8 @@ class _Prompt:
             )
             for index in range(job.first, job.first + job.params.n)
         }
+        self._early: list[TokenDelta] | None = None if job.params.prompt_logprobs is None else []
+        """Deltas that wait for what the engine says of the prompt; None once that is here, or not asked for."""
         self._deltas: Deltas | None = None
         self._outcome = "abort"
 
@@ -148,27 +150,33 @@ class _Prompt:
         is_new = True
         with self._noting_errors():
             deltas = await self.admitted()
-            async for delta in deltas:
-                if is_new and self._job.params.prompt_logprobs is not None:
-                    await self._describe_prompt(delta.prompt_logprobs)
-                gained = live[delta.request_id].push(delta)
-                if is_new:
-                    self._metrics.prompt_tokens += len(self._job.prompt_ids)
-                    is_new = False
-                if gained.finish_reason is not None:
-                    # Before the yield: a stop string must free the engine before a slow client has read.
-                    deltas.end(delta.request_id)
-                    live.pop(delta.request_id).meter.finished(gained.finish_reason)
-                yield gained
+            async for arrived in deltas:
+                for delta in (arrived,) if self._early is None else await self._after_prompt(arrived):
+                    gained = live[delta.request_id].push(delta)
+                    if is_new:
+                        self._metrics.prompt_tokens += len(self._job.prompt_ids)
+                        is_new = False
+                    if gained.finish_reason is not None:
+                        # Before the yield: a stop string must free the engine before a slow client has read.
+                        deltas.end(delta.request_id)
+                        live.pop(delta.request_id).meter.finished(gained.finish_reason)
+                    yield gained
             if live:
                 raise EngineDeadError("The engine ended a completion without a reason")
 
-    async def _describe_prompt(self, logprobs: Logprobs | None) -> None:
-        """The log probabilities of the prompt are here, before any token: every choice has them, its own at first."""
+    async def _after_prompt(self, delta: TokenDelta) -> list[TokenDelta]:
+        """The deltas that may go on. What the engine says of the prompt is in the first delta of the first sequence, and
+        every choice begins with it; where whole sequences come at once, another may come before."""
+        assert self._early is not None, "only before the prompt's log probabilities are here"
+        self._early.append(delta)
+        if delta.request_id != next(iter(self._live)):
+            return []
+        ready, self._early = self._early, None
         job = self._job
-        found = await prompt_entries(self._logprobs, self._text, job.prompt_ids, job.prefix, logprobs)
+        found = await prompt_entries(self._logprobs, self._text, job.prompt_ids, job.prefix, delta.prompt_logprobs)
         for sequence in self._live.values():
             sequence.prompt = found
+        return ready
 
     async def aclose(self) -> None:
         if self._deltas is not None:

@@ -237,6 +237,15 @@ async def test_echo_lists_the_prompt_before_the_answer(stream: bool) -> None:
         assert found[index]["top_logprobs"] == [None, top, LISTS["top_logprobs"][index], LISTS["top_logprobs"][2]]
 
 
+async def test_a_choice_that_comes_before_the_first_begins_with_the_prompt_too() -> None:
+    """An engine in this process gives whole sequences, the shortest first."""
+    second = TokenDelta("1", [ord("b"), END], "stop", None, 0, told(B, STOP))
+    first = TokenDelta("0", [ord("a"), END], "stop", None, 0, told(A, STOP), PROMPT)
+    choices = (await Server(second, first).complete(prompt="hx", logprobs=2, echo=True, n=2)).json()["choices"]
+    assert [choice["logprobs"]["tokens"] for choice in choices] == [["h", "x", letter, "<end>"] for letter in "ab"]
+    assert [choice["text"] for choice in choices] == ["hxa", "hxb"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_alone_is_scored(stream: bool) -> None:
     """max_tokens 0 with echo and log probabilities: the engine computes the prompt and generates nothing."""
