@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylm.config.engine import EngineConfig
     from raylm.core.sampling import SamplingParams
+    from raylm.core.structure import StructuredOutput
     from raylm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutput", "__version__"]
 
-_HOME = {"LLM": "raylm.llm", "EngineConfig": "raylm.config.engine", "SamplingParams": "raylm.core.sampling"}
+_HOME = {
+    "LLM": "raylm.llm",
+    "EngineConfig": "raylm.config.engine",
+    "SamplingParams": "raylm.core.sampling",
+    "StructuredOutput": "raylm.core.structure",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RequestRejected
+from raylm.grammar.compiler import GrammarCompiler
 from raylm.text.processor import TextDelta, TextProcessor
 from raylm.text.truncation import Truncation
 
@@ -131,7 +132,9 @@ class LLM:
             }
             model = parse(EngineConfig, settings, source="LLM(...)")
         self.config = model
-        self.text = TextProcessor.load(locate(model.model.path))
+        source = locate(model.model.path)
+        self.text = TextProcessor.load(source)
+        self._grammars = GrammarCompiler(source)
         # Nobody follows an engine in this process: it would collect events for ever.
         quiet = model.model_copy(update={"cache": model.cache.model_copy(update={"events": False})})
         self._engine = offline_engine(quiet, progress=progress)
@@ -204,7 +207,7 @@ class LLM:
 
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
-        params = self.text.prepare(params).with_seed()
+        params = self._ready(params).with_seed()
         text = self.text.stream(params)
         self._engine.add(["stream"], prompt_ids, params)
         try:
@@ -224,6 +227,7 @@ class LLM:
     def close(self) -> None:
         """Give back the model's memory."""
         self._engine.shutdown()
+        self._grammars.close()
         gc.unfreeze()
 
     def _run(
@@ -251,13 +255,20 @@ class LLM:
         job.run(progress=progress)
         return completions
 
+    def _ready(self, params: SamplingParams) -> SamplingParams:
+        """What an engine can take: tokens of bad words, a grammar. Raises RequestRejected."""
+        params = self.text.prepare(params)
+        if params.structure is None:
+            return params
+        return dataclasses.replace(params, structure=self._grammars.compile(params.structure))
+
     def _params_for_each(self, params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
         """Ready for the engine: with the tokens of bad words, and each with a seed of its own."""
         given = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(given) != count:
             raise RequestRejected(f"params has {len(given)} entries for {count} prompts", param="params")
-        # One object usually holds for all: its bad words are tokenised once.
-        prepared = {id(one): self.text.prepare(one) for one in given}
+        # One object usually holds for all: it is made ready once.
+        prepared = {id(one): self._ready(one) for one in given}
         return [prepared[id(one)].with_seed() for one in given]
 
 

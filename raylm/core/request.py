@@ -204,8 +204,8 @@ class Request:
 
 
 def _row_sampling(params: SamplingParams, seed: int, num_prompt: int, stop_ids: frozenset[int]) -> RowSampling:
-    late_stops = sorted(stop_ids) if params.min_tokens else []
-    return RowSampling(params, seed, num_prompt, late_stops, _num_candidates(params))
+    ends = sorted(stop_ids) if params.min_tokens or params.structure is not None else []
+    return RowSampling(params, seed, num_prompt, ends, _num_candidates(params))
 
 
 def _num_candidates(params: SamplingParams) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 
 from raylm.core import sampling_checks as checks
 from raylm.core.sampling_checks import Bounds
+from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
 
 MAX_SEED = 2**63 - 1
@@ -73,6 +74,8 @@ class SamplingParams:
     include_stop_str_in_output: the stop string that ended the text is part of it.
     ignore_eos: do not end at the model's end-of-sequence tokens.
     skip_special_tokens: leave special tokens out of the text.
+    structure: the form that the text must have, such as a JSON schema: only tokens that it allows are sampled. The
+        tokens that end the text are allowed where the form is complete.
     spaces_between_special_tokens: off, with skip_special_tokens off too, the text is without the space that some
         tokenizers write between two special tokens.
 
@@ -106,6 +109,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    structure: StructuredOutput | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
@@ -129,6 +133,8 @@ class SamplingParams:
             )
         if self.logprob_token_ids and self.logprobs is None:
             raise RequestRejected("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
+        if self.structure is not None:
+            self._check_structure()
         if 0 < self.beam_width < self.n:
             raise RequestRejected(f"n is {self.n}, but beam_width {self.beam_width} gives no more sequences", param="n")
         if self.beam_width and self.logprob_token_ids:
@@ -136,6 +142,19 @@ class SamplingParams:
                 "logprob_token_ids is not allowed together with beam_width: a beam search knows only the likeliest",
                 param="logprob_token_ids",
             )
+
+    def _check_structure(self) -> None:
+        """A structure decides alone which tokens may be sampled, and when the text may end."""
+        others = {
+            "beam_width": bool(self.beam_width),
+            "min_tokens": bool(self.min_tokens),
+            "allowed_token_ids": bool(self.allowed_token_ids),
+            "bad_words": bool(self.bad_words or self.bad_token_ids),
+            "ignore_eos": self.ignore_eos and not self.stop_token_ids,
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise RequestRejected(f"{name} is not possible together with structured output", param=name)
 
     def with_seed(self) -> SamplingParams:
         """The same request with a seed: where requests enter each is given one, so that it can be repeated."""
@@ -195,6 +214,7 @@ _of_each_field: dict[str, _Check] = {
     "stop_token_ids": partial(checks.tokens, most=MAX_STOP_TOKENS),
     "include_stop_str_in_output": checks.flag,
     "ignore_eos": checks.flag,
+    "structure": checks.structure,
     "skip_special_tokens": checks.flag,
     "spaces_between_special_tokens": checks.flag,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -38,6 +39,13 @@ def number(name: str, value: object, bounds: Bounds) -> float:
         bracket = "(" if low_open else "["
         raise RequestRejected(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r:.300}", param=name)
     return float(value)
+
+
+def structure(name: str, value: object) -> StructuredOutput:
+    """A StructuredOutput, which has checked itself."""
+    if not isinstance(value, StructuredOutput):
+        raise RequestRejected(f"{name} must be a StructuredOutput, got {value!r:.300}", param=name)
+    return value
 
 
 def flag(name: str, value: object) -> bool:

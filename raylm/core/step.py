@@ -24,7 +24,7 @@ class RowSampling(NamedTuple):
     num_prompt: int = 0
     """Tokens of the prompt. A request that gets a row again brings tokens that it has generated with them."""
     stop_ids: list[int] = []
-    """Tokens that end the request; only where `params.min_tokens` forbids them at first."""
+    """Tokens that end the request; only where `params.min_tokens` forbids them at first, or `params.structure` does."""
     num_candidates: int = 0
     """Over 0: sample nothing, report this many likeliest tokens with their log probabilities instead."""
 

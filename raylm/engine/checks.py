@@ -71,6 +71,11 @@ def check_params(
                 f"logits_processors names {name!r:.100}; this model has {known} (generation.logits_processors)",
                 param="logits_processors",
             )
+    if params.structure is not None and not params.structure.is_ready:
+        raise RequestRejected(
+            f"structure of kind {params.structure.kind} must be turned into a grammar first (GrammarCompiler)",
+            param="structure",
+        )
     _check_some_token_is_left(params, eos)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, Overloaded, RequestRejected
-from raylm.grammar.child import Done, Failed
+from raylm.grammar.frames import Done, Failed
 from raylm.grammar.process import ChildDied, ChildHung, CompilerProcess, setup_of
 from raylm.log import get_logger
 

@@ -15,7 +15,18 @@ import msgspec
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
-from raylm.grammar.child import Answer, Done, Failed, Job, Ready, Request, Setup, Vocabulary, VocabularyJob, write_frame
+from raylm.grammar.frames import (
+    Answer,
+    Done,
+    Failed,
+    Job,
+    Ready,
+    Request,
+    Setup,
+    Vocabulary,
+    VocabularyJob,
+    write_frame,
+)
 
 START_S = 120.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from raylm.grammar.child import main; main()"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.core.step import Sampled, StepPlan
+from raylm.grammar.matchers import GrammarMatchers
 from raylm.models.decoder import DecoderModel
 from raylm.parallel.stages import StageLinks
 from raylm.worker.agreement import Agreement
@@ -48,13 +49,16 @@ class ModelRunner:
         processed_logprobs: bool = False,
         num_drafts: int = 0,
         drafts: DraftRunner | None = None,
+        matchers: GrammarMatchers | None = None,
     ) -> None:
         """`num_drafts`: what a row verifies at most. `drafts`: what drafts on the device, where plans bring none."""
         self._model = model
         self._table = table
         self._store = store
         self._forward = _Forward(model, store, groups)
-        self._sampler = Sampler(table, model.context, model.arch.vocab_size, processors, processed=processed_logprobs)
+        self._sampler = Sampler(
+            table, model.context, model.arch.vocab_size, processors, matchers, processed=processed_logprobs
+        )
         self._agreement = agreement
         self._drafts = drafts
         self._answers = model.context.answers
@@ -82,6 +86,8 @@ class ModelRunner:
             self._agreement.check(plan)
         if plan.copies is not None:
             self._store.copy(plan.copies)
+        if self._model.context.is_last_stage:
+            self._sampler.look_ahead(plan)
         outputs = self._outputs(plan) if plan.rows else Outputs()
         return PendingStep(plan.step, outputs if self._answers else Outputs(), self._table.device)
 

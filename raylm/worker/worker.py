@@ -16,6 +16,8 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import ModelSource, locate
 from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.errors import ConfigError, TransferError
+from raylm.grammar.compiled import CompiledGrammars
+from raylm.grammar.matchers import GrammarMatchers
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.log import get_logger
@@ -44,6 +46,8 @@ from raylm.worker.sampling.processors import load_processors
 
 logger = get_logger(__name__)
 
+_MASK_THREADS = 8
+"""Threads that fill masks of grammars, at most. On a CPU the model has the cores."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,6 +96,7 @@ class Worker:
         if seat is not None and self._device.type == "cuda":
             self._device = torch.device("cuda", seat.gpu)
         self._processors = load_processors(config.generation.logits_processors)
+        self._grammars: CompiledGrammars | None = None
         self._runner: ModelRunner | None = None
         self.weights: WeightSender | None = None
         """What a new replica's worker of this place gets its weights from; with load.from_peer, once they are here."""
@@ -354,7 +359,19 @@ class Worker:
             processed_logprobs=self._config.generation.logprobs == "processed",
             num_drafts=self._config.speculation.most,
             drafts=drafts,
+            matchers=self._make_matchers(loaded),
         )
+
+    def _make_matchers(self, loaded: _Loaded) -> GrammarMatchers | None:
+        """Where the model's last stage is, whose logits are sampled from."""
+        if not loaded.model.context.is_last_stage:
+            return None
+        vocab_size = loaded.arch.vocab_size
+        if self._grammars is None:
+            self._grammars = CompiledGrammars(locate(self._config.model.path), vocab_size)
+        cores = len(os.sched_getaffinity(0)) // self._config.parallel.num_workers
+        threads = 1 if self._device.type == "cpu" else max(1, min(cores // 2, _MASK_THREADS))
+        return GrammarMatchers(self._grammars, vocab_size, threads=threads)
 
     def _make_drafts(
         self,

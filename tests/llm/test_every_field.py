@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
-from raylm import LLM, EngineConfig, SamplingParams
+from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
 from raylm.core.step import TokenDelta
 from raylm.text.definition import TokenizerInfo
 from raylm.text.processor import TextProcessor
@@ -152,6 +152,12 @@ def ignore_eos(ask: Ask) -> None:
     assert len(ask.tokens(**biased)) == 8 and len(ask.tokens(**biased, ignore_eos=False)) == 1
 
 
+def structure(ask: Ask) -> None:
+    form = StructuredOutput("choice", '["ab", "cd"]')
+    (output,) = ask.outputs(HOT, structure=form, ignore_eos=False)
+    assert output.text in ("ab", "cd") and output.finish_reason == "stop"
+
+
 def skip_special_tokens(ask: Ask) -> None:
     biased = {"logit_bias": {checkpoints.EOS: 100}}
     assert ask.outputs(**biased)[0].text == ""
@@ -197,6 +203,7 @@ CASES: dict[str, Callable[[Ask], None]] = {
     "stop_token_ids": stop_token_ids,
     "include_stop_str_in_output": include_stop_str_in_output,
     "ignore_eos": ignore_eos,
+    "structure": structure,
     "skip_special_tokens": skip_special_tokens,
     "spaces_between_special_tokens": spaces_between_special_tokens,
 }

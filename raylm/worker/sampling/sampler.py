@@ -8,10 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from raylm import ops
-from raylm.core.step import NewRow
+from raylm.core.step import NewRow, StepPlan
+from raylm.grammar.matchers import GrammarMatchers
 from raylm.parallel.collectives import of_first
 from raylm.parallel.context import ParallelContext
 from raylm.worker.request_table import RequestTable
+from raylm.worker.sampling.grammar import GrammarStage
 from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs, as_count
 from raylm.worker.sampling.penalties import Penalties
 from raylm.worker.sampling.processed import processed, truncates
@@ -52,13 +54,15 @@ class Sampler:
         context: ParallelContext,
         vocab_size: int,
         processors: dict[str, LogitsProcessor] | None = None,
+        matchers: GrammarMatchers | None = None,
         *,
         processed: bool = False,
     ) -> None:
         self._table = table
         self._processed = processed
         self._context = context
-        self._stages = make_stages(table, vocab_size, processors or {})
+        self._grammar = GrammarStage(table, matchers)
+        self._stages = make_stages(table, vocab_size, processors or {}, self._grammar)
         self._needs_stage = np.zeros((len(self._stages), table.num_rows), dtype=np.bool_)
         self.logprobs = LogprobWishes(table)
         self.prompt_top = np.full(table.num_rows, -1, dtype=np.int64)
@@ -84,6 +88,11 @@ class Sampler:
         self.prompt_top[row] = as_count(params.prompt_logprobs)
         wants_logprobs = self.logprobs.set_row(row, sampling)
         self._is_plain[row] = not (wants_logprobs or sampling.num_candidates or self._needs_stage[:, row].any())
+
+    def look_ahead(self, plan: StepPlan) -> None:
+        """Ask the device for what the sampling of a plan's rows needs on the host; to be called once the table has
+        taken the plan, and before its forward is queued."""
+        self._grammar.ask(plan)
 
     def are_plain(self, rows: np.ndarray) -> bool:
         """Whether the rows want nothing but tokens, sampled from the logits as they are."""
@@ -120,7 +129,9 @@ class Sampler:
         return logits
 
 
-def make_stages(table: RequestTable, vocab_size: int, processors: dict[str, LogitsProcessor]) -> list[LogitsStage]:
+def make_stages(
+    table: RequestTable, vocab_size: int, processors: dict[str, LogitsProcessor], grammar: LogitsStage
+) -> list[LogitsStage]:
     """All stages, in the order in which they change logits: a mask must come after what could lift it."""
     return [
         Penalties(table),
@@ -128,6 +139,7 @@ def make_stages(table: RequestTable, vocab_size: int, processors: dict[str, Logi
         Processors(table, processors),
         BadWords(table),
         AllowedTokens(table, vocab_size),
+        grammar,
         MinTokens(table),
         Typical(table),
     ]
