@@ -9,6 +9,7 @@ from raylm.core.request import Request, Status
 from raylm.core.step import Logprobs, Sampled, TokenDelta, join_logprobs
 
 _new = tuple.__new__
+_LOGPROBS = TokenDelta._fields.index("logprobs")
 
 
 class Settler:
@@ -106,9 +107,14 @@ def _with_logprobs(
     deltas: list[TokenDelta], sampling: list[Request], logprobs: list[tuple[int, Logprobs]]
 ) -> list[TokenDelta]:
     wanted = {sampling[index].id: found for index, found in logprobs}
-    return [
-        delta._replace(logprobs=wanted[delta.request_id].first(len(delta.token_ids)))
-        if delta.request_id in wanted
-        else delta
-        for delta in deltas
-    ]
+    return [_said(delta, wanted.get(delta.request_id)) for delta in deltas]
+
+
+def _said(delta: TokenDelta, found: Logprobs | None) -> TokenDelta:
+    if found is None:
+        return delta
+    count = len(delta.token_ids)
+    if count < len(found.values):
+        found = found.first(count)
+    # As delta._replace(logprobs=found), which takes five times as long.
+    return _new(TokenDelta, (*delta[:_LOGPROBS], found, *delta[_LOGPROBS + 1 :]))

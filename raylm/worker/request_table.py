@@ -107,10 +107,10 @@ class RequestTable:
 
     def _choose(self, chosen: list[tuple[int, int]]) -> None:
         """The rows know one token more, of which the host knows the place: they are beams, which have no drafts."""
-        rows, token_ids = np.array(chosen, dtype=np.int64).T
+        rows, token_ids = np.array(chosen, dtype=np.int64).T.copy()
         cells = rows * self._row_len + self.known_bound[rows]
         self.known_bound[rows] += 1
-        where, at, tokens, known = self.upload(rows, cells, token_ids.copy(), self.known_bound[rows])
+        where, at, tokens, known = self.upload(rows, cells, token_ids, self.known_bound[rows])
         self.token_ids.view(-1).index_copy_(0, at, tokens)
         self.num_known.index_copy_(0, where, known)
 

@@ -97,12 +97,16 @@ class HostLogprobs:
     """TokenLogprobs that have arrived, to be cut into rows."""
 
     def __init__(self, arrived: list[Tensor]) -> None:
-        self._lists = [tensor.tolist() for tensor in arrived]
+        self._values, self._ranks, self._top_ids, self._top_values = (tensor.tolist() for tensor in arrived)
+        self._width = arrived[2].shape[1]
 
     def cut(self, start: int, end: int, num_top: int) -> Logprobs:
         """Those of the tokens start to end, with `num_top` likeliest each."""
-        values, ranks, ids, tops = (found[start:end] for found in self._lists)
-        return Logprobs(values, ranks, [row[:num_top] for row in ids], [row[:num_top] for row in tops])
+        values, ranks = self._values[start:end], self._ranks[start:end]
+        ids, tops = self._top_ids[start:end], self._top_values[start:end]
+        if num_top < self._width:
+            ids, tops = [row[:num_top] for row in ids], [row[:num_top] for row in tops]
+        return Logprobs(values, ranks, ids, tops)
 
 
 def join(parts: list[TokenLogprobs]) -> TokenLogprobs:
