@@ -165,8 +165,8 @@ class _Prompt:
                 raise EngineDeadError("The engine ended a completion without a reason")
 
     async def _after_prompt(self, delta: TokenDelta) -> list[TokenDelta]:
-        """The deltas that may go on. What the engine says of the prompt is in the first delta of the first sequence, and
-        every choice begins with it; where whole sequences come at once, another may come before."""
+        """The deltas that may go on. The first delta of the first sequence has what the engine says of the prompt, with
+        which every choice begins; where whole sequences come at once, another may come before."""
         assert self._early is not None, "only before the prompt's log probabilities are here"
         self._early.append(delta)
         if delta.request_id != next(iter(self._live)):
