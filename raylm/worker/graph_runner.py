@@ -33,11 +33,12 @@ Capture = Callable[[Run], Run]
 
 _LADDER = ((256, 8), (512, 16), (1024, 32), (4096, 64))
 """Over 4 rows: up to so many, sizes go up in steps of so many."""
-_VERIFY_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+VERIFY_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Padded rows, and padded tokens, of steps that verify drafts. A step over the last one keeps the GPU busy for longer
 than the host takes to launch it."""
-_MOST_VERIFIED = _VERIFY_SIZES[-1]
-_MOST_VERIFYING_GRAPHS = 64
+_MOST_VERIFIED = VERIFY_SIZES[-1]
+MOST_VERIFYING_GRAPHS = 64
+"""Of steps that verify drafts, and as many of drafts that are made on the device."""
 _NO_ROWS = np.empty(0, dtype=np.int64)
 MAX_QUERY_LEN = 16
 """Tokens of one row that attention takes in its way for decodes."""
@@ -50,6 +51,11 @@ def graph_sizes(max_rows: int) -> list[int]:
         sizes += range(before + step, last + 1, step)
     sizes = [size for size in sizes if size < max_rows]
     return [*sizes, max_rows]
+
+
+def largest_graph(max_rows: int, num_drafts: int) -> int:
+    """Tokens of the largest graph, padding included, where rows verify at most so many drafts."""
+    return max(max_rows, min(max_rows * (1 + num_drafts), _MOST_VERIFIED))
 
 
 class Shape(NamedTuple):
@@ -124,8 +130,8 @@ class GraphRunner:
         self._follow = follow
         self.samples = samples
         self._sizes = graph_sizes(table.max_rows)
-        most = max(table.max_rows, min(table.max_rows * (1 + num_drafts), _MOST_VERIFIED))
-        self._verify_sizes = [size for size in _VERIFY_SIZES if size < most] + [most]
+        most = largest_graph(table.max_rows, num_drafts)
+        self._verify_sizes = [size for size in VERIFY_SIZES if size < most] + [most]
         self._graphs: dict[Shape, _Graph] = {}
         device = table.device
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
@@ -207,7 +213,7 @@ class GraphRunner:
     def _drop_oldest(self, shape: Shape) -> None:
         """There are few shapes of plain decodes, and many of steps that verify drafts: of these only some are kept."""
         verifying = [known for known in self._graphs if known.max_query_len > 1]
-        if shape.max_query_len > 1 and len(verifying) == _MOST_VERIFYING_GRAPHS:
+        if shape.max_query_len > 1 and len(verifying) == MOST_VERIFYING_GRAPHS:
             del self._graphs[verifying[0]]
 
     def _compute(self, graph: _Graph, shape: Shape) -> None:

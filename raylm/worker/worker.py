@@ -37,7 +37,7 @@ from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.draft_runner import DraftRunner
 from raylm.worker.drafting import Drafting, DraftSettings, cache_group, load_drafting
-from raylm.worker.graph_runner import CudaCapture, graph_sizes
+from raylm.worker.graph_runner import MOST_VERIFYING_GRAPHS, CudaCapture, graph_sizes, largest_graph
 from raylm.worker.kv_store import KVStore
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.pending import PendingStep
@@ -226,7 +226,8 @@ class Worker:
             speculation.model,
             dummy=config.load_format == "dummy",
             seed=config.seed,
-            max_tokens=limits.max_num_batched_tokens,
+            # A graph's padding may be more than the budget.
+            max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         )
         with memory.out_of_memory(self._device, f"what drafts (speculation.method {speculation.method}) did not fit"):
             return load_drafting(settings, model, self._choose_attention, progress=self._progress)
@@ -305,10 +306,18 @@ class Worker:
                 self._device,
                 step=lambda: runner.execute(plan),
                 graphs=runner.warm_up_graphs,
-                # Each size may be captured twice: up to tokens, and up to hidden states; and drafts for so many rows.
-                num_graphs=(2 + (loaded.drafting is not None)) * len(graph_sizes(rows)) if loaded.captures else 0,
+                num_graphs=self._num_graphs(loaded, rows),
                 cache_bytes=store.block_bytes * size.num_blocks,
             )
+
+    def _num_graphs(self, loaded: _Loaded, rows: int) -> int:
+        """CUDA graphs that there may be."""
+        if not loaded.captures:
+            return 0
+        # Each size may be captured twice: up to tokens, and up to hidden states.
+        count = 2 * len(graph_sizes(rows))
+        kinds = (self._config.speculation.most > 0) + (loaded.drafting is not None)
+        return count + kinds * MOST_VERIFYING_GRAPHS
 
     def _measure(self, runner: ModelRunner, store: KVStore, cache: _CacheSize) -> tuple[float, float]:
         """Tokens a second of prefill and bytes a second of swapping; (0, 0) where nothing is swapped."""
