@@ -160,7 +160,7 @@ def _tokens(model: ServedModel, text: str, field: str, form: PromptForm) -> list
         size = f"{len(text)} characters, which are at least {error.least} tokens"
         if form.truncation is None:
             raise too_long(model, size, field) from None
-        message = f"The prompt has {size}; at most {MAX_TRUNCATED} can be truncated"
+        message = f"The prompt has {size}; at most {limit} can be truncated"
         raise RequestRejected(message, param=field, code="context_length_exceeded") from None
 
 

@@ -18,7 +18,7 @@ from raylm.text.token_table import TokenTable
 
 _LONG_CHARS = 4096
 """Longer texts are tokenised without Python's lock, by a thread pool of the library."""
-_PROBED_CHARS_PER_TOKEN = 16
+_PROBED_CHARS_PER_TOKEN = 6
 """A text longer than max_tokens times this is tried from its beginning: prose has four characters a token."""
 _PROBE_GROWTH = 4
 

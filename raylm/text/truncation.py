@@ -7,7 +7,7 @@ from raylm.errors import RequestRejected
 
 FIELD = "truncate_prompt_tokens"
 ALL_THAT_FIT = -1
-MAX_TOKENS = 2**20
+MAX_TOKENS = 2**18
 """A longer prompt is refused and not truncated: as many tokens are made before the first of them are dropped."""
 
 

@@ -49,6 +49,11 @@ def smollm(demo: None, tmp_path_factory: pytest.TempPathFactory) -> TextProcesso
 
 ATTACKS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "a prompt of 7.6 MB": (COMPLETIONS, lambda: completion(prompt="a b " * 1_900_000), "at least"),
+    "a prompt of 7.6 MB to cut": (
+        COMPLETIONS,
+        lambda: completion(prompt="a b " * 1_900_000, truncate_prompt_tokens=5),
+        "at most 262144 can be truncated",
+    ),
     "8 MB in one character": (COMPLETIONS, lambda: raw("prompt", b'"' + b"a" * (8 * 2**20 - 99) + b'"'), "at least"),
     "a message of 7.6 MB": (CHAT, lambda: chat(messages=[{"role": "user", "content": "a b " * 1_900_000}]), "at least"),
     "1,024 prompts with a long stop string": (
@@ -74,6 +79,13 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "30,000 unknown fields": (CHAT, lambda: chat(**{f"f{i}": 1 for i in range(30_000)}), "fields"),
     "logit_bias of 400,000": (CHAT, lambda: chat(logit_bias={str(i): 1 for i in range(400_000)}), "32768 JSON values"),
     "logit_bias of 30,000": (CHAT, lambda: chat(logit_bias={str(i): 1 for i in range(30_000)}), "logit_bias"),
+    "30,000 allowed tokens": (COMPLETIONS, lambda: completion(allowed_token_ids=[1] * 30_000 + [-1]), "got -1"),
+    "256 long bad words": (
+        COMPLETIONS,
+        lambda: completion(prompt=[1], bad_words=["ab" * 60] * 255 + ["7" * 1024]),
+        "of 1024 tokens, at most 64",
+    ),
+    "300 bad words": (COMPLETIONS, lambda: completion(bad_words=["ab"] * 300), "bad_words has 300 strings"),
     "30,000 stop strings": (COMPLETIONS, lambda: completion(stop=["ab"] * 30_000), "16"),
     "30,000 stop tokens": (COMPLETIONS, lambda: completion(stop_token_ids=[1] * 30_000), "30000 entries"),
     "a million token ids elsewhere": (
@@ -152,6 +164,19 @@ async def test_choices_share_what_looks_for_stop_strings(
     server.catalog.model = replace(server.catalog.model, vocab_size=100_000)
     async with measured(monkeypatch) as longest:
         response = await server.http.post(COMPLETIONS, content=completion(stop=stop, **many))
+    assert response.status_code == 200, response.text
+    assert longest.seconds < ALLOWED_S, longest.callback
+
+
+async def test_prompts_share_what_is_said_of_their_tokens(
+    smollm: TextProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(ended(), max_model_len=2048, text=smollm)
+    server.catalog.model = replace(server.catalog.model, vocab_size=100_000)
+    many = {"allowed_token_ids": list(range(20_000)), "logit_bias": {str(token): 1 for token in range(1024)}}
+    async with measured(monkeypatch) as longest:
+        body = completion(prompt=["x"] * 512, bad_words=["ab cd"] * 256, **many)
+        response = await server.http.post(COMPLETIONS, content=body)
     assert response.status_code == 200, response.text
     assert longest.seconds < ALLOWED_S, longest.callback
 
