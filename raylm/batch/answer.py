@@ -18,6 +18,7 @@ from raylm.config.source import locate
 from raylm.engine.engine import Engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
+from raylm.grammar.compiler import GrammarCompiler
 from raylm.openai.errors import HttpError, http_error
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.served_model import EngineStats, ServedModel, Text
@@ -48,17 +49,23 @@ class Answerer:
     """Answers batch requests as the server would, many at a time. Belongs to one event loop, once it has answered."""
 
     def __init__(self, config: EngineConfig, engine: Engine, *, max_tokens: int, text: Text | None = None) -> None:
-        """`max_tokens` is for plain prompts that say nothing; `text` is the model's own where it is None."""
+        """`max_tokens` is for plain prompts that say nothing; `text` is the model's own where it is None; with another
+        there is no structured output."""
         self.name = config.model.served_name
         self._client = LocalClient(engine)
+        self._grammars: GrammarCompiler | None = None
+        if text is None:
+            source = locate(config.model.path)
+            text, self._grammars = TextProcessor.load(source), GrammarCompiler(source)
         model = ServedModel(
             name=self.name,
             created=int(time.time()),
             max_model_len=engine.info.max_model_len,
             vocab_size=engine.info.vocab_size,
-            text=text or TextProcessor.load(locate(config.model.path)),
+            text=text,
             generator=self._client,
             sampling=config.sampling_defaults,
+            grammars=self._grammars,
         )
         catalog = OneModel(model)
         metrics = HttpMetrics(catalog)
@@ -80,6 +87,8 @@ class Answerer:
     def close(self) -> None:
         """Give back the engine's memory."""
         self._client.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     async def _ask(self, request: BatchRequest) -> bytes:
         service = self._plain if request.is_plain else self._service

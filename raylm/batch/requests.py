@@ -18,7 +18,9 @@ OTHER_MODELS = {"/v1/embeddings": "embeddings", "/v1/score": "scores"}
 
 _MAX_QUOTED = 100
 # Other servers' fields are not among them: tables have columns of their own that are called "task" or "request_id".
-_BODY_FIELDS = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | OPENAI.keys() | VLLM.keys()
+_OTHERS = {"json_schema", "regex", "ebnf"}
+_TAKEN = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()
+_BODY_FIELDS = (_TAKEN | OPENAI.keys() | VLLM.keys()) - _OTHERS
 REQUEST_COLUMNS = _BODY_FIELDS | {"custom_id", "method", "url", "body"}
 """The columns of a table that parse_row looks at."""
 

@@ -43,6 +43,18 @@ class HttpConfig(FrozenConfig):
     """A file with API keys, one a line, on every node; lines that begin with # are comments. It is read again when it
     changes. With it, all of /v1 wants the header `Authorization: Bearer KEY`; without it, nothing does."""
 
+    max_structure_bytes: int = Field(default=2**18, ge=64, le=2**20)
+    """Bytes of one schema, regex, grammar or tag of structured output."""
+    structure_timeout_s: float = Field(default=10.0, gt=0, le=600)
+    """Seconds that one structured output may take to compile."""
+    structure_memory_gib: float = Field(default=1.0, ge=0.0625)
+    """Memory that one structured output may take to compile, in GiB."""
+    structure_processes: int = Field(default=1, ge=1, le=64)
+    """Processes of an ingress that compile structured output, for each model. The first starts with the first request
+    that asks for it, unless structures_ahead."""
+    structures_ahead: bool = False
+    """Start such a process with each model, so that the first structured output does not wait for it (1 to 5 s)."""
+
     cors_origins: list[str] = []
     """Web pages that may call the server from a browser, by origin, such as https://chat.example.org; ["*"] lets in
     all. Without any a browser keeps what the server answers from every page."""

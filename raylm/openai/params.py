@@ -13,6 +13,7 @@ from raylm.errors import RequestRejected
 from raylm.openai.logprobs import LogprobForm
 from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from raylm.openai.quote import quote
+from raylm.openai.structure import Asked, structure_of
 from raylm.text.truncation import Truncation
 
 MAX_BEST_OF = 20
@@ -68,6 +69,8 @@ class Wanted(NamedTuple):
     prompt: PromptForm
     answer: AnswerForm
     echo_only: bool
+    structure: Asked | None
+    """The form of the text; params have it once it is compiled."""
 
 
 def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_max_tokens: int | None) -> Wanted:
@@ -87,7 +90,11 @@ def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_ma
     _check_together(request, params, n)
     limit = _token_limit(request, default_max_tokens)
     form = _answer_form(request)._replace(logprobs=logprobs)
-    return Wanted(params, _options(request), limit, n, prompt, form, echo_only)
+    structure = structure_of(request)
+    if structure is not None:
+        # What cannot go with a structure is refused before that costs a compilation.
+        replace(params, structure=structure.structure)
+    return Wanted(params, _options(request), limit, n, prompt, form, echo_only, structure)
 
 
 _SAME = (

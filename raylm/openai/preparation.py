@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -96,12 +97,27 @@ class Preparation:
         return _Draft(model, asked, prompts, "prompt")
 
     async def _finish(self, draft: _Draft, *, chat: bool) -> Prepared:
+        draft = await _with_grammar(draft)
         words = draft.asked.params.bad_words
         # Each word is tokenised twice: with and without a space before it.
         size = sum(map(len, draft.prompts)) + 2 * sum(map(len, words))
         size += _CALL_CHARS * (len(draft.prompts) - 1 + 2 * len(words))
         job = await self._threads.tokenise(size, partial(_job, draft, self._config.max_body_bytes))
         return Prepared(draft.model, job, chat, draft.asked.answer)
+
+
+async def _with_grammar(draft: _Draft) -> _Draft:
+    """With the structure that the request asks for as a grammar."""
+    asked, grammars = draft.asked, draft.model.grammars
+    if asked.structure is None:
+        return draft
+    structure, param = asked.structure.structure, asked.structure.param
+    if grammars is None:
+        raise RequestRejected(
+            f"{param}: {draft.model.name} has no structured output", param=param, code="unsupported_parameter"
+        )
+    ready = await grammars.compile_async(structure, param=param)
+    return draft._replace(asked=asked._replace(params=replace(asked.params, structure=ready)))
 
 
 def _job(draft: _Draft, max_returned_bytes: int) -> Job:

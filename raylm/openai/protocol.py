@@ -110,6 +110,17 @@ class GenerationRequest(_Body):
     prompt_logprobs: int | None = None
     logprob_token_ids: _Integers = []
     return_tokens_as_token_ids: bool | None = None
+    response_format: object = None
+    structured_outputs: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    json_schema: object = None
+    regex: object = None
+    ebnf: object = None
+    structural_tag: object = None
+    """All of these ask for structured output; raylm.openai.structure reads them."""
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None

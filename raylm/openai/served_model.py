@@ -10,6 +10,7 @@ from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
+from raylm.core.structure import StructuredOutput
 from raylm.engine.messages import Load
 from raylm.text.stop import StopTable
 
@@ -59,6 +60,14 @@ class Text(Protocol):
         ...
 
 
+class Grammars(Protocol):
+    """Turns structures into what engines take, as a GrammarCompiler does."""
+
+    async def compile_async(self, structure: StructuredOutput, *, param: str = ...) -> StructuredOutput:
+        """Raises RequestRejected, Overloaded."""
+        ...
+
+
 class Deltas(Protocol):
     """Deltas of the sequences of one prompt, until all have ended. Must be closed by who leaves earlier.
 
@@ -103,6 +112,8 @@ class ServedModel:
     generator: Generator
     sampling: SamplingDefaults = SamplingDefaults()
     """How requests are sampled that leave it open."""
+    grammars: Grammars | None = None
+    """None: no request may ask for structured output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,6 +15,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
 from raylm.engine.streams import Sequences
 from raylm.errors import Overloaded, RaylmError, ServerStopped
+from raylm.grammar.compiler import GrammarCompiler
 from raylm.log import get_logger
 from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
@@ -82,10 +84,17 @@ class LiveCatalog:
     tokenizer is loaded and an engine of it is ready. In an upgrade to another path both paths' engines serve, each with
     its own tokenizer."""
 
-    def __init__(self, directory: DirectoryClient, load_text: Callable[[str], Text]) -> None:
-        """`load_text`: from model.path to the model's text side; it runs in a thread. Raises ConfigError."""
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        load_text: Callable[[str], Text],
+        load_grammars: Callable[[str], GrammarCompiler] | None = None,
+    ) -> None:
+        """`load_text`: from model.path to the model's text side; `load_grammars` to its compiler of structured output.
+        Both run in a thread and raise ConfigError."""
         self._directory = directory
         self._load_text = load_text
+        self._load_grammars = load_grammars
         self._created = int(time.time())
         self._routers: dict[_Version, ModelRouter] = {}
         self._texts: dict[_Version, _TextSide] = {}
@@ -180,7 +189,9 @@ class LiveCatalog:
         router.since = max(router.since, model.since)
         router.closed = self._closed
         if version not in self._texts:
-            self._texts[version] = _TextSide(model, self._load_text, on_loaded=lambda: self._offer(version))
+            self._texts[version] = _TextSide(
+                model, self._load_text, self._load_grammars, on_loaded=lambda: self._offer(version)
+            )
 
     def _forget(self, versions: Iterable[_Version]) -> None:
         """Of a model that is no more; its engines are retired by themselves."""
@@ -221,6 +232,7 @@ class LiveCatalog:
             text=side.text,
             generator=router,
             sampling=entry.model.sampling,
+            grammars=side.grammars,
         )
         self._models[version] = router, served
 
@@ -236,10 +248,20 @@ class LiveCatalog:
 
 
 class _TextSide:
-    """The tokenizer of one model, loaded in a thread: it takes seconds, in which streams of other models go on."""
+    """The tokenizer of one model and its compiler of structured output, loaded in a thread: that takes seconds, while
+    streams of other models go on."""
 
-    def __init__(self, model: ModelEntry, load: Callable[[str], Text], *, on_loaded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: ModelEntry,
+        load: Callable[[str], Text],
+        load_grammars: Callable[[str], GrammarCompiler] | None,
+        *,
+        on_loaded: Callable[[], None],
+    ) -> None:
         self.text: Text | None = None
+        self.grammars: GrammarCompiler | None = None
+        self._load_grammars = load_grammars
         self._model = model
         self._load = load
         self._on_loaded = on_loaded
@@ -247,11 +269,17 @@ class _TextSide:
 
     def cancel(self) -> None:
         self._task.cancel()
+        if self.grammars is not None:
+            # It waits for its processes to end.
+            threading.Thread(target=self.grammars.close, daemon=True).start()
 
     async def _run(self) -> None:
         while self.text is None:
             try:
-                self.text = await asyncio.to_thread(self._load, self._model.path)
+                text = await asyncio.to_thread(self._load, self._model.path)
+                if self._load_grammars is not None:
+                    self.grammars = await asyncio.to_thread(self._load_grammars, self._model.path)
+                self.text = text
             except Exception as error:
                 unforeseen = error if not isinstance(error, RaylmError) else None
                 logger.error(

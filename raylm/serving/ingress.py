@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from ray import serve
 
 from raylm import log
 from raylm.config.application import IngressConfig
+from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
+from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import DirectoryClient
 from raylm.serving.replica_state import is_stopping
@@ -29,7 +32,7 @@ class OpenAIIngress:
     async def __init__(self, config: IngressConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         log.configure()
         self._config = config
-        self._catalog = LiveCatalog(DirectoryClient(config.endpoint), _load_text)
+        self._catalog = LiveCatalog(DirectoryClient(config.endpoint), _load_text, partial(load_grammars, config.http))
         self._replica = serve.get_replica_context().replica_id
         await self._catalog.caught_up(_CATCH_UP_S)
         self._checked = time.monotonic()
@@ -56,6 +59,20 @@ class OpenAIIngress:
         limit = self._config.drain_timeout_s
         await asyncio.sleep(max(0.0, limit - unchecked))
         self._catalog.close(f"the ingress is being stopped, and its drain of {limit:g} s is over")
+
+
+def load_grammars(http: HttpConfig, path: str) -> GrammarCompiler:
+    """The compiler of a model's structured output, with the limits of the HTTP face."""
+    limits = GrammarLimits(
+        seconds=http.structure_timeout_s,
+        memory_bytes=int(http.structure_memory_gib * 2**30),
+        schema_bytes=http.max_structure_bytes,
+        processes=http.structure_processes,
+    )
+    compiler = GrammarCompiler(locate(path), limits=limits)
+    if http.structures_ahead:
+        compiler.warm()
+    return compiler
 
 
 def _load_text(path: str) -> TextProcessor:

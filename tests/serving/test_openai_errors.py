@@ -236,7 +236,6 @@ UNSUPPORTED: list[tuple[str, Any, Any]] = [
     ("tool_choice", "auto", "none"),
     ("functions", [{"name": "f"}], []),
     ("function_call", "auto", "none"),
-    ("response_format", {"type": "json_object"}, {"type": "text"}),
     ("suffix", "end", ""),
     ("audio", {"voice": "x"}, None),
     ("modalities", ["text", "audio"], ["text"]),
