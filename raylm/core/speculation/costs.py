@@ -131,7 +131,12 @@ class RowCosts:
     def borrow(self, other: RowCosts) -> None:
         """Expect another number of rows' ratios, at as many tokens a row, where nothing is measured yet."""
         scale = self.num_rows / other.num_rows
-        self._borrowed = [(edge(int(size * scale)), mean.value) for size, mean in sorted(other._ratios.items())]
+        borrowed: dict[int, float] = {}
+        highest = 0.0
+        for size, ratio in _rising(other._ratios, other.num_rows):
+            highest = max(highest, ratio)
+            borrowed[edge(max(self.num_rows + 1, int(size * scale)))] = highest
+        self._borrowed = sorted(borrowed.items())
         self._curve = None
 
     def ratio(self, num_tokens: int) -> float:
@@ -145,7 +150,7 @@ class RowCosts:
     def _make_curve(self) -> list[tuple[int, float]]:
         curve = [(self.num_rows, 1.0), *_rising(self._ratios, self.num_rows)]
         if len(curve) == 1:
-            curve += [(size, ratio) for size, ratio in self._borrowed if size > self.num_rows]
+            curve += self._borrowed
         high, high_ratio = curve[-1]
         slope = _SLOPE / self.num_rows
         if len(curve) > 2:  # A verifying step may be no graph: a line from the plain step says nothing of its slope.

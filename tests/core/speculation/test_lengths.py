@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raylm.core.drafting import Proposal
-from raylm.core.speculation import Drafts, Speculation
+from raylm.core.speculation import DraftLengths, Drafts, Speculation
+from raylm.core.speculation.costs import StepCosts
 
 Cost = Callable[[int, int], float]
 """Seconds of a step of (rows, tokens)."""
@@ -120,6 +124,40 @@ def best_fixed(cost: Cost, probabilities: list[float]) -> float:
     mean = sum(probabilities) / rows
     tokens = [sum(mean**i for i in range(length + 1)) for length in range(8)]
     return max(tokens[length] * cost(rows, rows) / cost(rows, rows * (length + 1)) for length in range(8))
+
+
+STEPS = st.tuples(st.integers(1, 40), st.integers(0, 200), st.floats(1e-4, 1.0), st.integers(1, 5))
+
+
+@given(st.lists(STEPS, max_size=60), st.integers(1, 40))
+def test_costs_after_any_history_rise_with_the_tokens(steps, rows):
+    costs = StepCosts()
+    number = 0
+    for num_rows, more, seconds, times in steps:
+        own = costs.of(num_rows)
+        for _ in range(times):
+            number += 300
+            if more and own.is_known:
+                own.observe_verifying(number, num_rows + more, seconds)
+            else:
+                own.observe_plain(number, seconds)
+    own = costs.of(rows)
+    ratios = [own.ratio(size) for size in range(own.num_rows + 1, own.num_rows + 300)]
+    # They may fall from the plain step's to those of the smallest size measured, and only there.
+    falls = [index for index in range(1, len(ratios)) if ratios[index] < ratios[index - 1] - 1e-9]
+    assert falls == list(range(1, len(falls) + 1))
+    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
+
+
+@given(st.lists(STEPS, max_size=60), st.lists(st.lists(st.floats(0, 1), max_size=7), max_size=40))
+def test_lengths_after_any_history_are_within_what_is_proposed(steps, values):
+    lengths = DraftLengths()
+    for num_rows, more, seconds, times in steps:
+        for _ in range(times):
+            lengths.observe(num_rows, num_rows + more, num_rows + more // 2, seconds)
+    values = [sorted(chain, reverse=True) for chain in values]
+    chosen = lengths.choose(values)
+    assert all(0 <= length <= len(chain) for length, chain in zip(chosen, values, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
