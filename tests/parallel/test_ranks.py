@@ -17,6 +17,7 @@ from raylm.config.resolve import resolve
 from raylm.core.step import StepPlan
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError, EngineDeadError
+from raylm.llm import Completion
 from raylm.parallel.peer_reduce import SplitLimits
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3), (4, 1)]
@@ -116,13 +117,25 @@ def test_samples_beams_and_logprobs(shape, folders, load):
     one, several = load(folder), load(folder, shape)
     sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, n=3, ignore_eos=True)
     assert tokens(several, PROMPTS, sampled) == tokens(one, PROMPTS, sampled)
-    beams = SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=6, ignore_eos=True)
-    assert tokens(several, PROMPTS[:3], beams) == tokens(one, PROMPTS[:3], beams)
-    wanted = SamplingParams(temperature=0, logprobs=0, max_tokens=6)
-    for expected, found in zip(
-        one.generate(PROMPTS, wanted, progress=False), several.generate(PROMPTS, wanted, progress=False), strict=True
-    ):
-        assert found.outputs[0].logprobs == pytest.approx(expected.outputs[0].logprobs, abs=1e-4)
+    beams = SamplingParams(
+        temperature=0, beam_width=3, n=2, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=0
+    )
+    wanted = SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2, max_tokens=6)
+    for params, prompts in ((beams, PROMPTS[:3]), (wanted, PROMPTS)):
+        both = (llm.generate(prompts, params, progress=False) for llm in (one, several))
+        for expected, found in zip(*both, strict=True):
+            assert_alike(expected, found)
+
+
+def assert_alike(expected: Completion, found: Completion) -> None:
+    """The same tokens, with the same log probabilities: their own, the likeliest's, and those of the prompt."""
+    assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs]
+    for mine, other in zip(found.outputs, expected.outputs, strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        for own, theirs in zip(mine.top_logprobs, other.top_logprobs, strict=True):
+            assert [one.logprob for one in own] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+    told, expected_told = found.prompt_logprobs[1:], expected.prompt_logprobs[1:]
+    assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected_told], abs=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
