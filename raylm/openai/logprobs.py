@@ -21,7 +21,7 @@ from raylm.openai.served_model import Detokenizing, Text, TextPiece
 _encode = msgspec.json.Encoder().encode
 LEAST = -9999.0
 """JSON has no minus infinity; OpenAI and vLLM write this for it."""
-_SLICE = 4096
+_SLICE = 2048
 """Entries of a prompt that are encoded before the event loop has its turn again: some 5 ms."""
 
 Entries = tuple[bytes, ...]

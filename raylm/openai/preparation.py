@@ -24,7 +24,7 @@ _CALL_CHARS = 256
 """What one more prompt costs, in characters of text to tokenise."""
 _LOGPROB_CHARS = 64
 """What a token takes in an answer's log probabilities, about."""
-_LISTED_BODIES = 8
+_LISTED_BODIES = 4
 """Log probabilities of prompts may take as much of an answer as so many of the largest bodies."""
 _TOKEN_CHARS = 8
 """What a token's id takes in JSON, at most where vocabularies have less than ten million tokens."""

@@ -133,7 +133,7 @@ async def test_what_the_engine_is_asked(
             "complete",
             {"prompt": ["x" * 60] * 4, "prompt_logprobs": 20, "n": 2},
             "prompt_logprobs",
-            "prompt_logprobs makes 10080 log probabilities of the prompts' tokens, at most 8192 are allowed",
+            "prompt_logprobs makes 10080 log probabilities of the prompts' tokens, at most 4096 are allowed",
         ),
     ],
 )

@@ -118,6 +118,25 @@ def test_prompts_as_tokens_echo_and_choices(client, offline):
     assert [choice.text for choice in many.choices] == [choice.text for choice in again.choices]
 
 
+def test_log_probabilities_are_the_offline_ones(client, offline):
+    """Through the channel and from Ray workers: of sampled tokens, the likeliest, an echoed prompt, beams."""
+    ids = offline.text.encode("One two three four")
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)
+    expected = offline.generate([ids], params, progress=False)[0]
+    options = {"model": MODEL, "prompt": ids, "max_tokens": 4, "temperature": 0, "logprobs": 2}
+    found = client.completions.create(**options, echo=True).choices[0].logprobs
+    values = [one and one.logprob for one in expected.prompt_logprobs] + expected.outputs[0].logprobs
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(values[1:], abs=1e-3)
+    likeliest = [{one.text: one.logprob for one in top} for top in expected.outputs[0].top_logprobs]
+    assert found.top_logprobs[len(ids) :] == [pytest.approx(top, abs=1e-3) for top in likeliest]
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
+    assert "".join(token for chunk in chunks for token in chunk.logprobs.tokens) == expected.outputs[0].text
+    beams = client.completions.create(**options, n=2, extra_body={"use_beam_search": True, "stop": ["five"]})
+    for choice in beams.choices:
+        assert sum(choice.logprobs.token_logprobs) < 0 and "five" not in choice.text
+
+
 def test_a_prompt_that_came_before_is_cached(serve_url, client):
     options = {"model": MODEL, "prompt": [7, 8, 9, 10] * 20, "max_tokens": 2, "temperature": 0}
     first = client.completions.create(**options, extra_body={"cache_salt": "mine"})
