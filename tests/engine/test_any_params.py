@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from raylm import LLM, EngineConfig
 from raylm.core.sampling import MAX_SEED, SamplingParams
 from raylm.core.step import Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.engine.engine import Engine
 from raylm.errors import RequestRejected
 
@@ -47,6 +48,16 @@ STRATEGIES: dict[str, st.SearchStrategy[object]] = {
     "logit_bias": st.dictionaries(tokens, numbers(-100, 100), max_size=4),
     "allowed_token_ids": few_tokens,
     "bad_words": words,
+    "structure": st.one_of(
+        st.none(),
+        st.builds(
+            StructuredOutput,
+            st.just("grammar"),
+            st.sampled_from(['root ::= "a"', "root ::= [ab]+", 'root ::= ""', "root ::= root", "root ::= ("]),
+            st.lists(st.integers(0, 5), max_size=2).map(tuple),
+        ),
+        st.just(StructuredOutput("regex", "a")),
+    ),
     "bad_token_ids": st.lists(few_tokens, max_size=3),
     "min_tokens": st.integers(0, 9),
     "logits_processors": st.lists(st.sampled_from(["", "unknown"]), max_size=1),
@@ -131,3 +142,16 @@ def engine(tmp_path_factory):
 @given(several)
 def test_a_model_goes_on(engine, requests):
     ask(engine, requests)
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= "a"', 'root ::= ""', "root ::= root", "root ::= (", "no grammar", "root ::= x"]
+)
+@pytest.mark.parametrize("begin_after", [(), (5,)], ids=str)
+def test_a_grammar_that_was_not_compiled_fails_alone(engine, text, begin_after):
+    """The text side compiles grammars, and refuses wrong ones; an engine that gets one all the same goes on."""
+    engine.add(["plain"], [1, 2, 3], PLAIN)
+    params = SamplingParams(max_tokens=4, structure=StructuredOutput("grammar", text, begin_after))
+    engine.add(["other"], [1, 2], params)
+    found = run_to_end(engine)
+    assert found.reasons["plain"] == "length" and set(found.reasons) == {"plain", "other"}
