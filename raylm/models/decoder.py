@@ -76,15 +76,18 @@ class SelfAttention(nn.Module):
         residual: Tensor | None = None,
     ) -> Tensor | None:
         """What is to be added to the residual stream; None where `residual` has it already."""
-        num_tokens = x.shape[0]
+        out = self._attention(self.store(x, positions, cache, meta), cache, meta)
+        added: Tensor | None = self.o_proj(out.view(len(x), -1), residual)
+        return added
+
+    def store(self, x: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """Write keys and values into the cache. Returns the queries, [T, num_heads, head_dim]."""
         # Views of the fused output, [num_tokens, heads, head_dim] each: the operators take strides.
-        q, k, v = self.qkv_proj(x).view(num_tokens, *self._heads).split(self._splits, dim=1)
+        q, k, v = self.qkv_proj(x).view(len(x), *self._heads).split(self._splits, dim=1)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
         ops.rope_store(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping)
-        out = self._attention(q, cache, meta)
-        added: Tensor | None = self.o_proj(out.view(num_tokens, -1), residual)
-        return added
+        return q
 
     @staticmethod
     def _head_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:

@@ -86,6 +86,14 @@ class Eagle3Layer(DecoderLayer):
         delta = self.self_attn(x, positions, cache, meta, residual)
         return self.mlp(self.post_attention_layernorm(residual, delta), residual), residual
 
+    def remember(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> None:
+        """Write the keys and values of these inputs alone."""
+        x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+        assert isinstance(self.self_attn, SelfAttention)
+        self.self_attn.store(x, positions, cache, meta)
+
 
 class OwnedParts(NamedTuple):
     """What a head's checkpoint has of what it might take from its target."""
@@ -162,6 +170,12 @@ class Eagle3Head(nn.Module):
         delta, residual = self._layer[0].draft(self._embedding[0](token_ids), hidden, positions, cache, meta)
         normed = self.norm(residual, delta)
         return normed, residual
+
+    def remember(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> None:
+        """Write the keys and values that forward() would, and compute nothing else."""
+        self._layer[0].remember(self._embedding[0](token_ids), hidden, positions, cache, meta)
 
     def draft(self, normed: Tensor) -> Tensor:
         """The likeliest tokens, [S] int64 of the target's vocabulary."""

@@ -9,7 +9,7 @@ from raylm.layers.attention import AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ReplicatedLinear
 from raylm.models.arch import ArchConfig
-from raylm.models.decoder import DecoderLayer, DecoderModel, layer_norm
+from raylm.models.decoder import DecoderLayer, DecoderModel, SelfAttention, layer_norm
 from raylm.parallel.context import ParallelContext
 
 
@@ -38,11 +38,23 @@ class MtpLayer(DecoderLayer):
         """hidden: the residual stream at `positions` before the base's last norm, or what this layer returned there
         for the position before; embedded: the embeddings of the tokens one position on. All are [T, hidden_size].
         Returns normed hidden states, ready for the base's head over the vocabulary."""
-        parts = torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedded)), dim=-1)
-        residual = self.input_proj(parts)
+        residual = self._joined(embedded, hidden)
         delta = self(None, residual, positions, cache, meta)
         normed: Tensor = self.final_layernorm(residual, delta)
         return normed
+
+    def remember(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> None:
+        """Write the keys and values that predict() would, and compute nothing else."""
+        assert isinstance(self.self_attn, SelfAttention)
+        self.self_attn.store(self.input_layernorm(self._joined(embedded, hidden)), positions, cache, meta)
+
+    def _joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        joined: Tensor = self.input_proj(
+            torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedded)), dim=-1)
+        )
+        return joined
 
 
 class MiMoForCausalLM(DecoderModel):

@@ -171,7 +171,8 @@ class DraftModelProposer(DeviceProposer):
 
 class HeadProposer(DeviceProposer):
     """A head over the target's hidden states. At a position it reads the state there and the token one position on, so
-    the first draft comes from what `absorb` left at a row's last position, each other one from the one before."""
+    the first draft comes from the state that `absorb` has kept of the last position before a row's last known token,
+    each other one from the one before. `absorb` itself only writes keys and values: a third of the head's weights."""
 
     def __init__(
         self, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int, hidden_size: int, dtype: torch.dtype
@@ -179,8 +180,8 @@ class HeadProposer(DeviceProposer):
         super().__init__(rows, caches, group=group)
         self._taps = taps
         shape = (len(rows.token_ids), hidden_size)
-        self._normed, self._states = (torch.zeros(shape, dtype=dtype, device=rows.token_ids.device) for _ in range(2))
-        """Of each row what the head made of its last position: for its first draft, and for the position behind."""
+        self._states = torch.zeros(shape, dtype=dtype, device=rows.token_ids.device)
+        """What the head reads of each row at its last position that counts."""
 
     @abstractmethod
     def _fuse(self, hidden: Tensor) -> Tensor:
@@ -193,6 +194,10 @@ class HeadProposer(DeviceProposer):
         """Normed states, and states for the position behind, [T, hidden_size] each; token_ids are one position on."""
 
     @abstractmethod
+    def _remember(self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+        """Write the keys and values that `_run` would."""
+
+    @abstractmethod
     def _likeliest(self, normed: Tensor) -> Tensor:
         """The likeliest tokens, [S]."""
 
@@ -200,24 +205,23 @@ class HeadProposer(DeviceProposer):
         token_ids = self._rows.token_ids
         following = token_ids[step.token_rows, (step.positions + 1).clamp_(max=token_ids.shape[1] - 1)]
         fused = self._fuse(self._taps.take(len(step.token_ids)))
-        normed, states = self._run(following, fused, step.positions, step.attention)
+        self._remember(following, fused, step.positions, step.attention)
         start = step.attention.query_start.long()
         first, last = start[:-1], start[1:] - 1
         # Drafts that were rejected come after the last position that counts.
         accepted = first + self._rows.num_known.index_select(0, step.rows) - 2 - step.positions.index_select(0, first)
         index = torch.minimum(torch.maximum(accepted, first), last)
-        self._normed.index_copy_(0, step.rows, normed.index_select(0, index))
-        self._states.index_copy_(0, step.rows, states.index_select(0, index))
+        self._states.index_copy_(0, step.rows, fused.index_select(0, index))
 
     def draft(self, rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
         ahead = self._ahead(rows, max_seq_len)
-        first = self._rows.num_known.index_select(0, rows) - 1
-        states = self._states.index_select(0, rows)
-        drafts = [self._likeliest(self._normed.index_select(0, rows))]
-        for number in range(most - 1):
-            positions, meta = ahead.at(first + number, counts > number + 1)
-            normed, states = self._run(drafts[-1], states, positions, meta)
-            drafts.append(self._likeliest(normed))
+        last = self._rows.num_known.index_select(0, rows) - 1
+        tokens, states, drafts = self._rows.token_ids[rows, last], self._states.index_select(0, rows), []
+        for number in range(most):
+            positions, meta = ahead.at(last - 1 + number, counts > number)
+            normed, states = self._run(tokens, states, positions, meta)
+            tokens = self._likeliest(normed)
+            drafts.append(tokens)
         self._write(rows, counts, drafts)
 
 
@@ -238,6 +242,9 @@ class Eagle3Proposer(HeadProposer):
     ) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self._head(token_ids, states, positions, self._caches[0], meta)
         return found
+
+    def _remember(self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+        self._head.remember(token_ids, states, positions, self._caches[0], meta)
 
     def _likeliest(self, normed: Tensor) -> Tensor:
         return self._head.draft(normed)
@@ -261,6 +268,10 @@ class MtpProposer(HeadProposer):
         embedded = self._model.embed_tokens(token_ids)
         normed = self._model.mtp.predict(embedded, states, positions, self._caches[0], meta)
         return normed, normed
+
+    def _remember(self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+        embedded = self._model.embed_tokens(token_ids)
+        self._model.mtp.remember(embedded, states, positions, self._caches[0], meta)
 
     def _likeliest(self, normed: Tensor) -> Tensor:
         return self._model.logits(normed).argmax(dim=-1)
