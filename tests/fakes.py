@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from raylm.core.rows import RowCounts, RowStep
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout, Candidates, Logprobs, ModelInfo, NewRow, RowSampling, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
+from raylm.executor.base import Preparation
 
 VOCAB = 64
 EOS = 0
@@ -157,6 +159,9 @@ class FakeExecutor:
 
     def start(self) -> ModelInfo:
         return self.info
+
+    def prepare(self, structure: StructuredOutput) -> Preparation | None:
+        return None
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.step import ModelInfo, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.errors import EngineDeadError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 from raylm.parallel.groups import MeetingPoint, Seat
@@ -96,6 +97,9 @@ class ProcessExecutor:
             raise failed[0]
         assert all(info.layout == infos[0].layout and info.num_blocks == infos[0].num_blocks for info in infos)
         return infos[answering]
+
+    def prepare(self, structure: StructuredOutput) -> None:
+        """Rows with a grammar wait for it in their first step."""
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)

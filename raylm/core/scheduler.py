@@ -125,9 +125,11 @@ class Scheduler:
             self._drafter.counters if self._drafter is not None else NOTHING_DRAFTED,
         )
 
-    def add(self, requests: list[Request], now: float, *, text_ends: TextEnds | None = None) -> None:
+    def add(
+        self, requests: list[Request], now: float, *, text_ends: TextEnds | None = None, held: bool = False
+    ) -> None:
         """Queue the sequences of one prompt: samples that share it, or the results of one beam search, whose stop
-        strings `text_ends` looks for.
+        strings `text_ends` looks for. If `held`, they wait for release(), whatever the queue is.
 
         Raises Overloaded when the queue is full or their time is too short.
         """
@@ -147,7 +149,10 @@ class Scheduler:
             self._beams.begin(first, [request.id for request in requests], text_ends)
             others = []
         self.enlist(first)
-        self._policy.add(first)
+        if held:
+            first.status = Status.PARKED
+        else:
+            self._policy.add(first)
         first.is_new = True
         self._num_new += 1
         self._new_tokens += first.num_prompt
@@ -156,6 +161,14 @@ class Scheduler:
             request.num_charged = request.num_prompt
             request.status = Status.PARKED
         first.forks = others
+
+    def release(self, request_id: str) -> None:
+        """The sequences that were added with this first id and held are in the queue from here on. Nothing where they
+        have ended meanwhile."""
+        request = self._requests.get(request_id)
+        if request is not None and request.status is Status.PARKED and request.is_new:
+            request.status = Status.WAITING
+            self._policy.add(request)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request now; its blocks are free at once and what is still in flight for it is dropped.
@@ -441,8 +454,8 @@ class Scheduler:
             self._free_row(request)
         elif request.status is Status.WAITING:
             self._policy.remove(request)
-            if request.is_new:
-                self._no_longer_new(request)
+        if request.is_new:
+            self._no_longer_new(request)
         self._cache.free(request)
         self._forked.pop(request, None)
         request.status = Status.FINISHED

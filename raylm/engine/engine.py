@@ -18,6 +18,7 @@ from raylm.core.scheduler import Scheduler, SchedulerStats
 from raylm.core.speculation import make_drafter
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.checks import check_params, check_prompt
+from raylm.engine.grammars import HeldForGrammars
 from raylm.engine.stop_strings import StopStrings
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.executor.base import Executor
@@ -60,6 +61,7 @@ class Engine:
         """What one step may hold and how many requests may wait."""
         self._generation = config.generation
         self._eos = frozenset(self.info.eos_token_ids)
+        self._grammars = HeldForGrammars(executor.prepare)
         self._text_ends = text_ends or StopStrings(config.model.path).of
 
     @property
@@ -106,7 +108,10 @@ class Engine:
             for index, id in enumerate(ids)
         ]
         text_ends = self._text_ends(params) if params.beam_width and params.stop else None
-        self._scheduler.add(requests, now, text_ends=text_ends)
+        preparing = self._grammars.begin(params)
+        self._scheduler.add(requests, now, text_ends=text_ends, held=preparing is not None)
+        if preparing is not None:
+            self._grammars.hold(requests[0].id, preparing)
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Refuse what `add` would refuse of any request, however busy the engine is. Raises RequestRejected."""
@@ -139,6 +144,8 @@ class Engine:
             raise
 
     def _step(self) -> list[TokenDelta]:
+        for request_id in self._grammars.take_ready():
+            self._scheduler.release(request_id)
         expired = self._scheduler.expire(self._clock())
         while self._num_in_flight < self._window:
             plan = self._scheduler.schedule(self._clock())
@@ -147,6 +154,7 @@ class Engine:
             self._executor.submit(plan)
             self._num_in_flight += 1
         if not self._num_in_flight:
+            self._grammars.wait()
             return expired
         result = self._executor.result()
         self._num_in_flight -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from raylm.core.step import ModelInfo, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 
 
 class StepOnItsWay(Protocol):
@@ -17,6 +18,14 @@ class StepOnItsWay(Protocol):
 
     def result(self) -> Sampled:
         """Wait for this step, and for none that was given later."""
+        ...
+
+
+class Preparation(Protocol):
+    """What every worker does ahead of a request, beside the steps."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to so long; whether it has ended, well or not."""
         ...
 
 
@@ -33,6 +42,10 @@ class Executor(Protocol):
 
     def result(self) -> Sampled:
         """The result of the oldest plan not answered yet. Raises EngineDeadError."""
+        ...
+
+    def prepare(self, structure: StructuredOutput) -> Preparation | None:
+        """Have the workers compile a grammar, so that no step waits for it; None where nothing needs to be done."""
         ...
 
     def check(self) -> None:

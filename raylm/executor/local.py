@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import DeviceKind, ResolvedEngine
 from raylm.core.step import ModelInfo, Sampled, StepPlan
-from raylm.executor.base import StepOnItsWay
+from raylm.core.structure import StructuredOutput
+from raylm.executor.base import Preparation, StepOnItsWay
 from raylm.worker.worker import Worker, choose_device
 
 
@@ -33,6 +37,10 @@ class LocalExecutor:
         self._steps.popleft()
         return result
 
+    def prepare(self, structure: StructuredOutput) -> Preparation | None:
+        future = self._live_worker().prepare(structure)
+        return None if future is None else _Compiling(future)
+
     def check(self) -> None:
         """The worker is this process."""
 
@@ -48,6 +56,17 @@ class LocalExecutor:
         if self._worker is None:
             raise RuntimeError("the executor has been shut down")
         return self._worker
+
+
+class _Compiling:
+    """A grammar that a thread compiles."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, seconds: float) -> bool:
+        futures.wait([self._future], seconds)
+        return self._future.done()
 
 
 def local_device(config: EngineConfig) -> DeviceKind:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.step import ModelInfo, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, EngineDeadError, TransferError
 from raylm.executor.peers import WEIGHTS, PeerWorker, ask, watch
 from raylm.executor.placement import Bundle, WorkerPlace, WorkerSeat, bundle_of_worker, rank_order, seat_of
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
+_GRAMMARS = "grammars"
 _POLL_MS = 100
 """How often a wait for a result looks whether the workers still live."""
 
@@ -93,6 +95,12 @@ class WorkerActor:
     def send_weights(self, unique_id: bytes, limit_s: float, borrower: Any) -> None:
         """Connect to `borrower`, the WorkerActor that made the id, and send it the weights. Raises TransferError."""
         self._weights().send(unique_id, limit_s=limit_s, look=watch(ask(borrower.wait_for_start)))
+
+    def prepare_grammar(self, structure: StructuredOutput) -> None:
+        """Compile a grammar for the rows that will need it. Returns once it is; steps go on meanwhile."""
+        future = self._worker.prepare(structure)
+        if future is not None:
+            future.result()
 
     def _weights(self) -> WeightSender:
         if self._worker.weights is None:
@@ -191,6 +199,11 @@ class RayExecutor:
                     f"the workers hang: a step had no result after runtime.step_timeout_s, {timeout:g} s"
                 )
 
+    def prepare(self, structure: StructuredOutput) -> _Preparing:
+        return _Preparing(
+            [worker.prepare_grammar.options(concurrency_group=_GRAMMARS).remote(structure) for worker in self._workers]
+        )
+
     def check(self) -> None:
         if (death := self._death(0)) is not None:
             raise death
@@ -284,11 +297,22 @@ class RayExecutor:
             ray.kill(worker, no_restart=True)
 
 
+class _Preparing:
+    """Grammars that the workers compile."""
+
+    def __init__(self, refs: list[ray.ObjectRef[None]]) -> None:
+        self._refs = refs
+
+    def wait(self, seconds: float) -> bool:
+        done, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=seconds)
+        return len(done) == len(self._refs)
+
+
 def _start_worker(config: ResolvedEngine, group: PlacementGroup, resources: Bundle, index: int) -> Any:
     bundle = bundle_of_worker(index, num_workers=config.parallel.num_workers, num_bundles=group.bundle_count)
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return (
-        ray.remote(concurrency_groups={WEIGHTS: 1})(WorkerActor)
+        ray.remote(concurrency_groups={WEIGHTS: 1, _GRAMMARS: 2})(WorkerActor)
         .options(
             num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy, max_restarts=0
         )

@@ -7,6 +7,7 @@ back in 0.1 s without the lock.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from raylm.config.source import ModelSource
@@ -29,6 +30,7 @@ class CompiledGrammars:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._num_threads = threads
         self._compiler: binding.Compiler | None = None
+        self._lock = threading.Lock()
         self._kept: dict[tuple[str, str], Future[binding.Compiled]] = {}
 
     def prepare(self) -> None:
@@ -36,14 +38,15 @@ class CompiledGrammars:
         self._threads.submit(self._get_compiler)
 
     def get(self, structure: StructuredOutput) -> Future[binding.Compiled]:
-        """The compiled grammar, when it is. To be called by one thread."""
+        """The compiled grammar, once it is compiled. Called from any thread."""
         key = structure.kind, structure.value
-        future = self._kept.pop(key, None)
-        if future is None or (future.done() and future.exception() is not None):
-            future = self._threads.submit(lambda: self._get_compiler().compile(structure))
-        self._kept[key] = future
-        self._drop_old()
-        return future
+        with self._lock:
+            future = self._kept.pop(key, None)
+            if future is None or (future.done() and future.exception() is not None):
+                future = self._threads.submit(lambda: self._get_compiler().compile(structure))
+            self._kept[key] = future
+            self._drop_old()
+            return future
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from raylm.core.rows import RowCounts
 from raylm.core.step import CacheLayout, ModelInfo, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.sim.cost import DeviceCost
 
 VOCAB_SIZE = 1 << 31
@@ -51,6 +52,9 @@ class SimulatedExecutor:
 
     def start(self) -> ModelInfo:
         return self._info
+
+    def prepare(self, structure: StructuredOutput) -> None:
+        """Grammars cost nothing here."""
 
     def submit(self, plan: StepPlan) -> None:
         """The plan starts now, or when those before it are done."""

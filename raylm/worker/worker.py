@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import ModelSource, locate
 from raylm.core.step import ModelInfo, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, TransferError
+from raylm.grammar.binding import Compiled
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
@@ -151,6 +153,10 @@ class Worker:
             dtype=_name(loaded.dtype),
             phases=phases.seconds,
         )
+
+    def prepare(self, structure: StructuredOutput) -> Future[Compiled] | None:
+        """Compile a grammar in a thread, ahead of the rows that need it. Called from any thread, after start()."""
+        return None if self._grammars is None else self._grammars.get(structure)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run one step; on a GPU, start it."""

@@ -74,6 +74,16 @@ STRATEGIES: dict[str, st.SearchStrategy[object]] = {
     "stop_token_ids": few_tokens,
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
+    "structure": st.sampled_from(
+        [
+            None,
+            StructuredOutput("grammar", 'root ::= "a" [0-9]'),
+            StructuredOutput("grammar", "nonsense", (3,)),
+            StructuredOutput("structural_tag", "nonsense"),
+            StructuredOutput("regex", "a+"),
+            "json",
+        ]
+    ),
     "skip_special_tokens": st.booleans(),
     "spaces_between_special_tokens": st.booleans(),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,33 @@ from raylm import LLM, SamplingParams
 
 pytestmark = pytest.mark.serve
 SCRIPT = Path(__file__).parents[1] / "hung_worker.py"
+
+
+STRUCTURED = """
+import sys
+from raylm import LLM, SamplingParams, StructuredOutput
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor=2, num_threads=1, max_model_len=64, progress=False)
+    forms = [StructuredOutput("regex", "[0-9]{3}-x"), StructuredOutput("choice", '["left", "right"]')]
+    params = [SamplingParams(temperature=1.5, seed=3, max_tokens=20, structure=form) for form in forms]
+    free = SamplingParams(temperature=1.5, seed=3, max_tokens=20, ignore_eos=True)
+    for completion in llm.generate([[5, 7, 9]] * 3, [*params, free], progress=False)[:2]:
+        print(completion.outputs[0].text, completion.outputs[0].finish_reason)
+    llm.close()
+"""
+
+
+def test_two_workers_keep_to_grammars(tmp_path):
+    folder = checkpoints.llama(tmp_path)
+    script = tmp_path / "structured.py"
+    script.write_text(STRUCTURED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    )
+    number, choice = done.stdout.splitlines()
+    assert re.fullmatch("[0-9]{3}-x stop", number)
+    assert choice in ("left stop", "right stop")
 
 
 def test_two_workers_give_the_same_and_one_that_hangs_does_not_hold_up_close(tmp_path):
