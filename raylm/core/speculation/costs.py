@@ -22,6 +22,8 @@ _MAX_AGE = 1024
 """Once another size is measured, sizes that were measured so many steps before are forgotten."""
 _OUTLIER = 4
 """A step counts as at most so many times as long as the steps of its size so far."""
+_SIMILAR = 2
+"""Numbers of rows are similar up to this ratio."""
 _SLOPE = 0.02
 """Seconds that twice the tokens cost more, over the seconds of a plain step, before two sizes are measured. Too small
 rather than too large: a size that is tried is measured then."""
@@ -78,6 +80,8 @@ class RowCosts:
         self.num_rows = num_rows
         self.num_since_plain = 0
         """Verifying steps since the last plain one."""
+        self.guess = 0.0
+        """What a plain step takes by those of other numbers of rows, until it is measured; 0 where unknown."""
         self._plain = _Mean()
         self._ratios: dict[int, _Mean] = {}
         self._borrowed: list[tuple[int, float]] = []
@@ -85,7 +89,12 @@ class RowCosts:
 
     @property
     def is_known(self) -> bool:
-        """Enough plain steps were seen to compare others with."""
+        """Plain steps were measured or can be guessed, to compare others with."""
+        return self.guess > 0 or self.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """Enough plain steps were seen."""
         return self._plain.num >= _FIRST
 
     @property
@@ -101,7 +110,7 @@ class RowCosts:
     @property
     def plain(self) -> float:
         """Seconds of a plain step."""
-        return self._plain.value
+        return self._plain.value if self._plain.num else self.guess
 
     def observe_plain(self, step: int, seconds: float) -> None:
         self._plain.add(step, seconds)
@@ -112,7 +121,7 @@ class RowCosts:
         size = edge(num_tokens)
         if size not in self._ratios:
             self._ratios[size] = _Mean()
-        self._ratios[size].add(step, seconds / self._plain.value)
+        self._ratios[size].add(step, seconds / self.plain)
         old = [size for size, mean in self._ratios.items() if step - mean.step > _MAX_AGE]
         for size in old:
             del self._ratios[size]
@@ -188,7 +197,18 @@ class StepCosts:
         costs = self._of.get(size)
         if costs is None:
             costs = self._of[size] = RowCosts(size)
+            costs.guess = self._guess(size)
             measured = [other for other in self._of.values() if other.is_measured]
             if measured:
                 costs.borrow(min(measured, key=lambda other: max(other.num_rows / size, size / other.num_rows)))
         return costs
+
+    def _guess(self, num_rows: int) -> float:
+        """Seconds of a plain step between those of similar numbers of rows. With such ones on one side only, the least
+        that it can be: a step of more rows takes no less time, and no less time a row with fewer."""
+        known = {other.num_rows: other.plain for other in self._of.values() if other.is_settled}
+        less = max((rows for rows in known if num_rows / _SIMILAR <= rows < num_rows), default=0)
+        more = min((rows for rows in known if num_rows < rows <= num_rows * _SIMILAR), default=0)
+        if less and more:
+            return known[less] + (known[more] - known[less]) * (num_rows - less) / (more - less)
+        return known[less] if less else known[more] * num_rows / more if more else 0.0

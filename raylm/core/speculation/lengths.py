@@ -14,6 +14,8 @@ _MAX_CREDIT = 8
 """Plain steps' time that the account holds at most, and at first: new sizes of steps are slow the first times."""
 _PLAIN_EVERY = 64
 """One of so many steps is plain, so that verifying ones are compared with what a plain step costs now."""
+_PLAIN_EVERY_AT_FIRST = 8
+"""The same while a plain step's time is a guess by other numbers of rows."""
 _PLAIN_AGE = 1024
 """A plain step's measured time is used for so many steps."""
 _PROBE_EVERY = 256
@@ -53,9 +55,9 @@ class DraftLengths:
         if self._credit is None or self._credit < 0:
             return False
         costs = self._costs.of(num_rows)
-        if not costs.is_known or costs.num_since_plain >= _PLAIN_EVERY:
+        if not costs.is_known or costs.num_since_plain >= (_PLAIN_EVERY if costs.is_settled else _PLAIN_EVERY_AT_FIRST):
             return False
-        if self._step - costs.last_plain > _PLAIN_AGE:
+        if costs.is_settled and self._step - costs.last_plain > _PLAIN_AGE:
             return False
         return self._step >= self._wait.get(costs.num_rows, 0)
 

@@ -105,7 +105,8 @@ class Device:
         self.seconds += seconds
         self.plain_seconds += self.cost(rows, rows) * (1 + self.noise / 2) * sampled / rows
         self.num_verifying += bool(planned)
-        for key, known in self.tokens.items():
+        for key in self.keys:
+            known = self.tokens[key]
             known += [1] * (counts.get(key, 0)) + [int(self.random.random() < self.keys[key])]
         if length is None:
             for key, proposal in planned.items():
@@ -254,6 +255,29 @@ def test_rows_that_may_not_have_drafts_get_none():
     device.speculation.ended("1")
     planned = device.speculation.plan([("0", 0, 0), ("1", 0, 7)])
     assert planned == {}
+
+
+def test_a_number_of_rows_like_another_need_not_be_measured_first():
+    device = Device(gpu, [0.8] * 16)
+    device.run(200)
+    for key in ("3", "9"):
+        device.speculation.ended(key)
+        del device.keys[key], device.tokens[key]
+    assert device.run(8) > 1.5
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_changing_numbers_of_rows_do_not_make_it_slower(name):
+    device = Device(DEVICES[name], [0.5] * 24, noise=0.1)
+    everyone = dict(device.keys)
+    for rows in [24, 9, 16, 3, 12, 20, 1, 7] * 12:
+        device.keys = dict(list(everyone.items())[:rows])
+        device._step(None)
+    before = device.seconds, device.plain_seconds
+    for rows in [24, 9, 16, 3, 12, 20, 1, 7] * 120:
+        device.keys = dict(list(everyone.items())[:rows])
+        device._step(None)
+    assert (device.plain_seconds - before[1]) / (device.seconds - before[0]) > 0.97
 
 
 def test_counters_by_position():
