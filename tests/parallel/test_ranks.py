@@ -9,6 +9,8 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from drafting import METHODS, Fixed, Models
+from engines import run_to_end
 from ranks import ProcessExecutor, RankPool, rank_pool
 
 import raylm.llm
@@ -17,6 +19,7 @@ from raylm.config.resolve import resolve
 from raylm.core.step import StepPlan
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError, EngineDeadError
+from raylm.executor.local import LocalExecutor
 from raylm.llm import Completion
 from raylm.parallel.peer_reduce import SplitLimits
 
@@ -228,3 +231,33 @@ def test_a_rank_that_is_given_another_plan_is_found(folders, load, monkeypatch):
     monkeypatch.setattr(executor, "submit", submit)
     with pytest.raises(EngineDeadError, match="different plans in step 5: rank 0 and rank 1 differ"):
         tokens(llm, PROMPTS[:1], GREEDY)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_that_draft_are_split_like_their_target(method, pool, tmp_path, device):
+    """Tokens are a plain engine's, ranks have the same drafts, and as many are accepted as of one rank's."""
+    models = Models.make(tmp_path)
+    found, accepted = [], []
+    for tensor, speculation in ((1, {}), (1, models.speculation(method)), (2, models.speculation(method))):
+        config = EngineConfig.model_validate(
+            {
+                "model": {"path": str(models.target(method)), "max_model_len": 64, "dtype": "float32"},
+                "cache": {"block_size": 16 if device == "cuda" else 4, "num_blocks": 200},
+                "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+                "runtime": {"device": device, "num_threads": 1},
+                "parallel": {"tensor": tensor, "check_ranks": True},
+                "speculation": speculation,
+            }
+        )
+        resolved = resolve(config, device)
+        executor = ProcessExecutor(pool, resolved) if tensor > 1 else LocalExecutor(resolved, progress=False)
+        drafter = Fixed(3) if speculation else None
+        engine = Engine(resolved, executor, plans_in_flight=2, drafter=drafter)
+        for index, prompt in enumerate(PROMPTS):
+            engine.add([str(index)], prompt, GREEDY)
+            engine.add([f"sampled {index}"], prompt, SamplingParams(temperature=0.8, seed=index, max_tokens=9))
+        found.append(run_to_end(engine).tokens)
+        accepted.append(drafter.accepted if drafter is not None else [])
+        engine.shutdown()
+    assert found[1] == found[0] and found[2] == found[0]
+    assert accepted[2] == accepted[1] != []
