@@ -73,10 +73,11 @@ class Decoded(NamedTuple):
     hidden: Tensor
     """[T, hidden_size], unless the graph has sampled."""
     positions: Tensor
-    """int64 [T]."""
+    """int64 [T], likewise."""
     token_ids: Tensor
+    """int64 [T], where the graph has sampled."""
     counts: Tensor
-    """int64 [T] and [S], where the graph has sampled: the tokens, and how many of them each row keeps."""
+    """int64 [S], where it has sampled and rows have drafts: how many of its tokens each row keeps."""
     arrays: DeviceArrays
 
 
@@ -220,16 +221,17 @@ class GraphRunner:
         """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
         table, arrays, size = self._table, graph.arrays, shape.num_tokens
         batch = InputBatch.gather(arrays, table, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
-        self._positions[:size].copy_(batch.positions)
         # A copy: the model overwrites what it is given.
         hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
         if not shape.samples:
             self._hidden[:size].copy_(hidden)
+            self._positions[:size].copy_(batch.positions)
             return
         token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.positions + 1)
         self._token_ids[:size].copy_(token_ids)
         counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
-        self._counts[: shape.num_rows].copy_(counts)
+        if shape.max_query_len > 1:
+            self._counts[: shape.num_rows].copy_(counts)
         if self._follow is not None:
             self._follow(
                 arrays.token_rows,
