@@ -29,6 +29,7 @@ class PlanBuilder:
         self._budget = budget
         self._prefill_budget = prefill_budget
         self._longer: list[tuple[int, int]] = []
+        self._num_surplus = 0
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[NewBlocks] = []
         self._swapped_out = swapped_out
@@ -44,7 +45,7 @@ class PlanBuilder:
     @property
     def left(self) -> int:
         """Tokens that the step may still compute."""
-        return self._budget - len(self.rows) - sum(count - 1 for _, count in self._longer)
+        return self._budget - len(self.rows) - self._num_surplus
 
     def room(self, num_tokens: int, *, reserved: int, limit: int) -> int:
         """How many of `num_tokens` a request may compute while `reserved` tokens stay for others.
@@ -73,6 +74,7 @@ class PlanBuilder:
     def _add(self, request: Request, num_tokens: int) -> None:
         if num_tokens > 1:
             self._longer.append((len(self.rows), num_tokens))
+            self._num_surplus += num_tokens - 1
         self.rows.append(request.row)
         if not request.plan(num_tokens):
             return
