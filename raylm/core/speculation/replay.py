@@ -7,6 +7,9 @@ from random import Random
 
 from raylm.core.speculation.proposer import NO_DRAFTS, Drafts
 
+_EVIDENCE = 4
+"""All drafts are of one class, of which two in three are expected to be right before any was verified."""
+
 
 class ReplayProposer:
     """Drafts tokens that are known from an earlier run; each is right with a given probability, independently.
@@ -37,7 +40,7 @@ class ReplayProposer:
             return NO_DRAFTS
         token_ids, num_prompt, drafts = self._running[key]
         done = len(token_ids) - num_prompt
-        return Drafts(drafts[done : done + count], 0)
+        return Drafts(drafts[done : done + count], _EVIDENCE)
 
     def end(self, key: str) -> None:
         self._running.pop(key, None)
