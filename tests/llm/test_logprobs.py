@@ -7,9 +7,11 @@ import dataclasses
 import checkpoints
 import pytest
 import torch
+from drafting import Fixed
 from greedy import random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
+from raylm.engine.factory import local_engine
 
 VOCAB = checkpoints.VOCAB_SIZE
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
@@ -157,6 +159,31 @@ def test_processed_are_those_of_the_distribution_that_is_drawn_from(folder, refe
         of_prompt = expected(reference, prompt)[0, 6].item()
         assert completion.prompt_logprobs[1].logprob == pytest.approx(of_prompt, abs=1e-3), "a prompt is not sampled"
     assert completions[0].outputs[0].top_logprobs[0][3].logprob == -torch.inf
+
+
+@pytest.mark.parametrize("listed", ["raw", "processed"])
+def test_accepted_drafts_have_theirs(folder, reference, listed):
+    """The model drafts for itself, so that most are right: a step then gives several tokens, each with its own."""
+    drafter = Fixed(3)
+    llm = make_llm(
+        folder,
+        cache={"block_size": 4, "num_blocks": 200},
+        speculation={"method": "draft_model", "model": str(folder), "num_drafts": 3},
+        generation={"logprobs": listed},
+    )
+    llm._engine.shutdown()
+    llm._engine = local_engine(llm.config, progress=False, drafter=drafter)
+    prompts = random_prompts(4, VOCAB)
+    greedy = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    drawn = dataclasses.replace(greedy, temperature=0.7, seed=3)
+    for params in (greedy, drawn):
+        scale = 0.7 if listed == "processed" and params.temperature else 1.0
+        for completion in llm.generate(prompts, params, progress=False):
+            prompt, output = completion.prompt_token_ids, completion.outputs[0]
+            found = (expected(reference, prompt + output.token_ids)[len(prompt) - 1 :] / scale).log_softmax(-1)
+            check(found, output.token_ids, output.logprobs, output.ranks, output.top_logprobs)
+    llm.close()
+    assert sum(accepted for _, accepted in drafter.accepted) > 20
 
 
 @pytest.mark.parametrize("num_top", [0, 2, 12])

@@ -14,7 +14,8 @@ def processed(logits: Tensor, temperature: Tensor, truncation: Sequence[Tensor] 
     infinity for what `truncation` (top_k, top_p, min_p; each [M]) drops. A greedy row keeps its logits."""
     values = logits.float()
     is_greedy = (temperature == 0)[:, None]
-    values = values - values.amax(dim=-1, keepdim=True)
+    # Where every token is masked nothing is subtracted: all stay minus infinity.
+    values = values - values.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0)
     values = values / torch.where(is_greedy, 1.0, temperature[:, None])
     if truncation is None:
         return values
