@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -67,6 +68,8 @@ class DraftRunner:
         self._num_captured = 0
         self._behind = np.zeros(table.max_rows + 1, dtype=np.int64)
         """Tokens before the next one that each row computes that are not absorbed, at most."""
+        self._absorbs = False
+        """Whether a lazy proposer, too, absorbs the step: of a row it computes more than one token that counts."""
 
     def warm_up(self) -> None:
         """Capture the graph that takes the most memory; nothing without graphs."""
@@ -80,15 +83,25 @@ class DraftRunner:
         whoever computed them may have ended, or left its row, before."""
         self._behind[rows] = np.minimum(num_computed, _MISSED)
 
-    def prepare(self, rows: np.ndarray, num_drafts: np.ndarray, chunks: np.ndarray, *, max_seq_len: int) -> None:
+    def prepare(
+        self,
+        rows: np.ndarray,
+        num_drafts: np.ndarray,
+        chunks: np.ndarray,
+        *,
+        given: Sequence[int] = (),
+        max_seq_len: int,
+    ) -> None:
         """Begin a step: put num_drafts[i] drafts behind the known tokens of rows[i], both int64 [S]. The table must
         have the blocks of the step; its sequences have `max_seq_len` tokens at most. chunks[i], bool [S]: the row
-        computes known tokens beside the last one."""
-        drafted = num_drafts > 0
+        computes known tokens beside the last one. `given`: rows whose drafts came with the plan."""
+        keeps = np.isin(rows, given) if given else np.zeros(len(rows), dtype=np.bool_)
+        drafted = (num_drafts > 0) & ~keeps
+        self._absorbs = bool((chunks | keeps).any())
         if self.is_lazy:
             # The token before the last known one is left to draft().
             behind = self._behind[rows]
-            self._catch_up(rows[(drafted & (behind > 1)) | (chunks & (behind > 0))], max_seq_len)
+            self._catch_up(rows[(drafted & (behind > 1)) | ((chunks | keeps) & (behind > 0))], max_seq_len)
         if drafted.any():
             self._draft(rows[drafted], num_drafts[drafted], max_seq_len)
 
@@ -101,10 +114,10 @@ class DraftRunner:
         else:
             self._replay(rows, counts, most, self._capture)
 
-    def postpones(self, rows: np.ndarray, query_lens: np.ndarray, num_drafts: np.ndarray, *, decodes: bool) -> bool:
-        """Whether a step need not be absorbed, in which rows[i] computed query_lens[i] tokens, num_drafts[i] of them
-        drafts, all int64 [S]; `decodes`: no row computed more known tokens than one."""
-        if self.is_lazy and decodes:
+    def postpones(self, rows: np.ndarray, query_lens: np.ndarray, num_drafts: np.ndarray) -> bool:
+        """Whether the step that was prepared need not be absorbed. rows[i] has computed query_lens[i] tokens,
+        num_drafts[i] of them drafts, all int64 [S]."""
+        if self.is_lazy and not self._absorbs:
             # Drafts that were made for this step are computed, all but the last one.
             self._behind[rows] = np.where(num_drafts > 0, 1, self._behind[rows] + query_lens)
             return True

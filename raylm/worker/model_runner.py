@@ -124,7 +124,8 @@ class ModelRunner:
     def _outputs(self, plan: StepPlan) -> Outputs:
         step = StepRows.of(np.array(plan.rows, dtype=np.int64), np.array(plan.num_tokens, dtype=np.int64), self._table)
         if self._drafts is not None:
-            self._drafts.prepare(step.rows, step.num_drafts, step.is_chunk, max_seq_len=step.max_seq_len)
+            given = [drafts.row for drafts in plan.drafts]
+            self._drafts.prepare(step.rows, step.num_drafts, step.is_chunk, given=given, max_seq_len=step.max_seq_len)
         if self._graphs is not None and self._graphs.takes(step):
             return self._decode(self._graphs, step)
         arrays = DeviceArrays(*self._table.upload(*StepArrays.build(step.rows, step.query_lens)))
@@ -192,8 +193,8 @@ class ModelRunner:
 
     def _absorb(self, step: StepRows, positions: Tensor, arrays: DeviceArrays) -> None:
         """Let what drafts on the device follow a step that has been counted."""
-        drafts, decodes = self._drafts, not step.is_chunk.any()
-        if drafts is None or drafts.postpones(step.rows, step.query_lens, step.num_drafts, decodes=decodes):
+        drafts = self._drafts
+        if drafts is None or drafts.postpones(step.rows, step.query_lens, step.num_drafts):
             return
         drafts.absorb(
             arrays.token_rows,

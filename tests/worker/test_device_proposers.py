@@ -83,6 +83,8 @@ class Rig:
             upload=Uploader(CPU),
         )
         self.num_captured = self.num_postponed = 0
+        self.given: dict[int, list[int]] = {}
+        """Rows of the next step whose drafts are made by somebody else."""
         self._caches = cache(*layer_shape(arch, arch.num_layers, model.context))
         self._free = list(range(1, 1 + NUM_ROWS * COLUMNS))
         random.Random(1).shuffle(self._free)
@@ -124,7 +126,9 @@ class Rig:
         num_drafts = np.array([max(num_tokens[row] - left[row], 0) for row in order])
         lens = [num_tokens[row] for row in order]
         chunks = np.array([left[row] != 1 for row in order])
-        self.runner.prepare(np.array(order), np.zeros(len(order), dtype=np.int64), chunks, max_seq_len=MAX_TOKENS)
+        drafts, given = np.array([len(self.given.get(row, [])) for row in order]), list(self.given)
+        self.runner.prepare(np.array(order), drafts, chunks, given=given, max_seq_len=MAX_TOKENS)
+        self.given.clear()
         for row in order:
             self._grow(row, self._computed(row) + num_tokens[row])
         where = [(row, self._computed(row) + i) for row in order for i in range(num_tokens[row])]
@@ -146,7 +150,7 @@ class Rig:
             self.rows.token_ids[row, known : known + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             self.rows.num_known[row] += len(tokens)
             self.rows.num_computed[row] = min(self._computed(row) + num_tokens[row], int(self.rows.num_known[row]) - 1)
-        if self.runner.postpones(np.array(order), np.array(lens), num_drafts, decodes=not chunks.any()):
+        if self.runner.postpones(np.array(order), np.array(lens), num_drafts):
             self.num_postponed += 1
             return
         self.runner.absorb(
@@ -293,6 +297,23 @@ def test_a_row_may_decode_without_drafts_meanwhile(made: Made) -> None:
     rig.draft({2: 2, 1: 2})
     assert rig.drafted(1, 2) == expected(rig.known(1), 2)
     assert rig.drafted(2, 2) == expected(rig.known(2), 2)
+
+
+def test_drafts_that_came_with_the_plan_are_left_as_they_are(made: Made) -> None:
+    rig = made.rig(ALONE)
+    for row, length in ((0, 5), (1, 8)):
+        rig.add(row, prompt(length, row + 3))
+        rig.step({row: length}, {row: [9 + row]})
+    rig.step({0: 1, 1: 1}, {0: [70], 1: [80]})
+    for accepted in range(3):
+        rig.given = {0: [100, 101, 102]}
+        known = len(rig.known(0))
+        rig.rows.token_ids[0, known : known + 3] = torch.tensor(rig.given[0])
+        rig.step({0: 4, 1: 1}, {0: [*rig.given[0][:accepted], 50 + accepted], 1: [60]})
+        assert rig.known(0)[known:] == [*range(100, 100 + accepted), 50 + accepted]
+    rig.draft({0: 2, 1: 2})
+    for row in (0, 1):
+        assert rig.drafted(row, 2) == made.expected(rig.known(row), 2)
 
 
 def test_much_that_was_postponed_is_absorbed_in_pieces(made: Made) -> None:
