@@ -2,7 +2,7 @@
 
 A structure is turned into a grammar and compiled once as a proof that it can be, within limits. What goes on to the
 engine is the grammar's text, not the compiled grammar. Measured with Llama 3's 128,256 tokens and a schema of 50
-properties on two cores of a Xeon: the text has 6 KB and compiles in 60 to 80 ms without Python's lock; compiled it
+properties on two cores of a Xeon: the text has 6 KB and compiles in 60 to 75 ms without Python's lock; compiled it
 serialises to 3.8 MB in 310 ms and is read back in 150 ms. So each worker compiles the text again, in a thread.
 """
 

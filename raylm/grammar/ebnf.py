@@ -160,11 +160,14 @@ class Rules:
         finite = set(self._written)
         left = self._rules
         while True:
-            more = {name for name, expr in left.items() if _ends(expr, finite)}
-            if not more:
+            known = len(finite)
+            # What a round finds helps the rules behind it: most rules come after those that they lead to.
+            for name, expr in left.items():
+                if _ends(expr, finite):
+                    finite.add(name)
+            if len(finite) == known:
                 return finite
-            finite |= more
-            left = {name: expr for name, expr in left.items() if name not in more}
+            left = {name: expr for name, expr in left.items() if name not in finite}
 
     def _check_direct_cycles(self) -> None:
         """Raises Fault for a rule that begins with itself: no character would ever be the first."""
