@@ -176,7 +176,9 @@ class StepsResult:
 @dataclass(frozen=True, slots=True)
 class SpeculationResult:
     """Speculative decoding against plain decoding, in turns. `acceptance`: accepted drafts over verified ones;
-    `accepted_per_step`: of a row's verification. `same_outputs`: share of outputs equal to the plain ones."""
+    `accepted_per_step`: of a row's verification. `same_outputs`: share of outputs equal to the plain ones. `ratio` is
+    of whole runs, with their prompts and with streams that end later than others; `decode_ratio` of the time in which
+    all streams decode."""
 
     bench: str
     model: str
@@ -188,6 +190,7 @@ class SpeculationResult:
     plain_tokens_per_s: float
     tokens_per_s: float
     ratio: float
+    decode_ratio: float | None
     acceptance: float | None
     accepted_per_step: float | None
     drafted: int

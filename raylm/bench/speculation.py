@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import SpeculationResult
@@ -80,6 +80,40 @@ class _Switch:
             self._drafter.observe(num_rows, num_tokens, num_sampled, seconds)
 
 
+class _Window:
+    """Tokens and seconds while all of the first requests decode: from the last one's first token until one ends."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._missing = num_requests
+        self._begin: tuple[float, int] | None = None
+        self._latest = (0.0, 0)
+        self._ended = False
+
+    def step(self, now: float, num_tokens: int, num_begun: int, *, ended: bool) -> None:
+        """A step is back, after which `num_begun` requests have tokens, `num_tokens` together."""
+        self._ended = self._ended or ended
+        if self._ended:
+            return
+        self._latest = (now, num_tokens)
+        if self._begin is None and num_begun >= self._missing:
+            self._begin = self._latest
+
+    @property
+    def counts(self) -> tuple[float, int]:
+        """Seconds and tokens; 0 where one ended before all had begun."""
+        if self._begin is None:
+            return 0.0, 0
+        return self._latest[0] - self._begin[0], self._latest[1] - self._begin[1]
+
+
+class _Ran(NamedTuple):
+    seconds: float
+    outputs: list[list[int]]
+    full_seconds: float
+    full_tokens: int
+    """While all streams decode."""
+
+
 class _Subject:
     """The engine under test, with its drafter on or off."""
 
@@ -94,14 +128,15 @@ class _Subject:
     def counters(self) -> DraftCounters:
         return self._switch.counters
 
-    def run(
-        self, prompts: Sequence[list[int]], params: SamplingParams, streams: int, *, plain: bool
-    ) -> tuple[float, list[list[int]]]:
-        """Seconds for these requests, so many at a time, and what they gave."""
+    def run(self, prompts: Sequence[list[int]], params: SamplingParams, streams: int, *, plain: bool) -> _Ran:
+        """Run these requests, so many at a time."""
         self._switch.is_plain = plain
         waiting: Iterator[tuple[int, list[int]]] = iter(enumerate(prompts))
         outputs: list[list[int]] = [[] for _ in prompts]
         running: dict[str, int] = {}
+        window = _Window(min(streams, len(prompts)))
+        num_tokens = 0
+        begun: set[str] = set()
         start = perf_counter()
         while True:
             while len(running) < streams and (following := next(waiting, None)) is not None:
@@ -111,17 +146,22 @@ class _Subject:
                 self.engine.add([str(self._num_requests)], prompt, params)
             if not running:
                 break
+            ended = False
             for delta in self.engine.step():
                 outputs[running[delta.request_id]] += delta.token_ids
+                num_tokens += len(delta.token_ids)
+                begun.add(delta.request_id)
                 if delta.finish_reason is not None:
                     del running[delta.request_id]
+                    ended = True
+            window.step(perf_counter(), num_tokens, len(begun), ended=ended)
         seconds = perf_counter() - start
         while self.engine.has_work:  # Steps on their way that compute nothing more of interest.
             self.engine.step()
         if plain:
             self._known.clear()
             self._known.update((tuple(prompt), output) for prompt, output in zip(prompts, outputs, strict=True))
-        return seconds, outputs
+        return _Ran(seconds, outputs, *window.counts)
 
 
 def measure_speculation(config: EngineConfig, settings: Settings) -> Iterator[SpeculationResult]:
@@ -163,14 +203,16 @@ def _measure(
         subject.run(prompts[:streams], params, streams, plain=plain)
     before = subject.counters
     seconds = {True: 0.0, False: 0.0}
+    full: dict[bool, list[_Ran]] = {True: [], False: []}
     num_tokens = num_same = 0
     for start in range(0, len(prompts), streams):
         piece = prompts[start : start + streams]
-        took, expected = subject.run(piece, params, streams, plain=True)
-        seconds[True] += took
-        took, outputs = subject.run(piece, params, streams, plain=False)
+        for plain in (True, False):
+            full[plain].append(subject.run(piece, params, streams, plain=plain))
+        expected, outputs = full[True][-1].outputs, full[False][-1].outputs
+        seconds[True] += full[True][-1].seconds
         # Numbers that round differently in steps of other shapes may end a greedy output elsewhere.
-        seconds[False] += took * sum(map(len, expected)) / sum(map(len, outputs))
+        seconds[False] += full[False][-1].seconds * sum(map(len, expected)) / sum(map(len, outputs))
         num_tokens += sum(map(len, expected))
         num_same += sum(a == b for a, b in zip(expected, outputs, strict=True))
     drafted, accepted, verified = _since(before, subject.counters)
@@ -185,11 +227,23 @@ def _measure(
         plain_tokens_per_s=num_tokens / seconds[True],
         tokens_per_s=num_tokens / seconds[False],
         ratio=seconds[True] / seconds[False],
+        decode_ratio=_decode_ratio(full[True], full[False]),
         acceptance=accepted / drafted if drafted else None,
         accepted_per_step=accepted / verified if verified else None,
         drafted=drafted,
         same_outputs=num_same / len(prompts),
     )
+
+
+def _decode_ratio(plain: list[_Ran], speculative: list[_Ran]) -> float | None:
+    """Speeds while all streams decode, one over the other."""
+    speeds = []
+    for runs in (speculative, plain):
+        seconds = sum(run.full_seconds for run in runs)
+        if not seconds:
+            return None
+        speeds.append(sum(run.full_tokens for run in runs) / seconds)
+    return speeds[0] / speeds[1]
 
 
 def _since(before: DraftCounters, after: DraftCounters) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.bench.speculation import INSTRUCTIONS, Settings, measure_speculation, read_set
+from raylm.bench.speculation import INSTRUCTIONS, Settings, _Window, measure_speculation, read_set
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError
@@ -41,6 +41,19 @@ def test_replayed_drafts_are_accepted_as_often_as_they_are_right():
     (result,) = measure_speculation(config(), settings)
     assert result.method == "replay 1" and result.same_outputs == 1
     assert result.drafted > 0 and result.acceptance == 1
+    assert result.decode_ratio is not None and result.decode_ratio > 0
+
+
+def test_the_window_in_which_all_decode():
+    window = _Window(2)
+    for now, tokens, begun, ended in [(1, 1, 1, False), (2, 3, 2, False), (3, 7, 2, False), (4, 9, 2, True)]:
+        window.step(float(now), tokens, begun, ended=ended)
+    window.step(5.0, 20, 3, ended=False)
+    assert window.counts == (1.0, 4)
+    never = _Window(2)
+    never.step(1.0, 5, 1, ended=True)
+    never.step(2.0, 6, 2, ended=False)
+    assert never.counts == (0.0, 0)
 
 
 def test_no_method_is_refused():
