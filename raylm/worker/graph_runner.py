@@ -73,7 +73,7 @@ class Decoded(NamedTuple):
     hidden: Tensor
     """[T, hidden_size], unless the graph has sampled."""
     positions: Tensor
-    """int64 [T], likewise."""
+    """int64 [T]."""
     token_ids: Tensor
     """int64 [T], where the graph has sampled."""
     counts: Tensor
@@ -223,9 +223,9 @@ class GraphRunner:
         batch = InputBatch.gather(arrays, table, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
         # A copy: the model overwrites what it is given.
         hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
+        self._positions[:size].copy_(batch.positions)
         if not shape.samples:
             self._hidden[:size].copy_(hidden)
-            self._positions[:size].copy_(batch.positions)
             return
         token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.positions + 1)
         self._token_ids[:size].copy_(token_ids)
