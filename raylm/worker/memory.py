@@ -135,7 +135,10 @@ def out_of_memory(device: torch.device, advice: str) -> Iterator[None]:
     """Turn running out of the GPU's memory into a ConfigError that has the numbers and the advice."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        # What an operator of the extension allocates fails with a RuntimeError that names the call, and no more.
+        if not isinstance(error, torch.OutOfMemoryError) and "aten::new_empty" not in str(error):
+            raise
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
             f"the GPU has {total / _GIB:.1f} GiB of memory, of which {free / _GIB:.1f} GiB were free when {advice}"
