@@ -31,8 +31,6 @@ class _News(NamedTuple):
 class GrammarStage:
     """params.structure: a mask for every logits of a row whose grammar has begun."""
 
-    capturable = False
-
     def __init__(self, table: RequestTable, matchers: GrammarMatchers | None) -> None:
         """Without matchers rows with a grammar are sampled elsewhere: this worker has a stage of the model that samples
         nothing."""

@@ -15,8 +15,6 @@ class Penalties:
     """Lower logits for tokens that a row has already. Nothing is kept of steps before: every step counts the row's
     tokens anew, in the table on the device, where those are too that the host does not know yet."""
 
-    capturable = True
-
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._num_prompt = np.zeros(table.num_rows, dtype=np.int64)

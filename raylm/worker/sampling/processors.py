@@ -57,8 +57,6 @@ def load_processors(names: Sequence[str]) -> dict[str, LogitsProcessor]:
 class Processors:
     """logits_processors: the stage that runs those of each row, in the order in which its request names them."""
 
-    capturable = False
-
     def __init__(self, table: RequestTable, processors: dict[str, LogitsProcessor]) -> None:
         self._table = table
         self._processors = processors

@@ -25,11 +25,6 @@ class LogitsStage(Protocol):
     """Changes logits before sampling. It keeps what it needs of each row, and costs nothing in steps without such a
     row."""
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph may hold `apply`: it launches the same kernels whatever the rows ask for."""
-        ...
-
     def set_row(self, row: int, sampling: RowSampling) -> bool:
         """A request takes the row; what the last one asked for is void. Whether it needs this stage."""
         ...

@@ -41,8 +41,6 @@ class RowArrays:
 class LogitBias:
     """logit_bias: adds to the logits of tokens."""
 
-    capturable = True
-
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._ids = RowArrays(table, fill=0, dtype=torch.int32)
@@ -68,8 +66,6 @@ class LogitBias:
 
 class AllowedTokens:
     """allowed_token_ids, and the bad words that are a single token: a bit mask of the vocabulary for each row."""
-
-    capturable = True
 
     def __init__(self, table: RequestTable, vocab_size: int) -> None:
         self._table = table
@@ -97,8 +93,6 @@ class AllowedTokens:
 class MinTokens:
     """min_tokens: no token that would end the request is sampled before it has generated so many."""
 
-    capturable = True
-
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._ids = RowArrays(table, fill=_NO_TOKEN, dtype=torch.int64)
@@ -125,8 +119,6 @@ class MinTokens:
 
 class BadWords:
     """bad_words of several tokens: the last token of one is not sampled where the completion ends with its others."""
-
-    capturable = False
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

@@ -16,8 +16,6 @@ class Typical:
     the distribution, as few as reach typical_p together. It looks at the distribution after the temperature and before
     top-k, top-p and min-p; greedy rows have no use for it."""
 
-    capturable = False
-
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._typical_p = np.ones(table.num_rows, dtype=np.float32)
