@@ -86,6 +86,9 @@ class ModelRunner:
             self._agreement.check(plan)
         if plan.copies is not None:
             self._store.copy(plan.copies)
+        if self._drafts is not None and plan.rows:
+            # Before anything looks at a row's drafts: a grammar's masks depend on them.
+            self._prepare_drafts(self._drafts, plan)
         if self._model.context.is_last_stage:
             self._sampler.look_ahead(plan)
         outputs = self._outputs(plan) if plan.rows else Outputs()
@@ -121,11 +124,16 @@ class ModelRunner:
             follow=self._drafts.absorb if self._drafts is not None and not self._drafts.is_lazy else None,
         )
 
+    def _prepare_drafts(self, drafts: DraftRunner, plan: StepPlan) -> None:
+        table, rows = self._table, np.array(plan.rows, dtype=np.int64)
+        ends = table.computed_bound[rows] + np.array(plan.num_tokens, dtype=np.int64)
+        left = table.known_bound[rows] - table.computed_bound[rows]
+        wanted = np.where(table.num_candidates[rows] > 0, 0, np.maximum(ends - table.known_bound[rows], 0))
+        given = [one.row for one in plan.drafts]
+        drafts.prepare(rows, wanted, left != 1, given=given, max_seq_len=int(ends.max()))
+
     def _outputs(self, plan: StepPlan) -> Outputs:
         step = StepRows.of(np.array(plan.rows, dtype=np.int64), np.array(plan.num_tokens, dtype=np.int64), self._table)
-        if self._drafts is not None:
-            given = [drafts.row for drafts in plan.drafts]
-            self._drafts.prepare(step.rows, step.num_drafts, step.is_chunk, given=given, max_seq_len=step.max_seq_len)
         if self._graphs is not None and self._graphs.takes(step):
             return self._decode(self._graphs, step)
         arrays = DeviceArrays(*self._table.upload(*StepArrays.build(step.rows, step.query_lens)))

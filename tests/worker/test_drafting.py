@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import checkpoints
 import draft_references
 import pytest
+import torch
+from torch import Tensor
 
 from raylm import ops
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewBlocks, NewRow, RowSampling, Sampled, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
 from raylm.worker import worker as worker_module
 from raylm.worker.worker import Worker
@@ -167,6 +171,43 @@ def test_a_draft_model_that_is_the_target_is_always_right(models: Models) -> Non
     assert driver.counts == [[5, 3, 4]] * 3
     expected = plain(target, [GREEDY] * 3)
     assert all(right[: len(text)] == text for text, right in zip(driver.texts, expected, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_masks_of_a_grammar_are_of_the_drafts_of_the_step(
+    method: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that leaves one text only: its tokens are accepted as drafts, which they are not with other masks."""
+    structure = StructuredOutput("grammar", 'root ::= "a small model answers small questions"')
+    form = dataclasses.replace(SAMPLED, temperature=2.0, structure=structure)
+    plain = grammar_driver(started(models.target(method)), form)
+    for _ in range(7):
+        plain.decode([0, 0, 0])
+    worker = started(models.target(method), models.speculation(method))
+    driver = grammar_driver(worker, form)
+    begins = [len(text) for text in driver.texts]
+    assert worker._runner is not None and worker._runner._drafts is not None
+    token_ids = worker._runner._table.token_ids
+
+    def draft(rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            known = len(driver.texts[row])
+            token_ids[row, known : known + count] = torch.tensor(plain.texts[row][known : known + count])
+
+    monkeypatch.setattr(worker._runner._drafts._proposer, "draft", draft)
+    driver.decode([3, 0, 2])
+    driver.decode([2, 3, 3])
+    assert driver.counts == [[4, 1, 3], [3, 4, 4]]
+    for text, right, begin in zip(driver.texts, plain.texts, begins, strict=True):
+        assert text == right[: len(text)] and len(text) > begin
+
+
+def grammar_driver(worker: Worker, form: SamplingParams) -> Driver:
+    assert form.structure is not None
+    compiled = worker.prepare(form.structure)
+    assert compiled is not None
+    compiled.result(60)
+    return Driver(worker, [form, SAMPLED, form])
 
 
 def test_blocks_count_what_drafts(models: Models) -> None:
