@@ -22,7 +22,7 @@ ALL_TOKENS = -1
 class _Text:
     """The text of one row, from its first generated token on."""
 
-    __slots__ = ("begin_after", "compiled", "has_begun", "is_over", "matcher", "stop_ids", "tail")
+    __slots__ = ("begin_after", "compiled", "has_begun", "is_broken", "is_over", "matcher", "stop_ids", "tail")
 
     def __init__(self, structure: StructuredOutput, compiled: Future[binding.Compiled], stop_ids: list[int]) -> None:
         self.begin_after = structure.begin_after
@@ -33,24 +33,24 @@ class _Text:
         self.matcher: binding.Matcher | None = None
         self.stop_ids = stop_ids
         self.is_over = False
-        """It has ended, or nothing can be said of it any more."""
+        """It has ended."""
+        self.is_broken = False
+        """It does not meet the grammar, or there is none: only its end is allowed."""
 
     def accept(self, token: int) -> None:
         """The text goes on with a token."""
-        if self.is_over:
+        if self.is_over or self.is_broken:
+            self.is_over |= token in self.stop_ids
             return
         if not self.has_begun:
             self.tail = (*self.tail, token)[-len(self.begin_after) :]
             self.has_begun = self.tail == self.begin_after
             return
         matcher = self.get_matcher()
-        if matcher is None:
-            self.is_over = True
-        elif not matcher.accept_token(token, False):
-            logger.warning("A grammar does not allow token %d, which its mask let through: the row goes on free", token)
-            self.is_over = True
-        elif token in self.stop_ids:
-            self.is_over = True
+        if matcher is not None and not matcher.accept_token(token, False):
+            logger.error("A grammar does not allow token %d, which its mask let through: its text is ended", token)
+            self.is_broken = True
+        self.is_over = token in self.stop_ids
 
     def get_matcher(self) -> binding.Matcher | None:
         """Waits until the grammar is compiled; None where that has failed."""
@@ -58,13 +58,14 @@ class _Text:
             try:
                 self.matcher = binding.matcher(self.compiled.result(), self.stop_ids)
             except Exception:
-                logger.exception("A grammar that was checked does not compile: its row goes on free")
-                self.is_over = True
+                if not self.is_broken:
+                    logger.exception("A grammar that was checked does not compile here: its text is ended")
+                self.is_broken = True
         return self.matcher
 
     def is_masked(self) -> bool:
         """Whether not every token may come next."""
-        return self.has_begun and not self.is_over and self.get_matcher() is not None
+        return self.has_begun and not self.is_over
 
 
 class GrammarMatchers:
@@ -131,23 +132,35 @@ class GrammarMatchers:
     def forced_text(self, row: int) -> str:
         """What the text certainly goes on with, as far as whole characters of it are certain."""
         text = self._texts[row]
-        if not text.is_masked() or text.matcher is None:
-            return ""
-        return str(text.matcher.find_jump_forward_string())
+        matcher = text.get_matcher() if text.is_masked() and not text.is_broken else None
+        return "" if matcher is None else str(matcher.find_jump_forward_string())
 
     def _fill_turn(self, texts: list[_Text], places: list[int], masks: NDArray[np.int32]) -> None:
-        matchers = [text.matcher for text in texts if text.matcher is not None]
-        if len(matchers) == 1 or self._num_threads == 1:
-            for matcher, place in zip(matchers, places, strict=True):
+        matchers, matched = [], []
+        for text, place in zip(texts, places, strict=True):
+            matcher = None if text.is_broken else text.get_matcher()
+            if matcher is None:
+                self._allow_only(text.stop_ids, masks[place])
+            else:
+                matchers.append(matcher)
+                matched.append(place)
+        if len(matchers) < 2 or self._num_threads == 1:
+            for matcher, place in zip(matchers, matched, strict=True):
                 matcher.fill_next_token_bitmask(masks, place, False)
-        elif matchers:
+        else:
             if self._batch is None:
                 self._batch = binding.batch(self._num_threads)
-            self._batch.batch_fill_next_token_bitmask(matchers, masks, places, False)
+            self._batch.batch_fill_next_token_bitmask(matchers, masks, matched, False)
+
+    def _allow_only(self, tokens: list[int], mask: NDArray[np.int32]) -> None:
+        """Without any token every token is allowed: a text that cannot end runs to its length."""
+        bits = np.zeros(32 * self.num_words, dtype=np.uint8)
+        bits[tokens or slice(None)] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def _advance(self, text: _Text, token: int, walked: dict[int, int]) -> bool:
         """Go on with a draft; False where the grammar does not allow it, or the text is over with it."""
-        if text.is_over or token in text.stop_ids:
+        if text.is_over or text.is_broken or token in text.stop_ids:
             return False
         if not text.has_begun:
             text.accept(token)

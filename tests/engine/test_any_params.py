@@ -57,6 +57,8 @@ STRATEGIES: dict[str, st.SearchStrategy[object]] = {
             st.lists(st.integers(0, 5), max_size=2).map(tuple),
         ),
         st.just(StructuredOutput("regex", "a")),
+        st.just(StructuredOutput("structural_tag", "nonsense")),
+        st.just("json"),
     ),
     "bad_token_ids": st.lists(few_tokens, max_size=3),
     "min_tokens": st.integers(0, 9),
@@ -74,16 +76,6 @@ STRATEGIES: dict[str, st.SearchStrategy[object]] = {
     "stop_token_ids": few_tokens,
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
-    "structure": st.sampled_from(
-        [
-            None,
-            StructuredOutput("grammar", 'root ::= "a" [0-9]'),
-            StructuredOutput("grammar", "nonsense", (3,)),
-            StructuredOutput("structural_tag", "nonsense"),
-            StructuredOutput("regex", "a+"),
-            "json",
-        ]
-    ),
     "skip_special_tokens": st.booleans(),
     "spaces_between_special_tokens": st.booleans(),
 }

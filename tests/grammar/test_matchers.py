@@ -100,7 +100,7 @@ def test_a_grammar_begins_after_a_sequence(matchers: GrammarMatchers) -> None:
     matchers.accept(0, ids(">"))
     assert filled(matchers, {0: ""}) == ["a"]
     matchers.accept(0, ids("a</t>"))
-    assert filled(matchers, {0: ""}) == [None], "what the grammar does not allow ends its masks"
+    assert filled(matchers, {0: ""}) == ["."], "what the grammar does not allow ends the text"
 
 
 def test_forced_text_is_what_must_follow(matchers: GrammarMatchers) -> None:
@@ -110,7 +110,7 @@ def test_forced_text_is_what_must_follow(matchers: GrammarMatchers) -> None:
     assert matchers.forced_text(0) == "irst"
 
 
-def test_a_grammar_that_does_not_compile_leaves_its_row_free(
+def test_a_grammar_that_does_not_compile_ends_its_text(
     matchers: GrammarMatchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Grammars, structure: StructuredOutput) -> Future[binding.Compiled]:
@@ -120,4 +120,6 @@ def test_a_grammar_that_does_not_compile_leaves_its_row_free(
 
     monkeypatch.setattr(Grammars, "get", broken)
     matchers.begin(0, AB, [END])
-    assert filled(matchers, {0: "ab"}) == [None, None, None]
+    assert filled(matchers, {0: "ab"}) == [".", None, None]
+    matchers.accept(0, [END])
+    assert filled(matchers, {0: ""}) == [None]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import checkpoints
@@ -15,7 +16,8 @@ from jsonschema import validate
 from openai import AsyncOpenAI, BadRequestError
 from openai_fakes import Server
 
-from raylm.batch.answer import OneModel
+from raylm.batch.answer import Answerer, OneModel
+from raylm.batch.requests import plain_request
 from raylm.config.engine import EngineConfig
 from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
@@ -187,6 +189,26 @@ async def random(random_app: Any) -> AsyncIterator[App]:
     client = AsyncOpenAI(base_url="http://raylm/v1", api_key="none", http_client=http, max_retries=0)
     yield App(client, http)
     await http.aclose()
+
+
+async def test_lines_of_a_batch_may_ask_for_it(tmp_path: Path) -> None:
+    folder = checkpoints.llama(tmp_path, max_position_embeddings=256)
+    config = EngineConfig.model_validate(
+        {"model": {"path": str(folder)}, "cache": {"num_blocks": 100}, "runtime": {"device": "cpu"}}
+    )
+    answerer = Answerer(config, local_engine(config, progress=False), max_tokens=40)
+    try:
+        lines = (
+            {"prompt": "hi", "seed": 1, **fields} for fields in ({"response_format": FORMAT}, {"guided_regex": "("})
+        )
+        requests = [plain_request(line, number, model=answerer.name) for number, line in enumerate(lines, 1)]
+        good, bad = [await answerer.answer(request) for request in requests]
+    finally:
+        answerer.close()
+    assert good.response is not None and bad.response is not None
+    validate(json.loads(json.loads(bytes(good.response.body))["choices"][0]["text"]), SCHEMA)
+    error = json.loads(bytes(bad.response.body))["error"]
+    assert (bad.response.status_code, error["param"]) == (400, "guided_regex")
 
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
