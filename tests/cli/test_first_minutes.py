@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import replace
 
 import pytest
 
@@ -32,7 +33,10 @@ def test_an_llm_samples_as_its_model_advises_unless_it_is_told(monkeypatch):
         monkeypatch.setattr(
             llm._engine,
             "add",
-            lambda ids, prompt, params, options: (asked.append(params), add(ids, prompt, params, options)),
+            lambda ids, prompt, params, options: (
+                asked.append(replace(params, seed=None)),
+                add(ids, prompt, params, options),
+            ),
         )
         llm.chat([{"role": "user", "content": PARIS}], progress=False)
         llm.generate("Once", SamplingParams(max_tokens=2), progress=False)
