@@ -9,7 +9,6 @@ from fakes import FakeExecutor
 from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.drafting import Drafter
-from raylm.core.request import Status
 from raylm.core.step import Logprobs, join_logprobs
 from raylm.engine.engine import Engine
 
@@ -74,31 +73,6 @@ def run_to_end(engine: Engine) -> Collected:
 
 
 def audit(engine: Engine) -> None:
-    """Every block is free or held as often as requests hold it; what can be found is where it should be."""
-    scheduler = engine._scheduler
-    pool = scheduler._cache._pool
-    held: Counter[int] = Counter()
-    for request in scheduler._requests.values():
-        assert len({len(blocks) for blocks in request.block_ids}) == 1
-        for blocks in request.block_ids:
-            held.update(block for block in blocks if block)
-        if request.status is Status.RUNNING:
-            assert request.num_computed <= request.num_slots
-            assert request.num_computed <= request.num_known
-    for block in range(1, pool.num_blocks):
-        assert pool._refs[block] == held[block], f"block {block}"
-        assert (block in pool._free) == (held[block] == 0)
-    for group, by_hash in enumerate(pool._by_hash):
-        for digest, block in by_hash.items():
-            stored = pool._stored[block]
-            assert stored is not None
-            assert (stored[0], stored[1].hash) == (group, digest)
-    assert sum(map(len, pool._by_hash)) == sum(stored is not None for stored in pool._stored)
-    assert [request.rank for request in scheduler._running] == sorted(request.rank for request in scheduler._running)
-    hosts = [block for request in scheduler._requests.values() for held in request.host_blocks for block in held]
-    used = [block for block in hosts if block >= 0]
-    assert len(used) == len(set(used))
-    assert len(used) + len(scheduler._cache._host_free) == engine.info.num_host_blocks
-    rows = [request.row for request in scheduler._running]
-    assert len(set(rows)) == len(rows)
-    assert len(rows) + len(scheduler._free_rows) == scheduler._config.max_num_seqs
+    """Every block and every row is free or held as often as requests hold it; what can be found is where it should
+    be."""
+    engine._scheduler.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from raylm.core.block_hash import BlockKey
 from raylm.core.events import EventLog
@@ -91,6 +92,17 @@ class BlockPool:
         self._stored = [None] * self.num_blocks
         if self._events is not None:
             self._events.cleared()
+
+    def check(self, held: Mapping[int, int]) -> None:
+        """Assert what is true between two calls, where requests hold every block `held[block]` times."""
+        for block in range(1, self.num_blocks):
+            assert self._refs[block] == held.get(block, 0), f"block {block}"
+            assert (block in self._free) == (self._refs[block] == 0), f"block {block}"
+        for group, by_hash in enumerate(self._by_hash):
+            for digest, block in by_hash.items():
+                stored = self._stored[block]
+                assert stored is not None and (stored[0], stored[1].hash) == (group, digest), f"block {block}"
+        assert sum(map(len, self._by_hash)) == sum(stored is not None for stored in self._stored)
 
     def _forget(self, block: int) -> None:
         stored = self._stored[block]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from raylm.core.block_hash import Hash, extend_keys, root_hash
@@ -59,6 +61,7 @@ class KVCacheManager:
         self._full = [group for group in self._groups if not layout.windows[group]]
         self._sliding = [group for group in self._groups if layout.windows[group]]
         self._pool = BlockPool(num_blocks, num_groups=len(layout.windows), events=events)
+        self._num_host = num_host_blocks
         self._host_free = list(range(num_host_blocks))
 
     @property
@@ -225,6 +228,19 @@ class KVCacheManager:
         requests go on to store is found by nobody: newcomers look for it under another root."""
         self._epoch += 1
         self._pool.forget_all()
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert what is true between two calls, where these are all requests that may hold anything: every block is
+        free or held as often as they hold it, on the device and on the host."""
+        held: Counter[int] = Counter()
+        hosts: list[int] = []
+        for request in requests:
+            assert len({len(blocks) for blocks in request.block_ids}) == 1, request.id
+            for blocks in request.block_ids:
+                held.update(block for block in blocks if block)
+            hosts += [block for blocks in request.host_blocks for block in blocks if block >= 0]
+        self._pool.check(held)
+        assert sorted(hosts + self._host_free) == list(range(self._num_host)), "blocks of the host"
 
     def _extend_keys(self, request: Request) -> None:
         assert self._hash_of is not None

@@ -251,6 +251,16 @@ class Scheduler:
             deltas += self._beams.take(builder.reporting, result.candidates)
         return deltas
 
+    def check(self) -> None:
+        """Assert what is true between two calls, of requests, rows and blocks. For tests and for debugging."""
+        self._cache.check(self._requests.values())
+        for request in self._running:
+            assert request.num_computed <= min(request.num_slots, request.num_known), request.id
+        ranks = [request.rank for request in self._running]
+        assert ranks == sorted(ranks), "running requests are in the policy's order"
+        rows = [request.row for request in self._running] + self._free_rows
+        assert sorted(rows) == list(range(self._config.max_num_seqs)), "rows"
+
     def _schedule_running(self, turn: list[Request], builder: PlanBuilder) -> bool:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = builder.rows.append, builder.sampling.append
