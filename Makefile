@@ -26,7 +26,7 @@ client: $(VENV)/.serve
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --require-demo
 
-# The scheduler's random histories, 10,000 of each kind instead of 300: an hour or so.
+# The scheduler's random histories, 10,000 of each kind instead of 120: an hour or so.
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
 	$(BIN)/python -m pytest tests -m nightly --require-demo
