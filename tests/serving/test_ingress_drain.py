@@ -30,7 +30,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 class Catalog:
-    def __init__(self, directory: object, load_text: object) -> None:
+    def __init__(self, directory: object, load_text: object, load_grammars: object) -> None:
         self.closed: list[str] = []
 
     async def caught_up(self, limit_s: float) -> None:
