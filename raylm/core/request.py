@@ -106,7 +106,7 @@ class Request:
         self.num_known = len(prompt_ids)
         self.num_computed = 0
         self.num_unsure = 0
-        """Drafts that steps on their way verify: both counts may turn out lower by so many."""
+        """Drafts being verified by steps in flight. num_known and num_computed may each turn out lower by as many."""
         self.num_cached = 0
         """Tokens of the prompt found in the cache; 0 again once the client has been told."""
         self.has_news = False

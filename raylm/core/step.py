@@ -92,7 +92,7 @@ class StepPlan(NamedTuple):
     """(row, token): the known tokens of a row with num_candidates grow by this one."""
     drafts: list[Drafts] = []
     bounds: list[tuple[int, int]] = []
-    """(row, tokens): the row knows at most so many tokens when this plan begins: drafts were rejected."""
+    """(row, upper bound on the row's known tokens when this plan begins), for rows of which drafts were rejected."""
 
     @property
     def total_tokens(self) -> int:
@@ -152,8 +152,8 @@ class Sampled(NamedTuple):
     candidates: list[Candidates] = []
     """One for every row with num_candidates whose known tokens are all computed."""
     prompt_logprobs: list[Logprobs] = []
-    """One for every row that asked for `prompt_logprobs` and computed tokens that another token of its prompt follows:
-    those of the tokens that follow them."""
+    """Log probabilities of prompt tokens: one entry for each row that asked for `prompt_logprobs` and computed prompt
+    tokens before its last. A token's comes with the step that computes the token before it."""
 
 
 class CacheLayout(NamedTuple):

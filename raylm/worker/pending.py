@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -78,8 +80,9 @@ class PendingStep:
         return Sampled(self._step, token_ids, counts, logprobs, candidates, [found for _, found in prompts])
 
 
-def _take(arrived: object) -> HostLogprobs:
-    return HostLogprobs([next(arrived) for _ in TokenLogprobs._fields])  # type: ignore[call-overload]
+def _take(arrived: Iterator[Tensor]) -> HostLogprobs:
+    """The next tensors that have arrived, as log probabilities."""
+    return HostLogprobs(list(islice(arrived, len(TokenLogprobs._fields))))
 
 
 def _cut(parts: LogprobParts, found: HostLogprobs) -> list[tuple[int, Logprobs]]:
