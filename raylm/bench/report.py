@@ -197,6 +197,21 @@ class SpeculationResult:
     same_outputs: float
 
 
+@dataclass(frozen=True, slots=True)
+class StructureResult:
+    """Requests with JSON schemas against plain ones of the same lengths, in turns, `streams` at a time. `time_ratio`:
+    the time of the former over that of the latter."""
+
+    bench: str
+    model: str
+    schemas: int
+    streams: int
+    output_len_mean: float
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    time_ratio: float
+
+
 Result = (
     OfflineResult
     | ServeResult
@@ -209,6 +224,7 @@ Result = (
     | SplitNormResult
     | StepsResult
     | SpeculationResult
+    | StructureResult
     | SimResult
 )
 

@@ -1,4 +1,4 @@
-"""raylm bench: throughput, latency, speculation, serve, startup, scheduler, trace, all-reduce, shape."""
+"""raylm bench: throughput, latency, speculation, structure, serve, startup, scheduler, trace, all-reduce, shape."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def add_parser(commands: Subparsers) -> None:
     for mode, text in (("throughput", "a case as one batch, offline"), ("latency", "requests one by one, offline")):
         _add_offline(kinds.add_parser(mode, help=text), mode)
     _add_speculation(kinds.add_parser("speculation", help="plain against speculative decoding, offline, in turns"))
+    _add_structure(kinds.add_parser("structure", help="JSON schemas against plain sampling, offline, in turns"))
     _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
@@ -72,6 +73,18 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
     _add_report(parser)
     parser.set_defaults(run=run, measure=_speculation, draws=True)
+
+
+def _add_structure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--schemas", type=positive, default=200, metavar="N", help="a request each (%(default)s)")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
+    parser.add_argument("--prompt-len", type=positive, default=32, metavar="N", help="of a request (%(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="of an output (%(default)s)")
+    parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="runs; medians are told (%(default)s)")
+    add_engine_options(parser)
+    _add_report(parser)
+    parser.set_defaults(run=run, measure=_structure, draws=True)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +228,20 @@ def _speculation(args: argparse.Namespace, emit: Emit) -> None:
     settings = Settings(kinds, args.streams, args.requests, args.max_tokens, args.replay)
     for result in measure_speculation(config, settings):
         emit(result)
+
+
+def _structure(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.structure import measure_structure
+
+    result = measure_structure(
+        engine_config(args),
+        schemas=args.schemas,
+        streams=args.streams,
+        input_len=args.prompt_len,
+        max_tokens=args.max_tokens,
+        repeat=args.repeat,
+    )
+    emit(result)
 
 
 def _compare(llm: LLM, cases: list[Case | Dataset], args: argparse.Namespace, emit: Emit) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
+from raylm.bench.schemas import FORMATS, INTEGER, PATTERNS, STRING, Schema, mixed_schemas
 
-Schema = Any
-INTEGER: Schema = {"type": "integer"}
-STRING: Schema = {"type": "string"}
 NODE: Schema = {
     "type": "object",
     "properties": {"value": INTEGER, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
@@ -82,14 +78,6 @@ HAND_WRITTEN: list[Schema] = [
     {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
     {"properties": {"children": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}, "name": STRING}},
 ]
-# fmt: off
-PATTERNS = [
-    "^a+$", "[^a]+", ".*", "^.{3}$", "a|b", "^a|b$", r"^\d{3}-\w+$", r"\s", r'^"x\\y"$', "^[é-ü]+$", "ab*$", "^$", "",
-    "^(?:x|y)z$", r"^[^\W\d]+$", r"^\S{1,5}@\S+$", r"^[\]\\\"]$", r"^\x41\u0042$", "a??b", "^[^\\x00-\\x1f]$", "^\n$",
-    r"^\/$", r"^(?:[a-z]+\.)+[a-z]{2,3}$", r"^\D+$", "^[😀-😏]{2}$", r"^(a|(b|c)d?)*$",
-]
-# fmt: on
-FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 LENGTHS_OF_PATTERNS: list[Schema] = [
     {"type": "string", "pattern": "^[a-f]+$", "minLength": 3, "maxLength": 5},
     {"type": "string", "pattern": "^[a-f]{2}$", "maxLength": 9},
@@ -103,72 +91,7 @@ def valid_schemas() -> list[Schema]:
     found = [*HAND_WRITTEN, *LENGTHS_OF_PATTERNS]
     found += [{"type": "string", "pattern": pattern} for pattern in PATTERNS]
     found += [{"type": "string", "format": name} for name in FORMATS]
-    rng = random.Random(16)
-    while len(found) < NUM_VALID:
-        found.append(_Maker(rng).schema())
-    return found
-
-
-class _Maker:
-    """Makes one random schema."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._defs: dict[str, Schema] = {}
-
-    def schema(self) -> Schema:
-        for name in ("first", "second"):
-            self._defs[name] = self._leaf()
-        made = dict(self._object(3))
-        made["$defs"] = self._defs
-        return made
-
-    def _any(self, depth: int) -> Schema:
-        kinds = [self._leaf, self._leaf, self._ref]
-        if depth:
-            kinds += [
-                lambda: self._object(depth - 1),
-                lambda: self._array(depth - 1),
-                lambda: {"anyOf": [self._any(depth - 1), {"type": "null"}]},
-            ]
-        made = self._rng.choice(kinds)()
-        if self._rng.random() < 0.2:
-            made = {**made, "title": "Überschrift", "description": "what it is"}
-        return made
-
-    def _ref(self) -> Schema:
-        return {"$ref": f"#/$defs/{self._rng.choice(['first', 'second'])}"}
-
-    def _object(self, depth: int) -> Schema:
-        names = self._rng.sample(["id", "name", "größe", "tags", "x y", "名前", "zip", 'q"uote', "nested"], 4)
-        properties = {name: self._any(depth) for name in names[: self._rng.randint(1, 4)]}
-        made: Schema = {"type": "object", "properties": properties}
-        made["required"] = [name for name in properties if self._rng.random() < 0.6]
-        if self._rng.random() < 0.5:
-            made["additionalProperties"] = self._rng.choice([False, INTEGER, {"type": "boolean"}])
-        return made
-
-    def _array(self, depth: int) -> Schema:
-        low = self._rng.randint(0, 2)
-        made: Schema = {"type": "array", "items": self._any(depth), "maxItems": low + self._rng.randint(0, 3)}
-        return {**made, "minItems": low} if low else made
-
-    def _leaf(self) -> Schema:
-        low = self._rng.randint(-50, 50)
-        return self._rng.choice(
-            [
-                INTEGER,
-                STRING,
-                {"type": "boolean"},
-                {"type": "number", "minimum": low / 4, "maximum": low / 4 + self._rng.randint(1, 9) / 8},
-                {"type": "integer", "minimum": low, "maximum": low + self._rng.randint(0, 200)},
-                {"type": "string", "minLength": self._rng.randint(0, 3), "maxLength": self._rng.randint(3, 15)},
-                {"type": "string", "pattern": self._rng.choice(PATTERNS)},
-                {"type": "string", "format": self._rng.choice(FORMATS)},
-                {"enum": ["rot", "grün", "blau"][: self._rng.randint(1, 3)]},
-                {"const": self._rng.choice([1, "ß", None, [1, "x"]])},
-            ]
-        )
+    return found + mixed_schemas(NUM_VALID - len(found))
 
 
 def _nested(depth: int) -> Schema:
