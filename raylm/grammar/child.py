@@ -56,10 +56,12 @@ class _Worker:
         self._vocabulary = binding.vocabulary(tokens, size, stops)
         self._size = size
         self._stops = stops
-        self._compiler = binding.Compiler(self._vocabulary)
+        cache_bytes = min(binding.CACHE_BYTES, setup.memory_bytes // 4)
+        self._compiler = binding.Compiler(self._vocabulary, cache_bytes=cache_bytes)
         del tokenizer, tokens
         self._warm()
-        _limit_memory(setup.memory_bytes)
+        # What the compiler keeps of earlier grammars must not count against the next one; the heap has gaps besides.
+        _limit_memory(setup.memory_bytes + 2 * cache_bytes)
 
     def _warm(self) -> None:
         """The first compilation costs more than the others."""
