@@ -24,7 +24,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
-from raylm.errors import RequestRejected
+from raylm.errors import RaylmError, RequestRejected
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.text.processor import TextDelta, TextProcessor
 from raylm.text.truncation import Truncation
@@ -62,6 +62,7 @@ class Output:
     logprobs: the log probability of each of token_ids, and their sum; None unless params.logprobs asked for them.
     ranks, top_logprobs: the rank of each of token_ids among all tokens, and the likeliest tokens at its position (or
         those of params.logprob_token_ids); None with logprobs.
+    message: what went wrong, with the finish reasons "error" and "deadline".
     """
 
     text: str
@@ -72,6 +73,7 @@ class Output:
     stop_reason: str | int | None = None
     ranks: list[int] | None = None
     top_logprobs: list[list[TokenLogprob]] | None = None
+    message: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -213,6 +215,8 @@ class LLM:
         try:
             while True:
                 for delta in self._engine.step():
+                    if delta.finish_reason == "error":
+                        raise RaylmError(delta.message or "the engine failed on this request")
                     piece = text.push(delta.token_ids, delta.finish_reason)
                     yield piece
                     if piece.finish_reason is not None:
@@ -301,6 +305,7 @@ class _Sequence:
         if piece.finish_reason is None:
             return False
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        output.message = delta.message
         if output.logprobs is not None:
             output.cumulative_logprob = sum(output.logprobs)
         return True

@@ -42,10 +42,15 @@ class RandomDrafter:
         assert request.id in self._running
         num_drafts = self._random.randint(1, self._most)
         likely = self._random.choice((0.0, 0.5, 0.9, 1.0))
+        forced = request.forced_tokens()
+        if len(forced) > request.num_in_flight and likely:
+            num_drafts = min(num_drafts, len(forced) - request.num_in_flight)
+            return Proposal(num_drafts, forced[: request.num_in_flight + num_drafts])
         text = list(request.token_ids)
         guesses = []
         for _ in range(request.num_in_flight + num_drafts):
-            right = next_token(text)
+            output = text[request.num_prompt :] if request.params.structure is not None else None
+            right = next_token(text, output)
             text.append(right)
             guesses.append(right if self._random.random() < likely else self._random.randrange(VOCAB))
         # Fewer guesses than drafts: the worker verifies whatever stands in the cells.

@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 
 from raylm.core.rows import RowCounts, RowStep
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import CacheLayout, Candidates, Logprobs, ModelInfo, NewRow, RowSampling, Sampled, StepPlan
+from raylm.core.step import (
+    CacheLayout,
+    Candidates,
+    Forced,
+    Logprobs,
+    ModelInfo,
+    NewRow,
+    RowSampling,
+    Sampled,
+    StepPlan,
+)
 from raylm.core.structure import StructuredOutput
 from raylm.executor.base import Preparation
 
@@ -24,9 +34,29 @@ VOCAB = 64
 EOS = 0
 
 
-def next_token(tokens: list[int]) -> int:
-    """What the fake model says after `tokens`."""
-    return zlib.crc32(bytes(tokens)) % VOCAB
+BROKEN = "broken"
+"""A grammar that fails its request once it has said so many tokens."""
+BREAKS_AT = 5
+
+
+def next_token(tokens: list[int], output: list[int] | None = None) -> int:
+    """What the fake model says after `tokens`, where `output`, their generated part, has a grammar if it is given."""
+    ways = range(VOCAB) if output is None else allowed(output)
+    return ways[zlib.crc32(bytes(tokens)) % len(ways)]
+
+
+def allowed(output: list[int]) -> list[int]:
+    """The tokens that the fake grammar allows after an output: one of four times a single one."""
+    hash = zlib.crc32(bytes([*output, 1]))
+    return [hash // 4 % VOCAB] if hash % 4 == 0 else list(range(hash % 2, VOCAB, 2))
+
+
+def forced(output: list[int]) -> list[int]:
+    """The tokens that must follow an output; now and then what is told of them is wrong."""
+    told: list[int] = []
+    while len(ways := allowed([*output, *told])) == 1:
+        told += ways
+    return [*told[:-1], VOCAB - 1] if sum(told) % 5 == 4 else told
 
 
 def logprob(tokens: list[int], token: int) -> float:
@@ -57,7 +87,7 @@ def expected_tokens(prompt: list[int], params: SamplingParams, max_model_len: in
     tokens = list(prompt)
     limit, stops = limits(prompt, params, max_model_len)
     while True:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, tokens[len(prompt) :] if params.structure is not None else None))
         if tokens[-1] in stops:
             return tokens[len(prompt) :], "stop"
         if len(tokens) >= limit:
@@ -115,6 +145,24 @@ class _Row:
     """Proposed tokens by position; a token that turns out known takes its place."""
     blocks: list[dict[int, int]] = field(default_factory=list)
 
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.sampling.num_prompt :]
+
+    def next_token(self) -> int:
+        return next_token(self.tokens, self.output if self.sampling.params.structure is not None else None)
+
+
+class _Compiling:
+    """A grammar on its way: ready when it has been asked for often enough."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def wait(self, seconds: float) -> bool:
+        self._times -= 1
+        return self._times <= 0
+
 
 class FakeExecutor:
     """Runs plans on the fake worker; results come in order, when they are asked for."""
@@ -161,7 +209,7 @@ class FakeExecutor:
         return self.info
 
     def prepare(self, structure: StructuredOutput) -> Preparation | None:
-        return None
+        return _Compiling(len(structure.value) % 4)
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -257,6 +305,8 @@ class FakeExecutor:
 
     def _sample(self, plan: StepPlan, steps: list[RowStep]) -> Sampled:
         tokens, counts, logprobs, reports, prompts = [], [], [], [], []
+        told: list[Forced] = []
+        failed: list[tuple[int, str]] = []
         for step in steps:
             row = self.rows[step.row]
             params = row.sampling.params
@@ -267,7 +317,12 @@ class FakeExecutor:
                 reports.append(candidates(row.tokens, row.sampling.num_candidates))
             if not step.samples:
                 continue
+            structure = params.structure
+            if structure is not None and structure.value == BROKEN and len(row.output) >= BREAKS_AT:
+                failed.append((len(counts), "the fake grammar is broken"))
             accepted = self._accept(step)
+            if structure is not None and (must := forced(row.output)):
+                told.append(Forced(len(counts), len(row.tokens), must))
             if params.logprobs is not None:
                 known = len(row.tokens)
                 found = logprobs_of(row.tokens, range(known - len(accepted), known), params.logprobs)
@@ -275,14 +330,14 @@ class FakeExecutor:
             tokens += accepted
             counts.append(len(accepted))
         verifies = any(step.num_drafts for step in steps)
-        return Sampled(plan.step, tokens, counts if verifies else [], logprobs, reports, prompts)
+        return Sampled(plan.step, tokens, counts if verifies else [], logprobs, reports, prompts, told, failed)
 
     def _accept(self, step: RowStep) -> list[int]:
         """The tokens that a row samples: up to the first that is not its draft, and that one."""
         row = self.rows[step.row]
         accepted: list[int] = []
         for _ in range(1 + step.num_drafts):
-            token = next_token(row.tokens)
+            token = row.next_token()
             draft = row.drafts.get(len(row.tokens), 0)
             row.tokens.append(token)
             accepted.append(token)

@@ -17,7 +17,7 @@ from raylm.config.source import locate
 from raylm.core.drafting import DraftCounters, Drafter, Proposal
 from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
-from raylm.core.speculation import HostDrafter, ReplayProposer, Speculation, make_drafter
+from raylm.core.speculation import ReplayProposer, RequestDrafter, Speculation, make_drafter
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
@@ -182,7 +182,7 @@ def measure_speculation(config: EngineConfig, settings: Settings) -> Iterator[Sp
 def _drafter(config: EngineConfig, settings: Settings, known: dict[tuple[int, ...], list[int]]) -> Drafter:
     if settings.replay is not None:
         proposer = ReplayProposer(known, settings.replay, seed=_SEED)
-        return HostDrafter(Speculation(proposer, config.speculation.num_drafts))
+        return RequestDrafter(Speculation(proposer, config.speculation.num_drafts))
     drafter = make_drafter(config.speculation)
     if drafter is None or config.speculation.on_device:
         # What drafts on the device works along in plain steps too.

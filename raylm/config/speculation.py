@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from raylm.config.base import FrozenConfig
 
-SpeculationMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
+SpeculationMethod = Literal["none", "grammar", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
 _TAKES_MODEL = ("draft_model", "eagle3")
 _ON_DEVICE = (*_TAKES_MODEL, "mtp")
 
@@ -18,7 +18,8 @@ class SpeculationConfig(FrozenConfig):
     kept where it is the token that is sampled anyway."""
 
     method: SpeculationMethod = "none"
-    """ngram copies from an earlier place of the request's own text; suffix predicts from the counts of that text and of
+    """grammar drafts what structured output forces, such as names of properties, and every other method does that too.
+    ngram copies from an earlier place of the request's own text; suffix predicts from the counts of that text and of
     recent outputs of other requests of the same tenant and cache_salt. The others draft on the device, by a smaller
     model of the same tokenizer, an EAGLE-3 head (arXiv:2503.01840) or the model's own layer for multi-token prediction
     (MiMo); they take memory for their weights and for their part of each token's cache."""

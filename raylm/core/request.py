@@ -10,7 +10,7 @@ from raylm.core.block_hash import BlockKey
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import ALL_TOKENS, SamplingParams
 from raylm.core.sampling_checks import MAX_TOKEN_ID
-from raylm.core.step import Logprobs, RowSampling
+from raylm.core.step import Forced, Logprobs, RowSampling
 
 if TYPE_CHECKING:
     from raylm.core.beam import BeamSearch
@@ -40,6 +40,7 @@ class Request:
         "arrived",
         "block_ids",
         "deadline",
+        "forced",
         "forks",
         "has_news",
         "horizon",
@@ -124,6 +125,8 @@ class Request:
         """The beam search that this is a beam of."""
         self.is_reporting = False
         """A step on its way reports candidates for this beam."""
+        self.forced: Forced | None = None
+        """What its grammar forces it to say next, as far as a step has told."""
         self.prompt_logprobs: Logprobs | None = None
         """What steps have given of params.prompt_logprobs, until the client has it."""
 
@@ -158,6 +161,18 @@ class Request:
     def reports_prompt(self) -> bool:
         """Whether its next step gives log probabilities of tokens of its prompt."""
         return self.params.prompt_logprobs is not None and self.num_computed < self.num_prompt - 1
+
+    def forced_tokens(self) -> list[int]:
+        """What follows token_ids by its grammar, as far as a step has told."""
+        if self.forced is None:
+            return []
+        _, first, forced = self.forced
+        num_seen = len(self.token_ids) - first
+        if num_seen < 0 or num_seen >= len(forced) or self.token_ids[first:] != forced[:num_seen]:
+            # Of several ways to cut the text into tokens another one was sampled, or all of it is said.
+            self.forced = None if num_seen >= 0 else self.forced
+            return []
+        return forced[num_seen:]
 
     def plan(self, num_tokens: int) -> bool:
         """A step computes its next `num_tokens` tokens, what is past the known ones as drafts. True when no known token

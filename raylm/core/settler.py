@@ -29,7 +29,11 @@ class Settler:
             deltas = self._take_several(builder, result)
         else:
             deltas = self._take_one_each(builder.sampling, result.token_ids)
-        return _with_logprobs(deltas, builder.sampling, result.logprobs) if result.logprobs else deltas
+        for forced in result.forced:
+            builder.sampling[forced.nth].forced = forced
+        if result.logprobs:
+            deltas = _with_logprobs(deltas, builder.sampling, result.logprobs)
+        return _with_failures(deltas, builder.sampling, result.failed) if result.failed else deltas
 
     def _take_one_each(self, sampling: list[Request], token_ids: list[int]) -> list[TokenDelta]:
         """Every request has one token, as its plan said: its counts stand."""
@@ -108,6 +112,17 @@ def _with_logprobs(
 ) -> list[TokenDelta]:
     wanted = {sampling[index].id: found for index, found in logprobs}
     return [_said(delta, wanted.get(delta.request_id)) for delta in deltas]
+
+
+def _with_failures(
+    deltas: list[TokenDelta], sampling: list[Request], failed: list[tuple[int, str]]
+) -> list[TokenDelta]:
+    """The deltas, where those of rows that failed say so and bring no token."""
+    reasons = {sampling[index].id: reason for index, reason in failed}
+    return [
+        TokenDelta(delta.request_id, [], "error", reasons[delta.request_id]) if delta.request_id in reasons else delta
+        for delta in deltas
+    ]
 
 
 def _said(delta: TokenDelta, found: Logprobs | None) -> TokenDelta:

@@ -139,6 +139,18 @@ def join_logprobs(parts: Iterable[Logprobs | None]) -> Logprobs | None:
     return whole
 
 
+class Forced(NamedTuple):
+    """Tokens that a row is likely to have next: at each place its grammar allows this token and
+    beginnings of it alone.
+
+    nth: the row is the nth of those of its step that sampled. first: the position of the first of token_ids.
+    """
+
+    nth: int
+    first: int
+    token_ids: list[int]
+
+
 class Sampled(NamedTuple):
     """What a step gave, in the plan's order of rows."""
 
@@ -154,6 +166,10 @@ class Sampled(NamedTuple):
     prompt_logprobs: list[Logprobs] = []
     """Log probabilities of prompt tokens: one entry for each row that asked for `prompt_logprobs` and computed prompt
     tokens before its last. A token's comes with the step that computes the token before it."""
+    forced: list[Forced] = []
+    """For rows with a grammar that has begun; each run of such tokens once."""
+    failed: list[tuple[int, str]] = []
+    """(i, what went wrong) of the i-th row that sampled: its tokens mean nothing."""
 
 
 class CacheLayout(NamedTuple):

@@ -54,6 +54,7 @@ class _Worker:
         for index in stops:
             tokens[index] = b""
         self._vocabulary = binding.vocabulary(tokens, size, stops)
+        self._pieces, self._lens = b"".join(tokens), [len(token) for token in tokens]
         self._size = size
         self._stops = stops
         cache_bytes = min(binding.CACHE_BYTES, setup.memory_bytes // 4)
@@ -69,7 +70,7 @@ class _Worker:
 
     def answer(self, request: Request) -> Answer:
         if isinstance(request, VocabularyJob):
-            return Vocabulary(str(self._vocabulary.serialize_json()))
+            return Vocabulary(str(self._vocabulary.serialize_json()), self._pieces, self._lens)
         try:
             return self._compile(request)
         except Fault as fault:

@@ -10,12 +10,30 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.grammar import binding
 from raylm.grammar.process import CompilerProcess, setup_of
 
 _MAX_COMPILED_BYTES = 1 << 28
+
+
+class TokenPieces:
+    """The bytes of tokens by id. One object instead of a vocabulary's many."""
+
+    def __init__(self, pieces: bytes, lens: list[int]) -> None:
+        """`pieces`: of all tokens, one after the other, of which token i has lens[i] bytes."""
+        self._pieces = pieces
+        self._ends = np.cumsum(lens, dtype=np.int64)
+
+    def __getitem__(self, token: int) -> bytes:
+        """Without bytes: a special token, or none of the tokenizer's."""
+        if token >= len(self._ends):
+            return b""
+        start = int(self._ends[token - 1]) if token else 0
+        return self._pieces[start : int(self._ends[token])]
 
 
 class CompiledGrammars:
@@ -30,6 +48,7 @@ class CompiledGrammars:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._num_threads = threads
         self._compiler: binding.Compiler | None = None
+        self._pieces = TokenPieces(b"", [])
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, str], Future[binding.Compiled]] = {}
 
@@ -48,6 +67,11 @@ class CompiledGrammars:
             self._drop_old()
             return future
 
+    @property
+    def pieces(self) -> TokenPieces:
+        """The tokens' bytes; of none before a grammar is compiled."""
+        return self._pieces
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -56,10 +80,11 @@ class CompiledGrammars:
             binding.load()
             child = CompilerProcess(setup_of(self._source, None, self._vocab_size, 1 << 32))
             try:
-                text = child.vocabulary()
+                found = child.vocabulary()
             finally:
                 child.kill()
-            self._compiler = binding.Compiler(binding.read_vocabulary(text), self._num_threads)
+            self._pieces = TokenPieces(found.pieces, found.lens)
+            self._compiler = binding.Compiler(binding.read_vocabulary(found.text), self._num_threads)
         return self._compiler
 
     def _drop_old(self) -> None:

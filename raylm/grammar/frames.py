@@ -54,9 +54,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class Vocabulary(msgspec.Struct, tag="words", frozen=True):
-    """What binding.read_vocabulary reads."""
+    """text: what binding.read_vocabulary reads. pieces: the bytes of all tokens, one after the other, of which token i
+    has lens[i]."""
 
     text: str
+    pieces: bytes
+    lens: list[int]
 
 
 Request = Job | VocabularyJob

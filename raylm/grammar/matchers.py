@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,23 @@ from raylm.log import get_logger
 
 logger = get_logger(__name__)
 
-ALL_TOKENS = -1
-"""A word of a mask that allows every token."""
+_MOST_FORCED = 32
+"""Forced tokens that are looked for at a time."""
+_MOST_WAYS = 32
+"""Words of a mask that allow any token, where a text is forced: its beginnings are few."""
+
+
+class Filled(NamedTuple):
+    """What filling masks told.
+
+    counts: which of the masks count. What may come behind a draft that is not allowed does not matter, nor before a
+    grammar has begun; their masks are not written. forced: (i, number of drafts, tokens) of a row i that is forced to
+    say these tokens behind so many of its drafts. broken: the rows i whose text does not meet its grammar.
+    """
+
+    counts: NDArray[np.bool_]
+    forced: list[tuple[int, int, list[int]]]
+    broken: list[int]
 
 
 class _Text:
@@ -35,7 +51,7 @@ class _Text:
         self.is_over = False
         """It has ended."""
         self.is_broken = False
-        """It does not meet the grammar, or there is none: only its end is allowed."""
+        """It does not meet the grammar, or there is none."""
 
     def accept(self, token: int) -> None:
         """The text goes on with a token."""
@@ -48,7 +64,7 @@ class _Text:
             return
         matcher = self.get_matcher()
         if matcher is not None and not matcher.accept_token(token, False):
-            logger.error("A grammar does not allow token %d, which its mask let through: its text is ended", token)
+            # Where nothing of what the grammar allows was left: min_tokens, biases and others forbid tokens too.
             self.is_broken = True
         self.is_over = token in self.stop_ids
 
@@ -59,13 +75,13 @@ class _Text:
                 self.matcher = binding.matcher(self.compiled.result(), self.stop_ids)
             except Exception:
                 if not self.is_broken:
-                    logger.exception("A grammar that was checked does not compile here: its text is ended")
+                    logger.exception("A grammar that was checked does not compile here: its request ends")
                 self.is_broken = True
         return self.matcher
 
     def is_masked(self) -> bool:
         """Whether not every token may come next."""
-        return self.has_begun and not self.is_over
+        return self.has_begun and not self.is_over and not self.is_broken
 
 
 class GrammarMatchers:
@@ -81,6 +97,7 @@ class GrammarMatchers:
         self.num_words = -(-vocab_size // 32)
         self._num_threads = threads
         self._batch: binding.Batch | None = None
+        self._ahead = np.empty((1, self.num_words), dtype=np.int32)
         self._texts: dict[int, _Text] = {}
 
     def begin(self, row: int, structure: StructuredOutput, stop_ids: Sequence[int], tokens: Sequence[int] = ()) -> None:
@@ -101,49 +118,53 @@ class GrammarMatchers:
         for token in tokens:
             text.accept(token)
 
-    def fill(self, rows: Sequence[int], drafts: Sequence[Sequence[int]], masks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Masks of the next token of each row and of those behind its drafts: 1 + len(drafts[i]) masks a row.
-
-        Returns which of the masks count: what may come behind a draft that is not allowed does not matter, nor
-        before a grammar has begun. The others are not written.
-        """
+    def fill(
+        self,
+        rows: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        masks: NDArray[np.int32],
+        looks: Sequence[bool] | None = None,
+    ) -> Filled:
+        """Masks of the next token of each row and of those behind its drafts: 1 + len(drafts[i]) masks a row. With
+        looks[i] it is found out what row i is forced to say behind its drafts."""
         first = np.concatenate([[0], np.cumsum([1 + len(tokens) for tokens in drafts])])
         counts = np.zeros(int(first[-1]), dtype=np.bool_)
+        texts = [self._texts[row] for row in rows]
+        saved = [(text, text.tail, text.has_begun, text.is_over) for text in texts]
+        walked = [0] * len(texts)
+        """Drafts of each row that are allowed, and how many of them its matcher has taken."""
+        matched = [0] * len(texts)
         # Rows whose grammar has begun advance together, so that each round fills its masks in parallel.
-        open_: list[tuple[_Text, int, Sequence[int]]] = []
-        for row, at, tokens in zip(rows, first.tolist(), drafts, strict=False):
-            open_.append((self._texts[row], at, tokens))
-        walked: dict[int, int] = {}
-        saved = [(text, text.tail, text.has_begun, text.is_over) for text, _, _ in open_]
-        turn = 0
+        open_ = list(range(len(texts)))
         while open_:
-            masked = [(text, at) for text, at, _ in open_ if text.is_masked()]
-            self._fill_turn([text for text, _ in masked], [at + turn for _, at in masked], masks)
-            counts[[at + turn for _, at in masked]] = True
-            open_ = [one for one in open_ if turn < len(one[2]) and self._advance(one[0], one[2][turn], walked)]
-            turn += 1
-        for text, tail, has_begun, is_over in saved:
-            if num := walked.get(id(text)):
+            masked = [(i, int(first[i]) + walked[i]) for i in open_ if texts[i].is_masked()]
+            self._fill_turn([(texts[i], place) for i, place in masked], masks, counts)
+            going = [i for i in open_ if walked[i] < len(drafts[i])]
+            open_ = []
+            for i in going:
+                if self._advance(texts[i], drafts[i][walked[i]], matched, i):
+                    walked[i] += 1
+                    open_.append(i)
+        forced = []
+        for i, text in enumerate(texts):
+            place = int(first[i]) + walked[i]
+            if looks is not None and looks[i] and counts[place] and (tokens := self._forced(text, masks[place])):
+                forced.append((i, walked[i], tokens))
+        for (text, tail, has_begun, is_over), num in zip(saved, matched, strict=True):
+            if num:
                 assert text.matcher is not None
                 text.matcher.rollback(num)
             text.tail, text.has_begun, text.is_over = tail, has_begun, is_over
-        return counts
+        return Filled(counts, forced, [i for i, text in enumerate(texts) if text.is_broken])
 
-    def forced_text(self, row: int) -> str:
-        """What the text certainly goes on with, as far as whole characters of it are certain."""
-        text = self._texts[row]
-        matcher = text.get_matcher() if text.is_masked() and not text.is_broken else None
-        return "" if matcher is None else str(matcher.find_jump_forward_string())
-
-    def _fill_turn(self, texts: list[_Text], places: list[int], masks: NDArray[np.int32]) -> None:
+    def _fill_turn(self, places: list[tuple[_Text, int]], masks: NDArray[np.int32], counts: NDArray[np.bool_]) -> None:
         matchers, matched = [], []
-        for text, place in zip(texts, places, strict=True):
-            matcher = None if text.is_broken else text.get_matcher()
-            if matcher is None:
-                self._allow_only(text.stop_ids, masks[place])
-            else:
+        for text, place in places:
+            matcher = text.get_matcher()
+            if matcher is not None:
                 matchers.append(matcher)
                 matched.append(place)
+        counts[matched] = True
         if len(matchers) < 2 or self._num_threads == 1:
             for matcher, place in zip(matchers, matched, strict=True):
                 matcher.fill_next_token_bitmask(masks, place, False)
@@ -152,13 +173,7 @@ class GrammarMatchers:
                 self._batch = binding.batch(self._num_threads)
             self._batch.batch_fill_next_token_bitmask(matchers, masks, matched, False)
 
-    def _allow_only(self, tokens: list[int], mask: NDArray[np.int32]) -> None:
-        """Without any token every token is allowed: a text that cannot end runs to its length."""
-        bits = np.zeros(32 * self.num_words, dtype=np.uint8)
-        bits[tokens or slice(None)] = 1
-        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
-
-    def _advance(self, text: _Text, token: int, walked: dict[int, int]) -> bool:
+    def _advance(self, text: _Text, token: int, matched: list[int], index: int) -> bool:
         """Go on with a draft; False where the grammar does not allow it, or the text is over with it."""
         if text.is_over or text.is_broken or token in text.stop_ids:
             return False
@@ -168,5 +183,33 @@ class GrammarMatchers:
         matcher = text.get_matcher()
         if matcher is None or not matcher.accept_token(token, False):
             return False
-        walked[id(text)] = walked.get(id(text), 0) + 1
+        matched[index] += 1
         return True
+
+    def _forced(self, text: _Text, mask: NDArray[np.int32]) -> list[int]:
+        """What a text must go on with, `mask` being that of its next token: the longest tokens."""
+        matcher, found = text.matcher, list[int]()
+        if matcher is None:
+            return found
+        while len(found) < _MOST_FORCED and (token := self._only_way(mask)) is not None:
+            if not matcher.accept_token(token, False):
+                break
+            found.append(token)
+            mask = self._ahead[0]
+            matcher.fill_next_token_bitmask(self._ahead, 0, False)
+        matcher.rollback(len(found))
+        return found
+
+    def _only_way(self, mask: NDArray[np.int32]) -> int | None:
+        """The longest of the tokens that a mask allows, where each of the others is a beginning of it."""
+        words = np.flatnonzero(mask)
+        if not 0 < len(words) <= _MOST_WAYS:
+            return None
+        bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+        tokens = (words[:, None] * 32 + np.arange(32))[bits.astype(np.bool_)].tolist()
+        pieces = self._grammars.pieces
+        texts = [pieces[token] for token in tokens]
+        longest = max(range(len(texts)), key=lambda i: len(texts[i]))
+        # A token without text ends it.
+        is_only = all(text and texts[longest].startswith(text) for text in texts)
+        return tokens[longest] if is_only else None

@@ -71,10 +71,10 @@ class CompilerProcess:
         assert isinstance(answer, Done | Failed)
         return answer
 
-    def vocabulary(self) -> str:
+    def vocabulary(self) -> Vocabulary:
         answer = self._request(VocabularyJob(), START_S)
         assert isinstance(answer, Vocabulary)
-        return answer.text
+        return answer
 
     def kill(self) -> None:
         self._process.kill()

@@ -57,7 +57,13 @@ class ModelRunner:
         self._store = store
         self._forward = _Forward(model, store, groups)
         self._sampler = Sampler(
-            table, model.context, model.arch.vocab_size, processors, matchers, processed=processed_logprobs
+            table,
+            model.context,
+            model.arch.vocab_size,
+            processors,
+            matchers,
+            processed=processed_logprobs,
+            tells_forced=num_drafts > 0 and model.context.answers,
         )
         self._agreement = agreement
         self._drafts = drafts
@@ -215,12 +221,13 @@ class ModelRunner:
 
     def _sample(self, step: StepRows, logits: Tensor, of: LogitRows) -> Outputs:
         drawn = self._sampler.sample(logits, of)
+        outputs = Outputs(drawn.token_ids, forced=drawn.forced, failed=drawn.failed)
         if drawn.logprobs is None:
-            return Outputs(drawn.token_ids)
+            return outputs
         sampling = step.num_sampled > 0
         num_top = self._sampler.logprobs.num_top(step.rows[sampling])
         parts = LogprobParts(drawn.logprobs, step.num_sampled[sampling], num_top)
-        return Outputs(drawn.token_ids, logprobs=parts)
+        return outputs._replace(logprobs=parts)
 
     def _prompt_logprobs(
         self, step: StepRows, hidden: Tensor, positions: Tensor, token_rows: Tensor

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raylm.core.step import Candidates, Logprobs, Sampled
+from raylm.core.step import Candidates, Forced, Logprobs, Sampled
 from raylm.worker.input_batch import starts
 from raylm.worker.sampling.logprobs import HostLogprobs, Likeliest, TokenLogprobs
 from raylm.worker.transfer import Download
@@ -41,6 +41,9 @@ class Outputs(NamedTuple):
     """Of rows that report: the likeliest tokens, and how many of them each has asked for."""
     prompts: LogprobParts | None = None
     """Of tokens of prompts, one part a row."""
+    forced: list[Forced] = []
+    failed: list[tuple[int, str]] = []
+    """As Sampled has them."""
 
 
 class PendingStep:
@@ -77,7 +80,8 @@ class PendingStep:
                 token for start, count in zip(first, counts, strict=False) for token in token_ids[start : start + count]
             ]
             logprobs = [(index, found.first(counts[index])) for index, found in logprobs]
-        return Sampled(self._step, token_ids, counts, logprobs, candidates, [found for _, found in prompts])
+        told = [found for _, found in prompts]
+        return Sampled(self._step, token_ids, counts, logprobs, candidates, told, given.forced, given.failed)
 
 
 def _take(arrived: Iterator[Tensor]) -> HostLogprobs:

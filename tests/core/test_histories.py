@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from drafters import RandomDrafter
 from engines import Collected, audit, make_engine
-from fakes import FakeExecutor, expected_beams, expected_tokens, logprobs_of
+from fakes import BREAKS_AT, BROKEN, FakeExecutor, expected_beams, expected_tokens, logprobs_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +17,7 @@ from prompts import prompts
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout
+from raylm.core.structure import StructuredOutput
 from raylm.errors import Overloaded, RequestRejected
 
 
@@ -87,20 +88,22 @@ class Histories(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 4]),
         logprobs=st.sampled_from([None, None, 0, 3]),
         prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
+        grammar=st.sampled_from(["", "", "", "g", "go", "gone", BROKEN]),
         cache_salt=st.sampled_from(["", "", "salt"]),
         priority=st.integers(-2, 2),
         tenant=st.sampled_from(["", "a", "b"]),
         deadline_s=st.sampled_from([None, None, 0.02, 0.1]),
         queue_timeout_s=st.sampled_from([None, None, 0.02]),
     )
-    def add(self, prompt, max_tokens, ignore_eos, stop, n, logprobs, prompt_logprobs, **options):
+    def add(self, prompt, max_tokens, ignore_eos, stop, n, logprobs, prompt_logprobs, grammar, **options):
         params = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
+            ignore_eos=ignore_eos and (stop or not grammar),
             stop_token_ids=(7, 9) if stop else (),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            structure=StructuredOutput("grammar", grammar) if grammar else None,
         )
         ids = self.submit(prompt, params, RequestOptions(**options), n)
         for id in ids:
@@ -222,7 +225,11 @@ class Histories(RuleBasedStateMachine):
         for request_id, (tokens, reason) in self.expected.items():
             if request_id in self.aborted:
                 continue
-            if self.collected.reasons[request_id] != "deadline":
+            if self.collected.reasons[request_id] == "error":
+                params = self.asked[request_id][1]
+                assert params.structure is not None and params.structure.value == BROKEN
+                assert len(self.collected.tokens[request_id]) >= BREAKS_AT
+            elif self.collected.reasons[request_id] != "deadline":
                 assert self.collected.tokens[request_id] == tokens
                 assert self.collected.reasons[request_id] == reason
                 self.check_logprobs(request_id, tokens)

@@ -18,6 +18,8 @@ AB = StructuredOutput("grammar", 'root ::= "a" "b"+ "c"')
 class Grammars:
     """CompiledGrammars without its process and thread."""
 
+    pieces = TOKENS
+
     def get(self, structure: StructuredOutput) -> Future[binding.Compiled]:
         future: Future[binding.Compiled] = Future()
         future.set_result(compiled(structure))
@@ -37,7 +39,7 @@ def filled(matchers: GrammarMatchers, rows: dict[int, str]) -> list[str | None]:
     """What each mask allows, as text; None where it does not count. `rows` gives the drafts of rows."""
     drafts = [ids(text) for text in rows.values()]
     masks = np.full((sum(1 + len(tokens) for tokens in drafts), matchers.num_words), 7, np.int32)
-    counts = matchers.fill(list(rows), drafts, masks)
+    counts = matchers.fill(list(rows), drafts, masks).counts
     return [shown(mask) if count else None for mask, count in zip(masks, counts, strict=True)]
 
 
@@ -69,7 +71,7 @@ def test_a_draft_that_ends_the_text_ends_the_masks(matchers: GrammarMatchers) ->
     matchers.begin(0, AB, [END])
     matchers.accept(0, ids("abc"))
     masks = np.zeros((3, matchers.num_words), np.int32)
-    assert matchers.fill([0], [[END, 97]], masks).tolist() == [True, False, False]
+    assert matchers.fill([0], [[END, 97]], masks).counts.tolist() == [True, False, False]
     assert filled(matchers, {0: ""}) == ["."]
 
 
@@ -100,26 +102,53 @@ def test_a_grammar_begins_after_a_sequence(matchers: GrammarMatchers) -> None:
     matchers.accept(0, ids(">"))
     assert filled(matchers, {0: ""}) == ["a"]
     matchers.accept(0, ids("a</t>"))
-    assert filled(matchers, {0: ""}) == ["."], "what the grammar does not allow ends the text"
+    assert filled(matchers, {0: ""}) == [None], "what the grammar does not allow breaks the text"
+    assert broken(matchers, 0) == [0]
 
 
-def test_forced_text_is_what_must_follow(matchers: GrammarMatchers) -> None:
-    matchers.begin(0, StructuredOutput("choice", '["the first", "the second"]'), [END])
-    assert matchers.forced_text(0) == "the "
-    matchers.accept(0, ids("the f"))
-    assert matchers.forced_text(0) == "irst"
+def broken(matchers: GrammarMatchers, row: int) -> list[int]:
+    return matchers.fill([row], [[]], np.zeros((1, matchers.num_words), np.int32)).broken
 
 
-def test_a_grammar_that_does_not_compile_ends_its_text(
+def forced(matchers: GrammarMatchers, rows: dict[int, str]) -> dict[int, tuple[int, list[bytes]]]:
+    """What each row must say, and behind how many of its drafts."""
+    drafts = [ids(text) for text in rows.values()]
+    masks = np.zeros((sum(1 + len(tokens) for tokens in drafts), matchers.num_words), np.int32)
+    told = matchers.fill(list(rows), drafts, masks, [True] * len(rows)).forced
+    return {list(rows)[i]: (num, [TOKENS[token] for token in tokens]) for i, num, tokens in told}
+
+
+def test_forced_tokens_are_the_longest_that_must_follow(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, StructuredOutput("choice", '["an abc name, first", "an abc name, second"]'), [END])
+    matchers.begin(1, StructuredOutput("choice", '["ab", "ax"]'), [END])
+    assert forced(matchers, {0: "", 1: ""}) == {
+        0: (0, [b"a", b"n", b" ", b"abc", b" ", b"name", b",", b" "]),
+        1: (0, [b"a"]),
+    }
+    assert forced(matchers, {1: "a"}) == {}, "there is a choice"
+    assert forced(matchers, {1: "ab"}) == {}, "its end is no text"
+    assert forced(matchers, {0: "an abc name, f"}) == {0: (14, [b"i", b"r", b"s", b"t"])}
+    assert forced(matchers, {0: "an xx"}) == {0: (3, [b"abc", b" ", b"name", b",", b" "])}
+    assert filled(matchers, {0: ""}) == ["a"], "looking ahead leaves no trace"
+
+
+def test_forced_characters_may_begin_in_the_middle_of_one(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, StructuredOutput("choice", '["\u20ac", "\u20ad"]'), [END])
+    assert forced(matchers, {0: ""}) == {0: (0, [b"\xe2\x82"])}
+    matchers.begin(1, StructuredOutput("choice", '["\u20ac!"]'), [END])
+    matchers.accept(1, [0xE2])
+    assert forced(matchers, {1: ""}) == {1: (0, [b"\x82", b"\xac", b"!"])}
+
+
+def test_a_grammar_that_does_not_compile_breaks_its_text(
     matchers: GrammarMatchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Grammars, structure: StructuredOutput) -> Future[binding.Compiled]:
+    def fails(self: Grammars, structure: StructuredOutput) -> Future[binding.Compiled]:
         future: Future[binding.Compiled] = Future()
         future.set_exception(RuntimeError("no"))
         return future
 
-    monkeypatch.setattr(Grammars, "get", broken)
+    monkeypatch.setattr(Grammars, "get", fails)
     matchers.begin(0, AB, [END])
-    assert filled(matchers, {0: "ab"}) == [".", None, None]
-    matchers.accept(0, [END])
-    assert filled(matchers, {0: ""}) == [None]
+    assert filled(matchers, {0: "ab"}) == [None, None, None]
+    assert broken(matchers, 0) == [0]

@@ -5,7 +5,7 @@ token, samples every position, and keeps the drafts that equal the sampled token
 drafts; only the time does (Leviathan et al., arXiv:2211.17192).
 """
 
-from raylm.core.speculation.drafter import HostDrafter, make_drafter
+from raylm.core.speculation.drafter import RequestDrafter, make_drafter
 from raylm.core.speculation.lengths import DraftLengths
 from raylm.core.speculation.ngram import NgramProposer
 from raylm.core.speculation.proposer import Drafts, Proposer
@@ -16,7 +16,7 @@ from raylm.core.speculation.suffix import SuffixProposer
 __all__ = [
     "DraftLengths",
     "Drafts",
-    "HostDrafter",
+    "RequestDrafter",
     "NgramProposer",
     "Proposer",
     "ReplayProposer",

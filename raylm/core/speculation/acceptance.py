@@ -8,7 +8,7 @@ _COMMON_MEMORY = 0.998
 """Weight of a draft when the next one of its class and position comes, for the shares of all requests together."""
 _OWN_MEMORY = 0.9
 """The same for the shares of one request: it remembers some ten verified drafts of a class."""
-_PRIORS = (0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9)
+_PRIORS = (0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95)
 """Expected shares of each class of evidence before anything was seen."""
 _PRIOR_WEIGHT = 4.0
 """The common share counts like so many drafts of the request itself; the prior like so many of all."""

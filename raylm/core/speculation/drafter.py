@@ -8,15 +8,15 @@ from raylm.config.speculation import SpeculationConfig
 from raylm.core.drafting import DraftCounters, Drafter, Proposal
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
-from raylm.core.speculation.device import DeviceDrafter
 from raylm.core.speculation.ngram import NgramProposer
 from raylm.core.speculation.proposer import Proposer
-from raylm.core.speculation.speculation import Speculation
+from raylm.core.speculation.silent import OnDevice, Silent
+from raylm.core.speculation.speculation import Decoding, Speculation
 from raylm.core.speculation.suffix import SuffixProposer
 
 
-class HostDrafter:
-    """The Drafter whose drafts are proposed on the host, by tokens alone."""
+class RequestDrafter:
+    """The Drafter of requests: what their grammars force, else what a proposer says."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
@@ -42,7 +42,12 @@ class HostDrafter:
         """Drafts for the next step, in which these requests decode; those that verify none are left out."""
         if not self._speculation.is_on(len(requests)):
             return {}
-        rows = [(request.id, request.num_in_flight, request.max_len - request.num_known - 1) for request in requests]
+        rows = [
+            Decoding(
+                request.id, request.num_in_flight, request.max_len - request.num_known - 1, request.forced_tokens()
+            )
+            for request in requests
+        ]
         planned = self._speculation.plan(rows)
         return {request: planned[request.id] for request in requests if request.id in planned}
 
@@ -63,12 +68,12 @@ def _space(options: RequestOptions) -> str:
 def make_drafter(config: SpeculationConfig) -> Drafter | None:
     """What the configuration asks for; None where it asks for nothing."""
     proposer: Proposer
-    if config.on_device:
-        return DeviceDrafter(config.num_drafts)
+    if config.method == "none":
+        return None
     if config.method == "ngram":
         proposer = NgramProposer(config.min_n, config.max_n)
     elif config.method == "suffix":
         proposer = SuffixProposer(min_match=config.min_n)
     else:
-        return None
-    return HostDrafter(Speculation(proposer, config.num_drafts))
+        proposer = OnDevice() if config.on_device else Silent()
+    return RequestDrafter(Speculation(proposer, config.num_drafts))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-NUM_EVIDENCE = 8
+NUM_EVIDENCE = 9
 """Classes of evidence; see Drafts."""
+FORCED = NUM_EVIDENCE - 1
+"""The class of tokens that a grammar forces, the strongest."""
 _CLASS_BEGINS = (2, 3, 4, 6, 10, 16, 32)
 """The shortest match of the classes 1, 2, ...; a shorter one than the first is of class 0."""
 LONG_MATCHES = _CLASS_BEGINS[:1:-1]
@@ -15,7 +17,8 @@ _CLASSES = [sum(length >= begin for begin in _CLASS_BEGINS) for length in range(
 
 
 class Drafts(NamedTuple):
-    """Guesses of a request's next tokens, in order.
+    """Guesses of a request's next tokens, in order. Where they are not `known`, the workers draft by themselves, and
+    token_ids only says how many.
 
     `evidence` is a class from 0 (weak) to NUM_EVIDENCE - 1 (strong). The share of accepted drafts is measured for each
     class separately, so a proposer should give one class to drafts that are about equally likely to be right.
@@ -23,6 +26,7 @@ class Drafts(NamedTuple):
 
     token_ids: list[int]
     evidence: int
+    known: bool = True
 
 
 NO_DRAFTS = Drafts([], 0)

@@ -7,12 +7,23 @@ from typing import NamedTuple
 from raylm.core.drafting import DraftCounters, Proposal
 from raylm.core.speculation.acceptance import Acceptance, OwnShares
 from raylm.core.speculation.lengths import DraftLengths
-from raylm.core.speculation.proposer import Drafts, Proposer
+from raylm.core.speculation.proposer import FORCED, Drafts, Proposer
 
 _MANY_ROWS = 64
 _SAMPLED = 5
 """From so many rows on, what became of every fifth row's drafts is learned from: noting all would cost a millisecond a
 step. Five has no divisor in common with the usual numbers of rows."""
+
+
+class Decoding(NamedTuple):
+    """A row that decodes in the next step: at most `num_in_flight` tokens of it are computed by plans on their way and
+    not known here, and at most `limit` drafts may follow them. `forced`: what follows its known tokens by its
+    grammar."""
+
+    key: str
+    num_in_flight: int
+    limit: int
+    forced: list[int] = []
 
 
 class _Untested(NamedTuple):
@@ -73,12 +84,10 @@ class Speculation:
         """Whether plan() may give drafts to a step of so many rows. While it may not, drafts cost nothing at all."""
         return self._lengths.is_on(num_rows)
 
-    def plan(self, rows: list[tuple[str, int, int]]) -> dict[str, Proposal]:
-        """What rows of the next step are to verify; those that verify nothing are left out.
+    def plan(self, rows: list[Decoding]) -> dict[str, Proposal]:
+        """What rows of the next step are to verify; those that verify nothing are left out. `rows`: all that decode.
 
-        rows: every decoding row as (key, num_in_flight, limit). `num_in_flight` tokens at most are computed by plans on
-        their way and not known here; `limit` drafts at most may follow them. The tokens of a proposal begin with
-        guesses of those in flight; a wrong guess costs only the verification.
+        The tokens of a proposal begin with guesses of those in flight; a wrong guess costs only the verification.
         """
         self._prepare()
         proposed = [self._propose(*row) for row in rows]
@@ -86,17 +95,18 @@ class Speculation:
             self._acceptance.values(self._rows[key].shares, drafts.evidence, len(drafts.token_ids) - num_in_flight)
             if drafts is not None
             else []
-            for (key, num_in_flight, _), drafts in zip(rows, proposed, strict=True)
+            for (key, num_in_flight, *_), drafts in zip(rows, proposed, strict=True)
         ]
         planned = {}
-        for (key, num_in_flight, _), drafts, length in zip(rows, proposed, self._lengths.choose(values), strict=True):
+        for (key, num_in_flight, *_), drafts, length in zip(rows, proposed, self._lengths.choose(values), strict=True):
             if drafts is None:
                 continue
             row = self._rows[key]
             if length:
-                planned[key] = Proposal(length, drafts.token_ids[: num_in_flight + length], drafts.evidence)
+                token_ids = drafts.token_ids[: num_in_flight + length] if drafts.known else []
+                planned[key] = Proposal(length, token_ids, drafts.evidence)
                 row.untested = None
-            elif row.untested is None:
+            elif row.untested is None and drafts.known:
                 row.untested = _Untested(
                     len(row.token_ids) + num_in_flight, drafts._replace(token_ids=drafts.token_ids[num_in_flight:])
                 )
@@ -129,13 +139,16 @@ class Speculation:
                 return
             left -= prepare(key, left)
 
-    def _propose(self, key: str, num_in_flight: int, limit: int) -> Drafts | None:
+    def _propose(self, key: str, num_in_flight: int, limit: int, forced: list[int]) -> Drafts | None:
         row = self._rows.get(key)
         if row is None or limit <= 0:
             return None
         if row.untested is not None:
             self._compare(row, row.untested)
-        drafts = self._proposer.propose(key, num_in_flight + min(limit, self._num_drafts))
+        count = num_in_flight + min(limit, self._num_drafts)
+        if len(forced) > num_in_flight:
+            return Drafts(forced[:count], FORCED)
+        drafts = self._proposer.propose(key, count)
         return drafts if len(drafts.token_ids) > num_in_flight else None
 
     def _compare(self, row: _Row, untested: _Untested) -> None:

@@ -16,8 +16,13 @@ from raylm import ops
 from raylm.core.step import RowSampling, StepPlan
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.worker.request_table import RequestTable
-from raylm.worker.sampling.stages import LogitRows
+from raylm.worker.sampling.stages import LogitRows, RowNotes
 from raylm.worker.transfer import Download
+
+_BROKEN = (
+    "structure: the text does not meet its grammar any more, as happens where a logits processor forbids all tokens "
+    "that the grammar allows"
+)
 
 
 class _News(NamedTuple):
@@ -31,11 +36,17 @@ class _News(NamedTuple):
 class GrammarStage:
     """params.structure: a mask for every logits of a row whose grammar has begun."""
 
-    def __init__(self, table: RequestTable, matchers: GrammarMatchers | None) -> None:
+    def __init__(
+        self, table: RequestTable, matchers: GrammarMatchers | None, notes: RowNotes, *, tells_forced: bool = False
+    ) -> None:
         """Without matchers rows with a grammar are sampled elsewhere: this worker has a stage of the model that samples
-        nothing."""
+        nothing. With `tells_forced` it is noted what grammars force rows to say."""
         self._table = table
         self._matchers = matchers
+        self._notes = notes
+        self._tells_forced = tells_forced
+        self._told: dict[int, tuple[int, list[int]]] = {}
+        """What was noted last of a row: the first position and the tokens, while they are what the row says."""
         self._has_grammar = np.zeros(table.num_rows, dtype=np.bool_)
         self._num_seen = np.zeros(table.num_rows, dtype=np.int64)
         """Tokens of each row that its matcher has accepted; before the first, those of the prompt."""
@@ -48,6 +59,7 @@ class GrammarStage:
         if self._has_grammar[row]:
             self._matchers.forget(row)
         self._has_grammar[row] = structure is not None
+        self._told.pop(row, None)
         if structure is None:
             return False
         self._matchers.begin(row, structure, sampling.stop_ids)
@@ -83,7 +95,9 @@ class GrammarStage:
         masks = np.empty((len(places), self._matchers.num_words), dtype=np.int32)
         # The logits of a row stand together, in the plan's order of rows.
         order = list(dict.fromkeys(of.rows[places].tolist()))
-        are_masked = self._matchers.fill(order, [drafts[row] for row in order], masks)
+        looks = [self._tells_forced and self._is_news(row, len(drafts[row])) for row in order]
+        are_masked, forced, broken = self._matchers.fill(order, [drafts[row] for row in order], masks, looks)
+        self._note(order, forced, broken)
         if not are_masked.any():
             return logits
         mask_rows = np.full(len(of.rows), -1, dtype=np.int64)
@@ -91,6 +105,21 @@ class GrammarStage:
         bitmask, which = self._table.upload(masks[are_masked].reshape(-1), mask_rows)
         ops.mask_logits(logits, bitmask.view(-1, masks.shape[1]), which)
         return logits
+
+    def _is_news(self, row: int, num_drafts: int) -> bool:
+        """Whether what the row must say behind its drafts was not noted before."""
+        first, tokens = self._told.get(row, (0, []))
+        return first + len(tokens) <= self._num_seen[row] + num_drafts
+
+    def _note(self, rows: list[int], forced: list[tuple[int, int, list[int]]], broken: list[int]) -> None:
+        for index, num_drafts, tokens in forced:
+            first = int(self._num_seen[rows[index]]) + num_drafts
+            self._told[rows[index]] = first, tokens
+            # The first of them is sampled by this step anyway.
+            if len(tokens) > 1:
+                self._notes.force(rows[index], first, tokens)
+        for index in broken:
+            self._notes.fail(rows[index], _BROKEN)
 
     def _take_news(self, num_logits: dict[int, int]) -> dict[int, list[int]]:
         """Take in what rows have generated; the drafts that each verifies, of rows that have so many logits."""
@@ -102,6 +131,18 @@ class GrammarStage:
             if row in num_logits:
                 num_new = count - begin
                 self._matchers.accept(row, line[:num_new])
+                self._compare(row, begin, line[:num_new])
                 self._num_seen[row] = count
                 drafts[row] = line[num_new : num_new + num_logits[row] - 1]
         return drafts
+
+    def _compare(self, row: int, first: int, token_ids: list[int]) -> None:
+        """The row has said these tokens. Where they are not the forced ones, its text was cut otherwise, and what it
+        must say is found out anew."""
+        told = self._told.get(row)
+        if told is None or not token_ids:
+            return
+        begin = max(first, told[0])
+        expected = told[1][begin - told[0] : first + len(token_ids) - told[0]]
+        if expected != token_ids[begin - first :][: len(expected)]:
+            del self._told[row]

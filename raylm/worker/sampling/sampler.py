@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from raylm import ops
-from raylm.core.step import NewRow, StepPlan
+from raylm.core.step import Forced, NewRow, StepPlan
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.parallel.collectives import of_first
 from raylm.parallel.context import ParallelContext
@@ -18,7 +18,7 @@ from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs, as_coun
 from raylm.worker.sampling.penalties import Penalties
 from raylm.worker.sampling.processed import processed, truncates
 from raylm.worker.sampling.processors import LogitsProcessor, Processors
-from raylm.worker.sampling.stages import LogitRows, LogitsStage
+from raylm.worker.sampling.stages import LogitRows, LogitsStage, RowNotes
 from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
 from raylm.worker.sampling.typical import Typical
 
@@ -39,6 +39,9 @@ class Drawn(NamedTuple):
     token_ids: Tensor
     """int64 [M]."""
     logprobs: TokenLogprobs | None
+    forced: list[Forced] = []
+    failed: list[tuple[int, str]] = []
+    """Of rows, as Sampled has them."""
 
 
 class Sampler:
@@ -57,12 +60,16 @@ class Sampler:
         matchers: GrammarMatchers | None = None,
         *,
         processed: bool = False,
+        tells_forced: bool = False,
     ) -> None:
+        """`processed`: log probabilities are those of the distribution that is sampled from. `tells_forced`: what
+        grammars force rows to say is told."""
         self._table = table
         self._processed = processed
         self._context = context
-        self._grammar = GrammarStage(table, matchers)
-        self._stages = make_stages(table, vocab_size, processors or {}, self._grammar)
+        self._notes = RowNotes()
+        self._grammar = GrammarStage(table, matchers, self._notes, tells_forced=tells_forced)
+        self._stages = make_stages(table, vocab_size, Processors(table, processors or {}, self._notes), self._grammar)
         self._needs_stage = np.zeros((len(self._stages), table.num_rows), dtype=np.bool_)
         self.logprobs = LogprobWishes(table)
         self.prompt_top = np.full(table.num_rows, -1, dtype=np.int64)
@@ -114,12 +121,13 @@ class Sampler:
         if not ops.sample_is_async(self._table.device):
             # torch's sums on a GPU may differ in the last bit from one time to the next.
             token_ids = of_first(token_ids, self._context)
+        notes = self._notes.take(of.rows)
         if not wants_logprobs:
-            return Drawn(token_ids, None)
+            return Drawn(token_ids, None, *notes)
         if self._processed:
             temperature, *truncation = settings[:4]
             told = processed(logits, temperature, truncation if truncates(*host[1:4]) else None)
-        return Drawn(token_ids, self.logprobs.of_sampled(told, token_ids, of.rows))
+        return Drawn(token_ids, self.logprobs.of_sampled(told, token_ids, of.rows), *notes)
 
     def staged(self, logits: Tensor, of: LogitRows) -> Tensor:
         """The logits [M, vocab] that are sampled from; `logits` may be overwritten."""
@@ -130,13 +138,13 @@ class Sampler:
 
 
 def make_stages(
-    table: RequestTable, vocab_size: int, processors: dict[str, LogitsProcessor], grammar: LogitsStage
+    table: RequestTable, vocab_size: int, processors: LogitsStage, grammar: LogitsStage
 ) -> list[LogitsStage]:
     """All stages, in the order in which they change logits: a mask must come after what could lift it."""
     return [
         Penalties(table),
         LogitBias(table),
-        Processors(table, processors),
+        processors,
         BadWords(table),
         AllowedTokens(table, vocab_size),
         grammar,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from raylm.core.step import RowSampling
+from raylm.core.step import Forced, RowSampling
 
 
 class LogitRows(NamedTuple):
@@ -19,6 +19,32 @@ class LogitRows(NamedTuple):
     """The same on the device."""
     positions: Tensor
     """int64 [M], on the device: how many tokens of the row come before, drafts among them."""
+
+
+class RowNotes:
+    """What sampling finds out of rows beside their tokens, on the host: filled by stages, read once a step."""
+
+    def __init__(self) -> None:
+        self._forced: dict[int, tuple[int, list[int]]] = {}
+        self._failed: dict[int, str] = {}
+
+    def force(self, row: int, first: int, token_ids: list[int]) -> None:
+        """The row will have these tokens, from this position on."""
+        self._forced[row] = first, token_ids
+
+    def fail(self, row: int, reason: str) -> None:
+        """The row's tokens of this step mean nothing."""
+        self._failed.setdefault(row, reason)
+
+    def take(self, rows: np.ndarray) -> tuple[list[Forced], list[tuple[int, str]]]:
+        """Both as Sampled has them, of a step whose logits are of these rows; and forget them."""
+        if not self._forced and not self._failed:
+            return [], []
+        index = {row: i for i, row in enumerate(dict.fromkeys(rows.tolist()))}
+        forced = [Forced(index[row], *told) for row, told in self._forced.items()]
+        failed = [(index[row], reason) for row, reason in self._failed.items()]
+        self._forced, self._failed = {}, {}
+        return forced, failed
 
 
 class LogitsStage(Protocol):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 import pytest
 
 from raylm.config.speculation import SpeculationConfig
-from raylm.core.speculation import make_drafter
-from raylm.core.speculation.device import DeviceDrafter
+from raylm.core.drafting import Drafter
+from raylm.core.options import RequestOptions
+from raylm.core.speculation import RequestDrafter, make_drafter
 
 _STEPS = 400
 _PLAIN_S, _VERIFYING_S = 0.005, 0.007
@@ -21,9 +22,25 @@ class _Request:
 
     max_len: int = 10_000
     num_known: int = 10
+    num_in_flight: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    options: RequestOptions = field(default_factory=RequestOptions)
+
+    @property
+    def id(self) -> str:
+        return str(id(self))
+
+    def forced_tokens(self) -> list[int]:
+        return []
 
 
-def _run(drafter: DeviceDrafter, requests: list[_Request], probability: float) -> tuple[float, int]:
+def on_device(num_drafts: int) -> Drafter:
+    drafter = make_drafter(SpeculationConfig(method="mtp", num_drafts=num_drafts))
+    assert drafter is not None
+    return drafter
+
+
+def _run(drafter: Drafter, requests: list[_Request], probability: float) -> tuple[float, int]:
     """Steps in which each draft is right with a probability; tokens a second, and the steps that verified."""
     random, seconds, num_sampled, num_verifying = Random(0), 0.0, 0, 0
     for request in requests:
@@ -53,7 +70,7 @@ def _run(drafter: DeviceDrafter, requests: list[_Request], probability: float) -
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_good_drafts_are_used_and_useless_ones_are_not(num_rows: int) -> None:
     plain = num_rows / _PLAIN_S
-    good, useless = DeviceDrafter(4), DeviceDrafter(4)
+    good, useless = on_device(4), on_device(4)
     speed, num_verifying = _run(good, [_Request() for _ in range(num_rows)], 0.9)
     assert speed > 2 * plain and num_verifying > 0.9 * _STEPS
     drafted, accepted = good.counters.num_draft_tokens, good.counters.num_accepted_tokens
@@ -65,7 +82,7 @@ def test_good_drafts_are_used_and_useless_ones_are_not(num_rows: int) -> None:
 
 
 def test_no_drafts_past_the_end_of_a_request() -> None:
-    drafter, last = DeviceDrafter(7), _Request()
+    drafter, last = on_device(7), _Request()
     _run(drafter, [last], 1.0)
     drafter.begin(last)
     for left, most in ((5, 4), (2, 1), (1, 0)):
@@ -74,7 +91,6 @@ def test_no_drafts_past_the_end_of_a_request() -> None:
         assert (proposal.num_drafts if proposal is not None else 0) <= most
 
 
-def test_methods_that_draft_on_the_device_have_this_drafter() -> None:
-    assert isinstance(make_drafter(SpeculationConfig(method="mtp")), DeviceDrafter)
-    assert isinstance(make_drafter(SpeculationConfig(method="eagle3", model="x")), DeviceDrafter)
+def test_methods_of_models_have_a_drafter() -> None:
+    assert isinstance(make_drafter(SpeculationConfig(method="eagle3", model="x")), RequestDrafter)
     assert make_drafter(SpeculationConfig()) is None

@@ -11,7 +11,7 @@ from fakes import FakeExecutor, expected_tokens
 
 from raylm.config.speculation import SpeculationConfig
 from raylm.core.sampling import SamplingParams
-from raylm.core.speculation import HostDrafter, ReplayProposer, Speculation, make_drafter
+from raylm.core.speculation import ReplayProposer, RequestDrafter, Speculation, make_drafter
 
 PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4 + i] for i in range(6)]
@@ -39,9 +39,9 @@ def run(drafter, *, window: int = 1, num_blocks: int = 1000, max_num_seqs: int =
     return executor.num_steps, engine
 
 
-def replay(probability: float, num_drafts: int = 4) -> HostDrafter:
+def replay(probability: float, num_drafts: int = 4) -> RequestDrafter:
     outputs = {tuple(prompt): expected_tokens(prompt, PARAMS, 300)[0] for prompt in PROMPTS}
-    return HostDrafter(Speculation(ReplayProposer(outputs, probability), num_drafts))
+    return RequestDrafter(Speculation(ReplayProposer(outputs, probability), num_drafts))
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raylm.core.drafting import Proposal
 from raylm.core.speculation import DraftLengths, Drafts, Speculation
 from raylm.core.speculation.costs import StepCosts
+from raylm.core.speculation.speculation import Decoding
 
 Cost = Callable[[int, int], float]
 """Seconds of a step of (rows, tokens)."""
@@ -97,7 +98,7 @@ class Device:
             planned = {}
             if self.speculation.is_on(rows):
                 self.num_asked += 1
-                planned = self.speculation.plan([(key, 0, 7) for key in self.keys])
+                planned = self.speculation.plan([Decoding(key, 0, 7) for key in self.keys])
             counts = {key: [*proposal.token_ids, 0].index(0) for key, proposal in planned.items()}
         tokens = rows + sum(proposal.num_drafts for proposal in planned.values())
         seconds = self.cost(rows, tokens) * (1 + self.noise * self.random.random())
@@ -189,7 +190,7 @@ def test_requests_with_better_drafts_get_more_of_them():
     device = Device(lambda rows, tokens: 0.005 + 0.0003 * tokens, [0.95] * 4 + [0.05] * 12)
     device.run(200)
     assert device.run(800) > 1.2
-    planned = device.speculation.plan([(key, 0, 7) for key in device.keys])
+    planned = device.speculation.plan([Decoding(key, 0, 7) for key in device.keys])
     assert sum(planned[str(i)].num_drafts for i in range(4)) > 12
     assert sum(proposal.num_drafts for proposal in planned.values()) < 36
 
@@ -243,7 +244,7 @@ def test_a_slow_first_step_of_each_size_does_not_end_it():
 def test_guesses_of_tokens_in_flight_come_first():
     device = Device(flat, [1.0] * 2)
     device.run(50)
-    planned = device.speculation.plan([("0", 2, 7), ("1", 0, 3)])
+    planned = device.speculation.plan([Decoding("0", 2, 7), Decoding("1", 0, 3)])
     assert (planned["0"].num_drafts, len(planned["0"].token_ids)) == (7, 9)
     assert (planned["1"].num_drafts, len(planned["1"].token_ids)) == (3, 3)
 
@@ -253,7 +254,7 @@ def test_rows_that_may_not_have_drafts_get_none():
     device.run(50)
     device.speculation.ended("1")
     device.speculation.ended("1")
-    planned = device.speculation.plan([("0", 0, 0), ("1", 0, 7)])
+    planned = device.speculation.plan([Decoding("0", 0, 0), Decoding("1", 0, 7)])
     assert planned == {}
 
 
