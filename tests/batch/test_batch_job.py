@@ -79,6 +79,7 @@ def submit(cluster: Cluster) -> Iterator[Submit]:
         job.process.wait(30)
 
 
+@pytest.mark.nightly
 def test_a_job_survives_the_death_of_its_engine_and_its_own(cluster: Cluster, submit: Submit, tmp_path: Path):
     source = write_lines(tmp_path / "in.jsonl", requests())
     output = tmp_path / "out.jsonl"

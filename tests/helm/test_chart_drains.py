@@ -53,6 +53,7 @@ def run_program(*arguments: str) -> str:
             process.communicate()
 
 
+@pytest.mark.nightly
 def test_a_drained_node_ends_its_streams_and_then_itself(tmp_path):
     config = rendered.serve_config(VALUES)
     config["http_options"] = {"host": "127.0.0.1", "port": free_port()}

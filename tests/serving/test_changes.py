@@ -150,6 +150,7 @@ def unchanged(served: Served) -> Iterator[dict[str, Any]]:
     served.deploy(served.config)
 
 
+@pytest.mark.nightly
 def test_another_number_of_replicas_restarts_nothing(served: Served, unchanged: dict[str, Any]) -> None:
     before, kept = replicas(), engines()
     with under_load(served.url):

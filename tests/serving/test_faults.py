@@ -84,14 +84,14 @@ FAULTS = {
         lambda p: p.workers[1], KILL, "worker 1 of 2 (process {pid} on 127.0.0.1) died"
     ),
     "kill -9 of the engine": Fault(lambda p: p.engine, KILL, "the engine has died"),
+    "a worker stays away from a collective, rank 1": Fault(lambda p: p.workers[1], STAY_AWAY, "the workers hang"),
+}
+MORE_FAULTS = {
     "kill -9 of the replica": Fault(lambda p: p.replica, KILL, "the engine has died"),
     "a worker is stopped (SIGSTOP), rank 0": Fault(lambda p: p.workers[0], STOP, "the workers hang"),
-    "a worker stays away from a collective, rank 1": Fault(lambda p: p.workers[1], STAY_AWAY, "the workers hang"),
     "a worker is out of memory, rank 1": Fault(
         lambda p: p.workers[1], OUT_OF_MEMORY, "worker 1 of 2 failed in a step: OutOfMemoryError"
     ),
-}
-MORE_FAULTS = {
     "kill -9 of a worker, rank 0": Fault(
         lambda p: p.workers[0], KILL, "worker 0 of 2 (process {pid} on 127.0.0.1) died"
     ),
@@ -109,6 +109,7 @@ def test_a_fault_under_load(what, cluster, witness, processes):
     assert remains.find(cluster) == []
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_while_nobody_asks(cluster, witness, processes):
     remains = Remains(processes.all)
     measured = witness.measure_idle(processes.workers[0].kill)
