@@ -62,9 +62,10 @@ class CompiledGrammars:
         with self._lock:
             future = self._kept.pop(key, None)
             if future is None or (future.done() and future.exception() is not None):
+                # Only here: a step that finds its grammars must not look at all that are kept.
+                self._drop_old()
                 future = self._threads.submit(lambda: self._get_compiler().compile(structure))
             self._kept[key] = future
-            self._drop_old()
             return future
 
     @property
@@ -90,7 +91,7 @@ class CompiledGrammars:
     def _drop_old(self) -> None:
         sizes = {key: _num_bytes(future) for key, future in self._kept.items()}
         total = sum(sizes.values())
-        for key, size in list(sizes.items())[:-1]:
+        for key, size in sizes.items():
             if total <= _MAX_COMPILED_BYTES:
                 return
             del self._kept[key]
