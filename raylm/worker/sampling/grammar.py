@@ -1,11 +1,13 @@
 """The stage for structured output: only tokens that a row's grammar allows are sampled.
 
-Masks are filled on the host while the device runs the step's forward. What they need of the steps before, tokens that
-only the device knows yet, is asked for before that forward is queued: the copy is done when the step before is.
+Masks are filled on the host, in a thread of their own, while the step's forward is queued and the device runs it. What
+they need of the steps before, tokens that only the device knows yet, is asked for before that forward is queued: the
+copy is done when the step before is.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.core.step import RowSampling, StepPlan
-from raylm.grammar.matchers import GrammarMatchers
+from raylm.grammar.matchers import Filled, GrammarMatchers
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.stages import LogitRows, RowNotes
 from raylm.worker.transfer import Download
@@ -25,12 +27,22 @@ _BROKEN = (
 )
 
 
-class _News(NamedTuple):
-    """Tokens of rows on their way to the host: row i's from position first[i] on, and how many of its are known."""
+class _Asked(NamedTuple):
+    """Rows of a step that sample, in the plan's order, and their tokens on their way to the host: of each from position
+    first[i] on, and how many of it are known. Row i has num_logits[i] logits: behind these and behind its drafts."""
 
     rows: list[int]
     first: list[int]
+    num_logits: list[int]
     download: Download
+
+
+class _Masks(NamedTuple):
+    """The masks of a step's logits of rows with a grammar, int32 [N, words], and what filling them has told."""
+
+    words: np.ndarray
+    rows: list[int]
+    filled: Filled
 
 
 class GrammarStage:
@@ -50,7 +62,9 @@ class GrammarStage:
         self._has_grammar = np.zeros(table.num_rows, dtype=np.bool_)
         self._num_seen = np.zeros(table.num_rows, dtype=np.int64)
         """Tokens of each row that its matcher has accepted; before the first, those of the prompt."""
-        self._news: _News | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._masks: Future[_Masks] | None = None
+        """Of the step that is being queued."""
 
     def set_row(self, row: int, sampling: RowSampling) -> bool:
         structure = sampling.params.structure
@@ -67,73 +81,82 @@ class GrammarStage:
         return True
 
     def ask(self, plan: StepPlan) -> None:
-        """Ask for what the rows of a plan have generated since their last step, and for the drafts that they verify:
-        after the table has taken the plan, and before anything of its step is queued."""
-        self._news = None
+        """Have the masks of a plan's rows filled beside what follows: after the table has taken the plan, and before
+        anything of its step is queued."""
+        self._masks = None
         if not self._has_grammar.any():
             return
-        rows = np.array(plan.rows, dtype=np.int64)
-        picked = np.flatnonzero(self._has_grammar[rows])
-        if not len(picked):
+        table, rows = self._table, np.array(plan.rows, dtype=np.int64)
+        num_tokens = np.array(plan.num_tokens, dtype=np.int64)
+        left = table.known_bound[rows] - table.computed_bound[rows]
+        picked = self._has_grammar[rows] & (num_tokens >= left)
+        if not picked.any():
             return
-        rows = rows[picked]
+        rows, num_logits = rows[picked], 1 + (num_tokens - left)[picked]
         first = self._num_seen[rows]
-        ends = self._table.computed_bound[rows] + np.array(plan.num_tokens, dtype=np.int64)[picked]
+        ends = table.computed_bound[rows] + num_tokens[picked]
         most = max(int((ends - first).max()), 1)
-        on_device, begins = self._table.upload(rows, first)
-        columns = begins[:, None] + torch.arange(most, device=self._table.device)
-        columns = columns.clamp_(max=self._table.token_ids.shape[1] - 1)
-        tokens = self._table.token_ids[on_device[:, None], columns]
-        known = self._table.num_known.index_select(0, on_device)
-        self._news = _News(rows.tolist(), first.tolist(), Download([tokens, known], self._table.device))
+        on_device, begins = table.upload(rows, first)
+        columns = begins[:, None] + torch.arange(most, device=table.device)
+        columns = columns.clamp_(max=table.token_ids.shape[1] - 1)
+        tokens = table.token_ids[on_device[:, None], columns]
+        known = table.num_known.index_select(0, on_device)
+        asked = _Asked(rows.tolist(), first.tolist(), num_logits.tolist(), Download([tokens, known], table.device))
+        self._masks = self._thread.submit(self._fill, asked)
 
     def apply(self, logits: Tensor, of: LogitRows) -> Tensor:
-        assert self._matchers is not None, "a row has a grammar"
-        places = np.flatnonzero(self._has_grammar[of.rows])
-        rows, counts = np.unique(of.rows[places], return_counts=True)
-        drafts = self._take_news(dict(zip(rows.tolist(), counts.tolist(), strict=True)))
-        masks = np.empty((len(places), self._matchers.num_words), dtype=np.int32)
-        # The logits of a row stand together, in the plan's order of rows.
-        order = list(dict.fromkeys(of.rows[places].tolist()))
-        looks = [self._tells_forced and self._is_news(row, len(drafts[row])) for row in order]
-        are_masked, forced, broken = self._matchers.fill(order, [drafts[row] for row in order], masks, looks)
-        self._note(order, forced, broken)
+        assert self._masks is not None, "the step's plan was asked about"
+        words, rows, filled = self._masks.result()
+        self._note(rows, filled)
+        are_masked = filled.counts
         if not are_masked.any():
             return logits
+        places = np.flatnonzero(self._has_grammar[of.rows])
+        if not are_masked.all():
+            places, words = places[are_masked], words[are_masked]
         mask_rows = np.full(len(of.rows), -1, dtype=np.int64)
-        mask_rows[places[are_masked]] = np.arange(int(are_masked.sum()))
-        bitmask, which = self._table.upload(masks[are_masked].reshape(-1), mask_rows)
-        ops.mask_logits(logits, bitmask.view(-1, masks.shape[1]), which)
+        mask_rows[places] = np.arange(len(places))
+        bitmask, which = self._table.upload(words.reshape(-1), mask_rows)
+        ops.mask_logits(logits, bitmask.view(words.shape), which)
         return logits
+
+    def _fill(self, asked: _Asked) -> _Masks:
+        """In the thread of the masks."""
+        assert self._matchers is not None, "a row has a grammar"
+        drafts = self._take_news(asked)
+        words = np.empty((sum(asked.num_logits), self._matchers.num_words), dtype=np.int32)
+        looks = [
+            self._tells_forced and self._is_news(row, len(own)) for row, own in zip(asked.rows, drafts, strict=True)
+        ]
+        return _Masks(words, asked.rows, self._matchers.fill(asked.rows, drafts, words, looks))
 
     def _is_news(self, row: int, num_drafts: int) -> bool:
         """Whether what the row must say behind its drafts was not noted before."""
         first, tokens = self._told.get(row, (0, []))
         return first + len(tokens) <= self._num_seen[row] + num_drafts
 
-    def _note(self, rows: list[int], forced: list[tuple[int, int, list[int]]], broken: list[int]) -> None:
-        for index, num_drafts, tokens in forced:
+    def _note(self, rows: list[int], filled: Filled) -> None:
+        for index, num_drafts, tokens in filled.forced:
             first = int(self._num_seen[rows[index]]) + num_drafts
             self._told[rows[index]] = first, tokens
             # The first of them is sampled by this step anyway.
             if len(tokens) > 1:
                 self._notes.force(rows[index], first, tokens)
-        for index in broken:
+        for index in filled.broken:
             self._notes.fail(rows[index], _BROKEN)
 
-    def _take_news(self, num_logits: dict[int, int]) -> dict[int, list[int]]:
-        """Take in what rows have generated; the drafts that each verifies, of rows that have so many logits."""
-        assert self._matchers is not None and self._news is not None, "the step's plan was asked about"
-        rows, first, download = self._news
-        tokens, known = download.get()
-        drafts = {}
-        for row, begin, line, count in zip(rows, first, tokens.tolist(), known.tolist(), strict=True):
-            if row in num_logits:
-                num_new = count - begin
-                self._matchers.accept(row, line[:num_new])
-                self._compare(row, begin, line[:num_new])
-                self._num_seen[row] = count
-                drafts[row] = line[num_new : num_new + num_logits[row] - 1]
+    def _take_news(self, asked: _Asked) -> list[list[int]]:
+        """Take in what rows have generated; the drafts that each verifies."""
+        assert self._matchers is not None, "a row has a grammar"
+        tokens, known = asked.download.get()
+        drafts = []
+        told = zip(asked.rows, asked.first, asked.num_logits, tokens.tolist(), known.tolist(), strict=True)
+        for row, begin, num_logits, line, count in told:
+            num_new = count - begin
+            self._matchers.accept(row, line[:num_new])
+            self._compare(row, begin, line[:num_new])
+            self._num_seen[row] = count
+            drafts.append(line[num_new : num_new + num_logits - 1])
         return drafts
 
     def _compare(self, row: int, first: int, token_ids: list[int]) -> None:
