@@ -33,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "two plans": {"runtime": {"plans_in_flight": 2}},
     "little room, two plans": {"cache": {"num_blocks": 45}, "runtime": {"plans_in_flight": 2}},
     "drafts": {"speculation": {"method": "ngram", "min_n": 1, "num_drafts": 4}, "runtime": {"plans_in_flight": 2}},
+    "forced": {"speculation": {"method": "grammar"}, "runtime": {"plans_in_flight": 2}},
     "no prefixes": {"cache": {"prefix_caching": False}, "scheduler": {"max_num_seqs": 2}},
 }
 
@@ -81,6 +82,21 @@ def test_documents_are_the_same_in_every_engine(folder: Path, expected: list[Any
     llm = load(folder, ENGINES[name])
     try:
         assert answers(llm, replace(HOT, n=2)) == expected
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("plans", [1, 2])
+def test_what_a_grammar_forces_is_verified_several_tokens_a_step(folder: Path, plans: int) -> None:
+    text = "the longest of all words, which nobody can choose otherwise, " * 2
+    params = replace(HOT, structure=StructuredOutput("choice", json.dumps([text])), max_tokens=130)
+    llm = load(folder, {"speculation": {"method": "grammar"}, "runtime": {"plans_in_flight": plans}})
+    try:
+        assert all(reason == "stop" and found == text for ((found, reason),) in answers(llm, params))
+        drafts = llm._engine.stats().drafts
+        assert drafts.num_accepted_tokens > 50
+        # A model of random weights often cuts the text into shorter tokens.
+        assert drafts.num_accepted_tokens > 0.3 * drafts.num_draft_tokens
     finally:
         llm.close()
 
