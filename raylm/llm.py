@@ -209,7 +209,7 @@ class LLM:
 
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
-        params = self._ready(params).with_seed()
+        params = self._ready(params)
         text = self.text.stream(params)
         self._engine.add(["stream"], prompt_ids, params)
         try:
@@ -267,13 +267,13 @@ class LLM:
         return dataclasses.replace(params, structure=self._grammars.compile(params.structure))
 
     def _params_for_each(self, params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-        """Ready for the engine: with the tokens of bad words, and each with a seed of its own."""
+        """Ready for the engine: with the tokens of bad words, and a grammar."""
         given = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(given) != count:
             raise RequestRejected(f"params has {len(given)} entries for {count} prompts", param="params")
         # One object usually holds for all: it is made ready once.
-        prepared = {id(one): self._ready(one) for one in given}
-        return [prepared[id(one)].with_seed() for one in given]
+        prepared = {key: self._ready(one) for key, one in {id(one): one for one in given}.items()}
+        return [prepared[id(one)] for one in given]
 
 
 class _Sequence:
@@ -357,7 +357,7 @@ class _Job:
             with tqdm(total=len(self._live), desc="generating", unit="seq", disable=not progress) as bar:
                 while self._live:
                     for group in self._feeder.ready():
-                        self._engine.add(*group)
+                        self._engine.add_checked(*group)
                     for delta in self._engine.step():
                         bar.update(self._take(delta))
         finally:

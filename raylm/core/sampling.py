@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
 from raylm.core import sampling_checks as checks
@@ -155,10 +155,6 @@ class SamplingParams:
         for name, is_set in others.items():
             if is_set:
                 raise RequestRejected(f"{name} is not possible together with structured output", param=name)
-
-    def with_seed(self) -> SamplingParams:
-        """The same request with a seed: where requests enter each is given one, so that it can be repeated."""
-        return self if self.seed is not None else replace(self, seed=draw_seed())
 
     @property
     def is_greedy(self) -> bool:

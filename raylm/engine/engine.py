@@ -84,11 +84,21 @@ class Engine:
         Overloaded.
         """
         self.check_request(prompt_ids, params)
+        self.add_checked(ids, prompt_ids, params, options)
+
+    def add_checked(
+        self,
+        ids: Sequence[str],
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions = _DEFAULT_OPTIONS,
+    ) -> None:
+        """As add, for a request that check_request has let pass. Raises Overloaded."""
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
             # With max_tokens 0 the step that computes the prompt samples a token too, which nobody gets.
             max_len = min(max_len, len(prompt_ids) + max(params.max_tokens, 1))
-        # Requests have a seed from where they entered; this one is for callers that never repeat theirs.
+        # Requests of a server have a seed from where they entered; this one is for callers that never repeat theirs.
         seed = params.seed if params.seed is not None else draw_seed()
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         # No step samples a token beyond the vocabulary, nor need one be kept from it.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.core.step import Sampled, StepPlan
+from raylm.core.step import NewRow, Sampled, StepPlan
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.models.decoder import DecoderModel
 from raylm.parallel.stages import StageLinks
@@ -84,10 +84,8 @@ class ModelRunner:
         if self._pipeline is not None:
             self._pipeline.begin(plan)
         self._table.apply(plan)
-        for new in plan.new_rows:
-            self._sampler.begin(new)
-        if self._drafts is not None and plan.new_rows:
-            self._drafts.begin([new.row for new in plan.new_rows], [new.num_computed for new in plan.new_rows])
+        if plan.new_rows:
+            self._begin(plan.new_rows)
         if self._agreement is not None:
             self._agreement.check(plan)
         if plan.copies is not None:
@@ -99,6 +97,11 @@ class ModelRunner:
             self._sampler.look_ahead(plan)
         outputs = self._outputs(plan) if plan.rows else Outputs()
         return PendingStep(plan.step, outputs if self._answers else Outputs(), self._table.device)
+
+    def _begin(self, new_rows: list[NewRow]) -> None:
+        self._sampler.begin(new_rows)
+        if self._drafts is not None:
+            self._drafts.begin([new.row for new in new_rows], [new.num_computed for new in new_rows])
 
     @torch.inference_mode()
     def warm_up_graphs(self) -> None:

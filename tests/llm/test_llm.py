@@ -88,18 +88,26 @@ def test_n_choices_differ_and_repeat(llm):
     assert outputs[0] != outputs[1]
 
 
-def test_a_seed_is_drawn_where_a_request_enters_and_repeats_it(llm, monkeypatch):
-    added = []
-    add = llm._engine.add
-    monkeypatch.setattr(llm._engine, "add", lambda *group: added.append(group) or add(*group))
+def test_a_drawn_seed_is_another_for_each_request_and_repeats_it(llm, monkeypatch):
+    seeds = {}
+    executor = llm._engine._executor
+    submit = executor.submit
+
+    def note(plan):
+        seeds.update((tuple(new.token_ids), new.sampling.seed) for new in plan.new_rows)
+        submit(plan)
+
+    monkeypatch.setattr(executor, "submit", note)
     unseeded = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
-    outputs = [one.outputs[0].token_ids for one in llm.generate([[5, 6, 7]] * 2, unseeded, progress=False)]
-    seeds = [group[2].seed for group in added]
-    assert len(set(seeds)) == 2 and None not in seeds
-    again = [dataclasses.replace(unseeded, seed=seed) for seed in seeds]
-    assert [one.outputs[0].token_ids for one in llm.generate([[5, 6, 7]] * 2, again, progress=False)] == outputs
+    prompts = [[5, 6, 7], [5, 6, 8]]
+    outputs = [one.outputs[0].token_ids for one in llm.generate(prompts, unseeded, progress=False)]
+    drawn = [seeds[tuple(prompt)] for prompt in prompts]
+    assert len(set(drawn)) == 2
+    again = [dataclasses.replace(unseeded, seed=seed) for seed in drawn]
+    assert [one.outputs[0].token_ids for one in llm.generate(prompts, again, progress=False)] == outputs
+    assert [seeds[tuple(prompt)] for prompt in prompts] == drawn
     list(llm.stream([5], unseeded))
-    assert added[-1][2].seed is not None
+    assert seeds[5,] not in (*drawn, 0)
 
 
 def test_what_ends_an_output_is_told(llm):

@@ -35,7 +35,7 @@ class Bench:
 
     def begin(self, row: int, token_ids: list[int], wanted: RowSampling) -> None:
         self.table.token_ids[row, : len(token_ids)] = torch.tensor(token_ids)
-        self.sampler.begin(NewRow(row, token_ids, 0, wanted))
+        self.sampler.begin([NewRow(row, token_ids, 0, wanted)])
 
     def staged(self, *places: tuple[int, int]) -> Tensor:
         """The logits that are sampled from after `positions` tokens of rows: places are (row, position). All begin as

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from raylm import ops
+from raylm.core.sampling import SamplingParams
 from raylm.core.step import Forced, NewRow, StepPlan
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.parallel.collectives import of_first
@@ -21,6 +24,20 @@ from raylm.worker.sampling.processors import LogitsProcessor, Processors
 from raylm.worker.sampling.stages import LogitRows, LogitsStage, RowNotes
 from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
 from raylm.worker.sampling.typical import Typical
+
+NO_STAGE = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "n", "length_penalty", "early_stopping"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+    )
+)
+"""Fields of SamplingParams that by themselves ask for no stage and for no log probabilities. A request that sets no
+other field skips the stages' set-up. A new field is not among them, so it cannot be forgotten here."""
+_ASKING = [field for field in fields(SamplingParams) if field.name not in NO_STAGE]
+_what_is_asked = attrgetter(*(field.name for field in _ASKING))
+_settings_of = attrgetter("temperature", "top_k", "top_p", "min_p")
+_NOTHING = tuple(field.default for field in _ASKING)
 
 
 class Settings(NamedTuple):
@@ -75,6 +92,8 @@ class Sampler:
         self.prompt_top = np.full(table.num_rows, -1, dtype=np.int64)
         """Likeliest tokens that a row wants beside each token of its prompt; -1 where it wants nothing of it."""
         self._is_plain = np.ones(table.num_rows, dtype=np.bool_)
+        self._asking: set[int] = set()
+        """Rows whose last request has set up stages or log probabilities; in all others these are void."""
         self._settings = Settings(
             np.zeros(table.num_rows, dtype=np.float32),
             np.zeros(table.num_rows, dtype=np.int64),
@@ -83,16 +102,24 @@ class Sampler:
             np.zeros(table.num_rows, dtype=np.int64),
         )
 
-    def begin(self, new: NewRow) -> None:
-        """A request takes a row."""
+    def begin(self, new_rows: list[NewRow]) -> None:
+        """Requests take rows."""
+        rows = [new.row for new in new_rows]
+        settings = [(*_settings_of(new.sampling.params), new.sampling.seed) for new in new_rows]
+        for array, values in zip(self._settings, zip(*settings, strict=True), strict=True):
+            array[rows] = values
+        for new in new_rows:
+            asks = new.sampling.num_candidates or _what_is_asked(new.sampling.params) != _NOTHING
+            if asks or new.row in self._asking:
+                self._set_up(new)
+                (self._asking.add if asks else self._asking.discard)(new.row)
+
+    def _set_up(self, new: NewRow) -> None:
+        """Tell everything that a row may ask for about its request; what the row's last one asked for is void."""
         row, sampling = new.row, new.sampling
-        params = sampling.params
-        values = (params.temperature, params.top_k, params.top_p, params.min_p, sampling.seed)
-        for array, value in zip(self._settings, values, strict=True):
-            array[row] = value
         for index, stage in enumerate(self._stages):
             self._needs_stage[index, row] = stage.set_row(row, sampling)
-        self.prompt_top[row] = as_count(params.prompt_logprobs)
+        self.prompt_top[row] = as_count(sampling.params.prompt_logprobs)
         wants_logprobs = self.logprobs.set_row(row, sampling)
         self._is_plain[row] = not (wants_logprobs or sampling.num_candidates or self._needs_stage[:, row].any())
 
