@@ -216,11 +216,12 @@ def _ends(expr: Expr, finite: set[str]) -> bool:
 def _mentioned(expr: Expr) -> Iterable[str]:
     if isinstance(expr, Rule):
         yield expr.name
-    for part in _parts(expr):
+    for part in parts_of(expr):
         yield from _mentioned(part)
 
 
-def _parts(expr: Expr) -> Sequence[Expr]:
+def parts_of(expr: Expr) -> Sequence[Expr]:
+    """The expressions that it is made of."""
     if isinstance(expr, Seq):
         return expr.parts
     if isinstance(expr, Alt):
@@ -235,22 +236,23 @@ def _begins_with(expr: Expr) -> Iterable[str]:
     elif isinstance(expr, Seq):
         for part in expr.parts:
             yield from _begins_with(part)
-            if not _may_be_empty(part):
+            if not may_be_empty(part):
                 return
     else:
-        for part in _parts(expr):
+        for part in parts_of(expr):
             yield from _begins_with(part)
 
 
-def _may_be_empty(expr: Expr) -> bool:
+def may_be_empty(expr: Expr) -> bool:
+    """Whether the empty text matches; of all rules only SPACE does."""
     if isinstance(expr, Rule):
         return expr.name == SPACE.name
     if isinstance(expr, Seq):
-        return all(_may_be_empty(part) for part in expr.parts)
+        return all(may_be_empty(part) for part in expr.parts)
     if isinstance(expr, Alt):
-        return any(_may_be_empty(option) for option in expr.options)
+        return any(may_be_empty(option) for option in expr.options)
     if isinstance(expr, Repeat):
-        return expr.low == 0 or _may_be_empty(expr.part)
+        return expr.low == 0 or may_be_empty(expr.part)
     return expr == EMPTY
 
 

@@ -7,7 +7,7 @@ pattern, where a lookahead says what may follow. A pattern with a loop over many
 
 from __future__ import annotations
 
-from raylm.grammar.ebnf import Alt, Chars, Expr, Repeat, Rule, Rules, Seq, Text, alt, seq
+from raylm.grammar.ebnf import Alt, Chars, Expr, Repeat, Rule, Rules, Seq, alt, may_be_empty, parts_of, seq
 
 _MANY_CHARS = 128
 _MOST_COPIES = 64
@@ -17,21 +17,13 @@ def has_wide_loop(expr: Expr) -> bool:
     """True where it repeats a class of many characters without end."""
     if isinstance(expr, Repeat):
         return (expr.high is None and _is_wide(expr.part)) or has_wide_loop(expr.part)
-    return any(has_wide_loop(part) for part in _parts(expr))
+    return any(has_wide_loop(part) for part in parts_of(expr))
 
 
 def _is_wide(expr: Expr) -> bool:
     if isinstance(expr, Chars):
         return sum(high - low + 1 for low, high in expr.chars.ranges) > _MANY_CHARS
-    return any(_is_wide(part) for part in _parts(expr))
-
-
-def _parts(expr: Expr) -> tuple[Expr, ...]:
-    if isinstance(expr, Seq):
-        return expr.parts
-    if isinstance(expr, Alt):
-        return expr.options
-    return (expr.part,) if isinstance(expr, Repeat) else ()
+    return any(_is_wide(part) for part in parts_of(expr))
 
 
 class Linear:
@@ -79,15 +71,5 @@ def _is_linear(expr: Expr) -> bool:
         return False
     if isinstance(expr, Repeat):
         copies = expr.low if expr.high is None else expr.high
-        return copies <= _MOST_COPIES and not _may_be_empty(expr.part) and _is_linear(expr.part)
-    return all(_is_linear(part) for part in _parts(expr))
-
-
-def _may_be_empty(expr: Expr) -> bool:
-    if isinstance(expr, Seq):
-        return all(_may_be_empty(part) for part in expr.parts)
-    if isinstance(expr, Alt):
-        return any(_may_be_empty(option) for option in expr.options)
-    if isinstance(expr, Repeat):
-        return expr.low == 0 or _may_be_empty(expr.part)
-    return isinstance(expr, Text) and not expr.value
+        return copies <= _MOST_COPIES and not may_be_empty(expr.part) and _is_linear(expr.part)
+    return all(_is_linear(part) for part in parts_of(expr))
