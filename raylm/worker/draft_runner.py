@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raylm.layers.attention import AttentionMetadata
 from raylm.worker.graph_runner import MOST_VERIFYING_GRAPHS, VERIFY_SIZES, Capture, Run
+from raylm.worker.input_batch import DeviceArrays, StepArrays
 from raylm.worker.proposers import DeviceProposer, Rows, StepTokens
 from raylm.worker.transfer import Uploader, unpack
 
@@ -125,19 +126,11 @@ class DraftRunner:
         self._behind[rows] += np.where(self._behind[rows] > 0, query_lens, 0)
         return False
 
-    def absorb(
-        self,
-        token_rows: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        query_start: Tensor,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> None:
-        """Compute the tokens of a step that the table has accepted: T tokens of S rows, int64 [T] and [S]; row s has
-        the tokens from query_start[s] up to query_start[s + 1], int32 [S + 1]. Nothing here depends on values."""
+    def absorb(self, arrays: DeviceArrays, positions: Tensor, *, max_query_len: int, max_seq_len: int) -> None:
+        """Compute the tokens of a step that the table has accepted; positions: int64 [T]. Nothing here depends on
+        values."""
         table, size = self._table, self._table.block_size
+        token_rows, _, rows, query_start = arrays
         of_group = table.block_table[self._group]
         blocks = of_group[token_rows, positions // size].long()
         ends = positions.index_select(0, query_start[1:].long() - 1)
@@ -159,14 +152,13 @@ class DraftRunner:
         while rows.size:
             lens = np.minimum(left, max(self._max_tokens // len(rows), 1))[: self._max_tokens]
             some = rows[: len(lens)]
-            query_start = np.zeros(len(lens) + 1, dtype=np.int32)
-            np.cumsum(lens, out=query_start[1:])
+            host = StepArrays.build(some, lens)
             # How far each token is before the next one of its row.
-            steps = np.arange(query_start[-1]) - np.repeat(query_start[:-1].astype(np.int64), lens)
-            distance = np.repeat(left[: len(lens)], lens) - steps
-            of, before, chosen, starts = self._table.upload(np.repeat(some, lens), distance, some, query_start)
-            positions = self._table.num_computed.index_select(0, of) - before
-            self.absorb(of, positions, chosen, starts, max_query_len=int(lens.max()), max_seq_len=max_seq_len)
+            distance = np.repeat(left[: len(lens)], lens) - host.offsets
+            before, *on_device = self._table.upload(distance, *host)
+            arrays = DeviceArrays(*on_device)
+            positions = self._table.num_computed.index_select(0, arrays.token_rows) - before
+            self.absorb(arrays, positions, max_query_len=int(lens.max()), max_seq_len=max_seq_len)
             left[: len(lens)] -= lens
             rows, left = rows[left > 0], left[left > 0]
 

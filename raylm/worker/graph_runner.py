@@ -84,16 +84,7 @@ class Decoded(NamedTuple):
 class Follow(Protocol):
     """What follows a step that the table has accepted; DraftRunner.absorb."""
 
-    def __call__(
-        self,
-        token_rows: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        query_start: Tensor,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> None: ...
+    def __call__(self, arrays: DeviceArrays, positions: Tensor, *, max_query_len: int, max_seq_len: int) -> None: ...
 
 
 class GraphRunner:
@@ -233,14 +224,7 @@ class GraphRunner:
         if shape.max_query_len > 1:
             self._counts[: shape.num_rows].copy_(counts)
         if self._follow is not None:
-            self._follow(
-                arrays.token_rows,
-                batch.positions,
-                arrays.rows,
-                arrays.query_start,
-                max_query_len=shape.max_query_len,
-                max_seq_len=table.max_model_len,
-            )
+            self._follow(arrays, batch.positions, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:

@@ -213,14 +213,7 @@ class ModelRunner:
         drafts = self._drafts
         if drafts is None or drafts.postpones(step.rows, step.query_lens, step.num_drafts):
             return
-        drafts.absorb(
-            arrays.token_rows,
-            positions,
-            arrays.rows,
-            arrays.query_start,
-            max_query_len=int(step.query_lens.max()),
-            max_seq_len=step.max_seq_len,
-        )
+        drafts.absorb(arrays, positions, max_query_len=int(step.query_lens.max()), max_seq_len=step.max_seq_len)
 
     def _sample(self, step: StepRows, logits: Tensor, of: LogitRows) -> Outputs:
         drawn = self._sampler.sample(logits, of)

@@ -31,6 +31,7 @@ from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 from raylm.worker.draft_runner import DraftRunner
 from raylm.worker.graph_runner import Run
+from raylm.worker.input_batch import DeviceArrays
 from raylm.worker.proposers import (
     DeviceProposer,
     DraftModelProposer,
@@ -153,14 +154,9 @@ class Rig:
         if self.runner.postpones(np.array(order), np.array(lens), num_drafts):
             self.num_postponed += 1
             return
-        self.runner.absorb(
-            token_rows,
-            positions,
-            torch.tensor(order),
-            meta.query_start,
-            max_query_len=max(lens),
-            max_seq_len=MAX_TOKENS,
-        )
+        offsets = torch.tensor([i for count in lens for i in range(count)])
+        arrays = DeviceArrays(token_rows, offsets, torch.tensor(order), meta.query_start)
+        self.runner.absorb(arrays, positions, max_query_len=max(lens), max_seq_len=MAX_TOKENS)
 
     @torch.inference_mode()
     def draft(self, counts: dict[int, int]) -> None:
