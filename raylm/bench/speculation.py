@@ -1,4 +1,8 @@
-"""Plain decoding against speculative decoding: the same requests in turns, by one engine."""
+"""Plain decoding against speculative decoding: the same requests in turns.
+
+Drafts of the host are switched off for the plain turns of one engine. What drafts on the device computes along in plain
+steps too, so the plain turns have an engine of their own, without it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import SpeculationResult
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
+from raylm.config.speculation import SpeculationConfig, SpeculationMethod
 from raylm.core.drafting import DraftCounters, Drafter, Proposal
 from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
@@ -32,6 +37,7 @@ INSTRUCTIONS = {
 """What is asked about a text of the set; its chat questions are asked as they are."""
 _RANDOM = "random"
 KINDS = (*INSTRUCTIONS, _RANDOM)
+METHODS: tuple[SpeculationMethod, ...] = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 _PROMPT_LEN = 128
 _SEED = 11
 
@@ -115,21 +121,36 @@ class _Ran(NamedTuple):
 
 
 class _Subject:
-    """The engine under test, with its drafter on or off."""
+    """The engine under test, with its drafter on or off, or two engines: one that drafts on the device, one plain."""
 
     def __init__(self, config: EngineConfig, settings: Settings) -> None:
         self._known: dict[tuple[int, ...], list[int]] = {}
         """Outputs of the plain run by prompt, to be replayed."""
         self._switch = _Switch(_drafter(config, settings, self._known))
-        self.engine: Engine = local_engine(config, progress=False, drafter=self._switch)
+        self._own_plain: Engine | None = None
+        if config.speculation.on_device:
+            plain_config, config = _sharing(config)
+            self._own_plain = local_engine(plain_config, progress=False)
+        try:
+            self.engine: Engine = local_engine(config, progress=False, drafter=self._switch)
+        except BaseException:
+            if self._own_plain is not None:
+                self._own_plain.shutdown()
+            raise
         self._num_requests = 0
 
     @property
     def counters(self) -> DraftCounters:
         return self._switch.counters
 
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+        if self._own_plain is not None:
+            self._own_plain.shutdown()
+
     def run(self, prompts: Sequence[list[int]], params: SamplingParams, streams: int, *, plain: bool) -> _Ran:
         """Run these requests, so many at a time."""
+        engine = self._own_plain if plain and self._own_plain is not None else self.engine
         self._switch.is_plain = plain
         waiting: Iterator[tuple[int, list[int]]] = iter(enumerate(prompts))
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -143,11 +164,11 @@ class _Subject:
                 index, prompt = following
                 self._num_requests += 1
                 running[str(self._num_requests)] = index
-                self.engine.add([str(self._num_requests)], prompt, params)
+                engine.add([str(self._num_requests)], prompt, params)
             if not running:
                 break
             ended = False
-            for delta in self.engine.step():
+            for delta in engine.step():
                 outputs[running[delta.request_id]] += delta.token_ids
                 num_tokens += len(delta.token_ids)
                 begun.add(delta.request_id)
@@ -156,8 +177,8 @@ class _Subject:
                     ended = True
             window.step(perf_counter(), num_tokens, len(begun), ended=ended)
         seconds = perf_counter() - start
-        while self.engine.has_work:  # Steps on their way that compute nothing more of interest.
-            self.engine.step()
+        while engine.has_work:  # Steps on their way that compute nothing more of interest.
+            engine.step()
         if plain:
             self._known.clear()
             self._known.update((tuple(prompt), output) for prompt, output in zip(prompts, outputs, strict=True))
@@ -176,18 +197,30 @@ def measure_speculation(config: EngineConfig, settings: Settings) -> Iterator[Sp
                 count = settings.requests if kind != _RANDOM else (settings.requests or 2 * streams)
                 yield _measure(subject, config, settings, kind, _prompts(kind, text, subject.engine, count), streams)
     finally:
-        subject.engine.shutdown()
+        subject.shutdown()
 
 
 def _drafter(config: EngineConfig, settings: Settings, known: dict[tuple[int, ...], list[int]]) -> Drafter:
+    speculation = config.speculation
     if settings.replay is not None:
+        if speculation.on_device:
+            raise ConfigError(f"--replay gives the drafts by itself; it does not go with --method {speculation.method}")
         proposer = ReplayProposer(known, settings.replay, seed=_SEED)
-        return RequestDrafter(Speculation(proposer, config.speculation.num_drafts))
-    drafter = make_drafter(config.speculation)
-    if drafter is None or config.speculation.on_device:
-        # What drafts on the device works along in plain steps too.
-        raise ConfigError(f"bench speculation measures ngram, suffix or --replay, not {config.speculation.method}")
+        return RequestDrafter(Speculation(proposer, speculation.num_drafts))
+    drafter = make_drafter(speculation) if speculation.method in METHODS else None
+    if drafter is None:
+        raise ConfigError(f"bench speculation measures {', '.join(METHODS)} or --replay, not {speculation.method}")
     return drafter
+
+
+def _sharing(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """Configurations of a plain engine and of one that drafts, which share the memory of one. The plain one is to be
+    started first: the other's share of a GPU counts all that this process has there."""
+    cache = config.cache
+    half = cache.model_copy(update={"cpu_memory_gib": cache.cpu_memory_gib / 2})
+    first = half.model_copy(update={"gpu_memory_utilization": cache.gpu_memory_utilization / 2})
+    plain = config.model_copy(update={"cache": first, "speculation": SpeculationConfig()})
+    return plain, config.model_copy(update={"cache": half})
 
 
 def _measure(

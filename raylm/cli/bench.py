@@ -59,7 +59,13 @@ def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
 
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="who drafts (%(default)s)")
+    parser.add_argument(
+        "--method",
+        choices=("ngram", "suffix", "draft_model", "eagle3", "mtp"),
+        default="ngram",
+        help="who drafts (%(default)s); the last three draft on the device, beside a second, plain engine",
+    )
+    parser.add_argument("--draft-model", metavar="PATH", help="the draft model, or the head of eagle3")
     parser.add_argument("--replay", type=float, metavar="P", help="draft the plain output, each token right with P")
     parser.add_argument(
         "--num-drafts", type=positive, default=7, metavar="N", help="drafts a row at most (%(default)s)"
@@ -223,7 +229,7 @@ def _speculation(args: argparse.Namespace, emit: Emit) -> None:
     if args.replay is not None and not 0 <= args.replay <= 1:
         raise ConfigError(f"--replay {args.replay:g} must be a probability from 0 to 1")
     config = engine_config(args)
-    speculation = {"method": args.method, "num_drafts": args.num_drafts}
+    speculation = {"method": args.method, "num_drafts": args.num_drafts, "model": args.draft_model}
     config = parse(EngineConfig, {**config.model_dump(), "speculation": speculation}, source="raylm bench speculation")
     settings = Settings(kinds, args.streams, args.requests, args.max_tokens, args.replay)
     for result in measure_speculation(config, settings):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
-from raylm.bench.speculation import INSTRUCTIONS, Settings, _Window, measure_speculation, read_set
+import pytest
+from drafting import METHODS, Fixed, Models
+
+from raylm.bench import speculation as bench
+from raylm.bench.speculation import INSTRUCTIONS, Settings, _sharing, _Window, measure_speculation, read_set
+from raylm.cli.__main__ import main
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
+from raylm.core.drafting import DraftCounters
+from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
 
 
@@ -56,6 +64,107 @@ def test_the_window_in_which_all_decode():
     assert never.counts == (0.0, 0)
 
 
-def test_no_method_is_refused():
-    with pytest.raises(ConfigError, match="ngram, suffix or --replay, not none"):
-        list(measure_speculation(config("none"), Settings(["copy"], [1], 1, 8, None)))
+@pytest.mark.parametrize("method", ["none", "grammar"])
+def test_what_drafts_nothing_here_is_refused(method):
+    with pytest.raises(ConfigError, match=f"ngram, suffix, draft_model, eagle3, mtp or --replay, not {method}"):
+        list(measure_speculation(config(method), Settings(["copy"], [1], 1, 8, None)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models.make(tmp_path_factory.mktemp("models"))
+
+
+def device_config(target: Path, speculation: dict[str, object], **cache: object) -> EngineConfig:
+    sections = {
+        "model": {"path": str(target), "max_model_len": 256},
+        "cache": cache or {"cpu_memory_gib": 0.01},
+        "scheduler": {"max_num_seqs": 2},
+        "speculation": speculation,
+        "runtime": {"device": "cpu", "num_threads": 1},
+    }
+    return parse(EngineConfig, sections, source="test")
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The configurations of the engines that are made, in order, each with the requests that it got; and how many of
+    the engines are still up."""
+    made, up = [], []
+
+    def make(config, **options):
+        engine = local_engine(config, **options)
+        got = []
+        made.append((config, got))
+        up.append(engine)
+        add, shutdown = engine.add, engine.shutdown
+        engine.add = lambda ids, prompt, params: (got.append(tuple(prompt)), add(ids, prompt, params))
+        engine.shutdown = lambda: (up.remove(engine), shutdown())
+        return engine
+
+    monkeypatch.setattr(bench, "local_engine", make)
+    return made, up
+
+
+class Counting(Fixed):
+    """Drafts whatever it costs, so that no time decides what is drafted."""
+
+    @property
+    def counters(self) -> DraftCounters:
+        drafted, accepted = (sum(part) for part in zip((0, 0), *self.accepted, strict=True))
+        return DraftCounters(len(self.accepted), drafted, accepted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_of_the_device_are_compared_with_an_engine_that_has_none(models, engines, method, monkeypatch):
+    monkeypatch.setattr(bench, "make_drafter", lambda speculation: Counting(3))
+    speculation = models.speculation(method)
+    if method == "draft_model":
+        # It drafts for itself, so it is right but behind an end.
+        speculation["model"] = str(models.target(method))
+    settings = Settings(["chat"], [2], requests=4, max_tokens=24, replay=None)
+    (result,) = measure_speculation(device_config(models.target(method), speculation), settings)
+    assert (result.method, result.kind, result.streams, result.requests) == (method, "chat", 2, 4)
+    assert result.same_outputs == 1 and result.drafted > 0
+    assert (result.acceptance > 0.7) == (method == "draft_model")
+    assert result.ratio == pytest.approx(result.tokens_per_s / result.plain_tokens_per_s)
+    made, up = engines
+    (plain, asked), (drafting, verified) = made
+    assert (plain.speculation.method, drafting.speculation.method) == ("none", method)
+    assert plain.cache.cpu_memory_gib == drafting.cache.cpu_memory_gib == 0.005
+    # Two to warm up, then all in turns.
+    assert asked == verified and len(asked) == 6
+    assert not up
+
+
+def test_an_engine_that_cannot_be_made_leaves_none_behind(models, engines):
+    speculation = {"method": "draft_model", "model": "/nowhere"}
+    with pytest.raises(ConfigError, match="speculation.model '/nowhere'"):
+        list(measure_speculation(device_config(models.llama, speculation), Settings(["chat"], [1], 1, 8, None)))
+    made, up = engines
+    assert [one.speculation.method for one, _ in made] == ["none"] and not up
+
+
+def test_the_shares_of_a_gpu(models):
+    """The second engine's share counts what the first has taken, so it is the whole."""
+    plain, drafting = _sharing(device_config(models.mimo, models.speculation("mtp"), gpu_memory_utilization=0.8))
+    assert (plain.cache.gpu_memory_utilization, drafting.cache.gpu_memory_utilization) == (0.4, 0.8)
+
+
+def test_replay_goes_with_no_model_that_drafts(models):
+    config = device_config(models.mimo, models.speculation("mtp"))
+    with pytest.raises(ConfigError, match="--replay gives the drafts by itself; it does not go with --method mtp"):
+        list(measure_speculation(config, Settings(["random"], [1], 1, 8, 0.5)))
+
+
+def test_the_program_takes_a_draft_model(models, capsys):
+    options = ["--method", "draft_model", "--draft-model", str(models.draft), "--num-drafts", "3"]
+    sizes = ["--kind", "random", "--streams", "1", "--requests", "1", "--max-tokens", "12", "--max-model-len", "256"]
+    assert main(["bench", "speculation", str(models.llama), *options, *sizes, "--device", "cpu"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (row["method"], row["same_outputs"], row["output_tokens"]) == ("draft_model", 1, 12)
+
+
+def test_a_draft_model_that_is_missing_is_named(models, capsys):
+    assert main(["bench", "speculation", str(models.llama), "--method", "draft_model", "--device", "cpu"]) == 2
+    assert "model is missing: method draft_model needs the path of what drafts" in capsys.readouterr().err
