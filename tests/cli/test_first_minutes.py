@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from dataclasses import replace
 
 import pytest
 
@@ -29,12 +28,12 @@ def test_an_llm_samples_as_its_model_advises_unless_it_is_told(monkeypatch):
         assert llm.params(max_tokens=24, seed=3) == SamplingParams(0.2, 0.9, max_tokens=24, seed=3)
         assert llm.params(temperature=0) == SamplingParams(0, 0.9)
         asked = []
-        add = llm._engine.add
+        add = llm._engine.add_checked
         monkeypatch.setattr(
             llm._engine,
-            "add",
+            "add_checked",
             lambda ids, prompt, params, options: (
-                asked.append(replace(params, seed=None)),
+                asked.append(params),
                 add(ids, prompt, params, options),
             ),
         )
