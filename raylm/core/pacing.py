@@ -99,9 +99,8 @@ class PrefillPacer:
         """Tokens that one prompt may take of a step: `max_prompt_share` of the budget while others run or wait."""
         return max(self._least, int(self._share * self._full)) if others else self._full
 
-    def observe(self, num_prefill: int, num_decode: int, seconds: float) -> None:
-        """Say how long a step of so many prompt tokens and decodes took."""
-        tokens = num_prefill + num_decode
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Say how long a step of so many tokens took: of prompts, of decodes and of drafts."""
         if self._aim is None or not tokens:
             return
         self._cost.observe(tokens, seconds)

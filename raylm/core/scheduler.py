@@ -236,7 +236,7 @@ class Scheduler:
         if step != result.step or num_sampled != len(result.token_ids):
             raise RuntimeError(f"result of step {result.step} does not answer step {step}")
         seconds = self._timer.finished(now)
-        self._pacer.observe(builder.num_prefill, builder.num_decodes, seconds)
+        self._pacer.observe(num_tokens, seconds)
         self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
         if self._drafter is not None and len(builder.sampling) == len(builder.rows) and not builder.num_prefill:
             self._drafter.observe(len(builder.rows), num_tokens, num_sampled, seconds)
@@ -265,9 +265,17 @@ class Scheduler:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = builder.rows.append, builder.sampling.append
         proposals = self._proposals(turn)
+        for_prompts = self._prompt_tokens(turn) if proposals else 0
+        if for_prompts and self._config.target_itl_ms is not None:
+            # The pacer says how many tokens a step may take beside prompts, and knows of no drafts.
+            proposals = {}
         preempted = False
         for request in turn:
-            if proposals and request in proposals and self._verify(request, proposals[request], builder):
+            if (
+                proposals
+                and request in proposals
+                and self._verify(request, proposals[request], builder, max(for_prompts - builder.num_prefill, 0))
+            ):
                 continue
             computed = request.num_computed
             if request.num_known - computed == 1 and computed < request.horizon:
@@ -284,12 +292,19 @@ class Scheduler:
             return {}
         return self._drafter.plan([request for request in turn if request.horizon and request.num_to_compute == 1])
 
-    def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder) -> bool:
-        """Let a decoding request verify drafts, where there is room for any."""
+    def _prompt_tokens(self, turn: list[Request]) -> int:
+        """Known tokens beside each row's next one that a step could compute: of prompts that run, and of those that
+        could begin."""
+        running = sum(request.num_to_compute - 1 for request in turn if request.num_to_compute > 1)
+        first = self._policy.first() if self._free_rows else None
+        return running if first is None else running + max(first.num_to_compute, self._new_tokens)
+
+    def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder, reserved: int) -> bool:
+        """Let a decoding request verify drafts, where there is room for any beside `reserved` tokens of prompts."""
         if request.row < 0:
             return False  # It has given way to one before it in its turn.
         # Every running request after this one can still decode.
-        room = builder.left - (len(self._running) - len(builder.rows))
+        room = builder.left - (len(self._running) - len(builder.rows)) - reserved
         proposal = proposal.first(min(room, request.max_len - request.num_known - 1))
         if proposal.num_drafts <= 0:
             return False

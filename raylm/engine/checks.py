@@ -76,7 +76,18 @@ def check_params(
             f"structure of kind {params.structure.kind} must be turned into a grammar first (GrammarCompiler)",
             param="structure",
         )
+    if params.structure is not None and not any(token < vocab_size for token in _ends(params, eos)):
+        raise RequestRejected(
+            "structure needs a token that ends the text: with ignore_eos, or a model without an end of its own, one of "
+            f"stop_token_ids must be below {vocab_size}, the vocabulary's size",
+            param="structure",
+        )
     _check_some_token_is_left(params, eos)
+
+
+def _ends(params: SamplingParams, eos: frozenset[int]) -> set[int]:
+    """The tokens that end a completion."""
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
 
 
 def _check_some_token_is_left(params: SamplingParams, eos: frozenset[int]) -> None:
@@ -87,8 +98,7 @@ def _check_some_token_is_left(params: SamplingParams, eos: frozenset[int]) -> No
         raise RequestRejected(
             f"allowed_token_ids leaves no token: all {len(allowed)} of them are bad words", param="allowed_token_ids"
         )
-    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
-    if params.min_tokens and allowed <= ends:
+    if params.min_tokens and allowed <= _ends(params, eos):
         raise RequestRejected(
             f"allowed_token_ids leaves no token for the first {params.min_tokens} (min_tokens): all {len(allowed)} of "
             "them end the completion",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -22,40 +21,48 @@ _MOST_WAYS = 32
 """Words of a mask that allow any token, where a text is forced: its beginnings are few."""
 
 
+_BROKEN = (
+    "structure: the text does not meet its grammar any more, as happens where a logits processor forbids all tokens "
+    "that the grammar allows"
+)
+_NO_GRAMMAR = "structure: its grammar does not compile in a worker, though it did before"
+
+
 class Filled(NamedTuple):
     """What filling masks told.
 
     counts: which of the masks count. What may come behind a draft that is not allowed does not matter, nor before a
     grammar has begun; their masks are not written. forced: (i, number of drafts, tokens) of a row i that is forced to
-    say these tokens behind so many of its drafts. broken: the rows i whose text does not meet its grammar.
+    say these tokens behind so many of its drafts. broken: (i, why) of a row i whose text has no mask any more.
     """
 
     counts: NDArray[np.bool_]
     forced: list[tuple[int, int, list[int]]]
-    broken: list[int]
+    broken: list[tuple[int, str]]
 
 
 class _Text:
     """The text of one row, from its first generated token on."""
 
-    __slots__ = ("begin_after", "compiled", "has_begun", "is_broken", "is_over", "matcher", "stop_ids", "tail")
+    __slots__ = ("begin_after", "compiled", "fault", "grammars", "has_begun", "is_over", "matcher", "stop_ids", "tail")
 
-    def __init__(self, structure: StructuredOutput, compiled: Future[binding.Compiled], stop_ids: list[int]) -> None:
+    def __init__(self, structure: StructuredOutput, grammars: CompiledGrammars, stop_ids: list[int]) -> None:
         self.begin_after = structure.begin_after
         self.tail: tuple[int, ...] = ()
         """The last tokens before the grammar begins, as many as begin_after has at most."""
         self.has_begun = not self.begin_after
-        self.compiled = compiled
+        self.grammars = grammars
+        self.compiled = grammars.get(structure)
         self.matcher: binding.Matcher | None = None
         self.stop_ids = stop_ids
         self.is_over = False
         """It has ended."""
-        self.is_broken = False
-        """It does not meet the grammar, or there is none."""
+        self.fault = ""
+        """Why it has no mask any more: it does not meet the grammar, or there is none."""
 
     def accept(self, token: int) -> None:
         """The text goes on with a token."""
-        if self.is_over or self.is_broken:
+        if self.is_over or self.fault:
             self.is_over |= token in self.stop_ids
             return
         if not self.has_begun:
@@ -63,10 +70,11 @@ class _Text:
             self.has_begun = self.tail == self.begin_after
             return
         matcher = self.get_matcher()
-        if matcher is not None and not matcher.accept_token(token, False):
-            # Where nothing of what the grammar allows was left: min_tokens, biases and others forbid tokens too.
-            self.is_broken = True
         self.is_over = token in self.stop_ids
+        # No mask allows a token without text, but a matcher takes it anywhere.
+        is_text = self.is_over or bool(self.grammars.pieces[token])
+        if matcher is not None and not (is_text and matcher.accept_token(token, False)):
+            self.fault = _BROKEN
 
     def get_matcher(self) -> binding.Matcher | None:
         """Waits until the grammar is compiled; None where that has failed."""
@@ -74,18 +82,18 @@ class _Text:
             try:
                 self.matcher = binding.matcher(self.compiled.result(), self.stop_ids)
             except Exception:
-                if not self.is_broken:
+                if not self.fault:
                     logger.exception("A grammar that was checked does not compile here: its request ends")
-                self.is_broken = True
+                self.fault = _NO_GRAMMAR
         return self.matcher
 
     def is_masked(self) -> bool:
         """Whether not every token may come next."""
-        return self.has_begun and not self.is_over and not self.is_broken
+        return self.has_begun and not self.is_over and not self.fault
 
 
 class GrammarMatchers:
-    """The grammars of rows. Used by one thread.
+    """The grammars of rows. No two threads may use it at the same time.
 
     A mask is ceil(vocab_size / 32) words of int32: bit t % 32 of word t // 32 allows token t.
     """
@@ -104,7 +112,7 @@ class GrammarMatchers:
         """A row begins, or again after it was preempted, when it has generated `tokens`. It may only end with
         `stop_ids`, at least one. Returns before the grammar is compiled."""
         stops = [token for token in stop_ids if token < self._vocab_size]
-        text = self._texts[row] = _Text(structure, self._grammars.get(structure), stops)
+        text = self._texts[row] = _Text(structure, self._grammars, stops)
         for token in tokens:
             text.accept(token)
 
@@ -155,7 +163,7 @@ class GrammarMatchers:
                 assert text.matcher is not None
                 text.matcher.rollback(num)
             text.tail, text.has_begun, text.is_over = tail, has_begun, is_over
-        return Filled(counts, forced, [i for i, text in enumerate(texts) if text.is_broken])
+        return Filled(counts, forced, [(i, text.fault) for i, text in enumerate(texts) if text.fault])
 
     def _fill_turn(self, places: list[tuple[_Text, int]], masks: NDArray[np.int32], counts: NDArray[np.bool_]) -> None:
         matchers, matched = [], []
@@ -175,7 +183,7 @@ class GrammarMatchers:
 
     def _advance(self, text: _Text, token: int, matched: list[int], index: int) -> bool:
         """Go on with a draft; False where the grammar does not allow it, or the text is over with it."""
-        if text.is_over or text.is_broken or token in text.stop_ids:
+        if text.is_over or text.fault or token in text.stop_ids:
             return False
         if not text.has_begun:
             text.accept(token)
@@ -192,7 +200,8 @@ class GrammarMatchers:
         if matcher is None:
             return found
         while len(found) < _MOST_FORCED and (token := self._only_way(mask)) is not None:
-            if not matcher.accept_token(token, False):
+            # A token with text may end a request too; behind its end a matcher says nothing.
+            if token in text.stop_ids or not matcher.accept_token(token, False):
                 break
             found.append(token)
             mask = self._ahead[0]

@@ -33,7 +33,7 @@ def run(pacer: PrefillPacer, cost: Cost, *, decodes: int, steps: int, demand: in
     for _ in range(steps):
         prefill = min(demand, pacer.prefill_budget(decodes), FULL - decodes)
         seconds = cost(prefill, decodes)
-        pacer.observe(prefill, decodes, seconds)
+        pacer.observe(prefill + decodes, seconds)
         history.append((prefill, seconds))
     return history
 
@@ -149,7 +149,7 @@ def test_a_prompt_goes_on_when_decodes_alone_are_too_slow():
 
 def test_a_budget_under_the_minimum_is_the_minimum():
     pacer = PrefillPacer(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, target_itl_ms=1))
-    pacer.observe(8, 0, 1.0)
+    pacer.observe(8, 1.0)
     assert pacer.prefill_budget(2) == 8
 
 

@@ -20,6 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.FAMILIES["llama"](tmp_path_factory.mktemp("llama"), num_hidden_layers=4)
 
 
+@pytest.mark.nightly
 def test_stages_on_nodes_of_their_own_and_engines_side_by_side(folder, tmp_path):
     script = Path(__file__).with_name("several_nodes.py")
     run = subprocess.run(

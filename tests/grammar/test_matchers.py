@@ -103,11 +103,12 @@ def test_a_grammar_begins_after_a_sequence(matchers: GrammarMatchers) -> None:
     assert filled(matchers, {0: ""}) == ["a"]
     matchers.accept(0, ids("a</t>"))
     assert filled(matchers, {0: ""}) == [None], "what the grammar does not allow breaks the text"
-    assert broken(matchers, 0) == [0]
+    assert "does not meet its grammar" in broken(matchers, 0)
 
 
-def broken(matchers: GrammarMatchers, row: int) -> list[int]:
-    return matchers.fill([row], [[]], np.zeros((1, matchers.num_words), np.int32)).broken
+def broken(matchers: GrammarMatchers, row: int) -> str:
+    ((_, reason),) = matchers.fill([row], [[]], np.zeros((1, matchers.num_words), np.int32)).broken
+    return reason
 
 
 def forced(matchers: GrammarMatchers, rows: dict[int, str]) -> dict[int, tuple[int, list[bytes]]]:
@@ -132,6 +133,18 @@ def test_forced_tokens_are_the_longest_that_must_follow(matchers: GrammarMatcher
     assert filled(matchers, {0: ""}) == ["a"], "looking ahead leaves no trace"
 
 
+def test_a_token_that_ends_the_request_is_not_forced_though_it_has_text(matchers: GrammarMatchers) -> None:
+    for text in ("", "a", "ab"):
+        matchers.begin(0, StructuredOutput("choice", '["ab"]'), ids("!"), ids(text))
+        assert forced(matchers, {0: ""}) == ({0: (0, [b"a", b"b"][len(text) :])} if text != "ab" else {})
+    assert filled(matchers, {0: ""}) == ["!"]
+
+
+def test_a_token_without_text_breaks_the_text(matchers: GrammarMatchers) -> None:
+    matchers.begin(0, AB, ids("!"), [*ids("ab"), END])
+    assert "does not meet its grammar" in broken(matchers, 0)
+
+
 def test_forced_characters_may_begin_in_the_middle_of_one(matchers: GrammarMatchers) -> None:
     matchers.begin(0, StructuredOutput("choice", '["\u20ac", "\u20ad"]'), [END])
     assert forced(matchers, {0: ""}) == {0: (0, [b"\xe2\x82"])}
@@ -151,4 +164,4 @@ def test_a_grammar_that_does_not_compile_breaks_its_text(
     monkeypatch.setattr(Grammars, "get", fails)
     matchers.begin(0, AB, [END])
     assert filled(matchers, {0: "ab"}) == [None, None, None]
-    assert broken(matchers, 0) == [0]
+    assert "does not compile" in broken(matchers, 0)

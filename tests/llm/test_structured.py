@@ -138,6 +138,12 @@ def test_log_probabilities_are_those_before_the_mask(llm: LLM) -> None:
     assert output.cumulative_logprob is not None and output.cumulative_logprob < -1
 
 
+def test_a_text_must_be_able_to_end(llm: LLM) -> None:
+    endless = replace(HOT, ignore_eos=True, stop_token_ids=(10**6,))
+    with pytest.raises(RequestRejected, match="structure needs a token that ends the text"):
+        llm.generate([PROMPTS[0]], endless, progress=False)
+
+
 def test_a_stream_is_a_document(llm: LLM) -> None:
     text = "".join(piece.text for piece in llm.stream(PROMPTS[0], replace(HOT, temperature=0.8)))
     validate(json.loads(text), SCHEMA)

@@ -67,6 +67,7 @@ def test_two_models_behind_one_endpoint(served):
         assert "smollm2-135" in caught.value.body["message"]
 
 
+@pytest.mark.nightly
 def test_a_queue_brings_a_second_replica(served):
     with running("autoscale.yaml", served) as client:
         metrics = f"{str(client.base_url).removesuffix('/v1/')}/metrics"

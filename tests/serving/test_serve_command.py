@@ -115,6 +115,7 @@ def test_a_model_that_fails_in_its_replica_ends_in_its_sentence(tmp_path, monkey
     assert re.fullmatch(f"raylm: application 'model-{tmp_path.name}' did not start: {problem}\n", lines[-1])
 
 
+@pytest.mark.nightly
 def test_a_front_that_does_not_start_ends_in_a_sentence(monkeypatch):
     monkeypatch.setenv("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "0")
     with running("smollm2-135m", "--port", str(free_port())) as (process, lines):

@@ -58,6 +58,7 @@ def answers(url: str, model: str) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_an_ingress_that_hangs_is_replaced_and_ctrl_c_tells_streams(tmp_path):
     folder = checkpoints.llama(tmp_path, max_position_embeddings=32768)
     port = free_port()

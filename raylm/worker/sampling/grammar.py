@@ -21,11 +21,6 @@ from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.stages import LogitRows, RowNotes
 from raylm.worker.transfer import Download
 
-_BROKEN = (
-    "structure: the text does not meet its grammar any more, as happens where a logits processor forbids all tokens "
-    "that the grammar allows"
-)
-
 
 class _Asked(NamedTuple):
     """Rows of a step that sample, in the plan's order, and their tokens on their way to the host: of each from position
@@ -62,7 +57,7 @@ class GrammarStage:
         self._has_grammar = np.zeros(table.num_rows, dtype=np.bool_)
         self._num_seen = np.zeros(table.num_rows, dtype=np.int64)
         """Tokens of each row that its matcher has accepted; before the first, those of the prompt."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._thread = _mask_thread(table.device)
         self._masks: Future[_Masks] | None = None
         """Of the step that is being queued."""
 
@@ -142,8 +137,8 @@ class GrammarStage:
             # The first of them is sampled by this step anyway.
             if len(tokens) > 1:
                 self._notes.force(rows[index], first, tokens)
-        for index in filled.broken:
-            self._notes.fail(rows[index], _BROKEN)
+        for index, reason in filled.broken:
+            self._notes.fail(rows[index], reason)
 
     def _take_news(self, asked: _Asked) -> list[list[int]]:
         """Take in what rows have generated; the drafts that each verifies."""
@@ -169,3 +164,11 @@ class GrammarStage:
         expected = told[1][begin - told[0] : first + len(token_ids) - told[0]]
         if expected != token_ids[begin - first :][: len(expected)]:
             del self._told[row]
+
+
+def _mask_thread(device: torch.device) -> ThreadPoolExecutor:
+    name = "masks"
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+    # A thread begins on the first GPU, whatever others are on, and would take memory of it for a context.
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))

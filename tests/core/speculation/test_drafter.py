@@ -10,6 +10,7 @@ from engines import make_engine, run_to_end
 from fakes import FakeExecutor, expected_tokens
 
 from raylm.config.speculation import SpeculationConfig
+from raylm.core.drafting import Proposal
 from raylm.core.sampling import SamplingParams
 from raylm.core.speculation import ReplayProposer, RequestDrafter, Speculation, make_drafter
 
@@ -75,6 +76,36 @@ def test_drafts_leave_a_token_of_the_budget_to_every_running_request():
         engine.add([str(index)], prompt, PARAMS)
     run_to_end(engine)
     assert executor.num_steps <= 6 + 200
+
+
+class Greedy(RandomDrafter):
+    """Always as many drafts as it may."""
+
+    def is_on(self, num_rows):
+        return True
+
+    def plan(self, requests):
+        return {request: Proposal(self._most, [1] * self._most) for request in requests}
+
+
+@pytest.mark.parametrize("target_itl_ms", [None, 1.0])
+def test_drafts_do_not_keep_prompts_waiting(target_itl_ms):
+    executor = FakeExecutor(num_blocks=1000, max_model_len=300)
+    drafter = Greedy(Random(1), most=9)
+    engine = make_engine(
+        executor, drafter=drafter, clock=Clock(), budget=60, max_num_seqs=7, target_itl_ms=target_itl_ms
+    )
+    for index, prompt in enumerate(PROMPTS):
+        engine.add([str(index)], prompt, PARAMS)
+    for _ in range(10):
+        engine.step()
+    assert drafter.num_verified > 6 * 9, "drafts take all of a step"
+    engine.add(["long"], [5] * 100, PARAMS)
+    steps = 0
+    while not any(delta.request_id == "long" for delta in engine.step()):
+        steps += 1
+    # A hundred tokens of the prompt, 60 a step, or 16 beside decodes where steps are slower than the target.
+    assert steps <= (4 if target_itl_ms is None else 9)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
