@@ -50,6 +50,8 @@ class LocalExecutor:
             for step in self._steps:
                 step.result()
         self._steps.clear()
+        if self._worker is not None:
+            self._worker.close()
         self._worker = None
 
     def _live_worker(self) -> Worker:

@@ -121,6 +121,7 @@ class WorkerActor:
             raise EngineDeadError(f"{type(error).__name__}: {error}") from None
         finally:
             channel.close()
+            self._worker.close()
 
 
 class RayExecutor:
@@ -200,8 +201,10 @@ class RayExecutor:
                 )
 
     def prepare(self, structure: StructuredOutput) -> _Preparing:
+        # The workers of the last stage alone sample, and keep grammars.
+        samplers = self._workers[-self._config.parallel.tensor :]
         return _Preparing(
-            [worker.prepare_grammar.options(concurrency_group=_GRAMMARS).remote(structure) for worker in self._workers]
+            [worker.prepare_grammar.options(concurrency_group=_GRAMMARS).remote(structure) for worker in samplers]
         )
 
     def check(self) -> None:

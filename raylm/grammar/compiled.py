@@ -8,6 +8,7 @@ back in 0.1 s without the lock.
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -39,7 +40,7 @@ class TokenPieces:
 class CompiledGrammars:
     """Grammars compiled for one model's logits, in a thread; the newest are kept for the next request.
 
-    All structures are ones that a GrammarCompiler has let through. Nothing is started before the first, or `prepare`.
+    All structures are ones that a GrammarCompiler has let through. Nothing is started before the first.
     """
 
     def __init__(self, source: ModelSource, vocab_size: int, *, threads: int = 1) -> None:
@@ -51,21 +52,22 @@ class CompiledGrammars:
         self._pieces = TokenPieces(b"", [])
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, str], Future[binding.Compiled]] = {}
-
-    def prepare(self) -> None:
-        """Read the vocabulary ahead of the first grammar, without waiting for it."""
-        self._threads.submit(self._get_compiler)
+        """By kind and value, the one asked for last at the end."""
+        self._in_use: weakref.WeakValueDictionary[tuple[str, str], Future[binding.Compiled]]
+        self._in_use = weakref.WeakValueDictionary()
+        """All of `_kept`, and the dropped ones that rows still hold, whose memory is not free anyway."""
 
     def get(self, structure: StructuredOutput) -> Future[binding.Compiled]:
         """The compiled grammar, once it is compiled. Called from any thread."""
         key = structure.kind, structure.value
         with self._lock:
-            future = self._kept.pop(key, None)
+            future = self._in_use.get(key)
+            self._kept.pop(key, None)
             if future is None or (future.done() and future.exception() is not None):
                 # Only here: a step that finds its grammars must not look at all that are kept.
                 self._drop_old()
                 future = self._threads.submit(lambda: self._get_compiler().compile(structure))
-            self._kept[key] = future
+            self._kept[key] = self._in_use[key] = future
             return future
 
     @property
@@ -74,6 +76,7 @@ class CompiledGrammars:
         return self._pieces
 
     def close(self) -> None:
+        """End the thread, after the grammar that it compiles now; those that have not begun are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _get_compiler(self) -> binding.Compiler:

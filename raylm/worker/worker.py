@@ -158,6 +158,11 @@ class Worker:
         """Compile a grammar in a thread, ahead of the rows that need it. Called from any thread, after start()."""
         return None if self._grammars is None else self._grammars.get(structure)
 
+    def close(self) -> None:
+        """End what runs beside the steps. No step may follow."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run one step; on a GPU, start it."""
         if self._runner is None:

@@ -76,13 +76,37 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, executor: Comp
     assert set(finish(engine)) == {"form", "twin"}
 
 
-def test_a_grammar_that_is_known_is_not_waited_for(engine: Engine, executor: Compiling) -> None:
+def test_requests_that_wait_for_equal_grammars_ask_once(engine: Engine, executor: Compiling) -> None:
+    for name in "abc":
+        engine.add([name], [5], HELD)
+    assert len(executor.preparations) == 1
+    assert run(engine, 3) == []
+    executor.preparations[0].done = True
+    assert set(finish(engine)) == set("abc")
+
+
+def test_the_workers_are_asked_again_for_a_grammar_that_they_may_have_dropped(
+    engine: Engine, executor: Compiling
+) -> None:
     engine.add(["first"], [5], HELD)
     executor.preparations[0].done = True
     finish(engine)
     engine.add(["second"], [5], HELD)
+    assert run(engine, 3) == [] and engine.has_work, "its first step would wait for a grammar"
+    executor.preparations[1].done = True
     assert set(finish(engine)) == {"second"}
-    assert len(executor.preparations) == 1
+
+
+def test_a_grammar_that_the_workers_keep_is_not_waited_for() -> None:
+    class Kept(FakeExecutor):
+        def prepare(self, structure: StructuredOutput) -> Preparation:
+            preparation = Preparation()
+            preparation.done = True
+            return preparation
+
+    engine = make_engine(Kept())
+    engine.add(["a"], [5], HELD)
+    assert {delta.request_id for delta in run(engine, 1)} == {"a"}
 
 
 def test_a_held_request_can_be_aborted(engine: Engine, executor: Compiling) -> None:

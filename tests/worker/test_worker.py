@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
 import torch
 
 from raylm.config.engine import EngineConfig, RuntimeConfig
-from raylm.config.resolve import resolve
+from raylm.config.resolve import ResolvedEngine, resolve
 from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
+from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
+from raylm.executor.local import LocalExecutor
+from raylm.grammar.compiled import CompiledGrammars
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.models.arch import ArchConfig
 from raylm.ops import extension
@@ -29,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.gemma3(tmp_path_factory.mktemp("gemma"))
 
 
-def make_worker(folder: Path, *, max_model_len: int | None = None, **cache: object) -> Worker:
+def make_config(folder: Path, *, max_model_len: int | None = None, **cache: object) -> ResolvedEngine:
     config = EngineConfig.model_validate(
         {
             "model": {"path": str(folder), "max_model_len": max_model_len},
@@ -38,7 +43,11 @@ def make_worker(folder: Path, *, max_model_len: int | None = None, **cache: obje
             "runtime": {"device": "cpu", "num_threads": 1},
         }
     )
-    return Worker(resolve(config, "cpu"), progress=False)
+    return resolve(config, "cpu")
+
+
+def make_worker(folder: Path, **options: Any) -> Worker:
+    return Worker(make_config(folder, **options), progress=False)
 
 
 def start(folder: Path, **options: object) -> ModelInfo:
@@ -66,6 +75,23 @@ def test_the_longest_request_is_what_the_groups_hold(folder: Path) -> None:
     assert start(folder, num_blocks=33).max_model_len == 64
     with pytest.raises(ConfigError, match="model.max_model_len 65 does not fit in the KV cache of 64 tokens"):
         start(folder, num_blocks=33, max_model_len=65)
+
+
+def test_nothing_runs_beside_a_local_worker_that_was_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiler:
+        def compile(self, structure: StructuredOutput) -> str:
+            return threading.current_thread().name
+
+    monkeypatch.setattr(CompiledGrammars, "_get_compiler", lambda self: Compiler())
+    executor = LocalExecutor(make_config(folder), progress=False)
+    before = set(threading.enumerate())
+    executor.start()
+    preparation = executor.prepare(StructuredOutput("grammar", 'root ::= "a"'))
+    assert preparation is not None and preparation.wait(60)
+    (thread,) = (thread for thread in set(threading.enumerate()) - before if thread.name.startswith("grammar"))
+    executor.shutdown()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_speeds_are_measured_where_blocks_can_be_swapped(folder: Path) -> None:
