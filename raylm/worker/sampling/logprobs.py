@@ -63,11 +63,13 @@ class LogprobWishes:
         """How many tokens beside the sampled one each of the rows wants; -1 where it wants nothing at all."""
         return self._num_top[rows]
 
-    def of_sampled(self, logits: Tensor, token_ids: Tensor, rows: np.ndarray) -> TokenLogprobs | None:
-        """What the rows [M] want of the logits [M, vocab] and their sampled tokens [M]; None where none does."""
-        most = int(self._num_top[rows].max(initial=_NOT_ASKED))
-        if most == _NOT_ASKED:
-            return None
+    def most(self, rows: np.ndarray) -> int:
+        """The largest number of tokens that any of the rows wants; -1 where none wants anything at all."""
+        return int(self._num_top[rows].max(initial=_NOT_ASKED))
+
+    def of_sampled(self, logits: Tensor, token_ids: Tensor, rows: np.ndarray, most: int) -> TokenLogprobs:
+        """Log probabilities of the sampled tokens [M] of rows in logits [M, vocab], each with the `most` likeliest
+        tokens."""
         found = TokenLogprobs(*ops.token_logprobs(logits, token_ids, min(most, logits.shape[1])))
         given = [index for index, row in enumerate(rows.tolist()) if row in self._given]
         if given:

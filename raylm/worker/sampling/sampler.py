@@ -17,11 +17,11 @@ from raylm.parallel.collectives import of_first
 from raylm.parallel.context import ParallelContext
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.grammar import GrammarStage
-from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs, as_count
+from raylm.worker.sampling.logprobs import LogprobWishes, TokenLogprobs, as_count, join
 from raylm.worker.sampling.penalties import Penalties
 from raylm.worker.sampling.processed import processed, truncates
 from raylm.worker.sampling.processors import LogitsProcessor, Processors
-from raylm.worker.sampling.stages import LogitRows, LogitsStage, RowNotes
+from raylm.worker.sampling.stages import ROWS_AT_A_TIME, LogitRows, LogitsStage, RowNotes
 from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
 from raylm.worker.sampling.typical import Typical
 
@@ -138,7 +138,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, of: LogitRows) -> Drawn:
         """A token from each of the logits [M, vocab], which may be overwritten."""
-        wants_logprobs = (self.logprobs.num_top(of.rows) >= 0).any()
+        most = self.logprobs.most(of.rows)
+        wants_logprobs = most >= 0
         keeps_raw = wants_logprobs and not self._processed and self._needs_stage[:, of.rows].any()
         told = logits.clone() if keeps_raw else logits
         logits = self.staged(logits, of)
@@ -152,9 +153,21 @@ class Sampler:
         if not wants_logprobs:
             return Drawn(token_ids, None, *notes)
         if self._processed:
-            temperature, *truncation = settings[:4]
-            told = processed(logits, temperature, truncation if truncates(*host[1:4]) else None)
-        return Drawn(token_ids, self.logprobs.of_sampled(told, token_ids, of.rows), *notes)
+            return Drawn(token_ids, self._processed_logprobs(logits, token_ids, host, of.rows), *notes)
+        return Drawn(token_ids, self.logprobs.of_sampled(told, token_ids, of.rows, most), *notes)
+
+    def _processed_logprobs(
+        self, logits: Tensor, token_ids: Tensor, settings: Settings, rows: np.ndarray
+    ) -> TokenLogprobs:
+        """Log probabilities of the sampled tokens [M] in the distributions that they were drawn from."""
+        parts, most = [], self.logprobs.most(rows)
+        for start in range(0, len(rows), ROWS_AT_A_TIME):
+            own = slice(start, start + ROWS_AT_A_TIME)
+            host = [values[own] for values in settings[:4]]
+            temperature, *truncation = self._table.upload(*host)
+            told = processed(logits[own], temperature, truncation if truncates(*host[1:]) else None)
+            parts.append(self.logprobs.of_sampled(told, token_ids[own], rows[own], most))
+        return join(parts)
 
     def staged(self, logits: Tensor, of: LogitRows) -> Tensor:
         """The logits [M, vocab] that are sampled from; `logits` may be overwritten."""

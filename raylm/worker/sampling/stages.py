@@ -9,6 +9,10 @@ from torch import Tensor
 
 from raylm.core.step import Forced, RowSampling
 
+ROWS_AT_A_TIME = 64
+"""Rows of logits of which float32 copies, and what is made of them, are in memory at the same time: the memory that a
+step is given at the start has no room for more."""
+
 
 class LogitRows(NamedTuple):
     """Whose logits some logits [M, vocab] are: logits m give the token at positions[m] of the row rows[m]."""

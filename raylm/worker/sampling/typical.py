@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raylm.core.step import RowSampling
 from raylm.worker.request_table import RequestTable
-from raylm.worker.sampling.stages import LogitRows
+from raylm.worker.sampling.stages import ROWS_AT_A_TIME, LogitRows
 
 
 class Typical:
@@ -30,15 +30,21 @@ class Typical:
     def apply(self, logits: Tensor, of: LogitRows) -> Tensor:
         wanted = np.flatnonzero(self._typical_p[of.rows] < 1)
         rows = of.rows[wanted]
-        index, mass, temperature = self._table.upload(wanted, self._typical_p[rows], self._temperature[rows])
-        own = logits.index_select(0, index)
-        values = own.float()
-        values = (values - values.amax(dim=-1, keepdim=True)) / temperature[:, None]
-        information = -values.log_softmax(dim=-1)
-        probs = (-information).exp()
-        entropy = torch.where(probs > 0, probs * information, 0.0).sum(dim=-1, keepdim=True)
-        order = (information - entropy).abs().nan_to_num(nan=torch.inf).argsort(dim=-1, stable=True)
-        sorted_probs = probs.gather(1, order)
-        keeps = sorted_probs.cumsum(dim=-1) - sorted_probs < mass[:, None]
-        keeps = torch.zeros_like(keeps).scatter_(1, order, keeps)
-        return logits.index_copy_(0, index, own.masked_fill(~keeps, -torch.inf))
+        arrays = self._table.upload(wanted, self._typical_p[rows], self._temperature[rows])
+        for index, mass, temperature in zip(*(array.split(ROWS_AT_A_TIME) for array in arrays), strict=True):
+            own = logits.index_select(0, index)
+            logits.index_copy_(0, index, own.masked_fill(~_typical(own, mass, temperature), -torch.inf))
+        return logits
+
+
+def _typical(logits: Tensor, mass: Tensor, temperature: Tensor) -> Tensor:
+    """bool [M, vocab]: the tokens that are kept."""
+    values = logits.float()
+    values = (values - values.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    information = -values.log_softmax(dim=-1)
+    probs = (-information).exp()
+    entropy = torch.where(probs > 0, probs * information, 0.0).sum(dim=-1, keepdim=True)
+    order = (information - entropy).abs().nan_to_num(nan=torch.inf).argsort(dim=-1, stable=True)
+    sorted_probs = probs.gather(1, order)
+    keeps = sorted_probs.cumsum(dim=-1) - sorted_probs < mass[:, None]
+    return torch.zeros_like(keeps).scatter_(1, order, keeps)
