@@ -93,7 +93,8 @@ class Engine:
         params: SamplingParams,
         options: RequestOptions = _DEFAULT_OPTIONS,
     ) -> None:
-        """As add, for a request that check_request has let pass. Raises Overloaded."""
+        """As add, for a request that check_request has let pass. Raises Overloaded, and RequestRejected for a beam
+        search with stop strings of a model whose text cannot be searched."""
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
             # With max_tokens 0 the step that computes the prompt samples a token too, which nobody gets.

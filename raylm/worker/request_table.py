@@ -50,7 +50,7 @@ class RequestTable:
         self.num_known[self.padding_row] = self.known_bound[self.padding_row] = 1
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what the plan brings: new requests first, then new blocks, chosen tokens and drafts."""
+        """Take in what the plan brings: bounds of rows first, then new requests, blocks, chosen tokens and drafts."""
         for row, bound in plan.bounds:
             self.computed_bound[row] -= self.known_bound[row] - bound
             self.known_bound[row] = bound
