@@ -6,6 +6,7 @@ compilation.
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import resource
@@ -36,6 +37,7 @@ from raylm.grammar.translate import translate
 from raylm.text.tokenizer import Tokenizer
 
 _TOO_MUCH = "it takes too much memory to compile"
+_PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 _NICENESS = 5
 """Engines and the ingress come first."""
 
@@ -96,6 +98,11 @@ class _Worker:
             raise Fault("no token of the model's vocabulary can begin a text that matches")
 
 
+def _sendable(text: str) -> str:
+    """Half of a surrogate pair, which a schema may quote, cannot be sent as UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _reason(error: RuntimeError) -> str:
     """xgrammar's words without the time and the place in its source."""
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -125,7 +132,8 @@ def main() -> None:
     try:
         worker = _Worker(msgspec.msgpack.decode(setup, type=Setup))
     except Exception as error:
-        write_frame(out, msgspec.msgpack.encode(Ready(f"{type(error).__name__}: {error}")))
+        is_passing = isinstance(error, MemoryError) or getattr(error, "errno", None) in _PASSING
+        write_frame(out, msgspec.msgpack.encode(Ready(_sendable(f"{type(error).__name__}: {error}"), is_passing)))
         return
     write_frame(out, msgspec.msgpack.encode(Ready()))
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()

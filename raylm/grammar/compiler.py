@@ -22,12 +22,10 @@ from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, Overloaded, RequestRejected
 from raylm.grammar.frames import Done, Failed
-from raylm.grammar.process import ChildDied, ChildHung, CompilerProcess, setup_of
+from raylm.grammar.process import RETRY_S, ChildDied, ChildHung, CompilerProcess, setup_of
 from raylm.log import get_logger
 
 logger = get_logger(__name__)
-
-_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ class GrammarCompiler:
             if (running := self._running.get(key)) is not None:
                 return running
             if len(self._running) >= self._limits.waiting or self._closed:
-                raise Overloaded("Too many structured outputs wait to be compiled", retry_after=_RETRY_S)
+                raise Overloaded("Too many structured outputs wait to be compiled", retry_after=RETRY_S)
             future = self._threads.submit(self._run, key, StructuredOutput(structure.kind, structure.value))
             self._running[key] = future
             return future
@@ -182,7 +180,7 @@ class GrammarCompiler:
     def _warm(self) -> None:
         try:
             child = self._take()
-        except ConfigError as error:
+        except (ConfigError, Overloaded) as error:
             logger.warning("Structured output: %s", error)
             return
         self._busy.discard(child)

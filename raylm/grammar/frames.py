@@ -35,9 +35,11 @@ class VocabularyJob(msgspec.Struct, tag="vocabulary", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The answer to Setup. Some text in `error`: the process is of no use and exits."""
+    """The answer to Setup. Some text in `error`: the process is of no use and exits. is_passing: another may do, since
+    this machine had no memory or no file left."""
 
     error: str = ""
+    is_passing: bool = False
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):

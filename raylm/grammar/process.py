@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import subprocess
@@ -14,7 +15,7 @@ import msgspec
 
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
-from raylm.errors import ConfigError
+from raylm.errors import ConfigError, Overloaded
 from raylm.grammar.frames import (
     Answer,
     Done,
@@ -29,6 +30,8 @@ from raylm.grammar.frames import (
 )
 
 START_S = 120.0
+RETRY_S = 2.0
+"""When a caller may come back whose structured output could not be compiled now."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from raylm.grammar.child import main; main()"
 _Kind = TypeVar("_Kind")
 
@@ -45,21 +48,31 @@ class CompilerProcess:
     """One child. Of use until a call of it raises ChildDied."""
 
     def __init__(self, setup: Setup) -> None:
-        """Start it and wait until it is ready. Raises ConfigError where it cannot work for this model."""
+        """Start it and wait until it is ready.
+
+        Raises ConfigError where it cannot work for this model, and Overloaded where it could not be started now: no
+        file, no process or no memory was left, or it died or took too long. Nothing is left running then.
+        """
         self._buffer = bytearray()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise _not_now(str(error)) from None
         try:
             ready = self._ask(msgspec.msgpack.encode(setup), START_S)
         except ChildDied as error:
-            raise ConfigError(f"the process that compiles grammars did not start: {error}") from None
-        if not isinstance(ready, Ready) or ready.error:
-            self.kill()
-            raise ConfigError(f"structured output is not possible with this model: {getattr(ready, 'error', ready)}")
+            raise _not_now(str(error)) from None
+        if isinstance(ready, Ready) and not ready.error:
+            return
+        self.kill()
+        if isinstance(ready, Ready) and ready.is_passing:
+            raise _not_now(ready.error)
+        raise ConfigError(f"structured output is not possible with this model: {getattr(ready, 'error', ready)}")
 
     @property
     def pid(self) -> int:
@@ -93,11 +106,13 @@ class CompilerProcess:
             write_frame(self._process.stdin, body)
             answer: Answer = msgspec.msgpack.decode(self._frame(time.monotonic() + seconds), type=Answer)
             return answer
-        except (OSError, ChildDied) as error:
+        except OSError:
             self.kill()
-            if isinstance(error, ChildDied):
-                raise
             raise ChildDied(self._how_it_ended()) from None
+        except BaseException:
+            # A child whose answer was not read to its end would give it to the next request.
+            self.kill()
+            raise
 
     def _frame(self, deadline: float) -> bytes:
         head = self._read(4, deadline)
@@ -106,9 +121,12 @@ class CompilerProcess:
     def _read(self, size: int, deadline: float) -> bytes:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
+        # Not select.select, which takes no descriptor over 1,023: an ingress with many connections has more.
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
         while len(self._buffer) < size:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            if left <= 0 or not poll.poll(math.ceil(left * 1000)):
                 raise ChildHung("it took too long")
             data = os.read(descriptor, 1 << 20)
             if not data:
@@ -122,6 +140,10 @@ class CompilerProcess:
     def _how_it_ended(self) -> str:
         code = self._process.poll()
         return f"ended by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+
+
+def _not_now(reason: str) -> Overloaded:
+    return Overloaded(f"The process that compiles grammars could not be started: {reason}", retry_after=RETRY_S)
 
 
 def setup_of(source: ModelSource, cache_dir: str | None, vocab_size: int, memory_bytes: int) -> Setup:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
@@ -22,18 +21,6 @@ from raylm.grammar.process import ChildDied, CompilerProcess
 SCHEMA = StructuredOutput("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 DEAR = StructuredOutput("json_schema", json.dumps({"enum": [f"{i:x}" for i in range(20_000)]}))
 """A second of work and more."""
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-    return ModelSource(Path(folder), "folder")
 
 
 @pytest.fixture(scope="module")
