@@ -18,6 +18,7 @@ import msgspec
 
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
+from raylm.errors import RequestRejected
 from raylm.grammar import binding
 from raylm.grammar.fault import Fault
 from raylm.grammar.frames import (
@@ -73,16 +74,25 @@ class _Worker:
     def answer(self, request: Request) -> Answer:
         if isinstance(request, VocabularyJob):
             return Vocabulary(str(self._vocabulary.serialize_json()), self._pieces, self._lens)
-        try:
-            return self._compile(request)
-        except Fault as fault:
-            return Failed(str(fault))
-        except MemoryError:
-            return Failed(_TOO_MUCH)
-        except RuntimeError as error:
-            return Failed(_TOO_MUCH if "bad_alloc" in str(error) else _reason(error))
+        return self._answer_job(request)
 
-    def _compile(self, job: Job) -> Answer:
+    def _answer_job(self, job: Job) -> Done | Failed:
+        """No structure may end the process: the next one would find none."""
+        try:
+            return self._compile(job)
+        except (Fault, RequestRejected) as error:
+            message = str(error)
+        except MemoryError:
+            message = _TOO_MUCH
+        except RecursionError:
+            message = "it nests too deep to be read"
+        except RuntimeError as error:
+            message = _TOO_MUCH if "bad_alloc" in str(error) else _reason(error)
+        except Exception as error:
+            message = f"it cannot be read: {type(error).__name__}: {error}"[:500]
+        return Failed(_sendable(message))
+
+    def _compile(self, job: Job) -> Done:
         structure = translate(job.structure)
         compiled = self._compiler.compile(structure)
         self._check_beginning(compiled)

@@ -47,7 +47,7 @@ def _required(schema: Schema) -> set[str]:
     required, properties = schema.get("required"), schema.get("properties")
     if not isinstance(required, list) or not isinstance(properties, Mapping):
         return set()
-    return {name for name in required if name in properties}
+    return {name for name in required if isinstance(name, str) and name in properties}
 
 
 def _values(schema: object) -> set[str] | None:

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from raylm.grammar.disjoint import are_disjoint
 from raylm.grammar.ebnf import NEVER, SPACE, Expr, Rule, Rules, Text, alt, is_never, maybe, repeat, seq
 from raylm.grammar.fault import Fault
+from raylm.grammar.json_reader import read_json
 from raylm.grammar.json_rules import define_json, plain_number
 from raylm.grammar.keywords import (
     ARRAY,
@@ -46,26 +47,12 @@ _MAX_BOUND = Decimal(10) ** 40
 
 def schema_grammar(text: str) -> str:
     """The grammar of a schema, given as JSON. Raises Fault."""
-    try:
-        root = json.loads(text, parse_float=_decimal, parse_constant=_no_constant)
-    except RecursionError:
-        raise Fault("the schema nests too deep to be read") from None
-    except json.JSONDecodeError as error:
-        raise Fault(f"the schema is not valid JSON: {error}") from None
-    return SchemaGrammar(root).text()
+    return SchemaGrammar(read_json(text, "the schema", parse_float=Decimal)).text()
 
 
 def object_grammar() -> str:
     """The grammar of any JSON object."""
     return SchemaGrammar({"type": "object"}).text()
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(text)
-
-
-def _no_constant(name: str) -> object:
-    raise Fault(f"the schema is not valid JSON: {name}")
 
 
 class SchemaGrammar:
@@ -146,7 +133,7 @@ class SchemaGrammar:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isascii() and name.isdigit() and int(name) < len(found):
+            elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
                 raise Fault(f"$ref {pointer!r:.100} points to nothing", place)
@@ -299,6 +286,11 @@ class SchemaGrammar:
             options = [self._simple({"type": kind}, "", 0) for kind in kinds]
             self._rules.add("any", alt(options))
         return Rule("any")
+
+
+def _is_index(name: str) -> bool:
+    """Of a list that a schema may hold."""
+    return len(name) < 10 and name.isascii() and name.isdigit()
 
 
 def _list(schema: Schema, name: str, place: str) -> list[object]:

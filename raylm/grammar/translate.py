@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from raylm.core.structure import StructuredOutput
+from raylm.core.structure import MAX_STRUCTURE_BYTES, StructuredOutput
 from raylm.grammar.ebnf import EMPTY, Expr, Rules, Text, alt
 from raylm.grammar.fault import Fault
+from raylm.grammar.json_reader import read_json
 from raylm.grammar.linear import Linear, has_wide_loop
 from raylm.grammar.regex import regex
 from raylm.grammar.schema import object_grammar, schema_grammar
@@ -27,7 +28,7 @@ def translate(structure: StructuredOutput) -> StructuredOutput:
     """The same as a grammar or a structural tag. Raises Fault."""
     kind, value = structure.kind, structure.value
     if kind == "structural_tag":
-        return StructuredOutput("structural_tag", _structural_tag(value), structure.begin_after)
+        return _ready("structural_tag", _structural_tag(value), structure)
     makers: dict[str, Callable[[str], str]] = {
         "json_schema": schema_grammar,
         "regex": regex_grammar,
@@ -35,7 +36,14 @@ def translate(structure: StructuredOutput) -> StructuredOutput:
         "grammar": str,
     }
     text = object_grammar() if kind == "json_object" else makers[kind](value)
-    return StructuredOutput("grammar", text, structure.begin_after)
+    return _ready("grammar", text, structure)
+
+
+def _ready(kind: str, text: str, structure: StructuredOutput) -> StructuredOutput:
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_STRUCTURE_BYTES:
+        raise Fault(f"its grammar has {size} bytes, at most {MAX_STRUCTURE_BYTES} are allowed")
+    return StructuredOutput(kind, text, structure.begin_after)
 
 
 def regex_grammar(pattern: str) -> str:
@@ -113,9 +121,4 @@ def _part(make: Callable[[str], str], text: str, place: str) -> str:
 
 
 def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise Fault("the JSON nests too deep to be read") from None
-    except json.JSONDecodeError as error:
-        raise Fault(f"it is not valid JSON: {error}") from None
+    return read_json(text, "it")

@@ -70,6 +70,38 @@ def test_what_xgrammar_refuses_is_refused(compiler: GrammarCompiler, structure: 
         compiler.compile(structure)
 
 
+TWO_KINDS = [{"type": "object", "properties": {"k": {"const": i}}, "required": [["k"]]} for i in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("json_schema", f'{{"minimum": {"1" * 5000}}}', "an integer has 5000 digits, at most 4300"),
+        ("json_schema", f'{{"$ref": "#/enum/{"1" * 5000}", "enum": [1]}}', "points to nothing"),
+        ("json_schema", '{"const": 1e99999999999999999999999}', "a number that cannot be read"),
+        ("json_schema", json.dumps({"oneOf": TWO_KINDS}), "oneOf"),
+        ("json_schema", '{"properties": {"\\ud800": {"type": "foo"}}}', r"#/properties/\\ud800: type must be one of"),
+        ("choice", f"[{'1' * 5000}]", "an integer has 5000 digits"),
+        ("structural_tag", f'{{"type": "structural_tag", "format": {"1" * 5000}}}', "an integer has 5000 digits"),
+        (
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "const_string", "value": "\\ud800"}}',
+            "half of a surrogate pair",
+        ),
+        ("regex", r"\W" * 130, r"its grammar has \d{7} bytes, at most 1048576 are allowed"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_nothing_that_a_client_writes_ends_the_process(
+    compiler: GrammarCompiler, kind: str, value: str, reason: str
+) -> None:
+    compiler.compile(StructuredOutput("json_object"))
+    (child,) = compiler._idle
+    with pytest.raises(RequestRejected, match=reason):
+        compiler.compile(StructuredOutput(kind, value))
+    assert compiler._idle == [child]
+
+
 def test_one_that_hangs_is_ended_and_the_next_is_served(source: ModelSource) -> None:
     compiler = GrammarCompiler(source, limits=GrammarLimits(seconds=0.05))
     try:
