@@ -90,13 +90,13 @@ class _Worker:
             message = _TOO_MUCH if "bad_alloc" in str(error) else _reason(error)
         except Exception as error:
             message = f"it cannot be read: {type(error).__name__}: {error}"[:500]
-        return Failed(_sendable(message))
+        return Failed(_sendable(message), is_passing=message == _TOO_MUCH)
 
     def _compile(self, job: Job) -> Done:
         structure = translate(job.structure)
         compiled = self._compiler.compile(structure)
         self._check_beginning(compiled)
-        return Done(structure, compiled.memory_size_bytes())
+        return Done(structure)
 
     def _check_beginning(self, compiled: binding.Compiled) -> None:
         """A grammar that allows no token at all would fail in the first step."""

@@ -13,15 +13,16 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
-from raylm.errors import ConfigError, Overloaded, RequestRejected
+from raylm.errors import ConfigError, Overloaded, RequestRejected, ServerStopped
 from raylm.grammar.frames import Done, Failed
+from raylm.grammar.outcomes import Outcomes
 from raylm.grammar.process import RETRY_S, ChildDied, ChildHung, CompilerProcess, setup_of
 from raylm.log import get_logger
 
@@ -33,16 +34,33 @@ class GrammarLimits:
     """What one structure may cost, and how many are compiled at a time.
 
     seconds: of one compilation. memory_bytes: that a process may allocate beyond what it starts with. schema_bytes: of
-    a structure's text. processes: children, each compiling one structure at a time. waiting: structures that may wait
-    for one. cached_bytes: of the texts of structures whose outcome is kept.
+    a structure's text. processes: children, each compiling one structure at a time. waiting: structures that are
+    compiled or wait for a process; None: any number. queue_s: seconds that a request waits until the compilation of its
+    structure begins; None: any time. cached_bytes: of the texts of structures whose outcome is kept.
     """
 
     seconds: float = 10.0
     memory_bytes: int = 1 << 30
     schema_bytes: int = 1 << 18
     processes: int = 1
-    waiting: int = 256
+    waiting: int | None = 256
+    queue_s: float | None = 30.0
     cached_bytes: int = 1 << 25
+
+
+class _Job:
+    """One structure, and how many requests wait for its outcome."""
+
+    __slots__ = ("future", "has_begun", "key", "num_waiting", "structure")
+
+    def __init__(self, key: bytes, structure: StructuredOutput) -> None:
+        self.key = key
+        self.structure = structure
+        self.num_waiting = 0
+        self.has_begun = False
+        self.future: Future[Done | Failed] = Future()
+        # As one that runs it cannot be cancelled: a client that leaves must not take the outcome from the others.
+        self.future.set_running_or_notify_cancel()
 
 
 class GrammarCompiler:
@@ -65,9 +83,13 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._idle: list[CompilerProcess] = []
         self._busy: set[CompilerProcess] = set()
-        self._running: dict[bytes, Future[Done | Failed]] = {}
-        self._cache: OrderedDict[bytes, Done | Failed] = OrderedDict()
-        self._cached_bytes = 0
+        self._jobs: dict[bytes, _Job] = {}
+        """Those that have not ended."""
+        self._queue: OrderedDict[bytes, _Job] = OrderedDict()
+        """Those of them that have not begun."""
+        self._num_working = 0
+        """Threads that take jobs."""
+        self._outcomes = Outcomes(self._limits.cached_bytes)
         self._closed = False
 
     def warm(self) -> None:
@@ -77,30 +99,42 @@ class GrammarCompiler:
     def compile(self, structure: StructuredOutput, *, param: str = "structure") -> StructuredOutput:
         """The structure in a form that engines take.
 
-        Raises RequestRejected(param) where it cannot be kept to or costs too much, Overloaded where too many wait.
+        Raises RequestRejected(param) where it cannot be kept to or costs too much. Another attempt may do after
+        Overloaded (too many wait, or none can be compiled now) and ServerStopped (the compiler was closed).
         """
-        with _as_refusal(param):
-            answer = self._submit(structure, param).result()
+        with _as_refusal(param), self._joined(structure, param) as job:
+            wait([job.future], self._limits.queue_s)
+            self._check_begun(job)
+            answer = job.future.result()
         return _outcome(answer, structure, param)
 
     async def compile_async(self, structure: StructuredOutput, *, param: str = "structure") -> StructuredOutput:
         """`compile` for an event loop, which it does not hold."""
-        # A result that others wait for too must outlive the cancellation of one of them.
-        with _as_refusal(param):
-            answer = await asyncio.shield(asyncio.wrap_future(self._submit(structure, param)))
+        with _as_refusal(param), self._joined(structure, param) as job:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(job.future), self._limits.queue_s)
+            self._check_begun(job)
+            answer = await asyncio.wrap_future(job.future)
         return _outcome(answer, structure, param)
 
     def close(self) -> None:
         """End the processes; what is being compiled fails."""
         with self._lock:
             self._closed = True
-            children = [*self._idle, *self._busy]
+            idle, busy, waiting = [*self._idle], [*self._busy], [*self._queue.values()]
             self._idle.clear()
-        for child in children:
+            self._queue.clear()
+        for job in waiting:
+            job.future.set_exception(_closed())
+        for child in idle:
             child.kill()
+        for child in busy:
+            child.interrupt()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, structure: StructuredOutput, param: str) -> Future[Done | Failed]:
+    @contextmanager
+    def _joined(self, structure: StructuredOutput, param: str) -> Iterator[_Job]:
+        """The job of a structure, for which one more waits. A job for which none waits any more does not begin."""
         size = len(structure.value.encode())
         if size > self._limits.schema_bytes:
             raise RequestRejected(
@@ -108,30 +142,70 @@ class GrammarCompiler:
             )
         key = hashlib.sha256(f"{structure.kind}\0{structure.value}".encode()).digest()
         with self._lock:
-            if (known := self._cache.get(key)) is not None:
-                self._cache.move_to_end(key)
-                done: Future[Done | Failed] = Future()
-                done.set_result(known)
-                return done
-            if (running := self._running.get(key)) is not None:
-                return running
-            if len(self._running) >= self._limits.waiting or self._closed:
-                raise Overloaded("Too many structured outputs wait to be compiled", retry_after=RETRY_S)
-            future = self._threads.submit(self._run, key, StructuredOutput(structure.kind, structure.value))
-            self._running[key] = future
-            return future
-
-    def _run(self, key: bytes, structure: StructuredOutput) -> Done | Failed:
+            job = self._job(key, StructuredOutput(structure.kind, structure.value))
+            job.num_waiting += 1
         try:
-            answer = self._compile(structure)
-        except BaseException:
+            yield job
+        finally:
             with self._lock:
-                self._running.pop(key, None)
-            raise
+                job.num_waiting -= 1
+                if not job.num_waiting and self._queue.pop(key, None) is not None:
+                    del self._jobs[key]
+
+    def _job(self, key: bytes, structure: StructuredOutput) -> _Job:
+        """One that has ended, or that others wait for, or a new one."""
+        if (running := self._jobs.get(key)) is not None:
+            return running
+        job = _Job(key, structure)
+        if (known := self._outcomes.get(key)) is not None:
+            job.has_begun = True
+            job.future.set_result(known)
+            return job
+        if self._closed:
+            raise _closed()
+        if self._limits.waiting is not None and len(self._jobs) >= self._limits.waiting:
+            raise Overloaded(
+                f"{len(self._jobs)} structured outputs wait to be compiled, the most that may", retry_after=RETRY_S
+            )
+        self._jobs[key] = self._queue[key] = job
+        if self._num_working < self._limits.processes:
+            self._threads.submit(self._work)
+            self._num_working += 1
+        return job
+
+    def _check_begun(self, job: _Job) -> None:
+        if not job.has_begun and not job.future.done():
+            raise Overloaded(
+                f"The structured output has waited {self._limits.queue_s:g} s to be compiled, which is the limit",
+                retry_after=RETRY_S,
+            )
+
+    def _work(self) -> None:
+        """Compile what waits, until nothing does."""
+        while (job := self._next()) is not None:
+            answer: Done | Failed | None = None
+            error: BaseException | None = None
+            try:
+                answer = self._compile(job.structure)
+            except BaseException as caught:
+                error = caught
+            with self._lock:
+                del self._jobs[job.key]
+                if answer is not None:
+                    self._outcomes.put(job.key, answer)
+            if answer is not None:
+                job.future.set_result(answer)
+            else:
+                job.future.set_exception(error)
+
+    def _next(self) -> _Job | None:
         with self._lock:
-            self._running.pop(key, None)
-            self._keep(key, answer)
-        return answer
+            if not self._queue:
+                self._num_working -= 1
+                return None
+            _, job = self._queue.popitem(last=False)
+            job.has_begun = True
+            return job
 
     def _compile(self, structure: StructuredOutput) -> Done | Failed:
         for attempt in range(2):
@@ -142,13 +216,15 @@ class GrammarCompiler:
                 logger.warning(
                     "A structured output took over %g s to compile; its process was ended", self._limits.seconds
                 )
-                return Failed(f"it takes more than {self._limits.seconds:g} s to compile, which is the limit")
+                message = f"it takes more than {self._limits.seconds:g} s to compile, which is the limit"
+                return Failed(message, is_passing=True)
             except ChildDied as error:
-                logger.warning("The process that compiles grammars died: %s", error)
                 if self._closed:
-                    raise ConfigError("The compiler of grammars was closed") from None
+                    raise _closed() from None
+                logger.warning("The process that compiles grammars died: %s", error)
                 if attempt:
-                    return Failed("its compilation ends the process that does it, or takes too much memory")
+                    message = "its compilation ends the process that does it, or takes too much memory"
+                    return Failed(message, is_passing=True)
             else:
                 self._give_back(child)
                 return answer
@@ -168,7 +244,7 @@ class GrammarCompiler:
             if not self._closed:
                 return child
         child.kill()
-        raise ConfigError("The compiler of grammars was closed")
+        raise _closed()
 
     def _give_back(self, child: CompilerProcess) -> None:
         with self._lock:
@@ -180,18 +256,11 @@ class GrammarCompiler:
     def _warm(self) -> None:
         try:
             child = self._take()
-        except (ConfigError, Overloaded) as error:
+        except (ConfigError, Overloaded, ServerStopped) as error:
             logger.warning("Structured output: %s", error)
             return
         self._busy.discard(child)
         self._give_back(child)
-
-    def _keep(self, key: bytes, answer: Done | Failed) -> None:
-        self._cache[key] = answer
-        self._cached_bytes += _size(answer)
-        while self._cached_bytes > self._limits.cached_bytes and len(self._cache) > 1:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= _size(dropped)
 
 
 def _outcome(answer: Done | Failed, structure: StructuredOutput, param: str) -> StructuredOutput:
@@ -202,12 +271,12 @@ def _outcome(answer: Done | Failed, structure: StructuredOutput, param: str) -> 
 
 @contextmanager
 def _as_refusal(param: str) -> Iterator[None]:
-    """No process can be had: no library, no tokenizer that can be matched, or the end of the compiler."""
+    """No process can ever be had: no library, or no tokenizer that can be matched."""
     try:
         yield
     except ConfigError as error:
         raise RequestRejected(f"{param}: {error}", param=param, code="unsupported_parameter") from None
 
 
-def _size(answer: Done | Failed) -> int:
-    return 200 + len(answer.structure.value if isinstance(answer, Done) else answer.message)
+def _closed() -> ServerStopped:
+    return ServerStopped("The structured output's compilation was stopped, with its model or the server")

@@ -43,16 +43,17 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
-    """The structure in a form that engines take, and the bytes of it compiled."""
+    """The structure in a form that engines take."""
 
     structure: StructuredOutput
-    num_bytes: int
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The structure cannot be kept to."""
+    """The structure cannot be kept to. is_passing: it was too dear or deadly, which another attempt might not be, on a
+    machine that is less busy."""
 
     message: str
+    is_passing: bool = False
 
 
 class Vocabulary(msgspec.Struct, tag="words", frozen=True):

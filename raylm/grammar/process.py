@@ -89,6 +89,10 @@ class CompilerProcess:
         assert isinstance(answer, Vocabulary)
         return answer
 
+    def interrupt(self) -> None:
+        """End it from another thread than the one that calls it, whose call raises ChildDied."""
+        self._process.kill()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

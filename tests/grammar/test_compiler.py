@@ -15,8 +15,9 @@ import pytest
 from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
+from raylm.grammar import outcomes
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
-from raylm.grammar.process import ChildDied, CompilerProcess
+from raylm.grammar.process import ChildDied, ChildHung, CompilerProcess
 
 SCHEMA = StructuredOutput("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 DEAR = StructuredOutput("json_schema", json.dumps({"enum": [f"{i:x}" for i in range(20_000)]}))
@@ -112,6 +113,23 @@ def test_one_that_hangs_is_ended_and_the_next_is_served(source: ModelSource) -> 
         compiler.close()
 
 
+def test_one_that_took_too_long_once_may_be_asked_for_later(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = StructuredOutput("regex", "slow once")
+
+    def hang(self: CompilerProcess, structure: StructuredOutput, seconds: float) -> None:
+        self.kill()
+        raise ChildHung("it took too long")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompilerProcess, "compile", hang)
+        patch.setattr(outcomes, "PASSING_KEPT_S", 0.0)
+        with pytest.raises(RequestRejected, match="more than 10 s"):
+            compiler.compile(slow)
+    assert compiler.compile(slow).is_ready
+
+
 def test_one_that_wants_too_much_memory_fails_alone(source: ModelSource) -> None:
     compiler = GrammarCompiler(source, limits=GrammarLimits(memory_bytes=1 << 24))
     try:
@@ -136,11 +154,14 @@ def test_one_that_kills_its_process_twice_is_refused(
         self.kill()
         raise ChildDied("ended by signal 11")
 
+    deadly = StructuredOutput("regex", "deadly")
     with monkeypatch.context() as patch:
         patch.setattr(CompilerProcess, "compile", die)
+        patch.setattr(outcomes, "PASSING_KEPT_S", 0.0)
         with pytest.raises(RequestRejected, match="ends the process"):
-            compiler.compile(StructuredOutput("regex", "deadly"))
+            compiler.compile(deadly)
     assert compiler.compile(StructuredOutput("regex", "harmless")).is_ready
+    assert compiler.compile(deadly).is_ready  # it was not its fault, and that is not kept for long
 
 
 def test_equal_structures_are_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
