@@ -18,12 +18,15 @@ from raylm.config.source import locate
 from raylm.engine.engine import Engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
-from raylm.grammar.compiler import GrammarCompiler
+from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.openai.errors import HttpError, http_error
 from raylm.openai.metrics import HttpMetrics
 from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.openai.service import OpenAIService
 from raylm.text.processor import TextProcessor
+
+_GRAMMARS = GrammarLimits(waiting=None, queue_s=None)
+"""Nobody sends a line again that was refused for want of room, so its structure waits."""
 
 
 class OneModel:
@@ -56,7 +59,7 @@ class Answerer:
         self._grammars: GrammarCompiler | None = None
         if text is None:
             source = locate(config.model.path)
-            text, self._grammars = TextProcessor.load(source), GrammarCompiler(source)
+            text, self._grammars = TextProcessor.load(source), GrammarCompiler(source, limits=_GRAMMARS)
         model = ServedModel(
             name=self.name,
             created=int(time.time()),

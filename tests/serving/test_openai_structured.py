@@ -18,6 +18,7 @@ from openai_fakes import Server
 
 from raylm.batch.answer import Answerer, OneModel
 from raylm.batch.requests import plain_request
+from raylm.batch.running import answer_all
 from raylm.config.engine import EngineConfig
 from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
@@ -191,12 +192,16 @@ async def random(random_app: Any) -> AsyncIterator[App]:
     await http.aclose()
 
 
-async def test_lines_of_a_batch_may_ask_for_it(tmp_path: Path) -> None:
+def batch_answerer(tmp_path: Path) -> Answerer:
     folder = checkpoints.llama(tmp_path, max_position_embeddings=256)
     config = EngineConfig.model_validate(
         {"model": {"path": str(folder)}, "cache": {"num_blocks": 100}, "runtime": {"device": "cpu"}}
     )
-    answerer = Answerer(config, local_engine(config, progress=False), max_tokens=40)
+    return Answerer(config, local_engine(config, progress=False), max_tokens=40)
+
+
+async def test_lines_of_a_batch_may_ask_for_it(tmp_path: Path) -> None:
+    answerer = batch_answerer(tmp_path)
     try:
         lines = (
             {"prompt": "hi", "seed": 1, **fields} for fields in ({"response_format": FORMAT}, {"guided_regex": "("})
@@ -209,6 +214,17 @@ async def test_lines_of_a_batch_may_ask_for_it(tmp_path: Path) -> None:
     validate(json.loads(json.loads(bytes(good.response.body))["choices"][0]["text"]), SCHEMA)
     error = json.loads(bytes(bad.response.body))["error"]
     assert (bad.response.status_code, error["param"]) == (400, "guided_regex")
+
+
+async def test_no_line_of_a_batch_is_refused_for_the_number_of_structures(tmp_path: Path) -> None:
+    answerer = batch_answerer(tmp_path)
+    try:
+        lines = ({"prompt": "hi", "guided_choice": [f"a{number}"], "max_tokens": 1} for number in range(300))
+        requests = [plain_request(line, number, model=answerer.name) for number, line in enumerate(lines, 1)]
+        results = await answer_all(answerer, requests, keep_order=True)
+    finally:
+        answerer.close()
+    assert [result.response and result.response.status_code for result in results] == [200] * 300
 
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
