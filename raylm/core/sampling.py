@@ -66,7 +66,9 @@ class SamplingParams:
     prompt_logprobs: the same for the tokens of the prompt, from the second on.
     logprob_token_ids: with logprobs, report these tokens at each position instead of the likeliest.
     beam_width: over 0, search for the likeliest sequences with so many beams, up to 16, instead of sampling; n of them
-        come back at their end, the best first. temperature, penalties and their like then do nothing.
+        come back at their end, the best first. temperature, top_p, top_k, min_p, typical_p, penalties and seed then do
+        nothing. Not possible with it are logit_bias, allowed_token_ids, bad_words, bad_token_ids, min_tokens,
+        logits_processors, logprob_token_ids and structure.
     length_penalty: beams are compared by their log probability over length ** length_penalty.
     early_stopping: end a beam search as soon as beam_width sequences have ended, even if a running one could be better.
     stop: strings that end the text.
@@ -137,11 +139,23 @@ class SamplingParams:
             self._check_structure()
         if 0 < self.beam_width < self.n:
             raise RequestRejected(f"n is {self.n}, but beam_width {self.beam_width} gives no more sequences", param="n")
-        if self.beam_width and self.logprob_token_ids:
-            raise RequestRejected(
-                "logprob_token_ids is not allowed together with beam_width: a beam search knows only the likeliest",
-                param="logprob_token_ids",
-            )
+        if self.beam_width:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        """A beam search ranks tokens by the model's own probabilities, and knows only the likeliest of each position."""
+        others = {
+            "logprob_token_ids": bool(self.logprob_token_ids),
+            "logit_bias": bool(self.logit_bias),
+            "allowed_token_ids": bool(self.allowed_token_ids),
+            "bad_words": bool(self.bad_words),
+            "bad_token_ids": bool(self.bad_token_ids),
+            "min_tokens": bool(self.min_tokens),
+            "logits_processors": bool(self.logits_processors),
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise RequestRejected(f"{name} is not possible together with a beam search (beam_width)", param=name)
 
     def _check_structure(self) -> None:
         """A structure decides alone which tokens may be sampled, and when the text may end."""

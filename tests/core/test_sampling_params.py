@@ -162,6 +162,27 @@ def test_a_prompt_holds_integers_and_nothing_like_them(wrong):
     assert error.value.param == "prompt"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"bad_words": ["a"]},
+        {"bad_token_ids": [[3]]},
+        {"min_tokens": 1},
+        {"logits_processors": ["a"]},
+        {"logprob_token_ids": [3], "logprobs": 0},
+    ],
+    ids=str,
+)
+def test_what_a_beam_search_does_not_do_is_refused(fields):
+    SamplingParams(**fields)
+    name = next(iter(fields))
+    with pytest.raises(RequestRejected, match=f"{name} is not possible together with a beam search") as error:
+        SamplingParams(**fields, beam_width=2)
+    assert error.value.param == name
+
+
 def test_a_prompt_may_be_computed_for_its_log_probabilities_alone():
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
 

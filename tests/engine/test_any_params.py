@@ -93,6 +93,8 @@ def ask(engine: Engine, requests: list[tuple[list[int], dict[str, object]]]) -> 
     """All at once, with a plain request among them, which must get all of its tokens."""
     engine.add(["plain"], [1, 2, 3], PLAIN)
     expected = {"plain"}
+    unproved: set[str] = set()
+    """Of structures that no GrammarCompiler has seen: one that does not compile ends its own request."""
     for number, (prompt, given_fields) in enumerate(requests):
         try:
             params = SamplingParams(**given_fields)
@@ -102,8 +104,11 @@ def ask(engine: Engine, requests: list[tuple[list[int], dict[str, object]]]) -> 
             assert refusal.param in {*STRATEGIES, "prompt"}
         else:
             expected.update(ids)
+            unproved.update(ids if params.structure is not None else [])
     found = run_to_end(engine)
-    assert set(found.reasons) == expected and set(found.reasons.values()) <= {"stop", "length"}
+    assert set(found.reasons) == expected
+    for name, reason in found.reasons.items():
+        assert reason in {"stop", "length"} or (reason == "error" and name in unproved)
     assert len(found.tokens["plain"]) == 4
 
 

@@ -68,6 +68,25 @@ async def test_beam_search_keeps_the_engines_order(kind: str, fields: dict[str, 
     assert (params.length_penalty, params.early_stopping, params.logprobs) == (0.5, True, None)
 
 
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {"3": 1}},
+        {"allowed_token_ids": [3]},
+        {"bad_words": ["a"]},
+        {"min_tokens": 1},
+        {"logits_processors": ["a"]},
+    ],
+    ids=str,
+)
+async def test_a_beam_search_refuses_what_it_would_ignore(kind: str, fields: dict[str, Any]) -> None:
+    server = Server()
+    response = await getattr(server, kind)(**fields, use_beam_search=True, n=2)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(fields)))
+    assert server.generator.requests == []
+
+
 async def test_a_streamed_beam_search_delivers_at_the_end() -> None:
     events = sse(await Server(said(0, "first"), said(1, "second")).chat(n=2, use_beam_search=True, stream=True))
     choices = [event["choices"][0] for event in events[2:]]
