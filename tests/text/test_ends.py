@@ -27,14 +27,13 @@ def stops_at(text, params, tokens):
 
 
 @pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize("min_tokens", [0, 6])
 @pytest.mark.parametrize(
     "stop", [("é",), ("hel", "lo h"), ("he hello",), ("aaa",), ("<|end|>", "zz"), ("x" * 40,), ("é" * 9 + "a",)]
 )
-def test_a_text_ends_with_the_token_that_its_stream_ends_with(text, stop, min_tokens, skips):
-    params = SamplingParams(stop=stop, min_tokens=min_tokens, skip_special_tokens=skips)
+def test_a_text_ends_with_the_token_that_its_stream_ends_with(text, stop, skips):
+    params = SamplingParams(stop=stop, skip_special_tokens=skips)
     ends = text_ends(text, params)
-    draw = random.Random(str((stop, min_tokens, skips)))
+    draw = random.Random(str((stop, skips)))
     pieces = [*text.encode("é hello aax ", add_special_tokens=False), *text.encode("<|end|>", add_special_tokens=False)]
     pieces += [token for piece in stop for token in text.encode(piece, add_special_tokens=False)]
     found = set()
@@ -59,6 +58,16 @@ def test_what_is_looked_at_does_not_grow_with_the_text(text, monkeypatch):
     tokens = text.encode("one two three " * 100, add_special_tokens=False)
     assert not ends(tokens)
     assert pushed[0] < 30
+
+
+def test_a_candidate_costs_no_check_of_its_request(text, monkeypatch):
+    params = SamplingParams(stop=("x",), stop_token_ids=(1, 2), beam_width=2)
+    ends = text_ends(text, params)
+    made = []
+    monkeypatch.setattr(SamplingParams, "__post_init__", made.append)
+    tokens = text.encode("one two x", add_special_tokens=False)
+    assert ends(tokens) and not ends(tokens[:-1])
+    assert made == []
 
 
 class Counting:
