@@ -143,7 +143,7 @@ class SamplingParams:
             self._check_beams()
 
     def _check_beams(self) -> None:
-        """A beam search ranks tokens by the model's own probabilities and knows the likeliest of each position alone."""
+        """A beam search ranks tokens by the model's own probabilities, and knows only the likeliest of a position."""
         others = {
             "logprob_token_ids": bool(self.logprob_token_ids),
             "logit_bias": bool(self.logit_bias),
