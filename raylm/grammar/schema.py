@@ -63,6 +63,7 @@ class SchemaGrammar:
         self._rules = Rules()
         self._names = 0
         self._targets: dict[str, Rule] = {}
+        self._numbers: dict[tuple[str, Bounds], Rule] = {}
         define_json(self._rules)
 
     def text(self) -> str:
@@ -168,10 +169,24 @@ class SchemaGrammar:
             elif name == "string":
                 options.append(string(self._rules, self._new_name(), schema, place))
             elif name in ("integer", "number"):
-                options.append(_number(schema, name, place))
+                options.append(self._number(schema, name, place))
             else:
                 options += [Text("true"), Text("false")] if name == "boolean" else [Text("null")]
         return alt(option for option in options if not is_never(option))
+
+    def _number(self, schema: Schema, kind: str, place: str) -> Expr:
+        """One rule for all numbers of the same kind and bounds: written out each time, they are most of a grammar."""
+        if "multipleOf" in schema and not (kind == "integer" and schema["multipleOf"] == 1):
+            raise Fault("multipleOf is not supported", place)
+        bounds = _bounds(schema, place)
+        if bounds == Bounds():
+            return plain_number(kind)
+        if (kind, bounds) not in self._numbers:
+            found = integer(bounds) if kind == "integer" else number(bounds)
+            if is_never(found):
+                raise Fault(f"no {kind} is between the bounds", place)
+            self._numbers[kind, bounds] = self._rules.add(self._new_name(), found)
+        return self._numbers[kind, bounds]
 
     def _object(self, schema: Schema, place: str, depth: int) -> Expr:
         named = schema.get("properties", {})
@@ -338,18 +353,6 @@ def _json(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{_json(key)}:{_json(one)}" for key, one in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _number(schema: Schema, kind: str, place: str) -> Expr:
-    if "multipleOf" in schema and not (kind == "integer" and schema["multipleOf"] == 1):
-        raise Fault("multipleOf is not supported", place)
-    bounds = _bounds(schema, place)
-    if bounds == Bounds():
-        return plain_number(kind)
-    found = integer(bounds) if kind == "integer" else number(bounds)
-    if is_never(found):
-        raise Fault(f"no {kind} is between the bounds", place)
-    return found
 
 
 def _bounds(schema: Schema, place: str) -> Bounds:

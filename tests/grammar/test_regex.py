@@ -155,8 +155,9 @@ def _language(expr: object) -> list[str]:
     if isinstance(expr, Alt):
         return [text for option in expr.options for text in _language(option)]
     if isinstance(expr, Repeat):
-        assert expr.low == expr.high
-        return _language(Seq((expr.part,) * expr.low))
+        assert expr.high is not None
+        counts = range(expr.low, expr.high + 1)
+        return [text for count in counts for text in _language(Seq((expr.part,) * count))]
     assert isinstance(expr, Seq)
     found = [""]
     for part in expr.parts:
