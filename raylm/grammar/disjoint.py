@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 
-from raylm.grammar.keywords import Schema, types_of
+from raylm.grammar.keywords import Schema, canonical, types_of
 
 
 def are_disjoint(options: list[object], place: str, flat: Callable[[object], object]) -> bool:
     """True where no value meets two of the schemas; False also where that is not seen. `flat` takes $ref and allOf out
     of a schema."""
     return all(_two(left, right, place, flat) for index, left in enumerate(options) for right in options[index + 1 :])
+
+
+def discriminators(options: list[object]) -> list[str]:
+    """Names of properties that have fixed values in at least two of the schemas: what may tell them apart, if it were
+    required."""
+    found: dict[str, int] = {}
+    for option in options:
+        properties = option.get("properties") if isinstance(option, Mapping) else None
+        for name, value in properties.items() if isinstance(properties, Mapping) else ():
+            found[name] = found.get(name, 0) + (_values(value) is not None)
+    return [name for name, times in found.items() if times > 1]
 
 
 def _two(left: object, right: object, place: str, flat: Callable[[object], object]) -> bool:
@@ -55,13 +65,9 @@ def _values(schema: object) -> set[str] | None:
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:
-        return {_text(schema["const"])}
+        return {canonical(schema["const"])}
     values = schema.get("enum")
-    return {_text(value) for value in values} if isinstance(values, list) else None
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    return {canonical(value) for value in values} if isinstance(values, list) else None
 
 
 def _widened(types: frozenset[str]) -> set[str]:

@@ -111,6 +111,7 @@ class Rules:
         self._rules: dict[str, Expr] = {}
         self._lookaheads: dict[str, str] = {}
         self._written: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._places: dict[str, str] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._rules or name in self._written
@@ -124,23 +125,27 @@ class Rules:
         self._written[name] = (f"{attribute} ::= {text}", mentions)
         return Rule(name)
 
-    def add(self, name: str, expr: Expr, lookahead: str = "") -> Rule:
-        """A rule; `lookahead` says, as xgrammar's text, what follows it wherever it stands."""
+    def add(self, name: str, expr: Expr, lookahead: str = "", place: str = "") -> Rule:
+        """A rule; `lookahead` says, as xgrammar's text, what follows it wherever it stands. `place` is what it was made
+        from: the place of a Fault in it."""
         self._rules[name] = expr
+        if place:
+            self._places[name] = place
         if lookahead:
             self._lookaheads[name] = lookahead
         return Rule(name)
 
-    def text(self, root: Expr) -> str:
+    def text(self, root: Expr, place: str = "") -> str:
         """The grammar's text, with `root` as its first rule and without rules that nothing leads to.
 
         Raises Fault where no text of finite length matches, or a rule leads back to itself without a character between.
         """
-        self._rules["root"] = root
+        self.add("root", root, place=place)
         self._check_direct_cycles()
         finite = self._finite()
         if "root" not in finite:
-            raise Fault("no text can match: every way through it is contradictory or goes on without end")
+            message = "no text can match: every way through it is contradictory or goes on without end"
+            raise Fault(message, self._place_of_infinite(finite))
         lines, order, seen = [], ["root"], {"root"}
         for name in order:
             if name in self._written:
@@ -169,6 +174,17 @@ class Rules:
                 return finite
             left = {name: expr for name, expr in left.items() if name not in finite}
 
+    def _place_of_infinite(self, finite: set[str]) -> str:
+        """The place of the innermost rule that no text of finite length matches."""
+        name: str | None = "root"
+        place, seen = "", {"root"}
+        while name is not None:
+            place = self._places.get(name, place)
+            inner = (one for one in _mentioned(self._rules[name]) if one not in finite and one not in seen)
+            name = next(inner, None)
+            seen |= {name} if name is not None else set()
+        return place
+
     def _check_direct_cycles(self) -> None:
         """Raises Fault for a rule that begins with itself: no character would ever be the first."""
         done: set[str] = set()
@@ -181,7 +197,8 @@ class Rules:
                     del path[name]
                     done.add(name)
                 elif name in path:
-                    raise Fault("a schema leads back to itself without a character between")
+                    place = next((self._places[one] for one in (name, *path) if one in self._places), "")
+                    raise Fault("a schema leads back to itself without a character between", place)
                 elif name not in done and name in self._rules:
                     path[name] = None
                     stack.append((name, True))

@@ -5,8 +5,10 @@ A keyword in none of the tables is refused by its name: a model must not be aske
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from typing import TypeGuard
 
 from raylm.grammar.fault import Fault
 
@@ -17,6 +19,7 @@ ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
         *("$comment", "$schema", "$id", "$defs", "definitions", "discriminator", "contentMediaType", "contentEncoding"),
+        "contentSchema",
     }
 )
 """They say nothing of which values are valid."""
@@ -36,7 +39,9 @@ KEPT = OBJECT | ARRAY | STRING | NUMBER | COMBINED | VALUES
 COUNTS = frozenset(
     {"minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"},
 )
-_CLOSING = frozenset({"additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties"})
+MAX_COUNT = 2**31 - 1
+"""xgrammar counts with 32 bits."""
+_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 
 
 def check_keywords(schema: Schema, place: str) -> None:
@@ -59,11 +64,11 @@ def count(schema: Schema, name: str, place: str) -> int | None:
     value = schema.get(name)
     if value is None and name not in schema:
         return None
-    if isinstance(value, Decimal) and value == value.to_integral_value() and 0 <= value < 2**53:
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+    if not is_whole(value) or value < 0:
         raise Fault(f"{name} must be an integer of at least 0, got {shown(value)}", place)
-    return value
+    if value > MAX_COUNT:
+        raise Fault(f"{name} {shown(value)} is over the limit of {MAX_COUNT}", place)
+    return int(value)
 
 
 def shown(value: object) -> str:
@@ -71,8 +76,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | Decimal]:
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int | Decimal]:
+    """Whether it is a number without a fraction. Without `int`, which writes out a billion digits of 1e1000000000."""
+    return is_number(value) and (isinstance(value, int) or value == value.to_integral_value())
 
 
 def types_of(schema: Schema, place: str) -> frozenset[str]:
@@ -91,6 +101,20 @@ def types_of(schema: Schema, place: str) -> frozenset[str]:
     return frozenset(found - {"integer"} if "number" in found else found)
 
 
+def canonical(value: object) -> str:
+    """A text that is the same for the same JSON value: 1 and 1.0 are one value, 1 and true are two."""
+    if is_number(value):
+        sign, digits, exponent = Decimal(value).as_tuple()
+        written = "".join(map(str, digits))
+        short = written.rstrip("0")
+        return f"{'-' if sign else ''}{short}e{int(exponent) + len(written) - len(short)}" if short else "0"
+    if isinstance(value, list):
+        return "[" + ",".join(map(canonical, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{json.dumps(key)}:{canonical(value[key])}" for key in sorted(value)) + "}"
+    return json.dumps(value)
+
+
 def plain(schema: Schema) -> dict[str, object]:
     """The keywords that say which values are valid."""
     return {name: value for name, value in schema.items() if name in KEPT}
@@ -104,7 +128,7 @@ def merged(left: object, right: object, place: str) -> object:
     _check_closing(left, right, place)
     result = dict(left)
     for name, value in right.items():
-        if name not in result or result[name] == value:
+        if name not in result or _same(result[name], value):
             result[name] = value
         elif name == "type":
             both = _shared_types(types_of({"type": result[name]}, place), types_of({"type": value}, place))
@@ -121,11 +145,47 @@ def merged(left: object, right: object, place: str) -> object:
 
 
 def _check_closing(left: Schema, right: Schema, place: str) -> None:
-    """What additionalProperties and its like say of one schema's properties is lost where another adds some."""
+    """additionalProperties speaks of the names beside those of its own schema, and items of the items behind its own
+    prefixItems: where another schema adds some, what they say of these is lost."""
     for one, other in ((left, right), (right, left)):
-        closing = sorted(_CLOSING & one.keys())
-        if closing and OBJECT & other.keys() and one.get("properties") != other.get("properties"):
-            raise Fault(f"{closing[0]} together with properties of another schema for the same value", place)
+        for name, same_kind in (("unevaluatedProperties", OBJECT), ("unevaluatedItems", ARRAY)):
+            if name in one and other.keys() & (same_kind | COMBINED):
+                raise Fault(f"{name} together with another schema for the same value", place)
+        if "additionalProperties" in one:
+            names, own = other.get("properties"), one.get("properties")
+            known = own if isinstance(own, Mapping) else {}
+            if isinstance(names, Mapping) and names.keys() - known.keys():
+                raise Fault("additionalProperties together with properties of another schema for the same value", place)
+            if "patternProperties" in other and not _same(other["patternProperties"], one.get("patternProperties", {})):
+                raise Fault("additionalProperties together with patternProperties of another schema", place)
+        if "items" in one and "prefixItems" in other and not _same(other["prefixItems"], one.get("prefixItems", [])):
+            raise Fault("items together with prefixItems of another schema for the same value", place)
+
+
+def without_unevaluated(schema: Schema, place: str) -> tuple[dict[str, object], frozenset[str]]:
+    """A schema without unevaluatedProperties and unevaluatedItems, and which of them it had. Raises Fault where they
+    are not false."""
+    found = frozenset(_UNEVALUATED.keys() & schema.keys())
+    for name in sorted(found):
+        if schema[name] is not False:
+            raise Fault(f"{name} is supported only as false", place)
+    return {name: value for name, value in schema.items() if name not in found}, found
+
+
+def closed(schema: Schema, unevaluated: frozenset[str]) -> dict[str, object]:
+    """A schema and what it said as unevaluated..., which sees what its $ref and allOf say. Beside anyOf and oneOf it
+    stays: it sees what these say too."""
+    result = dict(schema)
+    for name in unevaluated:
+        if "anyOf" in schema or "oneOf" in schema:
+            result[name] = False
+        else:
+            result.setdefault(_UNEVALUATED[name], False)
+    return result
+
+
+def _same(left: object, right: object) -> bool:
+    return canonical(left) == canonical(right)
 
 
 def _shared_types(left: frozenset[str], right: frozenset[str]) -> list[str]:
@@ -145,7 +205,7 @@ def _properties(left: object, right: object) -> object:
         return left if not isinstance(left, Mapping) else right
     result = dict(left)
     for name, value in right.items():
-        result[name] = _both(result[name], value) if name in result and result[name] != value else value
+        result[name] = value if name not in result or _same(result[name], value) else _both(result[name], value)
     return result
 
 
@@ -155,10 +215,11 @@ def _union(left: object, right: object) -> object:
     return left + [name for name in right if name not in left]
 
 
-def _intersection(left: object, right: object) -> object:
+def _common(left: object, right: object) -> object:
     if not isinstance(left, list) or not isinstance(right, list):
         return left if not isinstance(left, list) else right
-    return [value for value in left if value in right]
+    others = {canonical(value) for value in right}
+    return [value for value in left if canonical(value) in others]
 
 
 def _greater(left: object, right: object) -> object:
@@ -172,7 +233,7 @@ def _less(left: object, right: object) -> object:
 _MERGED: dict[str, Callable[[object, object], object]] = {
     "properties": _properties,
     "required": _union,
-    "enum": _intersection,
+    "enum": _common,
     "items": _both,
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), _greater),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), _less),

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from urllib.parse import unquote
 
-from raylm.grammar.disjoint import are_disjoint
+from raylm.grammar.disjoint import are_disjoint, discriminators
 from raylm.grammar.ebnf import NEVER, SPACE, Expr, Rule, Rules, Text, alt, is_never, maybe, repeat, seq
 from raylm.grammar.fault import Fault
 from raylm.grammar.json_reader import read_json
@@ -28,12 +28,16 @@ from raylm.grammar.keywords import (
     OBJECT,
     STRING,
     Schema,
+    canonical,
     check_keywords,
+    closed,
     count,
+    is_whole,
     merged,
     plain,
     shown,
     types_of,
+    without_unevaluated,
 )
 from raylm.grammar.numbers import Bounds, integer, number
 from raylm.grammar.objects import Extra, ObjectRules, Property, other_keys
@@ -42,6 +46,7 @@ from raylm.grammar.strings import quoted_pattern, string
 
 MAX_DEPTH = 64
 MAX_RULES = 100_000
+_MAX_DISCRIMINATORS = 8
 _MAX_BOUND = Decimal(10) ** 40
 
 
@@ -62,12 +67,12 @@ class SchemaGrammar:
         self._root = root
         self._rules = Rules()
         self._names = 0
-        self._targets: dict[str, Rule] = {}
+        self._targets: dict[tuple[str, str | None], Rule] = {}
         self._numbers: dict[tuple[str, Bounds], Rule] = {}
         define_json(self._rules)
 
     def text(self) -> str:
-        return self._rules.text(self._value(self._root, "#", 0))
+        return self._rules.text(self._value(self._root, "#", 0), "#")
 
     def _new_name(self) -> str:
         self._names += 1
@@ -75,11 +80,11 @@ class SchemaGrammar:
             raise Fault(f"the schema makes more than {MAX_RULES} rules")
         return f"n{self._names}"
 
-    def _as_rule(self, expr: Expr) -> Expr:
+    def _as_rule(self, expr: Expr, place: str) -> Expr:
         """A rule of its own, so that no expression nests as deep as a schema does."""
         if is_never(expr) or isinstance(expr, Rule | Text):
             return expr
-        return self._rules.add(self._new_name(), expr)
+        return self._rules.add(self._new_name(), expr, place=place)
 
     def _value(self, schema: object, place: str, depth: int) -> Expr:
         if depth > MAX_DEPTH:
@@ -97,13 +102,14 @@ class SchemaGrammar:
             return self._value(flat, place, depth + 1)
         if "anyOf" in flat or "oneOf" in flat:
             return self._choice(flat, place, depth)
-        return self._as_rule(self._simple(flat, place, depth))
+        return self._as_rule(self._simple(flat, place, depth), place)
 
     def _flat(self, schema: Schema, place: str, depth: int) -> object:
         """Without $ref and allOf: what they say stands beside the rest."""
         if depth > MAX_DEPTH:
             raise Fault("$ref and allOf lead on without end", place)
-        flat: object = {name: value for name, value in schema.items() if name not in ("$ref", "allOf")}
+        own, unevaluated = without_unevaluated(schema, place)
+        flat: object = {name: value for name, value in own.items() if name not in ("$ref", "allOf")}
         others: list[tuple[object, str]] = []
         if "$ref" in schema:
             others.append((self._target(str(schema["$ref"]), place), str(schema["$ref"])))
@@ -116,15 +122,19 @@ class SchemaGrammar:
             elif not isinstance(other, bool):
                 raise Fault(f"a schema must be an object or a boolean, got {shown(other)}", where)
             flat = merged(other, flat, place)
-        return flat
+        return closed(flat, unevaluated) if isinstance(flat, Mapping) else flat
 
-    def _ref(self, pointer: str, place: str, depth: int) -> Expr:
-        if pointer not in self._targets:
+    def _ref(self, pointer: str, place: str, depth: int, needed: str | None = None) -> Expr:
+        """What a $ref points to; `needed` is a property required beside."""
+        key = pointer, needed
+        if key not in self._targets:
             target = self._target(pointer, place)
+            if needed is not None:
+                target = {"allOf": [target, {"required": [needed]}]}
             name = self._new_name()
-            self._targets[pointer] = Rule(name)
-            self._rules.add(name, self._value(target, pointer, depth + 1))
-        return self._targets[pointer]
+            self._targets[key] = Rule(name)
+            self._rules.add(name, self._value(target, pointer, depth + 1), place=pointer)
+        return self._targets[key]
 
     def _target(self, pointer: str, place: str) -> object:
         if pointer != "#" and not pointer.startswith("#/"):
@@ -144,18 +154,45 @@ class SchemaGrammar:
         if "anyOf" in schema and "oneOf" in schema:
             raise Fault("anyOf together with oneOf is not supported", place)
         name = "anyOf" if "anyOf" in schema else "oneOf"
-        rest = {key: value for key, value in schema.items() if key != name}
+        plain_rest, unevaluated = without_unevaluated(schema, place)
+        rest = {key: value for key, value in plain_rest.items() if key != name}
         options = _list(schema, name, place)
-        if rest:
-            options = [{"allOf": [option, rest]} for option in options]
-        if name == "oneOf" and not self._are_disjoint(options, place, depth):
-            raise Fault("oneOf is supported only where its schemas visibly exclude each other; anyOf may do", place)
-        found = [self._value(option, f"{place}/{name}/{index}", depth + 1) for index, option in enumerate(options)]
-        return self._as_rule(alt(option for option in found if not is_never(option)))
+        if rest or unevaluated:
+            options = [{"allOf": [option, rest], **dict.fromkeys(unevaluated, False)} for option in options]
+        needed = self._discriminator(options, place, depth) if name == "oneOf" else None
+        found = [
+            self._option(option, needed, f"{place}/{name}/{index}", depth + 1) for index, option in enumerate(options)
+        ]
+        return self._as_rule(alt(option for option in found if not is_never(option)), place)
 
-    def _are_disjoint(self, options: list[object], place: str, depth: int) -> bool:
-        flat = [self._flat({"allOf": [option]}, place, depth) for option in options]
-        return are_disjoint(flat, place, lambda one: self._flat({"allOf": [one]}, place, depth))
+    def _option(self, option: object, needed: str | None, place: str, depth: int) -> Expr:
+        """One schema of anyOf or oneOf; an object of it must have the property `needed`."""
+        if needed is None or not _has_property(self._alone(option, place, depth), needed):
+            return self._value(option, place, depth)
+        if isinstance(option, Mapping) and plain(option).keys() == {"$ref"}:
+            # By the reference, for the schemas of a recursive union lead back to it.
+            check_keywords(option, place)
+            return self._ref(str(option["$ref"]), place, depth, needed)
+        return self._value({"allOf": [option, {"required": [needed]}]}, place, depth)
+
+    def _discriminator(self, options: list[object], place: str, depth: int) -> str | None:
+        """The property to require of all objects so that the schemas exclude each other; None where they do already.
+        pydantic writes Literal["cat"] = "cat" as a property that is not required."""
+        flat = [self._alone(option, place, depth) for option in options]
+        if self._are_disjoint(flat, place, depth):
+            return None
+        for name in discriminators(flat)[:_MAX_DISCRIMINATORS]:
+            beside = {"required": [name]}
+            narrowed = [merged(one, beside, place) if _has_property(one, name) else one for one in flat]
+            if self._are_disjoint(narrowed, place, depth):
+                return name
+        raise Fault("oneOf is supported only where its schemas visibly exclude each other; anyOf may do", place)
+
+    def _are_disjoint(self, flat: list[object], place: str, depth: int) -> bool:
+        return are_disjoint(flat, place, lambda one: self._alone(one, place, depth))
+
+    def _alone(self, schema: object, place: str, depth: int) -> object:
+        return self._flat({"allOf": [schema]}, place, depth)
 
     def _simple(self, schema: Schema, place: str, depth: int) -> Expr:
         if "enum" in schema or "const" in schema:
@@ -189,21 +226,19 @@ class SchemaGrammar:
         return self._numbers[kind, bounds]
 
     def _object(self, schema: Schema, place: str, depth: int) -> Expr:
+        schema = self._with_names(schema, place, depth)
         named = schema.get("properties", {})
         if not isinstance(named, Mapping):
             raise Fault(f"properties must be an object, got {shown(named)}", place)
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise Fault(f"required must be a list of names, got {shown(required)}", place)
-        rest = self._rest(schema, place)
+        rest = schema.get("additionalProperties")  # None: said nowhere, so none beside `properties`
         missing = [name for name in dict.fromkeys(required) if name not in named]
         if missing and (rest is False or "patternProperties" in schema or "propertyNames" in schema):
             raise Fault(f"required names {missing[0]!r:.100}, which the schema does not allow", place)
         schemas = {**named, **dict.fromkeys(missing, True if rest is None else rest)}
-        properties = [
-            Property(name, self._value(value, f"{place}/properties/{_pointer(name)}", depth + 1), name in required)
-            for name, value in schemas.items()
-        ]
+        properties = [self._property(name, value, name in required, place, depth) for name, value in schemas.items()]
         low, high = self._limits(schema, "Properties", place)
         extra = self._extra(schema, list(schemas), rest, place, depth)
         if extra is None and low > len(properties):
@@ -214,13 +249,31 @@ class SchemaGrammar:
             raise Fault("minProperties over 1 is supported only where all properties are named", place)
         return ObjectRules(self._rules, self._new_name(), properties, extra).build(low, high)
 
-    def _rest(self, schema: Schema, place: str) -> object:
-        """The schema of additional properties; None: said nowhere, so none beside `properties`, any without them."""
-        if schema.get("unevaluatedProperties", False) is not False:
-            raise Fault("unevaluatedProperties is supported only as false", place)
-        if "additionalProperties" in schema:
-            return schema["additionalProperties"]
-        return False if "unevaluatedProperties" in schema else None
+    def _property(self, name: str, schema: object, required: bool, place: str, depth: int) -> Property:
+        where = f"{place}/properties/{_pointer(name)}"
+        value = self._value(schema, where, depth + 1)
+        if required and is_never(value):
+            # A rule, so that a refusal has the property's place.
+            value = self._rules.add(self._new_name(), value, place=where)
+        return Property(name, value, required)
+
+    def _with_names(self, schema: Schema, place: str, depth: int) -> Schema:
+        """With properties instead of propertyNames that lists them."""
+        names = self._alone(schema.get("propertyNames", True), f"{place}/propertyNames", depth)
+        named = schema.get("properties", {})
+        if (
+            not isinstance(names, Mapping)
+            or not names.keys() & {"enum", "const"}
+            or names.keys() - {"type", "enum", "const"}
+            or "patternProperties" in schema
+            or not isinstance(named, Mapping)
+        ):
+            return schema
+        rest = schema.get("additionalProperties", "properties" not in schema)
+        values = [value for value in _values(names, f"{place}/propertyNames") if isinstance(value, str)]
+        listed = {name: named.get(name, rest) for name in values}
+        kept = {key: value for key, value in schema.items() if key != "propertyNames"}
+        return {**kept, "properties": listed, "additionalProperties": False}
 
     def _extra(self, schema: Schema, taken: list[str], rest: object, place: str, depth: int) -> Extra | None:
         for name in ("patternProperties", "propertyNames"):
@@ -249,13 +302,11 @@ class SchemaGrammar:
         except Fault as fault:
             raise Fault(f"the pattern {pattern!r:.100}: {fault}", f"{place}/patternProperties") from None
         where = f"{place}/patternProperties/{_pointer(pattern)}"
-        return Extra(self._as_rule(key), self._value(value, where, depth + 1))
+        return Extra(self._as_rule(key, where), self._value(value, where, depth + 1))
 
     def _array(self, schema: Schema, place: str, depth: int) -> Expr:
         if schema.get("uniqueItems", False) is not False:
             raise Fault("uniqueItems is supported only as false", place)
-        if schema.get("unevaluatedItems", False) is not False:
-            raise Fault("unevaluatedItems is supported only as false", place)
         if isinstance(schema.get("items"), list):
             raise Fault("items must be one schema; a list of them is prefixItems since draft 2020-12", place)
         first = [
@@ -263,13 +314,13 @@ class SchemaGrammar:
             for index, one in enumerate(_list(schema, "prefixItems", place) if "prefixItems" in schema else [])
         ]
         low, high = self._limits(schema, "Items", place)
-        closed = "unevaluatedItems" in schema or ("prefixItems" in schema and low <= len(first))
-        item = self._value(schema.get("items", not closed), f"{place}/items", depth + 1)
+        is_open = "prefixItems" not in schema or low > len(first)
+        item = self._value(schema.get("items", is_open), f"{place}/items", depth + 1)
         if is_never(item) and low > len(first):
             raise Fault(f"minItems {low} is over the {len(first)} items that the schema allows", place)
-        return seq(Text("["), self._items(first, item, 0, low, high))
+        return seq(Text("["), self._items(first, item, 0, low, high, place))
 
-    def _items(self, first: list[Expr], item: Expr, index: int, low: int, high: int | None) -> Expr:
+    def _items(self, first: list[Expr], item: Expr, index: int, low: int, high: int | None, place: str) -> Expr:
         """What follows after `index` items."""
         close = seq(SPACE, Text("]"))
         comma = Text(",") if index else Text("")
@@ -277,8 +328,9 @@ class SchemaGrammar:
         if room == 0:
             return close
         if index < len(first):
-            more = seq(comma, SPACE, first[index], self._items(first, item, index + 1, low, high))
-            return self._as_rule(alt(one for one in ([more, close] if index >= low else [more]) if not is_never(one)))
+            more = seq(comma, SPACE, first[index], self._items(first, item, index + 1, low, high, place))
+            options = [more, close] if index >= low else [more]
+            return self._as_rule(alt(one for one in options if not is_never(one)), place)
         one = seq(SPACE, item)
         least = max(0, low - index)
         if index:
@@ -323,23 +375,34 @@ def _literals(schema: Schema, place: str) -> Expr:
     beside = sorted(schema.keys() & (OBJECT | ARRAY | STRING | NUMBER))
     if beside:
         raise Fault(f"{beside[0]} together with enum or const is not supported", place)
+    values = _values(schema, place)
+    if not values:
+        raise Fault("none of the values of enum or const has the type that is asked for", place)
+    return alt(Text(text) for text in dict.fromkeys(map(_json, values)))
+
+
+def _values(schema: Schema, place: str) -> list[object]:
+    """The values of enum and const that have the type asked for."""
     values = schema.get("enum", [schema.get("const")])
     if not isinstance(values, list) or not values:
         raise Fault(f"enum must be a list of at least one value, got {shown(values)}", place)
     if "const" in schema and "enum" in schema:
-        values = [value for value in values if _json(value) == _json(schema["const"])]
+        const = canonical(schema["const"])
+        values = [value for value in values if canonical(value) == const]
     types = types_of(schema, place) if "type" in schema else None
-    texts = [_json(value) for value in values if types is None or _type(value) & types]
-    if not texts:
-        raise Fault("none of the values of enum or const has the type that is asked for", place)
-    return alt(Text(text) for text in dict.fromkeys(texts))
+    return [value for value in values if types is None or _type(value) & types]
+
+
+def _has_property(schema: object, name: str) -> bool:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return isinstance(properties, Mapping) and name in properties
 
 
 def _type(value: object) -> set[str]:
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | Decimal):
-        return {"number", "integer"} if value == int(value) else {"number"}
+        return {"number", "integer"} if is_whole(value) else {"number"}
     kinds: list[tuple[type, str]] = [(str, "string"), (list, "array"), (dict, "object")]
     return next(({name} for kind, name in kinds if isinstance(value, kind)), {"null"})
 

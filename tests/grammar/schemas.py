@@ -11,6 +11,58 @@ NODE: Schema = {
     "additionalProperties": False,
 }
 
+CLOSED_A: Schema = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"], "additionalProperties": False}
+CAT: Schema = {"type": "object", "properties": {"kind": {"const": "cat", "default": "cat"}, "n": INTEGER}}
+DOG: Schema = {"type": "object", "properties": {"kind": {"const": "dog"}, "s": STRING}, "additionalProperties": False}
+PAIR: Schema = {
+    "type": "object",
+    "properties": {
+        "kind": {"const": "pair"},
+        "left": {"oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/pair"}]},
+        "right": {"oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/pair"}]},
+    },
+    "required": ["left", "right"],
+}
+COMPOSED: list[Schema] = [
+    {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "discriminator": {"propertyName": "kind"}}
+    | {"$defs": {"cat": CAT, "dog": DOG}},
+    {"oneOf": [CAT, DOG, {"type": "null"}]},
+    {"type": "object", "oneOf": [CAT, DOG]},
+    {"$ref": "#/$defs/pair", "$defs": {"pair": PAIR, "leaf": CAT}},
+    {**CLOSED_A, "properties": {"a": INTEGER, "b": STRING}, "required": []}
+    | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {
+        "allOf": [
+            {"properties": {"a": INTEGER, "b": INTEGER}},
+            CLOSED_A | {"properties": {"a": {}, "b": {"minimum": 3}}},
+        ]
+    },
+    {"$ref": "#/$defs/a", "properties": {"b": INTEGER}, "unevaluatedProperties": False}
+    | {"$defs": {"a": {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}}},
+    {"allOf": [{"properties": {"a": INTEGER}}, {"properties": {"b": STRING}}], "unevaluatedProperties": False},
+    {"anyOf": [{"properties": {"a": INTEGER}}, {"properties": {"b": STRING}}], "unevaluatedProperties": False}
+    | {"type": "object", "properties": {"c": INTEGER}, "required": ["c"]},
+    {"allOf": [{"additionalProperties": INTEGER}], "unevaluatedProperties": False},
+    {"allOf": [{"type": "array", "prefixItems": [INTEGER]}], "unevaluatedItems": False},
+    {"type": "array", "items": INTEGER, "unevaluatedItems": False},
+    {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": INTEGER}
+    | {"required": ["a", "b"]},
+    {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/n"},
+        "minProperties": 2,
+        "$defs": {"n": {"enum": ["a", "b"]}},
+    },
+    {"properties": {"a": INTEGER, "z": INTEGER}, "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": STRING},
+    {"type": "string", "contentMediaType": "application/json", "contentSchema": {"type": "object"}},
+    {"allOf": [{"enum": [1, 2]}, {"enum": [True, 2]}]},
+    {"allOf": [{"enum": [1, 2]}, {"const": 1.0}]},
+    {"oneOf": [{"const": 1}, {"const": True}]},
+    {"type": "array", "items": INTEGER, "maxItems": 2**31 - 1},
+    {"type": "string", "maxLength": 2**31 - 1},
+]
+"""Schemas made of several, closed ones among them."""
+
 HAND_WRITTEN: list[Schema] = [
     True,
     {},
@@ -88,7 +140,7 @@ NUM_VALID = 200
 
 def valid_schemas() -> list[Schema]:
     """NUM_VALID schemas, the same every time."""
-    found = [*HAND_WRITTEN, *LENGTHS_OF_PATTERNS]
+    found = [*HAND_WRITTEN, *COMPOSED, *LENGTHS_OF_PATTERNS]
     found += [{"type": "string", "pattern": pattern} for pattern in PATTERNS]
     found += [{"type": "string", "format": name} for name in FORMATS]
     return found + mixed_schemas(NUM_VALID - len(found))
@@ -167,6 +219,52 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"anyOf": [{"$ref": "#"}]}, "leads back to itself"),
     ({"allOf": [{"$ref": "#"}]}, "without end"),
     ({"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]}, "goes on without end"),
+    (
+        {"allOf": [{"prefixItems": [INTEGER]}, {"items": STRING}], "type": "array"},
+        "items together with prefixItems of another schema",
+    ),
+    ({"type": "array", "prefixItems": [INTEGER], "allOf": [{"items": False}]}, "items together with prefixItems"),
+    ({"type": "array", "allOf": [{"unevaluatedItems": False}, {"prefixItems": [INTEGER]}]}, "items together with"),
+    (
+        {"allOf": [{"patternProperties": {"^x[a-z]*$": INTEGER}}, {"additionalProperties": False}]},
+        "additionalProperties together with patternProperties",
+    ),
+    (
+        {"allOf": [{"properties": {"b": INTEGER}}, {"type": "object", "unevaluatedProperties": False}]},
+        "additionalProperties together with properties of another schema",
+    ),
+    (
+        {"allOf": [{"anyOf": [{"properties": {"a": INTEGER}}], "unevaluatedProperties": False}, {"required": ["b"]}]},
+        "unevaluatedProperties together with another schema",
+    ),
+    ({"unevaluatedProperties": INTEGER}, "unevaluatedProperties is supported only as false"),
+    ({"allOf": [{"const": 1}, {"const": True}]}, "no text can match"),
+    (
+        {"allOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": True}}}], "required": ["a"]},
+        "#/properties/a: no text can match",
+    ),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "exclude each other"),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]},
+                {"type": "object", "properties": {"k": {"const": 1.0}}, "required": ["k"]},
+            ]
+        },
+        "exclude each other",
+    ),
+    ({"oneOf": [CAT, CAT | {"title": "other"}]}, "exclude each other"),
+    ({"propertyNames": {"enum": ["a"]}, "required": ["b"]}, "required names 'b'"),
+    ({"type": "array", "minItems": 2**53 - 1}, "minItems 9007199254740991 is over the limit of 2147483647"),
+    ({"type": "string", "maxLength": 2**32}, "maxLength 4294967296 is over the limit of 2147483647"),
+    ({"type": "object", "maxProperties": 1e300}, "over the limit of 2147483647"),
+    ({"properties": {"a": {"properties": {"b": False}, "required": ["b"]}}, "required": ["a"]}, "#/properties/a/pro"),
+    ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, "#/$defs/x: a schema leads"),
+    (
+        {"properties": {"a": {"items": {"$ref": "#/$defs/x"}, "minItems": 1}}, "required": ["a"]}
+        | {"$defs": {"x": {"properties": {"y": {"$ref": "#/$defs/x"}}, "required": ["y"]}}},
+        "#/$defs/x: no text",
+    ),
     ({"nullable": True, "type": "string"}, "'nullable'"),
     (_nested(80), "nests deeper than 64"),
 ]

@@ -52,6 +52,9 @@ def test_a_schema_that_cannot_be_kept_to_is_refused(schema: Schema, reason: str)
         ("{", "not valid JSON"),
         ("{'a': 1}", "not valid JSON"),
         ('{"const": NaN}', "NaN"),
+        ('{"const": 1' + "0" * 5000 + "}", "at most 4300"),
+        ('{"minItems": 1e1000000000}', "over the limit"),
+        ('{"type": "string", "enum": [1e1000000000]}', "none of the values"),
         ("[" * 100_000, "too deep"),
     ],
 )
