@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import RowSampling
 from raylm.worker.request_table import RequestTable
+from raylm.worker.sampling import tokens
 from raylm.worker.sampling.stages import LogitRows
-from raylm.worker.sampling.tokens import AllowedTokens, LogitBias, MinTokens
+from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -54,3 +57,45 @@ def test_biases_and_masks_of_a_row_do_not_depend_on_the_rows_beside_it(table):
     assert not allowed.set_row(2, RowSampling(SamplingParams()))
     first, second, third = changed(allowed, [0, 1, 2], [1, 1, 1])
     assert set(range(VOCAB)) - set(first) == {1, 39} and second == {2: -torch.inf} and third == {}
+
+
+def forbidden(words: list[tuple[int, ...]], completion: list[int]) -> set[int]:
+    return {word[-1] for word in words if len(word) > 1 and completion[-len(word) + 1 :] == list(word[:-1])}
+
+
+@pytest.mark.parametrize("at_a_time", [1, 1 << 20])
+def test_bad_words_of_a_row_do_not_depend_on_those_of_other_requests(table, monkeypatch, at_a_time):
+    monkeypatch.setattr(tokens, "_MAX_COMPARED", at_a_time)
+    draw = random.Random(5)
+    stage, num_prompt, num_tokens = BadWords(table), 3, 12
+    words: dict[int, list[tuple[int, ...]]] = {row: [] for row in range(3)}
+    found_some = 0
+    for turn in range(40):
+        # A request takes a row, with more or longer words than the last ones, or with none; other rows keep theirs.
+        row, count, length = draw.randrange(3), draw.choice([0, 1, 3, 9]), draw.choice([1, 2, 3, 6])
+        words[row] = [tuple(draw.choices(range(2), k=draw.randint(1, length))) for _ in range(count)]
+        params = SamplingParams(bad_token_ids=words[row])
+        needs = stage.set_row(row, RowSampling(params, num_prompt=num_prompt))
+        assert needs == any(len(word) > 1 for word in words[row])
+        table.token_ids[row, :num_tokens] = torch.tensor(draw.choices(range(2), k=num_tokens))
+        if not any(len(word) > 1 for of_row in words.values() for word in of_row):
+            continue
+        rows = draw.choices(range(3), k=4) + [next(r for r in words if any(len(word) > 1 for word in words[r]))]
+        places = draw.choices(range(num_prompt, num_tokens + 1), k=5)
+        right = [
+            forbidden(words[row], table.token_ids[row, num_prompt:place].tolist())
+            for row, place in zip(rows, places, strict=True)
+        ]
+        assert changed(stage, rows, places) == [dict.fromkeys(of_row, -torch.inf) for of_row in right], turn
+        found_some += any(right)
+    assert found_some > 5
+
+
+def test_a_step_takes_no_bad_words_to_the_device(table, monkeypatch):
+    stage = BadWords(table)
+    stage.set_row(1, RowSampling(SamplingParams(bad_token_ids=[[3, 4] * 8] * 256), num_prompt=2))
+    taken = []
+    upload = table.upload
+    monkeypatch.setattr(table, "upload", lambda *arrays: taken.extend(map(len, arrays)) or upload(*arrays))
+    changed(stage, [0, 1, 1], [4, 4, 5])
+    assert taken and max(taken) <= 3

@@ -15,6 +15,11 @@ from raylm.worker.sampling.stages import LogitRows
 
 _WORD_BITS = 32
 _NO_TOKEN = -1
+_PROMPT = -2
+"""In place of tokens that are not of the completion: no word has it."""
+_NO_SLOT = -1
+_MAX_COMPARED = 1 << 22
+"""Tokens of words that are compared at the same time, which bounds the memory that it takes."""
 
 
 class RowArrays:
@@ -118,47 +123,68 @@ class MinTokens:
 
 
 class BadWords:
-    """bad_words of several tokens: the last token of one is not sampled where the completion ends with its others."""
+    """bad_words of several tokens: the last token of one is not sampled where the completion ends with its others.
+
+    The words stay on the device, [slots, words, tokens], with a slot for every row that has any. Each is written from
+    its last token back, and filled up with _NO_TOKEN.
+    """
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._words: dict[int, list[tuple[int, ...]]] = {}
+        self._words = torch.full((0, 0, 0), _NO_TOKEN, dtype=torch.int32, device=table.device)
+        self._slots = np.full(table.num_rows, _NO_SLOT)
         self._num_prompt = np.zeros(table.num_rows, dtype=np.int64)
 
     def set_row(self, row: int, sampling: RowSampling) -> bool:
-        self._num_prompt[row] = sampling.num_prompt
-        self._words.pop(row, None)
+        self._slots[row] = _NO_SLOT
         words = [word for word in sampling.params.bad_token_ids if len(word) > 1]
-        if words:
-            self._words[row] = words
-        return bool(words)
+        if not words:
+            return False
+        self._num_prompt[row] = sampling.num_prompt
+        slot = int(np.setdiff1d(np.arange(len(self._slots)), self._slots)[0])
+        self._make_room(slot + 1, len(words), max(map(len, words)))
+        flat = _flat(words, *self._words.shape[1:])
+        self._words[slot].view(-1).copy_(self._table.upload(flat)[0], non_blocking=True)
+        self._slots[row] = slot
+        return True
 
     def apply(self, logits: Tensor, of: LogitRows) -> Tensor:
-        pairs = [(index, word) for index, row in enumerate(of.rows.tolist()) for word in self._words.get(row, ())]
-        lens = np.array([len(word) - 1 for _, word in pairs])
-        most = int(lens.max())
-        index, last, num_before, before, first = self._table.upload(
-            np.array([index for index, _ in pairs]),
-            np.array([word[-1] for _, word in pairs]),
-            lens,
-            _flat([word[:-1] for _, word in pairs], most),
-            self._num_prompt[of.rows],
-        )
-        # The tokens before each of the positions, the nearest first, and what they are compared with: [pairs, most].
-        back = torch.arange(1, most + 1, device=logits.device)
+        wanted = np.flatnonzero(self._slots[of.rows] != _NO_SLOT)
+        rows = of.rows[wanted]
+        indices = self._table.upload(wanted, self._slots[rows], self._num_prompt[rows])
+        at_a_time = max(1, _MAX_COMPARED // self._words[0].numel())
+        for index, slots, first in zip(*(tensor.split(at_a_time) for tensor in indices), strict=True):
+            self._forbid(logits, of, index, slots, first)
+        return logits
+
+    def _forbid(self, logits: Tensor, of: LogitRows, index: Tensor, slots: Tensor, first: Tensor) -> None:
+        """For logits `index`, whose completions begin at the positions `first`."""
+        words = self._words.index_select(0, slots)  # [count, words, tokens]
+        last, before = words[:, :, 0].long(), words[:, :, 1:]
+        # The tokens before each of the positions, the nearest first: [count, tokens - 1].
+        back = torch.arange(1, words.shape[2], device=logits.device)
         positions = of.positions.index_select(0, index)[:, None] - back
         rows = of.table_rows.index_select(0, index)[:, None]
         tokens = self._table.token_ids[rows, positions.clamp(min=0)]
-        same = (tokens == before.view(-1, most)) & (positions >= first.index_select(0, index)[:, None])
-        found = (same | (back > num_before[:, None])).all(dim=1)
+        tokens = torch.where(positions >= first[:, None], tokens, _PROMPT)
+        found = ((before == tokens[:, None, :]) | (before == _NO_TOKEN)).all(dim=2) & (last != _NO_TOKEN)
         # Added, not written: a token may end one word that is there and one that is not.
         added = torch.where(found, -torch.inf, 0.0).to(logits.dtype)
-        return logits.index_put_((index, last), added, accumulate=True)
+        logits.index_put_((index[:, None].expand_as(last), last.clamp_min(0)), added, accumulate=True)
+
+    def _make_room(self, *needed: int) -> None:
+        """For so many slots, words and tokens."""
+        if all(need <= size for need, size in zip(needed, self._words.shape, strict=True)):
+            return
+        sizes = [max(1 << (need - 1).bit_length(), size) for need, size in zip(needed, self._words.shape, strict=True)]
+        old = self._words
+        self._words = old.new_full(sizes, _NO_TOKEN)
+        self._words[: old.shape[0], : old.shape[1], : old.shape[2]] = old
 
 
-def _flat(words: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
-    """The words' tokens from the last one back, each word filled up to a width: [words * width]."""
-    flat = np.full((len(words), width), -1, dtype=np.int64)
-    for line, word in zip(flat, words, strict=True):
+def _flat(words: Sequence[tuple[int, ...]], num_words: int, num_tokens: int) -> np.ndarray:
+    """The words' tokens from the last one back, filled up to so many words of so many tokens, in one dimension."""
+    flat = np.full((num_words, num_tokens), _NO_TOKEN, dtype=np.int32)
+    for line, word in zip(flat, words, strict=False):
         line[: len(word)] = word[::-1]
     return flat.reshape(-1)
