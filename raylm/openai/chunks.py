@@ -53,10 +53,11 @@ class ChunkEncoder:
     def chunk(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
         """The event of a delta, with the usage so far where that is given; empty when it would say nothing new."""
         index, text, reason = delta[:3]
-        before = self._reason if not (delta.entries and delta.entries[0]) else self._with_logprobs(delta.entries)
+        entries = delta.entries if delta.entries and delta.entries[0] else None
+        before = self._reason if entries is None else self._with_logprobs(entries)
         ids = self._ids(delta) if self._returns_ids else b""
         if reason is None:
-            if not text and not ids:
+            if not text and not ids and entries is None:
                 return b""
             last = b"null" + ids
         else:

@@ -92,6 +92,10 @@ def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_ma
     form = _answer_form(request)._replace(logprobs=logprobs)
     structure = structure_of(request)
     if structure is not None:
+        if params.beam_width:
+            raise RequestRejected(
+                f"use_beam_search is not possible together with {structure.param}", param="use_beam_search"
+            )
         # What cannot go with a structure is refused before that costs a compilation.
         replace(params, structure=structure.structure)
     return Wanted(params, _options(request), limit, n, prompt, form, echo_only, structure)
@@ -124,6 +128,12 @@ def _sampling_params(
     given |= {"max_tokens": max_tokens, "n": n, "logprobs": logprobs.top, "prompt_logprobs": logprobs.of_prompt}
     params = SamplingParams(**{**defaults.fields(), **given, **lists})
     if request.use_beam_search:
+        if params.logprob_token_ids:
+            raise RequestRejected(
+                "logprob_token_ids is not allowed together with use_beam_search=true: a beam search knows only the "
+                "likeliest tokens",
+                param="logprob_token_ids",
+            )
         return replace(
             params,
             beam_width=_num_candidates(request, n, MAX_BEAM_WIDTH),

@@ -77,7 +77,7 @@ class ByteText:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode()
+        return bytes(token for token in ids if token < END).decode()
 
     def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> ByteDetokenizer:
         return ByteDetokenizer()

@@ -128,6 +128,12 @@ async def test_what_the_engine_is_asked(
         ("complete", {"top_logprobs": 2}, "top_logprobs", "not supported"),
         ("complete", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not allowed together with stream"),
         ("complete", {"logprob_token_ids": [1]}, "logprob_token_ids", "only allowed together with logprobs"),
+        (
+            "complete",
+            {"logprob_token_ids": [1], "logprobs": 1, "use_beam_search": True, "n": 2},
+            "logprob_token_ids",
+            "not allowed together with use_beam_search=true",
+        ),
         ("complete", {"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
         (
             "complete",
@@ -235,6 +241,18 @@ async def test_echo_lists_the_prompt_before_the_answer(stream: bool) -> None:
         assert found[index]["tokens"] == ["h", "x", letter, "<end>"]
         assert found[index]["token_logprobs"] == [None, -3.0, LISTS["token_logprobs"][index], -0.125]
         assert found[index]["top_logprobs"] == [None, top, LISTS["top_logprobs"][index], LISTS["top_logprobs"][2]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echoed_prompt_without_text_is_listed(stream: bool) -> None:
+    """The prompt is a special token alone, and the first token generated is half of a character."""
+    letter = "ü".encode()
+    script = [TokenDelta("0", [byte], None, None, 0, told(A)) for byte in letter]
+    response = await Server(*script, last()).complete(prompt=[END], logprobs=0, echo=True, stream=stream)
+    choices = [event["choices"][0] for event in sse(response)] if stream else response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "ü"
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert tokens == ["<end>", "bytes:\\xc3", "bytes:\\xbc", "<end>"]
 
 
 async def test_a_choice_that_comes_before_the_first_begins_with_the_prompt_too() -> None:
