@@ -108,6 +108,9 @@ def _translated(value: object, place: str, depth: int) -> object:
             if name in value and value[name] not in neutral:
                 raise Fault(f"{name} is not supported", place)
         return {"type": "grammar", "grammar": _part(schema_grammar, json.dumps(value.get("json_schema")), place)}
+    if "json_schema" in value:
+        # xgrammar's own converters of schemas, such as qwen_xml_parameter's, pass over keywords that they do not know.
+        raise Fault(f"a json_schema with the type {value.get('type')!r:.100} is not supported", place)
     if value.get("type") == "regex":
         return {"type": "grammar", "grammar": _part(regex_grammar, str(value.get("pattern", "")), place)}
     return {name: _translated(one, f"{place}/{name}", depth + 1) for name, one in value.items()}

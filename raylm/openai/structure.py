@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 
 from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
 from raylm.openai.quote import quote
 
 _MAX_NAME_CHARS = 64
+_MAX_SHOWN_CHARS = 64
+_FORMAT_KEYS: Mapping[str, frozenset[str]] = {
+    "text": frozenset(),
+    "json_object": frozenset({"schema"}),
+    "json_schema": frozenset({"json_schema"}),
+    "structural_tag": frozenset({"format", "structures", "triggers"}),
+}
+"""The types of response_format, and the keys that each may have beside its type."""
+_SCHEMA_KEYS = frozenset({"name", "schema", "strict", "description"})
 GUIDED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -70,29 +80,49 @@ def structure_of(request: object) -> Asked | None:
 
 
 def _response_format(field: str, value: object) -> Asked | None:
-    """OpenAI's: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {...}}; vLLM's and
-    SGLang's: {"type": "structural_tag", ...}."""
+    """OpenAI's: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {...}};
+    llama.cpp's and Together's: {"type": "json_object", "schema": {...}}; vLLM's and SGLang's:
+    {"type": "structural_tag", ...}."""
     if not isinstance(value, dict):
         raise RequestRejected(f"{field} must be an object, got {quote(value)}", param=field)
     kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
+        raise RequestRejected(
+            f"{field}.type must be text, json_object, json_schema or structural_tag, got {quote(kind)}",
+            param=f"{field}.type",
+        )
+    _check_keys(value, _FORMAT_KEYS[kind] | {"type"}, field, f" with type {kind}")
     if kind == "text":
         return None
     if kind == "json_object":
-        return _asked("json_object", "", field)
+        schema = value.get("schema")
+        return _asked(kind, "", field) if schema is None else _schema(schema, f"{field}.schema")
     if kind == "json_schema":
         return _named_schema(value.get("json_schema"), f"{field}.json_schema")
-    if kind == "structural_tag":
-        return _asked("structural_tag", json.dumps(value, ensure_ascii=False), field)
-    raise RequestRejected(
-        f"{field}.type must be text, json_object, json_schema or structural_tag, got {quote(kind)}",
-        param=f"{field}.type",
-    )
+    return _asked(kind, json.dumps(value, ensure_ascii=False), field)
+
+
+def _check_keys(value: Mapping[str, object], allowed: AbstractSet[str], field: str, where: str = "") -> None:
+    """Raises RequestRejected for a key that is not allowed; null says nothing."""
+    for key, one in value.items():
+        if key not in allowed and one is not None:
+            name = f"{field}.{key:.{_MAX_SHOWN_CHARS}}"
+            raise RequestRejected(
+                f"{name} is not supported{where}, got {quote(one)}", param=name, code="unsupported_parameter"
+            )
+
+
+def _schema(value: object, field: str) -> Asked:
+    if not isinstance(value, dict | bool):
+        raise RequestRejected(f"{field} must be a JSON schema, got {quote(value)}", param=field)
+    return _asked("json_schema", json.dumps(value, ensure_ascii=False), field)
 
 
 def _named_schema(value: object, field: str) -> Asked:
     """{"name": ..., "schema": {...}, "strict": ...}. The schema is kept to, strict or not."""
     if not isinstance(value, dict):
         raise RequestRejected(f"{field} must be an object with name and schema, got {quote(value)}", param=field)
+    _check_keys(value, _SCHEMA_KEYS, field)
     name = value.get("name")
     if name is not None and (not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS):
         raise RequestRejected(
@@ -102,10 +132,7 @@ def _named_schema(value: object, field: str) -> Asked:
     for key, types in (("description", str), ("strict", bool)):
         if value.get(key) is not None and not isinstance(value[key], types):
             raise RequestRejected(f"{field}.{key} must be a {types.__name__}, got {quote(value[key])}", param=field)
-    schema = value.get("schema")
-    if not isinstance(schema, dict | bool):
-        raise RequestRejected(f"{field}.schema must be a JSON schema, got {quote(schema)}", param=f"{field}.schema")
-    return _asked("json_schema", json.dumps(schema, ensure_ascii=False), f"{field}.schema")
+    return _schema(value.get("schema"), f"{field}.schema")
 
 
 def _structured_outputs(field: str, value: object) -> Asked | None:

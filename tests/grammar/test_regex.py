@@ -90,6 +90,10 @@ def test_the_older_form_of_a_tag_is_the_newer_one() -> None:
         ({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}, "#/format: #: "),
         ({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, "style": "glm_xml"}}, "style"),
         ({"type": "structural_tag", "format": {"type": "regex", "pattern": "(?=a)"}}, "lookahead"),
+        (
+            {"type": "structural_tag", "format": {"type": "qwen_xml_parameter", "json_schema": {"type": "object"}}},
+            "#/format: a json_schema with the type 'qwen_xml_parameter' is not supported",
+        ),
     ],
 )
 def test_a_tag_that_cannot_be_kept_to_is_refused(tag: object, reason: str) -> None:

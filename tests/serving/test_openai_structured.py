@@ -58,6 +58,11 @@ def server() -> tuple[Server, FakeGrammars]:
 
 WAYS: list[tuple[dict[str, Any], tuple[str, Any, str]]] = [
     ({"response_format": {"type": "json_object"}}, ("json_object", "", "response_format")),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        ("json_schema", SCHEMA, "response_format.schema"),
+    ),
+    ({"response_format": {"type": "json_object", "schema": None}}, ("json_object", "", "response_format")),
     ({"response_format": FORMAT}, ("json_schema", SCHEMA, "response_format.json_schema.schema")),
     ({"response_format": TAG}, ("structural_tag", TAG, "response_format")),
     ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", SCHEMA, "structured_outputs.json")),
@@ -125,6 +130,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": 1}}},
         "response_format.json_schema",
     ),
+    ({"response_format": {"type": "json_object", "schema": "{}"}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schemas": {}}}, "response_format.schemas"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {**FORMAT, "strict": True}}, "response_format.strict"),
+    ({"response_format": {**TAG, "tags": []}}, "response_format.tags"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "style": "xml"}}},
+        "response_format.json_schema.style",
+    ),
     ({"structured_outputs": 5}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
@@ -139,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": ""}, "guided_regex"),
     ({"regex": "a", "ebnf": EBNF}, "ebnf"),
     ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
-    ({"regex": "a", "use_beam_search": True, "n": 2}, "beam_width"),
+    ({"regex": "a", "use_beam_search": True, "n": 2}, "use_beam_search"),
     ({"regex": "a", "min_tokens": 2}, "min_tokens"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
 ]
