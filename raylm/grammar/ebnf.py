@@ -110,6 +110,7 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[str, Expr] = {}
         self._lookaheads: dict[str, str] = {}
+        self._attributes: dict[str, str] = {}
         self._written: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._places: dict[str, str] = {}
 
@@ -125,10 +126,11 @@ class Rules:
         self._written[name] = (f"{attribute} ::= {text}", mentions)
         return Rule(name)
 
-    def add(self, name: str, expr: Expr, lookahead: str = "", place: str = "") -> Rule:
+    def add(self, name: str, expr: Expr, lookahead: str = "", place: str = "", *, attribute: str = "") -> Rule:
         """A rule; `lookahead` says, as xgrammar's text, what follows it wherever it stands. `place` is what it was made
-        from: the place of a Fault in it."""
+        from: the place of a Fault in it. `attribute` is written behind its name."""
         self._rules[name] = expr
+        self._attributes[name] = attribute
         if place:
             self._places[name] = place
         if lookahead:
@@ -154,7 +156,7 @@ class Rules:
                 expr = _pruned(self._rules[name], finite)
                 lookahead = self._lookaheads.get(name)
                 text = f"({_written(expr, top=True)}) {lookahead}" if lookahead else _written(expr, top=True)
-                text, mentioned = f" ::= {text}", tuple(_mentioned(expr))
+                text, mentioned = f"{self._attributes.get(name, '')} ::= {text}", tuple(_mentioned(expr))
             lines.append(f"{name}{text}\n")
             order += [other for other in dict.fromkeys(mentioned) if other not in seen]
             seen.update(mentioned)

@@ -25,7 +25,7 @@ _ESCAPE = (
 )
 FOLLOWS = r'(=((" " | "\n" [ \t]*)? [,}\]:]))'
 """What follows a string: a lookahead, which xgrammar only uses to rule tokens out early."""
-_QUOTE_FOLLOWS = FOLLOWS.replace("(=(", r'(=("\"" (', 1).replace("]))", "])))", 1)
+QUOTE_FOLLOWS = FOLLOWS.replace("(=(", r'(=("\"" (', 1).replace("]))", "])))", 1)
 _EXACT_CHARS = 20
 """Up to this length every number of characters left is a rule of its own, which takes 30 to 40 ms to compile. Longer
 strings count: compiled at once, but a mask near their end takes up to 100 ms."""
@@ -69,7 +69,7 @@ def _open_end(rules: Rules, low: int) -> str:
     if name not in rules:
         more = name if low == 0 else _open_end(rules, low - 1)
         empty = '"" | ' if low == 0 else ""
-        rules.define(name, f"({empty}{_then(more)}) {_QUOTE_FOLLOWS}", more, "escape")
+        rules.define(name, f"({empty}{_then(more)}) {QUOTE_FOLLOWS}", more, "escape")
     return name
 
 

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from raylm.grammar.ebnf import Alt, Chars, Expr, Repeat, Rule, Rules, Seq, Text, repeat, seq
+from raylm.grammar.ebnf import EMPTY, Alt, Chars, Expr, Repeat, Rule, Rules, Seq, Text, repeat, seq
 from raylm.grammar.fault import Fault
-from raylm.grammar.json_rules import FOLLOWS, MAX_MIN_CHARS, STRING, sized_string
+from raylm.grammar.formats import FORMATS, OF_ZOD, PIECES, UNCHECKED_FORMATS
+from raylm.grammar.json_rules import FOLLOWS, MAX_MIN_CHARS, QUOTE_FOLLOWS, STRING, sized_string
 from raylm.grammar.keywords import Schema, count
 from raylm.grammar.linear import Linear, has_wide_loop
 from raylm.grammar.regex import regex
 
-_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_LONG, _SHORT = r"(?:0[13578]|1[02])", r"(?:0[469]|11)"
-_DAYS = rf"{_LONG}-(?:0[1-9]|[12][0-9]|3[01])|{_SHORT}-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
-_LEAP = r"[12][0-9](?:0[48]|[2468][048]|[13579][26])-02-29"
-_DATE = rf"(?:[12][0-9]{{3}}-(?:{_DAYS})|{_LEAP})"
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-# Loops without counts: a count costs milliseconds in each step. So a label may be longer than the 63 characters of DNS.
-_HOST = r"[A-Za-z0-9]+(?:[.-][A-Za-z0-9]+)*"
-_WORD = r"[A-Za-z0-9_+-]+"
-_CLOCK = r"[0-9]{1,4}H(?:[0-9]{1,4}M)?(?:[0-9]{1,4}S)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S"
-_SPAN = r"[0-9]{1,4}Y(?:[0-9]{1,4}M)?(?:[0-9]{1,4}D)?|[0-9]{1,4}M(?:[0-9]{1,4}D)?|[0-9]{1,4}D"
-_PATH = r"[A-Za-z0-9._~!$&'()*+,;=:@-]"
-_URI = (
-    rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_HOST}(?::[0-9]{{1,4}})?)?(?:/{_PATH}*)*"
-    rf"(?:\?(?:{_PATH}|[/?])*)?(?:#(?:{_PATH}|[/?])*)?"
-)
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": rf"{_DATE}T{_TIME}",
-    "duration": rf"P(?:(?:{_SPAN})(?:T(?:{_CLOCK}))?|T(?:{_CLOCK})|[0-9]{{1,4}}W)",
-    "email": rf"{_WORD}(?:\.{_WORD})*@{_HOST}",
-    "hostname": _HOST,
-    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
-    "ipv6": r"[0-9A-Fa-f]{1,4}(?::[0-9A-Fa-f]{1,4}){7}",
-    "uuid": r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
-    "uri": _URI,
-}
-"""What is generated for a format: valid by it, though not everything that is."""
-UNCHECKED_FORMATS = frozenset({"password"})
-"""They say how a value is shown, not which are valid."""
+_MIN_BUDGET = 8
+"""Characters that each part of a format without a longest match has at least, where maxLength limits the whole."""
 
 
 def string(rules: Rules, name: str, schema: Schema, place: str) -> Expr:
@@ -54,22 +26,59 @@ def string(rules: Rules, name: str, schema: Schema, place: str) -> Expr:
         format_ = None
     if format_ is not None and format_ not in FORMATS:
         raise Fault(f"the format {format_!r:.100} is not supported; supported: {', '.join(sorted(FORMATS))}", place)
-    if pattern is not None and format_ is not None:
-        raise Fault("pattern together with format is not supported", place)
     if pattern is None and format_ is None:
         if low > MAX_MIN_CHARS:
             raise Fault(f"minLength {low} is over the limit of {MAX_MIN_CHARS}", place)
         return sized_string(rules, low, high) if low or high is not None else STRING
-    source = str(pattern if pattern is not None else FORMATS[str(format_)])
     try:
-        return quoted_pattern(rules, name, _of_length(source, low, high))
+        if format_ is not None:
+            return _formatted(rules, name, str(format_), pattern, low, high)
+        return quoted_pattern(rules, name, _of_length(str(pattern), low, high))
     except Fault as fault:
-        raise Fault(f"pattern {source!r:.100}: {fault}" if pattern is not None else str(fault), place) from None
+        raise Fault(f"pattern {pattern!r:.100}: {fault}" if format_ is None else str(fault), place) from None
 
 
-def quoted_pattern(rules: Rules, name: str, content: Expr) -> Expr:
-    """A JSON string of this content."""
-    if has_wide_loop(content):
+def _formatted(rules: Rules, name: str, format_: str, pattern: object, low: int, high: int | None) -> Expr:
+    """A JSON string of a format, and of the pattern that zod writes beside it."""
+    source = FORMATS[format_] if pattern is None else OF_ZOD.get((format_, str(pattern)))
+    if source is None:
+        raise Fault(f"pattern together with format is not supported, but for the patterns of zod: {pattern!r:.100}")
+    if high is not None and source in PIECES:
+        return _limited_format(rules, name, format_, source, low, high)
+    try:
+        return quoted_pattern(rules, name, _of_length(source, low, high), is_linear=source in PIECES)
+    except Fault as fault:
+        raise Fault(f"the format {format_!r}: {fault}") from None
+
+
+def _limited_format(rules: Rules, name: str, format_: str, source: str, low: int, high: int) -> Expr:
+    """A JSON string of a format that has no longest text: each part of it has a share of maxLength.
+
+    A rule with max_chars ends where its characters are used up, or at the next place where it can.
+    """
+    pieces = [(piece, regex(piece.source, in_json=True)) for piece in PIECES[source]]
+    lengths = [_lengths(expr) for _, expr in pieces]
+    num_open = sum(most is None for _, most in lengths)
+    left = high - sum(piece.slack for piece, _ in pieces) - sum(most or 0 for _, most in lengths)
+    if left < num_open * _MIN_BUDGET:
+        least_high = high - left + num_open * _MIN_BUDGET
+        raise Fault(f"the format {format_!r} needs a maxLength of at least {least_high}, got {high}")
+    least = sum(least for least, _ in lengths)
+    if least < low:
+        raise Fault(f"the format {format_!r} with a maxLength supports a minLength of up to {least}, got {low}")
+    parts: list[Expr] = []
+    for number, ((_, expr), (_, most)) in enumerate(zip(pieces, lengths, strict=True)):
+        if most is None:
+            part = f"{name}-p{number}"
+            linear = Linear(rules, part, QUOTE_FOLLOWS if number == len(pieces) - 1 else '(="@")').write(expr, EMPTY)
+            expr = rules.add(part, expr if linear is None else linear, attribute=f"[max_chars={left // num_open}]")
+        parts.append(expr)
+    return seq(Text('"'), *parts, Text('"'))
+
+
+def quoted_pattern(rules: Rules, name: str, content: Expr, *, is_linear: bool = False) -> Expr:
+    """A JSON string of this content; `is_linear`: as linear rules even where no loop of it is wide."""
+    if is_linear or has_wide_loop(content):
         linear = Linear(rules, name, FOLLOWS).write(content, Text('"'))
         if linear is not None:
             return seq(Text('"'), linear)
