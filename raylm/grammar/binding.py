@@ -56,7 +56,7 @@ def _core() -> Any:
         return loaded._core
     spec = importlib.util.find_spec("xgrammar")
     if spec is None or spec.submodule_search_locations is None:
-        raise ConfigError("structured output needs xgrammar: pip install 'raylm[structured]'")
+        raise ConfigError("structured output needs xgrammar: pip install -e '.[structured]' in raylm's repository")
     # The package without its __init__; gone again afterwards, so that another's import of it finds it whole.
     package = ModuleType("xgrammar")
     package.__path__ = list(spec.submodule_search_locations)
