@@ -94,13 +94,15 @@ def _check_some_token_is_left(params: SamplingParams, eos: frozenset[int]) -> No
     allowed = set(params.allowed_token_ids)
     if not allowed:
         return
-    if allowed <= {word[0] for word in params.bad_token_ids if len(word) == 1}:
+    left = allowed - {word[0] for word in params.bad_token_ids if len(word) == 1}
+    if not left:
         raise RequestRejected(
             f"allowed_token_ids leaves no token: all {len(allowed)} of them are bad words", param="allowed_token_ids"
         )
-    if params.min_tokens and allowed <= _ends(params, eos):
+    if params.min_tokens and left <= _ends(params, eos):
+        others = " that are no bad words" if len(left) < len(allowed) else ""
         raise RequestRejected(
-            f"allowed_token_ids leaves no token for the first {params.min_tokens} (min_tokens): all {len(allowed)} of "
-            "them end the completion",
+            f"allowed_token_ids leaves no token for the first {params.min_tokens} (min_tokens): all {len(left)} of "
+            f"them{others} end the completion",
             param="allowed_token_ids",
         )

@@ -238,6 +238,8 @@ def test_what_a_request_may_ask_for_is_configured(fields, allowed, sentence):
         ({"allowed_token_ids": [1, 2], "bad_token_ids": [[1], [2], [3, 4]]}, {"bad_token_ids": [[1], [2, 3]]}),
         ({"allowed_token_ids": [1, 7], "min_tokens": 1, "stop_token_ids": [1]}, {"ignore_eos": True}),
         ({"allowed_token_ids": [1, 7], "min_tokens": 1, "stop_token_ids": [1]}, {"min_tokens": 0}),
+        ({"allowed_token_ids": [5, 7], "min_tokens": 3, "bad_token_ids": [[5]]}, {"bad_token_ids": [[5, 5]]}),
+        ({"allowed_token_ids": [5, 7], "min_tokens": 3, "bad_token_ids": [[5]]}, {"min_tokens": 0}),
     ],
     ids=str,
 )
