@@ -24,6 +24,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_LOGITS_PROCESSORS = 16
+MIN_FLOAT32 = 2.0**-126
+"""The smallest normal number of float32. A temperature below it is 0; a top_p or typical_p below it is raised to it."""
 ALL_TOKENS = -1
 """In logprobs and prompt_logprobs: the whole vocabulary."""
 
@@ -191,16 +193,27 @@ def _number(low: float, high: float, *, low_open: bool = False) -> _Check:
     return lambda name, value: checks.number(name, value, bounds)
 
 
+def _in_float32(low: float, high: float, *, low_open: bool = False, underflow: float) -> _Check:
+    """A number that is `underflow` where it is too small for float32, in which devices compute."""
+    check = _number(low, high, low_open=low_open)
+
+    def rounded(name: str, value: object) -> object:
+        found = check(name, value)
+        return underflow if isinstance(found, float) and found < MIN_FLOAT32 else found
+
+    return rounded
+
+
 def _integer(low: int, high: int = _MAX_INT) -> _Check:
     return lambda name, value: checks.integer(name, value, low, high)
 
 
 _of_each_field: dict[str, _Check] = {
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1, low_open=True),
+    "temperature": _in_float32(0, 100, underflow=0.0),
+    "top_p": _in_float32(0, 1, low_open=True, underflow=MIN_FLOAT32),
     "top_k": _integer(0),
     "min_p": _number(0, 1),
-    "typical_p": _number(0, 1, low_open=True),
+    "typical_p": _in_float32(0, 1, low_open=True, underflow=MIN_FLOAT32),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0, 2, low_open=True),

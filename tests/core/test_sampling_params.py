@@ -162,6 +162,16 @@ def test_a_prompt_holds_integers_and_nothing_like_them(wrong):
     assert error.value.param == "prompt"
 
 
+def test_what_float32_cannot_hold_keeps_its_meaning():
+    """Workers compute in float32, where these numbers would be 0: neither greedy nor one token."""
+    for tiny in (1e-39, 1e-46, 5e-324):
+        params = SamplingParams(temperature=tiny, top_p=tiny, typical_p=tiny)
+        assert params.is_greedy and params.temperature == 0.0
+        assert 0 < params.top_p == params.typical_p < 1.2e-38
+    params = SamplingParams(temperature=1e-37, top_p=0.9, typical_p=1e-37)
+    assert (params.temperature, params.top_p, params.typical_p) == (1e-37, 0.9, 1e-37)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

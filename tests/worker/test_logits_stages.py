@@ -117,6 +117,26 @@ def test_typical_tokens_are_those_of_about_the_usual_information(typical_p: floa
     assert torch.equal(found[1], bench.logits[1]), "greedy has no use for it"
 
 
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        {"temperature": 1e-46, "typical_p": 0.9},
+        {"typical_p": 1e-46, "top_k": 1},
+        {"top_p": 1e-46},
+        {"temperature": 1e-39},
+    ],
+    ids=str,
+)
+def test_numbers_too_small_for_float32_leave_the_likeliest_token(tiny: dict[str, float]) -> None:
+    bench = Bench()
+    # One token is nearly certain, so it is the most typical one too.
+    bench.logits[0, 50] += 30
+    bench.begin(0, [1], sampling(**{"temperature": 1.0, **tiny}))
+    rows = np.array([0])
+    of = LogitRows(rows, torch.from_numpy(rows), torch.tensor([1]))
+    assert bench.sampler.sample(bench.logits[rows].clone(), of).token_ids.tolist() == [50]
+
+
 class Lifts:
     """Makes the token that the row had last the likeliest."""
 

@@ -47,4 +47,5 @@ def _typical(logits: Tensor, mass: Tensor, temperature: Tensor) -> Tensor:
     order = (information - entropy).abs().nan_to_num(nan=torch.inf).argsort(dim=-1, stable=True)
     sorted_probs = probs.gather(1, order)
     keeps = sorted_probs.cumsum(dim=-1) - sorted_probs < mass[:, None]
+    keeps[:, 0] = True  # whatever rounding makes of the mass
     return torch.zeros_like(keeps).scatter_(1, order, keeps)
