@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
 from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
-from raylm.config.speculation import SpeculationConfig
+from raylm.config.speculation import ON_HOST, SpeculationConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -219,7 +219,7 @@ class EngineConfig(FrozenConfig):
         if self.speculation.on_device and self.parallel.pipeline > 1:
             raise ValueError(
                 f"speculation.method is {self.speculation.method}, which needs parallel.pipeline 1, "
-                f"got {self.parallel.pipeline}; allowed with several stages: none, ngram, suffix"
+                f"got {self.parallel.pipeline}; allowed with several stages: {', '.join(ON_HOST)}"
             )
         return self
 

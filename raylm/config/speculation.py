@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,8 @@ from raylm.config.base import FrozenConfig
 SpeculationMethod = Literal["none", "grammar", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
 _TAKES_MODEL = ("draft_model", "eagle3")
 _ON_DEVICE = (*_TAKES_MODEL, "mtp")
+ON_HOST: tuple[str, ...] = tuple(method for method in get_args(SpeculationMethod) if method not in _ON_DEVICE)
+"""Methods that draft without a model on the workers' devices."""
 
 
 class SpeculationConfig(FrozenConfig):
@@ -29,9 +31,10 @@ class SpeculationConfig(FrozenConfig):
     """Drafts that a request verifies in a step at most. How many it does is measured: by how many are accepted, and by
     what they cost."""
     min_n: int = Field(default=2, ge=1, le=32)
-    """Tokens at the text's end that must have occurred before, for a draft to be made."""
+    """ngram and suffix: tokens at the text's end that must have occurred before, for a draft to be made. The other
+    methods do not read it."""
     max_n: int = Field(default=4, ge=1, le=32)
-    """ngram: of matches of so many tokens and more the most recent one is taken."""
+    """ngram alone: of matches of so many tokens and more the most recent one is taken."""
 
     @property
     def most(self) -> int:
@@ -58,6 +61,6 @@ class SpeculationConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:
-        if self.min_n > self.max_n:
-            raise ValueError(f"min_n ({self.min_n}) must be at most max_n ({self.max_n})")
+        if self.method == "ngram" and self.min_n > self.max_n:
+            raise ValueError(f"min_n ({self.min_n}) must be at most max_n ({self.max_n}) with method ngram")
         return self

@@ -48,8 +48,8 @@ MODEL = {"path": "smollm2-135m"}
         ({"model": MODEL, "speculation": {"min_n": 0}}, ["'speculation.min_n'", "greater than or equal to 1"]),
         ({"model": MODEL, "speculation": {"max_n": 33}}, ["'speculation.max_n'", "less than or equal to 32"]),
         (
-            {"model": MODEL, "speculation": {"min_n": 5, "max_n": 3}},
-            ["'speculation'", "min_n (5) must be at most max_n (3)"],
+            {"model": MODEL, "speculation": {"method": "ngram", "min_n": 5, "max_n": 3}},
+            ["'speculation'", "min_n (5) must be at most max_n (3) with method ngram"],
         ),
         ({"model": MODEL, "speculation": {"method": "eagle3"}}, ["'speculation'", "method eagle3 needs the path"]),
         (
@@ -58,7 +58,10 @@ MODEL = {"path": "smollm2-135m"}
         ),
         (
             {"model": MODEL, "parallel": {"pipeline": 2}, "speculation": {"method": "mtp"}},
-            ["speculation.method is mtp, which needs parallel.pipeline 1, got 2", "none, ngram, suffix"],
+            [
+                "speculation.method is mtp, which needs parallel.pipeline 1, got 2",
+                "several stages: none, grammar, ngram, suffix",
+            ],
         ),
         ({"model": MODEL, "runtime": {"attention": "xformers"}}, ["'runtime.attention'", "'flash_attn'", "'torch'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
@@ -95,6 +98,12 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     broken.write_text("model: [")
     with pytest.raises(ConfigError, match="broken.yaml: not valid YAML"):
         load_yaml(EngineConfig, broken)
+
+
+@pytest.mark.parametrize("method", ["none", "grammar", "suffix"])
+def test_max_n_limits_what_reads_it_alone(method: str):
+    speculation = {"method": method, "min_n": 8}
+    assert EngineConfig.model_validate({"model": MODEL, "speculation": speculation}).speculation.min_n == 8
 
 
 def test_a_configuration_never_changes():
