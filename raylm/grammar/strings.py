@@ -94,10 +94,28 @@ def _of_length(source: str, low: int, high: int | None) -> Expr:
         return content
     if (high is not None and least > high) or (most is not None and most < low):
         raise Fault(f"no match has a length from minLength {low} to maxLength {high}")
-    if isinstance(content, Repeat) and _lengths(regex(source, in_json=False).part) == (1, 1):  # type: ignore[union-attr]
-        tops = [top for top in (content.high, high) if top is not None]
-        return repeat(content.part, max(content.low, low), min(tops) if tops else None)
-    raise Fault("minLength and maxLength with a pattern are supported only where it repeats one character class")
+    counted = _counted_loop(content, regex(source, in_json=False), low, high)
+    if counted is None:
+        raise Fault("minLength and maxLength with a pattern are supported only where it repeats one character class")
+    return counted
+
+
+def _counted_loop(content: Expr, shape: Expr, low: int, high: int | None) -> Expr | None:
+    """The content with as many turns of its one loop as give low..high characters; None where it is more than a loop
+    over one character class and a fixed number of characters. `shape` is the content with one character for each."""
+    parts, shapes = ((one.parts if isinstance(one, Seq) else (one,)) for one in (content, shape))
+    lengths = [_lengths(one) for one in shapes]
+    loops = [index for index, (least, most) in enumerate(lengths) if least != most]
+    if len(parts) != len(shapes) or len(loops) != 1:
+        return None
+    (index,) = loops
+    loop, inner = parts[index], shapes[index]
+    if not isinstance(loop, Repeat) or not isinstance(inner, Repeat) or _lengths(inner.part) != (1, 1):
+        return None
+    others = sum(least for least, _ in lengths) - inner.low
+    tops = [top for top in (loop.high, None if high is None else high - others) if top is not None]
+    turns = repeat(loop.part, max(loop.low, low - others), min(tops) if tops else None)
+    return seq(*parts[:index], turns, *parts[index + 1 :])
 
 
 def _lengths(expr: Expr) -> tuple[int, int | None]:

@@ -134,6 +134,9 @@ LENGTHS_OF_PATTERNS: list[Schema] = [
     {"type": "string", "pattern": "^[a-f]+$", "minLength": 3, "maxLength": 5},
     {"type": "string", "pattern": "^[a-f]{2}$", "maxLength": 9},
     {"type": "string", "format": "uuid", "minLength": 36},
+    {"type": "string", "pattern": "^[a-z][a-z0-9_]*$", "minLength": 3, "maxLength": 20},
+    {"type": "string", "pattern": "^[A-Z]{2}-[^-]{1,9}x$", "minLength": 6, "maxLength": 8},
+    {"type": "string", "pattern": r"^\"[\"\\a]+$", "maxLength": 4},
 ]
 NUM_VALID = 200
 
@@ -187,6 +190,8 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"type": "string", "pattern": "a{9999999}"}, "9999999"),
     ({"type": "string", "pattern": "(" * 200 + ")" * 200}, "nests deeper"),
     ({"type": "string", "pattern": "^ab|cde$", "maxLength": 2}, "one character class"),
+    ({"type": "string", "pattern": "^a*b*$", "maxLength": 2}, "one character class"),
+    ({"type": "string", "pattern": "^a(bc)*$", "maxLength": 2}, "one character class"),
     ({"type": "string", "pattern": "^abc$", "maxLength": 2}, "no match has a length"),
     ({"type": "string", "pattern": "^a$", "format": "date"}, "together with format"),
     ({"type": "string", "format": "bogus"}, "'bogus'"),
