@@ -154,3 +154,4 @@ _ZOD_IPV6 = (
 )
 OF_ZOD: Mapping[tuple[str, str], str] = _of_zod()
 """By the format's name and zod's pattern: texts that are valid by both."""
+SOURCES = tuple(dict.fromkeys([*FORMATS.values(), *OF_ZOD.values()]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raylm.grammar.ebnf import EMPTY, Alt, Chars, Expr, Repeat, Rule, Rules, Seq, Text, repeat, seq
 from raylm.grammar.fault import Fault
-from raylm.grammar.formats import FORMATS, OF_ZOD, PIECES, UNCHECKED_FORMATS
+from raylm.grammar.formats import FORMATS, OF_ZOD, PIECES, SOURCES, UNCHECKED_FORMATS
 from raylm.grammar.json_rules import FOLLOWS, MAX_MIN_CHARS, QUOTE_FOLLOWS, STRING, sized_string
 from raylm.grammar.keywords import Schema, count
 from raylm.grammar.linear import Linear, has_wide_loop
@@ -32,23 +32,28 @@ def string(rules: Rules, name: str, schema: Schema, place: str) -> Expr:
         return sized_string(rules, low, high) if low or high is not None else STRING
     try:
         if format_ is not None:
-            return _formatted(rules, name, str(format_), pattern, low, high)
+            return _formatted(rules, str(format_), pattern, low, high)
         return quoted_pattern(rules, name, _of_length(str(pattern), low, high))
     except Fault as fault:
         raise Fault(f"pattern {pattern!r:.100}: {fault}" if format_ is None else str(fault), place) from None
 
 
-def _formatted(rules: Rules, name: str, format_: str, pattern: object, low: int, high: int | None) -> Expr:
-    """A JSON string of a format, and of the pattern that zod writes beside it."""
+def _formatted(rules: Rules, format_: str, pattern: object, low: int, high: int | None) -> Expr:
+    """A JSON string of a format, and of the pattern that zod writes beside it. Equal ones are one rule: that of a uri
+    takes a second to compile."""
     source = FORMATS[format_] if pattern is None else OF_ZOD.get((format_, str(pattern)))
     if source is None:
         raise Fault(f"pattern together with format is not supported, but for the patterns of zod: {pattern!r:.100}")
+    name = f"format-{SOURCES.index(source)}-{low}-{'' if high is None else high}"
+    if name in rules:
+        return Rule(name)
     if high is not None and source in PIECES:
-        return _limited_format(rules, name, format_, source, low, high)
+        return rules.add(name, _limited_format(rules, name, format_, source, low, high), FOLLOWS)
     try:
-        return quoted_pattern(rules, name, _of_length(source, low, high), is_linear=source in PIECES)
+        content = _of_length(source, low, high)
     except Fault as fault:
         raise Fault(f"the format {format_!r}: {fault}") from None
+    return rules.add(name, quoted_pattern(rules, name, content, is_linear=source in PIECES), FOLLOWS)
 
 
 def _limited_format(rules: Rules, name: str, format_: str, source: str, low: int, high: int) -> Expr:

@@ -150,3 +150,11 @@ def test_formats_keep_to_limits_of_their_length(schema: Schema) -> None:
     assert max(map(len, values)) <= schema["maxLength"]
     assert min(map(len, values)) >= schema.get("minLength", 0)
     assert all(is_written(whole, value) and re.search(schema.get("pattern", ""), value) for value in values)
+
+
+def test_equal_formats_are_compiled_once() -> None:
+    def size(count: int) -> int:
+        schema = {"properties": {f"p{number}": {"type": "string", "format": "uri"} for number in range(count)}}
+        return translate(StructuredOutput("json_schema", json.dumps(schema))).value.count("\n")
+
+    assert size(20) < size(1) * 2
