@@ -215,5 +215,3 @@ def test_a_beam_ends_at_its_stop_string(llm, includes):
         if output in ended:
             assert stop not in llm.text.decode(output.token_ids[:-1]), "it went on behind its stop string"
             assert output.text == text[: text.index(stop) + (len(stop) if includes else 0)]
-    free = dataclasses.replace(params, stop=(stop,), min_tokens=8, max_tokens=8)
-    assert all(len(output.token_ids) == 8 for output in llm.generate([prompt], free, progress=False)[0].outputs)
