@@ -171,4 +171,5 @@ def _mask_thread(device: torch.device) -> ThreadPoolExecutor:
     if device.type != "cuda":
         return ThreadPoolExecutor(1, thread_name_prefix=name)
     # A thread begins on the first GPU, whatever others are on, and would take memory of it for a context.
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(index,))
