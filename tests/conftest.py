@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Ray reads these when it is first imported, by whichever test does so first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# Serve gives up a proxy that takes over three times 5 s to start, as one does on two cores that compute meanwhile.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
 settings.register_profile("ci", max_examples=120, deadline=None)
 settings.register_profile("nightly", max_examples=10_000, deadline=None)
