@@ -28,7 +28,10 @@ def main() -> None:
 def ask(url: str, prompt: str) -> None:
     """Print the answer as it comes."""
     client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "none")
-    model = client.models.list().data[0].id
+    models = client.models.list().data
+    if not models:
+        sys.exit(f"client: the server at {url} has no model yet; it says `ready` when it has")
+    model = models[0].id
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": prompt}],

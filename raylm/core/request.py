@@ -177,13 +177,15 @@ class Request:
     def plan(self, num_tokens: int) -> bool:
         """A step computes its next `num_tokens` tokens, what is past the known ones as drafts. True when no known token
         is left: the step samples, unless this is a beam."""
-        num_drafts = self.num_computed + num_tokens - self.num_known
-        self.num_computed += num_tokens
+        # Called for every decode: as few looks at fields as there can be.
+        self.num_computed = computed = self.num_computed + num_tokens
+        num_drafts = computed - self.num_known
         if num_drafts < 0:
             return False
-        self.num_unsure += num_drafts
+        if num_drafts:
+            self.num_unsure += num_drafts
         if self.search is None:
-            self.num_known = self.num_computed + 1
+            self.num_known = computed + 1
         return True
 
     def settle(self, token_ids: list[int], num_planned: int) -> None:
