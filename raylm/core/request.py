@@ -168,11 +168,13 @@ class Request:
             return []
         _, first, forced = self.forced
         num_seen = len(self.token_ids) - first
-        if num_seen < 0 or num_seen >= len(forced) or self.token_ids[first:] != forced[:num_seen]:
-            # Of several ways to cut the text into tokens another one was sampled, or all of it is said.
-            self.forced = None if num_seen >= 0 else self.forced
+        if num_seen < 0:
             return []
-        return forced[num_seen:]
+        if num_seen < len(forced) and self.token_ids[first:] == forced[:num_seen]:
+            return forced[num_seen:]
+        # All of them were sampled, or others: a text can be cut into tokens in several ways.
+        self.forced = None
+        return []
 
     def plan(self, num_tokens: int) -> bool:
         """A step computes its next `num_tokens` tokens, what is past the known ones as drafts. True when no known token

@@ -271,11 +271,7 @@ class Scheduler:
             proposals = {}
         preempted = False
         for request in turn:
-            if (
-                proposals
-                and request in proposals
-                and self._verify(request, proposals[request], builder, max(for_prompts - builder.num_prefill, 0))
-            ):
+            if proposals and request in proposals and self._verify(request, proposals[request], builder, for_prompts):
                 continue
             computed = request.num_computed
             if request.num_known - computed == 1 and computed < request.horizon:
@@ -299,12 +295,12 @@ class Scheduler:
         first = self._policy.first() if self._free_rows else None
         return running if first is None else running + max(first.num_to_compute, self._new_tokens)
 
-    def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder, reserved: int) -> bool:
-        """Let a decoding request verify drafts, where there is room for any beside `reserved` tokens of prompts."""
+    def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder, for_prompts: int) -> bool:
+        """Let a decoding request verify drafts, where there is room for any beside the step's tokens of prompts."""
         if request.row < 0:
             return False  # It has given way to one before it in its turn.
         # Every running request after this one can still decode.
-        room = builder.left - (len(self._running) - len(builder.rows)) - reserved
+        room = builder.left - (len(self._running) - len(builder.rows)) - max(for_prompts - builder.num_prefill, 0)
         proposal = proposal.first(min(room, request.max_len - request.num_known - 1))
         if proposal.num_drafts <= 0:
             return False

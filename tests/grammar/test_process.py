@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -30,10 +30,10 @@ def setup(source: ModelSource) -> Setup:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """The processes that are started."""
     found: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
+    real: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def noted(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
-        found.append(real(*args, **kwargs))  # type: ignore[call-overload]
+        found.append(real(*args, **kwargs))
         return found[-1]
 
     monkeypatch.setattr(process.subprocess, "Popen", noted)

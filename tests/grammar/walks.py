@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,12 @@ _compiler = binding.Compiler(_vocabulary)
 
 def compiled(structure: StructuredOutput) -> binding.Compiled:
     return _compiler.compile(translate(structure))
+
+
+def takes(grammar: binding.Compiled, text: str, *, whole: bool = False) -> bool:
+    """Whether a grammar takes a text as a beginning, or as all of it."""
+    matcher: Any = binding.matcher(grammar, [0])
+    return bool(matcher.accept_string(text, False) and (not whole or matcher.accept_token(0, False)))
 
 
 def allowed(matcher: binding.Matcher) -> list[int]:

@@ -23,8 +23,9 @@ from raylm.worker.transfer import Download
 
 
 class _Asked(NamedTuple):
-    """Rows of a step that sample, in the plan's order, and their tokens on their way to the host: of each from position
-    first[i] on, and how many of it are known. Row i has num_logits[i] logits: behind these and behind its drafts."""
+    """Rows of a step that sample, in the plan's order. The tokens of rows[i] from position first[i] on, and its number
+    of known tokens, are being downloaded. rows[i] has num_logits[i] logits: after its last known token, and after each
+    of its drafts."""
 
     rows: list[int]
     first: list[int]
@@ -47,7 +48,7 @@ class GrammarStage:
         self, table: RequestTable, matchers: GrammarMatchers | None, notes: RowNotes, *, tells_forced: bool = False
     ) -> None:
         """Without matchers rows with a grammar are sampled elsewhere: this worker has a stage of the model that samples
-        nothing. With `tells_forced` it is noted what grammars force rows to say."""
+        nothing. With `tells_forced` the tokens that grammars force are noted."""
         self._table = table
         self._matchers = matchers
         self._notes = notes
