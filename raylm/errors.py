@@ -36,6 +36,10 @@ class DeadlineExceeded(RaylmError):
     """The time that a request set itself was up before it was done; what it has generated is incomplete."""
 
 
+class GenerationFailed(RaylmError):
+    """The engine failed on one request alone; asked again it may fail again."""
+
+
 class RequestLost(RaylmError):
     """A live request ended through no fault of its own; `code` says what happened. Another attempt may succeed."""
 

@@ -28,9 +28,10 @@ LAYERS = [
     ["executor"],
     ["engine"],
     ["sim"],
+    ["generation"],
     ["llm"],
     ["bench"],
-    ["openai"],
+    ["api"],
     ["batch"],
     ["serving"],
     ["cli"],
@@ -43,7 +44,8 @@ NEVER = {
     "grammar": {"torch", "ray", "transformers", "xgrammar"},
     "engine": {"torch"},
     "sim": {"torch", "ray", "numpy", "time"},
-    "openai": {"torch", "ray", "starlette"},
+    "generation": {"torch", "ray", "starlette"},
+    "api": {"torch", "ray", "starlette"},
 }
 # Who may import a package that the others must not.
 ONLY_IN = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 
+from raylm.api.call import Call
+from raylm.api.errors import HttpError, http_error
+from raylm.api.metrics import HttpMetrics
+from raylm.api.operations import Operation, operations
 from raylm.batch.requests import (
-    CHAT,
     BadLine,
     BatchRequest,
     Result,
@@ -18,11 +21,8 @@ from raylm.config.source import locate
 from raylm.engine.engine import Engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
+from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
-from raylm.openai.errors import HttpError, http_error
-from raylm.openai.metrics import HttpMetrics
-from raylm.openai.served_model import EngineStats, ServedModel, Text
-from raylm.openai.service import OpenAIService
 from raylm.text.processor import TextProcessor
 
 _GRAMMARS = GrammarLimits(waiting=None, queue_s=None)
@@ -72,8 +72,8 @@ class Answerer:
         )
         catalog = OneModel(model)
         metrics = HttpMetrics(catalog)
-        self._service = OpenAIService(catalog, HttpConfig(), metrics)
-        self._plain = OpenAIService(catalog, HttpConfig(default_max_tokens=max_tokens), metrics)
+        self._asked = _by_url(operations(catalog, HttpConfig(), metrics))
+        self._plain = _by_url(operations(catalog, HttpConfig(default_max_tokens=max_tokens), metrics))
 
     async def answer(self, request: BatchRequest | BadLine) -> Result:
         """The result of one line, an error too. Raises EngineDeadError when nothing can be answered any more."""
@@ -94,10 +94,14 @@ class Answerer:
             self._grammars.close()
 
     async def _ask(self, request: BatchRequest) -> bytes:
-        service = self._plain if request.is_plain else self._service
-        operation = service.chat if request.url == CHAT else service.complete
-        reply = await operation(request.body)
+        table = self._plain if request.is_plain else self._asked
+        reply = await table[request.url].run(Call(request.body))
         if isinstance(reply, bytes):
             return reply
         await reply.aclose()
         raise HttpError(400, "stream must be false in a batch", param="stream", code="unsupported_parameter")
+
+
+def _by_url(table: list[Operation]) -> dict[str, Operation]:
+    """The operations that lines may ask for."""
+    return {operation.path: operation for operation in table if operation.in_batches}

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import msgspec
 
-from raylm.openai.protocol import ChatRequest, CompletionRequest
-from raylm.openai.unsupported import OPENAI, VLLM
+from raylm.api.protocol import ChatRequest, CompletionRequest
+from raylm.api.unsupported import OPENAI, VLLM
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -11,7 +11,7 @@ from raylm.batch.answer import Answerer
 from raylm.batch.requests import BadLine, BatchRequest, Result
 from raylm.batch.shards import Shard, requests_of
 from raylm.batch.work import Report, Totals, WorkFolder, count
-from raylm.openai.lines import one_line
+from raylm.generation.lines import one_line
 
 
 async def run_shard(answerer: Answerer, folder: WorkFolder, shard: Shard, *, keep_order: bool) -> Report:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from starlette.types import Send
 
-from raylm.openai.errors import http_error
-from raylm.openai.service import Events
+from raylm.api.call import Events
+from raylm.api.errors import http_error
 from raylm.serving.sse import EventSender
 
 Headers = tuple[tuple[bytes, bytes], ...]

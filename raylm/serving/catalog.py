@@ -15,9 +15,9 @@ from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
 from raylm.engine.streams import Sequences
 from raylm.errors import Overloaded, RaylmError, ServerStopped
+from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.log import get_logger
-from raylm.openai.served_model import EngineStats, ServedModel, Text
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylm.openai.errors import HttpError
+from raylm.api.errors import HttpError
 from raylm.serving.answers import Responder
 
 METHODS = ("GET", "HEAD", "POST")

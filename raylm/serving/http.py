@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from functools import partial
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,11 +12,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from raylm import __version__
+from raylm.api.call import Call, Events
+from raylm.api.errors import HttpError
+from raylm.api.metrics import HttpMetrics
+from raylm.api.operations import Operation, operations
 from raylm.config.serving import HttpConfig
-from raylm.openai.errors import HttpError
-from raylm.openai.metrics import HttpMetrics
-from raylm.openai.served_model import ModelCatalog
-from raylm.openai.service import Events, OpenAIService
+from raylm.generation.served_model import ModelCatalog
 from raylm.serving.answers import Answer, Responder
 from raylm.serving.cors import Cors
 from raylm.serving.keys import ApiKeys
@@ -36,19 +37,17 @@ def build_http_app(models: ModelCatalog, config: HttpConfig) -> ASGIApp:
 
 def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> Router:
     """The routes alone. Raises as build_http_app does."""
-    service = OpenAIService(models, config, metrics)
-    reads, posts = _Reads(models, service, metrics), _Posts(service)
-
+    reads = _Reads(models, metrics)
     api_keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
 
     def route(path: str, method: str, handler: Handler, keys: ApiKeys | None = api_keys) -> Route:
         return Route(path, Endpoint(method, handler, config, keys), name=f"{method} {path}")
 
     routes = [
-        route("/v1/chat/completions", "POST", posts.chat),
-        route("/v1/completions", "POST", posts.complete),
-        route("/v1/models", "GET", reads.list_models),
-        route("/v1/models/{model:path}", "GET", reads.describe_model),
+        route(operation.path, operation.method, partial(_run, operation))
+        for operation in operations(models, config, metrics)
+    ]
+    routes += [
         # Probes and Prometheus have no key, and nothing of what is asked or answered is in these.
         route("/health", "GET", reads.health, keys=None),
         route("/version", "GET", reads.version, keys=None),
@@ -58,55 +57,28 @@ def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics)
     return Router(routes, redirect_slashes=False, default=NotFound(api_keys, [route.name for route in routes]))
 
 
-class HttpRequest(NamedTuple):
-    """`model` is the path's, `body` is empty unless the method is POST; the handler empties it once it is read."""
-
-    body: bytearray
-    model: str
+Handler = Callable[[Call], Awaitable[Answer | Events]]
 
 
-Handler = Callable[[HttpRequest], Awaitable[Answer | Events]]
-
-
-class _Posts:
-    def __init__(self, service: OpenAIService) -> None:
-        self._service = service
-
-    async def chat(self, request: HttpRequest) -> Answer | Events:
-        return _reply(await self._service.chat(request.body))
-
-    async def complete(self, request: HttpRequest) -> Answer | Events:
-        return _reply(await self._service.complete(request.body))
-
-
-def _reply(result: bytes | Events) -> Answer | Events:
+async def _run(operation: Operation, call: Call) -> Answer | Events:
+    result = await operation.run(call)
     return Answer(result) if isinstance(result, bytes) else result
 
 
 class _Reads:
-    def __init__(self, models: ModelCatalog, service: OpenAIService, metrics: HttpMetrics) -> None:
+    def __init__(self, models: ModelCatalog, metrics: HttpMetrics) -> None:
         self._models = models
-        self._service = service
         self._metrics = metrics
 
-    async def list_models(self, request: HttpRequest) -> Answer:
-        return Answer(self._service.list_models())
-
-    async def describe_model(self, request: HttpRequest) -> Answer:
-        if not request.model:
-            # /v1/models/, as some clients write /v1/models.
-            return await self.list_models(request)
-        return Answer(self._service.describe_model(request.model))
-
-    async def health(self, request: HttpRequest) -> Answer:
+    async def health(self, call: Call) -> Answer:
         ready = self._models.ready()
         status = "ok" if ready else "not ready: a model has no engine"
         return Answer(msgspec.json.encode({"status": status}), 200 if ready else 503)
 
-    async def version(self, request: HttpRequest) -> Answer:
+    async def version(self, call: Call) -> Answer:
         return Answer(msgspec.json.encode({"version": __version__}))
 
-    async def metrics(self, request: HttpRequest) -> Answer:
+    async def metrics(self, call: Call) -> Answer:
         return Answer(self._metrics.render(), content_type=CONTENT_TYPE_LATEST.encode())
 
 
@@ -144,13 +116,13 @@ class Endpoint:
             allow = ((b"allow", ", ".join(self.methods).encode()),)
             message = f"{scope['path']} takes {' and '.join(self.methods)}, not {scope['method']}"
             raise HttpError(405, message, code="method_not_allowed", headers=allow)
-        model = scope["path_params"].get("model", "")
+        call = Call(headers=headers, path=scope["path_params"])
         if "GET" in self.methods:
-            await responder.reply(await self._handler(HttpRequest(bytearray(), model)))
+            await responder.reply(await self._handler(call))
             return
-        body = await read_body(receive, headers, self._config.max_body_bytes)
+        call.body = await read_body(receive, headers, self._config.max_body_bytes)
         async with DisconnectGuard(receive):
-            await responder.reply(await self._handler(HttpRequest(body, model)))
+            await responder.reply(await self._handler(call))
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytearray:

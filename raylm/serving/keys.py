@@ -10,9 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from raylm.api.errors import HttpError
 from raylm.errors import ConfigError
 from raylm.log import get_logger
-from raylm.openai.errors import HttpError
 
 logger = get_logger(__name__)
 

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from raylm import log
+from raylm.api.errors import HttpError
 from raylm.config.application import ModelDeployment
 from raylm.config.resolve import resolve
 from raylm.engine.actor import EngineActor, EngineAddress
 from raylm.engine.messages import Load
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
-from raylm.openai.errors import HttpError
 from raylm.serving.autoscaling import CAPACITY, RUNNING, WAITING
 from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry
 from raylm.serving.peers import engine_name, find_peers

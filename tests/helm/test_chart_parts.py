@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import rendered
 
+from raylm.api.metrics import HttpMetrics
 from raylm.config.application import load_ingress
-from raylm.openai.metrics import HttpMetrics
-from raylm.openai.served_model import EngineStats
+from raylm.generation.served_model import EngineStats
 
 
 class NoModels:

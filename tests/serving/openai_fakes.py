@@ -17,7 +17,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.engine.messages import Load
 from raylm.errors import Overloaded
-from raylm.openai.served_model import EngineStats, ServedModel, Text
+from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.text.chat import ChatTemplate
 from raylm.text.stop import StopTable
@@ -227,6 +227,7 @@ def usage(prompt: int, completion: int, *, cached: int = 0) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

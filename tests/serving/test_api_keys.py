@@ -11,11 +11,11 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from openai_fakes import Server
 
+from raylm.api.errors import HttpError
+from raylm.api.metrics import HttpMetrics
 from raylm.config.application import load_ingress
 from raylm.config.serving import HttpConfig
 from raylm.errors import ConfigError
-from raylm.openai.errors import HttpError
-from raylm.openai.metrics import HttpMetrics
 from raylm.serving.app import ingress_application
 from raylm.serving.http import build_router
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys

@@ -22,7 +22,7 @@ from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
 from raylm.engine.factory import local_engine
 from raylm.engine.local_client import LocalClient
-from raylm.openai.served_model import ServedModel
+from raylm.generation.served_model import ServedModel
 from raylm.serving.http import build_http_app
 from raylm.text.processor import TextProcessor
 

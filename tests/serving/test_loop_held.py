@@ -14,11 +14,11 @@ import pytest
 from held_loop import ALLOWED_S, longest_call, measured
 from openai_fakes import ScriptedGenerator, Server, ended
 
+from raylm.api.parser import parse
+from raylm.api.protocol import ChatRequest, CompletionRequest
 from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
 from raylm.errors import RequestRejected
-from raylm.openai.parser import parse
-from raylm.openai.protocol import ChatRequest, CompletionRequest
 from raylm.text.processor import TextProcessor
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

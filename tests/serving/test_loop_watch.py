@@ -14,7 +14,7 @@ import pytest
 from openai_fakes import RawClient, Server, ended
 from prometheus_client.parser import text_string_to_metric_families
 
-from raylm.openai.metrics import LAG_BOUNDS, Histogram
+from raylm.generation.metering import LAG_BOUNDS, Histogram
 from raylm.serving.http import read_body
 from raylm.serving.loop import Held, LoopWatch
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_fakes import Server, ended, sse
 
+from raylm.api.protocol import GenerationRequest
+from raylm.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError, EngineStopped, Overloaded, RequestRejected
-from raylm.openai.protocol import GenerationRequest
-from raylm.openai.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
 
 
 def check(response: httpx.Response, status: int, *, code: str | None = None, param: str | None = None) -> str:

@@ -10,8 +10,8 @@ from openai import AsyncOpenAI, BadRequestError
 from openai.types import chat, completion_create_params
 from openai_fakes import Server, ended
 
-from raylm.openai.protocol import ChatRequest, CompletionRequest
-from raylm.openai.unsupported import CHAT_ONLY, COMPLETIONS_ONLY, HARMLESS, UNSUPPORTED
+from raylm.api.protocol import ChatRequest, CompletionRequest
+from raylm.api.unsupported import CHAT_ONLY, COMPLETIONS_ONLY, HARMLESS, UNSUPPORTED
 from raylm.text.chat import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

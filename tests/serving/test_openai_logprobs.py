@@ -183,7 +183,7 @@ async def test_equal_texts_keep_the_likeliest() -> None:
         def token_bytes(self, token_id: int) -> bytes:
             return b"a"
 
-    from raylm.openai.logprobs import TextEntries, TokenNames, _Token
+    from raylm.generation.listing import TextEntries, TokenNames, _Token
 
     entries = TextEntries(TokenNames(Twins(), chat=False, as_ids=False))  # type: ignore[arg-type]
     assert entries.encode(_Token(2, -1.5, 2, [1], [-0.5]), 0)[3] == b'{"a":-0.5}'

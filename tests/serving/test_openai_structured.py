@@ -26,8 +26,8 @@ from raylm.core.structure import StructuredOutput
 from raylm.engine.factory import local_engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import RequestRejected
+from raylm.generation.served_model import ServedModel
 from raylm.grammar.compiler import GrammarCompiler
-from raylm.openai.served_model import ServedModel
 from raylm.serving.http import build_http_app
 from raylm.text.processor import TextProcessor
 

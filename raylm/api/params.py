@@ -5,31 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from raylm.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from raylm.api.structure import Asked, structure_of
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import ALL_TOKENS, MAX_BEAM_WIDTH, SamplingParams
 from raylm.core.sampling_checks import integer
 from raylm.errors import RequestRejected
-from raylm.openai.logprobs import LogprobForm
-from raylm.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from raylm.openai.quote import quote
-from raylm.openai.structure import Asked, structure_of
+from raylm.generation.job import TokenLimit, Wanted
+from raylm.generation.listing import LogprobForm
+from raylm.generation.quote import quote
 from raylm.text.truncation import Truncation
 
 MAX_BEST_OF = 20
 """OpenAI's limit."""
 _MAX_ID_DIGITS = 10
-
-
-class TokenLimit(NamedTuple):
-    """How many tokens the request allows each completion, by which field, and what holds without it.
-
-    Both None: as many as the model has room for.
-    """
-
-    field: str
-    value: int | None
-    default: int | None
 
 
 class PromptForm(NamedTuple):
@@ -55,25 +45,17 @@ class AnswerForm(NamedTuple):
     logprobs: LogprobForm = LogprobForm()
 
 
-class Wanted(NamedTuple):
-    """What a request wants of each of its prompts: params.n sequences are generated, the best `n` of them returned.
+class Asking(NamedTuple):
+    """All that the fields of a request ask for, but for its prompts."""
 
-    echo_only: max_tokens is 0 and nothing is asked of the prompt, so no engine is, and params say nothing of
-    max_tokens.
-    """
-
-    params: SamplingParams
-    options: RequestOptions
-    limit: TokenLimit
-    n: int
+    wanted: Wanted
     prompt: PromptForm
     answer: AnswerForm
-    echo_only: bool
     structure: Asked | None
-    """The form of the text; params have it once it is compiled."""
+    """The form of the text; the params have it once it is compiled."""
 
 
-def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_max_tokens: int | None) -> Wanted:
+def asking(request: GenerationRequest, sampling: SamplingDefaults, *, default_max_tokens: int | None) -> Asking:
     """`sampling` and `default_max_tokens` hold where the request says nothing.
 
     Raises RequestRejected where a value is out of its range or does not fit together with another.
@@ -98,7 +80,7 @@ def wanted(request: GenerationRequest, sampling: SamplingDefaults, *, default_ma
             )
         # What cannot go with a structure is refused before that costs a compilation.
         replace(params, structure=structure.structure)
-    return Wanted(params, _options(request), limit, n, prompt, form, echo_only, structure)
+    return Asking(Wanted(params, _options(request), limit, n, echo_only), prompt, form, structure)
 
 
 _SAME = (
@@ -165,7 +147,8 @@ def _logprob_form(request: GenerationRequest) -> LogprobForm:
             param="prompt_logprobs",
         )
     of_echo = isinstance(request, CompletionRequest) and bool(request.echo)
-    return LogprobForm(top, request.prompt_logprobs, of_echo, bool(request.return_tokens_as_token_ids))
+    is_chat = isinstance(request, ChatRequest)
+    return LogprobForm(top, request.prompt_logprobs, of_echo, bool(request.return_tokens_as_token_ids), is_chat)
 
 
 def _biases(value: object) -> list[tuple[int, object]]:
@@ -251,11 +234,11 @@ def _token_limit(request: GenerationRequest, default: int | None) -> TokenLimit:
     return limit
 
 
-def check_num_sequences(num_prompts: int, asked: Wanted, limit: int) -> None:
+def check_num_sequences(num_prompts: int, wanted: Wanted, limit: int) -> None:
     """Raises RequestRejected when one HTTP request asks for too many completions."""
-    each = asked.params.n
+    each = wanted.params.n
     if num_prompts * each > limit:
-        name = "best_of" if each > asked.n else "n"
+        name = "best_of" if each > wanted.n else "n"
         raise RequestRejected(
             f"{num_prompts} prompts with {name}={each} make {num_prompts * each} completions, "
             f"at most {limit} are allowed",

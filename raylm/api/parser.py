@@ -9,13 +9,10 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from raylm.config.serving import HttpConfig
-from raylm.errors import RequestRejected
-from raylm.openai.body import read_json
-from raylm.openai.limits import check_counts
-from raylm.openai.protocol import ChatRequest, GenerationRequest, StreamOptions
-from raylm.openai.quote import MAX_VALUE_CHARS, quote
-from raylm.openai.unsupported import (
+from raylm.api.body import read_json
+from raylm.api.limits import check_counts
+from raylm.api.protocol import ChatRequest, GenerationRequest, StreamOptions
+from raylm.api.unsupported import (
     CHAT_ONLY,
     COMPLETIONS_ONLY,
     HARMLESS,
@@ -23,6 +20,9 @@ from raylm.openai.unsupported import (
     UNSUPPORTED,
     refuse_unsupported,
 )
+from raylm.config.serving import HttpConfig
+from raylm.errors import RequestRejected
+from raylm.generation.quote import MAX_VALUE_CHARS, quote
 
 Request = TypeVar("Request", bound=GenerationRequest)
 

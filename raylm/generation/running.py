@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
-import msgspec
-
 from raylm.core.step import Logprobs, TokenDelta
-from raylm.errors import DeadlineExceeded, EngineDeadError, RequestRejected
-from raylm.openai.adapter import ChoiceDelta, Ended, Job, PromptJob, usage_of
-from raylm.openai.errors import HttpError
-from raylm.openai.logprobs import (
+from raylm.errors import DeadlineExceeded, EngineDeadError, GenerationFailed, RequestRejected
+from raylm.generation.choices import ChoiceDelta
+from raylm.generation.job import Job, PromptJob
+from raylm.generation.listing import (
     AnswerList,
     ChatEntries,
-    Entries,
     LogprobForm,
     PromptEntries,
     TextEntries,
     TokenNames,
-    field,
     joined,
     prompt_entries,
 )
-from raylm.openai.merge import merged
-from raylm.openai.metrics import ChoiceMeter, ModelMetrics
-from raylm.openai.protocol import Usage
-from raylm.openai.served_model import Deltas, ServedModel, Text, TextPiece, TextPieces
+from raylm.generation.merge import merged
+from raylm.generation.metering import ChoiceMeter, ModelMetrics
+from raylm.generation.reader import ChoiceReader, Reading
+from raylm.generation.served_model import Deltas, ServedModel, Text, TextPiece, TextPieces
 from raylm.text.stop import StopTable
 
 _MAX_ON_THE_WAY = 256
@@ -37,23 +33,31 @@ what is too much on its way; sending one takes some 0.1 ms of the event loop."""
 
 
 class Origin(NamedTuple):
-    """Whose tokens they are: the reply's id, whether it is a chat's, when its HTTP request arrived (perf_counter), what
-    its answers share to look for stop strings, and what they say of log probabilities."""
+    """Whose tokens they are.
+
+    reply_id: of which the engine's ids of its sequences are made.
+    started: when its request arrived (perf_counter).
+    continues_prompt: its texts go on from the prompt's, as those of a chat do not.
+    logprobs: what its choices say of log probabilities.
+    reading: how what the model wrote becomes pieces; None: all of it is text.
+    """
 
     reply_id: str
-    chat: bool
     started: float
-    stops: StopTable | None
+    continues_prompt: bool
     logprobs: LogprobForm = LogprobForm()
+    reading: Reading | None = None
 
 
 class Generation:
-    """All sequences of one HTTP request. Must be closed: what has not ended by then is aborted in the engine."""
+    """All sequences of one request. Must be closed: what has not ended by then is aborted in the engine."""
 
     def __init__(self, model: ServedModel, job: Job, metrics: ModelMetrics, origin: Origin) -> None:
         gate = asyncio.Semaphore(_MAX_ON_THE_WAY)
+        # All choices share one table of stop strings.
+        stops = model.text.stop_table(job.prompts[0].params)
         self._prompts = [
-            _Echo(prompt) if prompt.echo_only else _Prompt(model, prompt, metrics, origin, gate)
+            _Echo(prompt) if prompt.echo_only else _Prompt(model, prompt, metrics, origin, stops, gate)
             for prompt in job.prompts
         ]
 
@@ -100,7 +104,13 @@ class _Prompt:
     """The sequences of one prompt."""
 
     def __init__(
-        self, model: ServedModel, job: PromptJob, metrics: ModelMetrics, origin: Origin, gate: asyncio.Semaphore
+        self,
+        model: ServedModel,
+        job: PromptJob,
+        metrics: ModelMetrics,
+        origin: Origin,
+        stops: StopTable | None,
+        gate: asyncio.Semaphore,
     ) -> None:
         """`gate` is held while the prompt is on its way to the engine."""
         self._generator = model.generator
@@ -109,15 +119,15 @@ class _Prompt:
         self._metrics = metrics
         self._text = model.text
         self._logprobs = origin.logprobs
-        self._is_chat = origin.chat
         self._live = {
             f"{origin.reply_id}-{index}": _Sequence(
                 index,
                 is_first=index == job.first,
-                text=model.text.stream(job.params, continues_prompt=not origin.chat, stops=origin.stops),
+                text=model.text.stream(job.params, continues_prompt=origin.continues_prompt, stops=stops),
                 prefix=job.prefix,
                 meter=ChoiceMeter(metrics, origin.started),
                 entries=_answer_list(model.text, job, origin),
+                reader=None if origin.reading is None else ChoiceReader(origin.reading.begin()),
             )
             for index in range(job.first, job.first + job.params.n)
         }
@@ -140,7 +150,7 @@ class _Prompt:
         try:
             await deltas.admitted()
         except RequestRejected as error:
-            if not (self._is_chat and error.param == "logprobs"):
+            if not (self._logprobs.as_chat and error.param == "logprobs"):
                 raise
             # The engine's number of log probabilities is a chat's top_logprobs.
             raise RequestRejected(f"top_{error}", param="top_logprobs", code=error.code) from None
@@ -206,23 +216,25 @@ class _Sequence:
         prefix: str,
         meter: ChoiceMeter,
         entries: AnswerList | None,
+        reader: ChoiceReader | None,
     ) -> None:
         self._index = index
         self._is_first = is_first
         self._text = text
         self._prefix = prefix
         self._entries = entries
+        self._reader = reader
         self.prompt = PromptEntries(None, None)
         """What the first delta says of the prompt."""
         self.meter = meter
 
     def push(self, delta: TokenDelta) -> ChoiceDelta:
-        """Raises DeadlineExceeded and HttpError where the engine gave it up."""
+        """Raises DeadlineExceeded and GenerationFailed where the engine gave it up."""
         if delta.finish_reason == "deadline":
             raise DeadlineExceeded(delta.message or "The request's time was up before it was done")
         if delta.finish_reason == "error":
             message = delta.message or "The engine failed on this request"
-            raise HttpError(500, message, kind="server_error", code="generation_failed")
+            raise GenerationFailed(message)
         piece = self._text.push(delta.token_ids, delta.finish_reason)
         self.meter.tokens(piece.num_tokens)
         text = self._prefix + piece.text
@@ -239,6 +251,8 @@ class _Sequence:
             token_ids=delta.token_ids if used == len(delta.token_ids) else delta.token_ids[:used],
             stop_reason=piece.stop_reason,
         )
+        if self._reader is not None:
+            gained = self._reader.read(gained)
         return gained if self._entries is None and self.prompt.listed is None else self._described(gained, delta, piece)
 
     def _described(self, gained: ChoiceDelta, delta: TokenDelta, piece: TextPiece) -> ChoiceDelta:
@@ -257,82 +271,7 @@ def _answer_list(text: Text, job: PromptJob, origin: Origin) -> AnswerList | Non
     form = origin.logprobs
     if form.top is None:
         return None
-    names = TokenNames(text, chat=origin.chat, as_ids=form.as_ids)
-    entries = ChatEntries(names) if origin.chat else TextEntries(names)
-    return AnswerList(entries, text.detokenizer(job.params, continues_prompt=not origin.chat), len(job.prefix))
-
-
-class Tally:
-    """Counts the tokens of one HTTP request. Those of sequences that were not chosen count too, as with OpenAI."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._completion_tokens = 0
-        self._cached_tokens = 0
-
-    def add(self, delta: ChoiceDelta) -> None:
-        self._completion_tokens += delta.num_tokens
-        self._cached_tokens += delta.num_cached
-
-    def usage(self) -> Usage:
-        return usage_of(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
-
-
-class Whole:
-    """One sequence, complete."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._logprob = 0.0
-        self._entries: list[Entries] = []
-        self._prompt_list: bytes | None = None
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    @property
-    def mean_logprob(self) -> float:
-        """The log probability a token, by which best_of compares."""
-        return self._logprob / max(1, len(self.token_ids))
-
-    def ended(self, prompt_ids: list[int] | None) -> Ended:
-        """What an answer says of it, with token ids where those of its prompt are given."""
-        end = Ended(self.text, self.finish_reason, self.stop_reason)
-        if self._entries:
-            end = end._replace(logprobs=msgspec.Raw(field(joined(self._entries))))
-        if self._prompt_list is not None:
-            end = end._replace(prompt_logprobs=msgspec.Raw(self._prompt_list))
-        if prompt_ids is None:
-            return end
-        return end._replace(token_ids=self.token_ids, prompt_token_ids=prompt_ids)
-
-    def push(self, delta: ChoiceDelta) -> None:
-        self._pieces.append(delta.text)
-        self._logprob += delta.logprob
-        self.token_ids += delta.token_ids
-        if delta.entries is not None:
-            self._entries.append(delta.entries)
-        if delta.prompt_list is not None:
-            self._prompt_list = delta.prompt_list
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-
-async def gather(job: Job, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally, *, token_ids: bool) -> list[Ended]:
-    """Wait for all sequences; returns job.n of each prompt, the best first where there are more to choose from. With
-    `token_ids` they have these and the prompt's."""
-    sequences = [Whole() for _ in range(job.num_sequences)]
-    async with aclosing(deltas):
-        async for delta in deltas:
-            tally.add(delta)
-            sequences[delta.choice].push(delta)
-    chosen: list[Ended] = []
-    for prompt in job.prompts:
-        own = sequences[prompt.first : prompt.first + prompt.params.n]
-        if len(own) > job.n:
-            own.sort(key=lambda whole: whole.mean_logprob, reverse=True)
-        chosen += [whole.ended(prompt.prompt_ids if token_ids else None) for whole in own[: job.n]]
-    return chosen
+    names = TokenNames(text, chat=form.as_chat, as_ids=form.as_ids)
+    entries = ChatEntries(names) if form.as_chat else TextEntries(names)
+    detokenizer = text.detokenizer(job.params, continues_prompt=origin.continues_prompt)
+    return AnswerList(entries, detokenizer, len(job.prefix))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import msgspec
 from pydantic_core import from_json
 
+from raylm.api.outline import TooManyValues, check_outline
 from raylm.config.serving import HttpConfig
 from raylm.errors import RequestRejected
-from raylm.openai.outline import TooManyValues, check_outline
 
 _PIECE_BYTES = 128 * 1024
 _MAX_LISTS = 65_536

@@ -120,7 +120,7 @@ class GenerationRequest(_Body):
     regex: object = None
     ebnf: object = None
     structural_tag: object = None
-    """All of these ask for structured output; raylm.openai.structure reads them."""
+    """All of these ask for structured output; raylm.api.structure reads them."""
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -160,6 +160,12 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    """Tokens of the completions that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens of one HTTP request. A prompt counts once, however many choices it has."""
 
@@ -167,37 +173,34 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
-class TokenLogprob(msgspec.Struct):
-    """A token in a chat's log probabilities."""
+class CalledFunction(msgspec.Struct):
+    """`arguments` is JSON."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ContentLogprob(msgspec.Struct):
-    """A token of a chat's answer, and the likeliest ones in its place."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TokenLogprob]
+    name: str
+    arguments: str
 
 
-class PromptLogprob(msgspec.Struct):
-    """A token in `prompt_logprobs`; rank 1 is the likeliest."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
+class CalledTool(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
 
 
 class ChatAnswer(msgspec.Struct):
-    content: str
+    """`content` is None where the model called tools and said nothing. Where it has reasoned, that stands under the
+    names of vLLM, old and new."""
+
+    content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+    function_call: CalledFunction | msgspec.UnsetType = msgspec.UNSET
+    """Instead of tool_calls, where the request has the older `functions`."""
 
 
 StopReason = str | int | None

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
-from raylm.openai.quote import quote
+from raylm.generation.quote import quote
 
 _MAX_NAME_CHARS = 64
 _MAX_SHOWN_CHARS = 64

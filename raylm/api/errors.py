@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from raylm.errors import DeadlineExceeded, Overloaded, RaylmError, RequestLost, RequestRejected
+from raylm.errors import DeadlineExceeded, GenerationFailed, Overloaded, RaylmError, RequestLost, RequestRejected
 from raylm.log import get_logger
 
 log = get_logger(__name__)
@@ -68,6 +68,8 @@ def http_error(error: Exception) -> HttpError:
         # OpenAI's clients try a 5xx again by themselves: what that gives comes after the deadline.
         headers = ((b"x-should-retry", b"false"),)
         return HttpError(504, str(error), kind="timeout_error", code="deadline_exceeded", headers=headers)
+    if isinstance(error, GenerationFailed):
+        return HttpError(500, str(error), kind="server_error", code="generation_failed")
     if isinstance(error, RequestLost):
         return _unavailable(error, error.code, ENGINE_RETRY_S)
     log.error("unexpected error in a request", exc_info=error)

@@ -15,14 +15,39 @@ import msgspec
 
 from raylm.core.sampling import ALL_TOKENS, SamplingParams
 from raylm.core.step import Logprobs
-from raylm.openai.protocol import ContentLogprob, PromptLogprob, TokenLogprob
-from raylm.openai.served_model import Detokenizing, Text, TextPiece
+from raylm.generation.served_model import Detokenizing, Text, TextPiece
 
 _encode = msgspec.json.Encoder().encode
 LEAST = -9999.0
 """JSON has no minus infinity; OpenAI and vLLM write this for it."""
 _SLICE = 2048
 """Entries of a prompt that are encoded before the event loop has its turn again: some 5 ms."""
+
+
+class TokenLogprob(msgspec.Struct):
+    """A token in a chat's log probabilities."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(msgspec.Struct):
+    """A token of a chat's answer, and the likeliest ones in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob]
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token in `prompt_logprobs`; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
 
 Entries = tuple[bytes, ...]
 """JSON of some tokens' entries, separated by commas: one part a list of the answer's field (a chat's has one list)."""
@@ -36,12 +61,14 @@ class LogprobForm(NamedTuple):
     prompt: the same of the prompt (`prompt_logprobs`).
     of_echo: `top` holds for the echoed prompt too.
     as_ids: tokens are written as "token_id:123".
+    as_chat: entries are those of a chat's `content`, not the four lists of a completion.
     """
 
     top: int | None = None
     prompt: int | None = None
     of_echo: bool = False
     as_ids: bool = False
+    as_chat: bool = False
 
     @property
     def of_prompt(self) -> int | None:

@@ -1,24 +1,26 @@
-"""From the body of a request to a job for a model. What is large is done in threads, so that the event loop goes on."""
+"""From the draft of a request to a job for a model. What is large is done in threads: the event loop goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TypeVar
 
+from raylm.api.answering import Draft
+from raylm.api.call import Call
+from raylm.api.errors import HttpError
+from raylm.api.params import Asking, PromptForm
+from raylm.api.threads import WorkThreads
 from raylm.config.serving import HttpConfig
 from raylm.errors import Overloaded, RequestRejected
-from raylm.openai.adapter import EncodedPrompt, Job, check_prompt, plan, too_long
-from raylm.openai.errors import HttpError
-from raylm.openai.params import AnswerForm, PromptForm, Wanted, check_num_sequences, wanted
-from raylm.openai.parser import parse, prompts_of
-from raylm.openai.protocol import ChatRequest, CompletionRequest
-from raylm.openai.quote import MAX_VALUE_CHARS
-from raylm.openai.served_model import ModelCatalog, ServedModel
-from raylm.openai.threads import WorkThreads
+from raylm.generation.job import EncodedPrompt, Job, check_prompt, plan, too_long
+from raylm.generation.quote import MAX_VALUE_CHARS
+from raylm.generation.served_model import ModelCatalog, ServedModel
 from raylm.text.tokenizer import TooManyTokens
 from raylm.text.truncation import MAX_TOKENS as MAX_TRUNCATED
 
+Result = TypeVar("Result")
 START_RETRY_S = 5.0
 _CALL_CHARS = 256
 """What one more prompt costs, in characters of text to tokenise."""
@@ -30,48 +32,27 @@ _TOKEN_CHARS = 8
 """What a token's id takes in JSON, at most where vocabularies have less than ten million tokens."""
 
 
-class Prepared(NamedTuple):
-    """A request that may run: of the body nothing else counts any more."""
+class Models:
+    """The models that requests may ask, found by their names."""
 
-    model: ServedModel
-    job: Job
-    chat: bool
-    form: AnswerForm
+    def __init__(self, catalog: ModelCatalog) -> None:
+        self._catalog = catalog
 
+    def all(self) -> list[ServedModel]:
+        """Those that are up."""
+        found = [self._catalog.get(name) for name in self._catalog.names()]
+        return [model for model in found if model is not None]
 
-class _Draft(NamedTuple):
-    """A request whose prompts, of the body's `field`, are no tokens yet."""
-
-    model: ServedModel
-    asked: Wanted
-    prompts: list[str | list[int]]
-    field: str
-
-
-class Preparation:
-    """Reads bodies. Raises whatever is wrong with a request."""
-
-    def __init__(self, models: ModelCatalog, config: HttpConfig) -> None:
-        self._models = models
-        self._config = config
-        self._threads = WorkThreads()
-
-    async def chat(self, body: bytes | bytearray) -> Prepared:
-        return await self._finish(await self._threads.read(len(body), partial(self._draft_chat, body)), chat=True)
-
-    async def completion(self, body: bytes | bytearray) -> Prepared:
-        return await self._finish(await self._threads.read(len(body), partial(self._draft, body)), chat=False)
-
-    def model(self, name: str | None) -> ServedModel:
-        """The model of this name; without one, the only model that there is."""
-        names = self._models.names()
+    def get(self, name: str | None) -> ServedModel:
+        """The model of this name; without one, the only model that there is. Raises what its absence means."""
+        names = self._catalog.names()
         if name is None:
             if len(names) != 1:
                 raise RequestRejected(
                     f"model is required: one of {_listed(names)}", param="model", code="missing_field"
                 )
             name = names[0]
-        model = self._models.get(name)
+        model = self._catalog.get(name)
         if model is not None:
             return model
         if name in names:
@@ -79,34 +60,29 @@ class Preparation:
         message = f"The model {name[:MAX_VALUE_CHARS]!r} does not exist; this server has {_listed(names)}"
         raise HttpError(404, message, param="model", code="model_not_found")
 
-    def _draft_chat(self, body: bytes | bytearray) -> _Draft:
-        request = parse(ChatRequest, body, self._config)
-        model = self.model(request.model)
-        asked = wanted(request, model.sampling, default_max_tokens=None)
-        check_num_sequences(1, asked, self._config.max_choices)
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        text = model.text.render(messages, add_generation_prompt=request.add_generation_prompt is not False)
-        return _Draft(model, asked, [text], "messages")
 
-    def _draft(self, body: bytes | bytearray) -> _Draft:
-        request = parse(CompletionRequest, body, self._config)
-        model = self.model(request.model)
-        asked = wanted(request, model.sampling, default_max_tokens=self._config.default_max_tokens)
-        prompts = prompts_of(request.prompt)
-        check_num_sequences(len(prompts), asked, self._config.max_choices)
-        return _Draft(model, asked, prompts, "prompt")
+class Preparation:
+    """Makes jobs of requests."""
 
-    async def _finish(self, draft: _Draft, *, chat: bool) -> Prepared:
+    def __init__(self, config: HttpConfig) -> None:
+        self._config = config
+        self._threads = WorkThreads()
+
+    async def read(self, call: Call, parse: Callable[[Call], Result]) -> Result:
+        """Run what reads the call's body. Raises whatever is wrong with it."""
+        return await self._threads.read(len(call.body), partial(parse, call))
+
+    async def job(self, draft: Draft) -> tuple[Draft, Job]:
+        """The draft with its grammar compiled, and what it asks of the engine, ready to run."""
         draft = await _with_grammar(draft)
-        words = draft.asked.params.bad_words
+        words = draft.asked.wanted.params.bad_words
         # Each word is tokenised twice: with and without a space before it.
         size = sum(map(len, draft.prompts)) + 2 * sum(map(len, words))
         size += _CALL_CHARS * (len(draft.prompts) - 1 + 2 * len(words))
-        job = await self._threads.tokenise(size, partial(_job, draft, self._config.max_body_bytes))
-        return Prepared(draft.model, job, chat, draft.asked.answer)
+        return draft, await self._threads.tokenise(size, partial(_job, draft, self._config.max_body_bytes))
 
 
-async def _with_grammar(draft: _Draft) -> _Draft:
+async def _with_grammar(draft: Draft) -> Draft:
     """With the structure that the request asks for as a grammar."""
     asked, grammars = draft.asked, draft.model.grammars
     if asked.structure is None:
@@ -117,32 +93,35 @@ async def _with_grammar(draft: _Draft) -> _Draft:
             f"{param}: {draft.model.name} has no structured output", param=param, code="unsupported_parameter"
         )
     ready = await grammars.compile_async(structure, param=param)
-    return draft._replace(asked=asked._replace(params=replace(asked.params, structure=ready)))
+    wanted = asked.wanted._replace(params=replace(asked.wanted.params, structure=ready))
+    return draft._replace(asked=asked._replace(wanted=wanted))
 
 
-def _job(draft: _Draft, max_returned_bytes: int) -> Job:
+def _job(draft: Draft, max_returned_bytes: int) -> Job:
     prompts = [_encoded(draft, prompt) for prompt in draft.prompts]
     _check_returned(draft.asked, prompts, max_returned_bytes)
-    return plan(draft.model, prompts, draft.asked)
+    return plan(draft.model, prompts, draft.asked.wanted)
 
 
-def _check_returned(asked: Wanted, prompts: list[EncodedPrompt], limit: int) -> None:
+def _check_returned(asked: Asking, prompts: list[EncodedPrompt], limit: int) -> None:
     """Refuse what would make a small request's answer endless: prompts that come back with each completion."""
-    num_echoed = sum(len(prompt.echo) for prompt in prompts) * asked.params.n
+    num_echoed = sum(len(prompt.echo) for prompt in prompts) * asked.wanted.params.n
     if num_echoed > limit:
         message = f"echo makes {num_echoed} characters of the prompts and their completions, at most {limit}"
         raise RequestRejected(f"{message} are allowed", param="echo")
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * asked.params.n if asked.answer.token_ids else 0
+    num_tokens = (
+        sum(len(prompt.token_ids) for prompt in prompts) * asked.wanted.params.n if asked.answer.token_ids else 0
+    )
     if num_tokens * _TOKEN_CHARS > limit:
         message = f"return_token_ids returns {num_tokens} tokens of prompts, at most {limit // _TOKEN_CHARS}"
         raise RequestRejected(f"{message} are allowed", param="return_token_ids")
     _check_listed(asked, prompts, limit)
 
 
-def _check_listed(asked: Wanted, prompts: list[EncodedPrompt], limit: int) -> None:
+def _check_listed(asked: Asking, prompts: list[EncodedPrompt], limit: int) -> None:
     """The same for the log probabilities of prompts."""
     form = asked.answer.logprobs
-    most = sum(len(prompt.token_ids) for prompt in prompts) * asked.params.n
+    most = sum(len(prompt.token_ids) for prompt in prompts) * asked.wanted.params.n
     for field, top in (("prompt_logprobs", form.prompt), ("logprobs", form.top if form.of_echo else None)):
         if top is not None and most * (1 + max(top, 0)) * _LOGPROB_CHARS > limit * _LISTED_BODIES:
             raise RequestRejected(
@@ -152,9 +131,9 @@ def _check_listed(asked: Wanted, prompts: list[EncodedPrompt], limit: int) -> No
             )
 
 
-def _encoded(draft: _Draft, prompt: str | list[int]) -> EncodedPrompt:
+def _encoded(draft: Draft, prompt: str | list[int]) -> EncodedPrompt:
     model, field = draft.model, draft.field
-    form, limit = draft.asked.prompt, draft.asked.limit
+    form, limit = draft.asked.prompt, draft.asked.wanted.limit
     ids = prompt if isinstance(prompt, list) else _tokens(model, prompt, field, form)
     if form.truncation is not None:
         whole = ids

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from raylm.errors import RequestRejected
-from raylm.openai.quote import quote
+from raylm.generation.quote import quote
 
 Neutral = tuple[object, ...]
 """The values of a field, besides null, that ask for nothing."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from raylm.api.memory import MemoryReturn
 from raylm.errors import RaylmError
-from raylm.openai.memory import MemoryReturn
 
 SMALL_BODY_BYTES = 16 * 1024
 """A shorter body is read in the event loop: within some 5 ms, whatever it holds."""

@@ -1,0 +1,60 @@
+"""The table of operations: every route, every url of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import NamedTuple
+
+from raylm.api.answering import Answering, Draft
+from raylm.api.call import Call, Events
+from raylm.api.completions import Completions
+from raylm.api.identity import INFERENCE
+from raylm.api.metrics import HttpMetrics
+from raylm.api.models import ModelListing
+from raylm.api.openai_chat import OpenAIChat
+from raylm.api.preparation import Models, Preparation
+from raylm.config.serving import HttpConfig
+from raylm.generation.served_model import ModelCatalog
+
+Parse = Callable[[Call], Draft]
+
+
+class Operation(NamedTuple):
+    """One thing that the server can be asked.
+
+    path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
+    run: gives JSON, or the events of a stream; its errors are exceptions of raylm.
+    in_batches: lines of a batch may ask for it.
+    """
+
+    method: str
+    path: str
+    scope: str | None
+    run: Callable[[Call], Awaitable[bytes | Events]]
+    in_batches: bool = False
+
+
+def operations(catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> list[Operation]:
+    """All operations on the models of a catalog."""
+    models = Models(catalog)
+    preparation, answering = Preparation(config), Answering(metrics)
+    listing = ModelListing(models)
+
+    def generating(path: str, parse: Parse, *, in_batches: bool = False) -> Operation:
+        run = partial(generate, preparation, answering, parse)
+        return Operation("POST", path, INFERENCE, run, in_batches)
+
+    return [
+        generating("/v1/chat/completions", OpenAIChat(models, config).parse, in_batches=True),
+        generating("/v1/completions", Completions(models, config).parse, in_batches=True),
+        Operation("GET", "/v1/models", INFERENCE, listing.list),
+        Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe),
+    ]
+
+
+async def generate(preparation: Preparation, answering: Answering, parse: Parse, call: Call) -> bytes | Events:
+    """What `parse` reads from the call, generated and answered."""
+    draft = await preparation.read(call, parse)
+    draft, job = await preparation.job(draft)
+    return await answering.answer(draft, job, call.started)

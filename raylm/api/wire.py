@@ -1,0 +1,41 @@
+"""What OpenAI's answers and events have in common."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from raylm import __version__
+from raylm.api.errors import HttpError
+from raylm.api.protocol import CompletionDetails, PromptDetails, Usage
+from raylm.generation.choices import Counts
+from raylm.generation.lines import one_line
+
+FINGERPRINT = f"raylm-{__version__}"
+"""OpenAI's system_fingerprint: with another one, the same seed may give other tokens."""
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply(NamedTuple):
+    """What every answer and chunk of one request says of it. `created` is in seconds since the epoch."""
+
+    id: str
+    created: int
+    model: str
+
+
+def usage_of(counts: Counts) -> Usage:
+    total = counts.prompt + counts.completion
+    details = PromptDetails(counts.cached)
+    return Usage(counts.prompt, counts.completion, total, details, CompletionDetails(counts.reasoning))
+
+
+def event(value: msgspec.Struct) -> bytes:
+    """One SSE event."""
+    return b"data: " + one_line(msgspec.json.encode(value)) + b"\n\n"
+
+
+def error_event(error: HttpError) -> bytes:
+    """An error after the answer has begun: the status is sent, so the stream carries it, as OpenAI's clients expect."""
+    return b"data: " + one_line(error.body()) + b"\n\n" + DONE
