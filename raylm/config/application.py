@@ -10,6 +10,7 @@ from pydantic import Field
 from raylm.config.base import FrozenConfig, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.files import find_config, read_config
+from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
 
 Endpoint = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -21,6 +22,7 @@ class IngressConfig(FrozenConfig):
     endpoint: Endpoint = "default"
     """An ingress and the models of the same endpoint find each other; a cluster may have several endpoints."""
     http: HttpConfig = HttpConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     drain_timeout_s: float = Field(default=60.0, ge=0)
     """An ingress that is going lets its requests end for this many seconds, then ends them with an error."""
 

@@ -141,12 +141,30 @@ def test_a_wrong_model_application_says_so(args, message):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http"),
+        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http, responses"),
         ({"drain_timeout_s": -1}, "'drain_timeout_s' has the value -1"),
         (
             {"http": {"api_keys_file": "keys.txt"}},
             r"'http\.api_keys_file' has the value 'keys\.txt': must be an absolute path",
         ),
+        *(
+            ({"responses": {"url": url}}, r"'responses\.url' has the value .*: " + problem)
+            for url, problem in (
+                ("mysql://host/raylm", "it must be sqlite:////absolute/path.db or postgresql://user@host/database"),
+                ("sqlite:///relative.db", "it must be sqlite:////absolute"),
+                ("sqlite://", "it must be sqlite:////absolute"),
+                ("postgresql://", "it must be sqlite:////absolute"),
+                ("postgresql://user:secret@host/raylm", "must not hold a password, because Serve shows"),
+                ("postgresql://user@host/raylm?password=secret", "must not hold a password, because Serve shows"),
+            )
+        ),
+        (
+            {"responses": {"url_file": "url.txt"}},
+            r"'responses\.url_file' has the value 'url\.txt': must be an absolute",
+        ),
+        ({"responses": {"url": "sqlite:////a.db", "url_file": "/url"}}, "url and url_file exclude each other"),
+        ({"responses": {"expiry_days": 0}}, r"'responses\.expiry_days' has the value 0"),
+        ({"responses": {"max_tenant_mib": 0}}, r"'responses\.max_tenant_mib' has the value 0"),
         *(
             ({"http": {"cors_origins": origins}}, r"'http\.cors_origins' has the value .*" + problem)
             for origins, problem in (
@@ -315,3 +333,32 @@ def test_a_generation_config_without_sense_is_refused(tmp_path, content, sentenc
     with pytest.raises(ConfigError, match=sentence) as error:
         _ = _with_file(tmp_path, content).sampling_defaults
     assert "generation_config.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "which cannot be read: No such file"),
+        ("", "must be sqlite:////absolute/path.db or postgresql"),
+        ("mysql://user:secret@host/raylm", "must be sqlite:////absolute/path.db or postgresql"),
+    ],
+)
+def test_a_database_url_in_a_file_is_checked(content, problem, tmp_path):
+    file = tmp_path / "url"
+    if content is not None:
+        file.write_text(content)
+    config = load_ingress({"responses": {"url_file": str(file)}}, source="test").responses
+    with pytest.raises(ConfigError, match=problem) as error:
+        config.database_url()
+    assert "secret" not in str(error.value)
+
+
+def test_a_database_url_in_a_file_may_hold_a_password(tmp_path):
+    (tmp_path / "url").write_text("postgresql://user:secret@host/raylm\n")
+    config = load_ingress({"responses": {"url_file": str(tmp_path / "url")}}, source="test").responses
+    assert config.database_url() == "postgresql://user:secret@host/raylm"
+
+
+def test_responses_are_stored_in_the_users_state_folder(monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert load_ingress({}, source="test").responses.database_url() == "sqlite:////state/raylm/responses.db"
