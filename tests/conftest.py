@@ -1,22 +1,23 @@
-"""Shared by all tests: helpers next to this file can be imported by their names."""
+"""Shared by all tests. Helpers are in tests/support, those of one folder alone beside its tests."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
-from raylm.config.source import DEMO_MODELS
+from raylm.config.source import DEMO_MODELS, ModelSource, locate
+from raylm.text.processor import TextProcessor
 
-sys.path.insert(0, str(Path(__file__).parent))
+pytest_plugins = ["tests.support.served"]
 
+# Torch reads it when it is loaded: threads that wait for work sleep, where they would take the cores from each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Ray reads these when it is first imported, by whichever test does so first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -45,6 +46,17 @@ def demo(request: pytest.FixtureRequest) -> None:
         if request.config.getoption("--require-demo"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def smollm_source(demo: None) -> ModelSource:
+    return locate("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    """The demo model's own tokenizer and chat template."""
+    return TextProcessor.load(smollm_source, cache_dir=tmp_path_factory.mktemp("tokenizers"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check_layers
 import pytest
 import yaml
 
@@ -15,6 +14,7 @@ from raylm.config.application import load_ingress, load_model
 from raylm.config.base import load_yaml
 from raylm.config.engine import EngineConfig
 from raylm.config.files import INGRESS_PATH, MODEL_PATH
+from tests import check_layers
 
 CONFIGS = sorted((check_layers.ROOT / "configs").glob("*.yaml"))
 DEPLOYMENTS = sorted((check_layers.ROOT / "deployments").glob("*.yaml"))

@@ -10,9 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from ports import free_port
 
 from raylm.config.source import DEMO_MODELS
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 (DEMO,) = DEMO_MODELS.values()

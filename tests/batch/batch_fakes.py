@@ -8,9 +8,6 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engines import make_engine
-from fakes import VOCAB, FakeExecutor
-
 from raylm.batch.answer import Answerer
 from raylm.batch.job import BatchSettings
 from raylm.batch.running import run_shard
@@ -19,6 +16,8 @@ from raylm.batch.work import Report, WorkFolder
 from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from raylm.core.sampling import SamplingParams
 from raylm.text.stop import StopTable
+from tests.support.engines import make_engine
+from tests.support.fakes import VOCAB, FakeExecutor
 
 CONFIG = EngineConfig(
     model=ModelConfig(path="fake"), scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ports import free_port
-from ray_cluster import Cluster, wait_for
+
+from tests.batch.ray_cluster import Cluster, wait_for
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,10 +1,11 @@
 """Runs a batch that is killed at one moment after another, and goes on with it. A program of its own, because it forks.
 
-python killed_batches.py FOLDER in.jsonl     prints one line of JSON a moment
+python -m tests.batch.killed_batches FOLDER in.jsonl     prints one line of JSON a moment
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,16 +13,14 @@ import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from fsspec.implementations.local import LocalFileSystem
 
-import pyarrow.parquet  # noqa: E402, F401
-from batch_fakes import in_process, settings  # noqa: E402
-from fsspec.implementations.local import LocalFileSystem  # noqa: E402
+from raylm.batch.job import BatchSettings, run_batch
+from raylm.batch.shards import Shard
+from raylm.batch.work import Report, WorkFolder
+from tests.batch.batch_fakes import in_process, settings
 
-from raylm.batch.job import BatchSettings, run_batch  # noqa: E402
-from raylm.batch.shards import Shard  # noqa: E402
-from raylm.batch.work import Report, WorkFolder  # noqa: E402
-
+importlib.import_module("pyarrow.parquet")  # Once, before the forks.
 DONE, KILLED = 0, -signal.SIGKILL
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import checkpoints
 import psutil
 import pytest
-from batch_fakes import write_lines
-from ray_cluster import wait_for
+
+from tests.batch.batch_fakes import write_lines
+from tests.batch.ray_cluster import wait_for
+from tests.support import checkpoints
 
 GONE_S = 25.0
 """Left to itself, Ray needs over 36 s: its agents wait for a node that does not answer."""

@@ -6,8 +6,6 @@ import asyncio
 import json
 
 import pytest
-from batch_fakes import completion_line, fake_answerer, in_process, settings, write_lines
-from fakes import FakeExecutor
 
 from raylm.batch import cluster
 from raylm.batch.check import check_model
@@ -19,6 +17,8 @@ from raylm.cli import main, make_parser
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.placement import NodeResources
+from tests.batch.batch_fakes import completion_line, fake_answerer, in_process, settings, write_lines
+from tests.support.fakes import FakeExecutor
 
 FILES = ["--input", "in.jsonl", "--output", "out.jsonl"]
 

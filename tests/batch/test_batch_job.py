@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from batch_fakes import read_results, write_lines
-from ray_cluster import Cluster, wait_for
+
+from tests.batch.batch_fakes import read_results, write_lines
+from tests.batch.ray_cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.usefixtures("demo")
 

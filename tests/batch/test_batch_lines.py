@@ -9,7 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_fakes import (
+
+from raylm.batch import shards
+from raylm.batch.files import Place
+from raylm.batch.job import run_batch
+from raylm.batch.running import answer_all
+from raylm.core.sampling import SamplingParams
+from raylm.errors import ConfigError
+from tests.batch.batch_fakes import (
     LETTERS,
     LetterText,
     answer_of,
@@ -20,14 +27,7 @@ from batch_fakes import (
     settings,
     write_lines,
 )
-from fakes import expected_tokens
-
-from raylm.batch import shards
-from raylm.batch.files import Place
-from raylm.batch.job import run_batch
-from raylm.batch.running import answer_all
-from raylm.core.sampling import SamplingParams
-from raylm.errors import ConfigError
+from tests.support.fakes import expected_tokens
 
 
 def said(prompt: str, max_tokens: int) -> str:

@@ -6,16 +6,23 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_fakes import answer_of, chat_line, completion_line, in_process, read_results, settings, write_lines
 
 from raylm.batch.job import run_batch
 from raylm.batch.work import WorkFolder
 from raylm.errors import ConfigError, RaylmError
+from tests.batch.batch_fakes import (
+    answer_of,
+    chat_line,
+    completion_line,
+    in_process,
+    read_results,
+    settings,
+    write_lines,
+)
 
 LINES = [
     chat_line("a"),
@@ -43,8 +50,7 @@ def test_killed_at_any_moment_it_loses_and_repeats_nothing(tmp_path, kind):
     expected = [answer_of(result) for result in read_results(tmp_path / "expected.jsonl")]
     folder = tmp_path / "moments"
     folder.mkdir()
-    program = Path(__file__).parent / "killed_batches.py"
-    command = [sys.executable, str(program), str(folder), str(source), ".jsonl"]
+    command = [sys.executable, "-m", "tests.batch.killed_batches", str(folder), str(source), ".jsonl"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     moments = [json.loads(line) for line in result.stdout.splitlines()]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_llm import FakeLLM
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raylm.bench.cases import parse_case
 from raylm.bench.compare import GenerateRunner, compare_case, load_reference
 from raylm.bench.offline import TokenRequest
 from raylm.config.source import locate
+from tests.support.fake_llm import FakeLLM
 
 
 @pytest.fixture(scope="module")

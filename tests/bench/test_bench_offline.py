@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_llm import FakeLLM
 
 from raylm.bench import offline
 from raylm.bench.cases import Dataset, Request, parse_case
@@ -12,6 +11,7 @@ from raylm.bench.offline import RaylmRunner, TokenRequest, Workload, measure, ru
 from raylm.bench.plot import check_plot, draw
 from raylm.bench.report import CompareResult, Report, StartupResult, as_json, percentile
 from raylm.errors import ConfigError, RaylmError
+from tests.support.fake_llm import FakeLLM
 
 KEYS = {
     "bench",

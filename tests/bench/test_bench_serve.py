@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from openai_server import FakeServer
 
 from raylm.bench.cases import Dataset, Request, parse_case
 from raylm.bench.client import Client
@@ -12,6 +11,7 @@ from raylm.bench.report import as_json
 from raylm.bench.serve import Goodput, Load, Run, Target, Timing, arrivals, summarize, sweep
 from raylm.bench.sse import Answer, Body, ClientError
 from raylm.errors import ConfigError, RaylmError
+from tests.support.openai_server import FakeServer
 
 LATENCIES = {f"{name}_ms_p{p}" for name in ("ttft", "itl", "tpot", "e2e") for p in (50, 90, 99)}
 KEYS = LATENCIES | {

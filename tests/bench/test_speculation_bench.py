@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from drafting import METHODS, Fixed, Models
 
 from raylm.bench import speculation as bench
 from raylm.bench.speculation import INSTRUCTIONS, Settings, _sharing, _Window, measure_speculation, read_set
@@ -16,6 +15,7 @@ from raylm.config.engine import EngineConfig
 from raylm.core.drafting import DraftCounters
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from tests.support.drafting import METHODS, Fixed, Models
 
 
 def config(method: str = "ngram") -> EngineConfig:

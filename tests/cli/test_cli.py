@@ -7,11 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checkpoints
 import pytest
 import yaml
-from fake_llm import FakeLLM
-from openai_server import FakeServer
 
 import raylm.llm
 from raylm.cli import main, make_parser
@@ -21,6 +18,9 @@ from raylm.cli.server import ServerSpeaker
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RaylmError
 from raylm.ops import extension
+from tests.support import checkpoints
+from tests.support.fake_llm import FakeLLM
+from tests.support.openai_server import FakeServer
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from collections import Counter
 from heapq import heappop, heappush
 
 import pytest
-from engines import make_engine
-from fakes import FakeExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +17,8 @@ from raylm.core.request import Request, Status
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Sampled
 from raylm.errors import Overloaded
+from tests.support.engines import make_engine
+from tests.support.fakes import FakeExecutor
 
 ROWS = 4
 

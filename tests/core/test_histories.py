@@ -6,19 +6,19 @@ from collections import Counter
 from random import Random
 
 import pytest
-from drafters import RandomDrafter
-from engines import Collected, audit, make_engine
-from fakes import BREAKS_AT, BROKEN, FakeExecutor, expected_beams, expected_tokens, logprobs_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from prompts import prompts
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout
 from raylm.core.structure import StructuredOutput
 from raylm.errors import Overloaded, RequestRejected
+from tests.support.drafters import RandomDrafter
+from tests.support.engines import Collected, audit, make_engine
+from tests.support.fakes import BREAKS_AT, BROKEN, FakeExecutor, expected_beams, expected_tokens, logprobs_of
+from tests.support.prompts import prompts
 
 
 class Histories(RuleBasedStateMachine):

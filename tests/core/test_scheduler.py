@@ -6,11 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from engines import Collected, audit, make_engine, run_to_end
-from fakes import EOS, VOCAB, FakeExecutor, expected_beams, expected_tokens, logprobs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import prompts
 
 from raylm.config.resolve import ResolvedScheduler
 from raylm.config.sampling import GenerationConfig
@@ -20,6 +17,9 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.scheduler import Scheduler
 from raylm.core.step import CacheLayout, Sampled
 from raylm.errors import ConfigError, EngineDeadError, Overloaded, RequestRejected
+from tests.support.engines import Collected, audit, make_engine, run_to_end
+from tests.support.fakes import EOS, VOCAB, FakeExecutor, expected_beams, expected_tokens, logprobs_of
+from tests.support.prompts import prompts
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,4 +1,6 @@
-"""A process with a client that stalls: `python stalled_client.py ADDRESS SERVER_KEY PUBLIC SECRET COMMAND...`.
+"""A process with a client that stalls:
+
+    python -m tests.engine.stalled_client ADDRESS SERVER_KEY PUBLIC SECRET COMMAND...
 
 Commands, in order: `start NAME` begins a sequence of an executor that counts and waits for its first token, `sleep S`
 holds the event loop, `stop` prints "stopped" and stops the whole process (SIGSTOP), `finish` reads every sequence to

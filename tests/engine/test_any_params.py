@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import checkpoints
-import fakes
 import msgspec
 import pytest
-from engines import make_engine, run_to_end
-from fakes import FakeExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +15,9 @@ from raylm.core.step import Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.engine.engine import Engine
 from raylm.errors import RequestRejected
+from tests.support import checkpoints, fakes
+from tests.support.engines import make_engine, run_to_end
+from tests.support.fakes import FakeExecutor
 
 VOCAB = fakes.VOCAB
 MODEL_VOCAB = checkpoints.VOCAB_SIZE

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from channel_fakes import OPTIONS, PacedExecutor, Served, collect, collect_all, until
-from fakes import FakeExecutor, expected_beams, expected_tokens
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.link import KeyPair
 from raylm.errors import ConnectionLost, EngineDeadError, EngineStopped, Overloaded, RequestRejected
+from tests.support.channel_fakes import OPTIONS, PacedExecutor, Served, collect, collect_all, until
+from tests.support.fakes import FakeExecutor, expected_beams, expected_tokens
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
-from block_replay import replay
-from channel_fakes import Served, collect, until
-from fakes import FakeExecutor
 
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.sampling import SamplingParams
 from raylm.errors import EngineStopped, RequestRejected
+from tests.engine.block_replay import replay
+from tests.support.channel_fakes import Served, collect, until
+from tests.support.fakes import FakeExecutor
 
 Items = AsyncGenerator[EventSnapshot | EventBatch, None]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engines import make_engine
-from fakes import FakeExecutor
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -12,6 +10,8 @@ from raylm.core.step import TokenDelta
 from raylm.core.structure import StructuredOutput
 from raylm.engine.engine import Engine
 from raylm.errors import Overloaded, RequestRejected
+from tests.support.engines import make_engine
+from tests.support.fakes import FakeExecutor
 
 FREE = SamplingParams(max_tokens=5, ignore_eos=True)
 FORM = StructuredOutput("grammar", 'root ::= "a"')

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from engines import make_engine
-from fakes import FakeExecutor, expected_tokens
 
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Sampled
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError, RequestRejected
+from tests.support.engines import make_engine
+from tests.support.fakes import FakeExecutor, expected_tokens
 
 OPTIONS = RequestOptions()
 

@@ -14,12 +14,10 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from channel_fakes import OPTIONS, CountingExecutor, PacedExecutor, Served, collect, until
 
 from raylm.core.sampling import SamplingParams
 from raylm.engine import client as client_module
@@ -28,6 +26,7 @@ from raylm.engine.client import EngineClient
 from raylm.engine.link import KeyPair
 from raylm.engine.messages import Lost
 from raylm.errors import ConnectionLost, EngineDeadError, EngineStopped, Overloaded, RequestRejected
+from tests.support.channel_fakes import OPTIONS, CountingExecutor, PacedExecutor, Served, collect, until
 
 FOREVER = SamplingParams(temperature=0, ignore_eos=True)
 LONG_NAME = 20_000
@@ -39,9 +38,15 @@ class Stalling:
 
     def __init__(self, served: Served, *commands: str) -> None:
         keys = (served.server.public_key, *served.keys)
-        script = Path(__file__).with_name("stalled_client.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), served.server.address, *(key.decode() for key in keys), *commands],
+            [
+                sys.executable,
+                "-m",
+                "tests.engine.stalled_client",
+                served.server.address,
+                *(key.decode() for key in keys),
+                *commands,
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )

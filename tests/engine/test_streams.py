@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from block_replay import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from raylm.engine.followers import Followers
 from raylm.engine.messages import BlockEvents, BlockSnapshot
 from raylm.engine.streams import EventFeed, Sequences
 from raylm.errors import Overloaded
+from tests.engine.block_replay import replay
 
 
 class Releases:

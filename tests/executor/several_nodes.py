@@ -1,4 +1,6 @@
-"""Engines over a Ray cluster of several nodes, each with an address of its own: python several_nodes.py MODEL_FOLDER
+"""Engines over a Ray cluster of several nodes, each with an address of its own:
+
+    python -m tests.executor.several_nodes FOLDER
 
 This process and its engines are on the first node, the workers on the others, so every plan travels over TCP. Prints
 one line of JSON: of each case the tokens and the addresses of plans, of the first the nodes of the bundles.

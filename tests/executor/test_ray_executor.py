@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
 
 from raylm import LLM, SamplingParams
 from raylm.errors import ConfigError
+from tests.support import checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[3 + i, 5, 7, 9 + i] * (2 + i) for i in range(6)]

@@ -9,10 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import checkpoints
 import pytest
 
 from raylm import LLM, EngineConfig, SamplingParams
+from tests.support import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_stages_on_nodes_of_their_own_and_engines_side_by_side(folder, tmp_path):
-    script = Path(__file__).with_name("several_nodes.py")
     run = subprocess.run(
-        [sys.executable, str(script), str(folder)],
+        [sys.executable, "-m", "tests.executor.several_nodes", str(folder)],
         env={**os.environ, "TMPDIR": str(tmp_path), "RAY_TMPDIR": tempfile.gettempdir()},
         capture_output=True,
         text=True,

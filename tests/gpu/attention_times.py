@@ -1,6 +1,6 @@
 """What paged attention takes: decode as a share of the memory's bandwidth, prefill in TFLOP/s.
 
-python tests/gpu/attention_times.py        on a CUDA host; prints one JSON line a case, in all in half a minute
+python -m tests.gpu.attention_times        on a CUDA host; prints one JSON line a case, in all in half a minute
 
 bf16, cache blocks of 16 in random order. Calls stand in a CUDA graph with a kernel of no work behind each, whose own
 time is taken off, over caches that take turns, so that no call finds its own in the L2 cache. The bandwidth is that of
@@ -13,11 +13,11 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
-from timing import Call, bandwidth, cold_copies, graph_us
 from torch import Tensor
 
 from raylm import ops
 from raylm.layers.alibi import alibi_slopes
+from tests.gpu.timing import Call, bandwidth, cold_copies, graph_us
 
 BLOCK = 16
 

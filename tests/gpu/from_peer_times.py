@@ -1,6 +1,6 @@
 """How long a new engine's weights take: from files, not cached and cached by the system, and from a live engine's GPU.
 
-python tests/gpu/from_peer_times.py FOLDER [SHAPE]      on two GPUs; prints one JSON line a case
+python -m tests.gpu.from_peer_times FOLDER [SHAPE]      on two GPUs; prints one JSON line a case
 
 FOLDER is on a local disk. The checkpoint of SHAPE (llama-3.1-8b, 16 GB) is written into it unless it is there.
 """

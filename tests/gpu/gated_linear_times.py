@@ -1,6 +1,6 @@
 """What gate and up with their activation cost in one kernel, and as a product and an activation.
 
-python tests/gpu/gated_linear_times.py        on a Hopper GPU; prints one JSON line a case, in all in about a minute
+python -m tests.gpu.gated_linear_times        on a Hopper GPU; prints one JSON line a case, in all in about a minute
 
 Each way runs for two seconds a case, back to back, so that the chip is at its power limit, in slices that take turns,
 so that all meet the same temperature. The product alone is measured beside them.
@@ -12,10 +12,10 @@ import json
 from collections.abc import Callable
 
 import torch
-from timing import cold_copies
 from torch import Tensor
 
 from raylm import ops
+from tests.gpu.timing import cold_copies
 
 CASES = [
     (8192, 4096, 14336),

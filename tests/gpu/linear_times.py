@@ -1,6 +1,6 @@
 """What products of few rows take, beside torch's library.
 
-python tests/gpu/linear_times.py [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
+python -m tests.gpu.linear_times [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
 
 bf16, in a CUDA graph, with weights that come from memory. A call of ours begins while the one ahead drains, as it does
 in a model; the library's do not. `of_bandwidth` is the reading of the weight alone as a share of what the memory gives
@@ -13,10 +13,10 @@ import json
 import sys
 
 import torch
-from timing import Call, bandwidth, cold_copies, graph_us
 from torch.nn import functional
 
 from raylm import ops
+from tests.gpu.timing import Call, bandwidth, cold_copies, graph_us
 
 ROWS = (1, 8, 12, 16, 17, 24, 32, 48, 64)
 SHAPES = {

@@ -38,7 +38,7 @@ done
 measure llama-3.1-8b 256 8192 dec256:256:128:512
 measure llama-3.1-8b 512 8192 thr:512:1024:128 pre:64:4096:1
 measure qwen3-0.6b 1024 8192 thr:1024:256:256
-for script in attention linear gated_linear; do "$python" "tests/gpu/${script}_times.py" >>"$results"; done
+for script in attention linear gated_linear; do "$python" -m "tests.gpu.${script}_times" >>"$results"; done
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -ge 2 ]; then
     "$python" -m raylm.cli bench all-reduce >>"$results"
@@ -47,6 +47,6 @@ if [ "$gpus" -ge 2 ]; then
     measure llama-3.1-8b 512 8192 thr:512:1024:128
     parallel=(--pipeline 2)
     measure llama-3.1-8b 1024 8192 thr:512:1024:128
-    RAY_AUTH_MODE=token "$python" tests/gpu/from_peer_times.py "$folder/checkpoint" >>"$results"
+    RAY_AUTH_MODE=token "$python" -m tests.gpu.from_peer_times "$folder/checkpoint" >>"$results"
 fi
 cat "$results"

@@ -1,6 +1,6 @@
 """What a step's tail takes: log probabilities, masks, biases, placing and accepting, beside torch's operators.
 
-python tests/gpu/tail_times.py [ROWS ...]     on a CUDA host; prints one JSON line an operator and number of rows
+python -m tests.gpu.tail_times [ROWS ...]     on a CUDA host; prints one JSON line an operator and number of rows
 
 Logits of 151,936 tokens in bf16, in a CUDA graph, that come from memory. `of_bandwidth` is one reading of the logits as
 a share of what the memory gives to a large element-wise kernel, measured before.
@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 
 import torch
-from timing import Call, bandwidth, cold_copies, graph_us
 from torch import Tensor
 
 from raylm import ops
 from raylm.ops import fallback
+from tests.gpu.timing import Call, bandwidth, cold_copies, graph_us
 
 ROWS = (1, 16, 64, 256)
 VOCAB = 151_936

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from drafting import METHODS, Fixed, Models
-from engines import audit, run_to_end
-from greedy import assert_greedy, random_prompts
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
@@ -18,6 +14,10 @@ from raylm.core.drafting import Drafter
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
+from tests.support import checkpoints
+from tests.support.drafting import METHODS, Fixed, Models
+from tests.support.engines import audit, run_to_end
+from tests.support.greedy import assert_greedy, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PAYING = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, repetition_penalty=1.3)

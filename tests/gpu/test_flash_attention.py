@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend
 from raylm.ops import fallback
+from tests.support import checkpoints
+from tests.support.greedy import assert_greedy, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

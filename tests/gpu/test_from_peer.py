@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawned import Ranks
 from torch import Tensor
 
 from raylm.bench.dummy import write_shape
@@ -25,6 +24,7 @@ from raylm.parallel import nccl
 from raylm.parallel.groups import set_up_libraries
 from raylm.parallel.nccl import Communicator
 from raylm.worker.graph_runner import CudaCapture
+from tests.support.spawned import Ranks
 
 LIMIT_S = 60.0
 DTYPES = [torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn]

@@ -9,10 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.config.resolve import resolve
@@ -23,6 +21,8 @@ from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
 from raylm.layers.linear import MIN_ROWS_TO_ADD
 from raylm.worker.pending import Outputs, PendingStep
 from raylm.worker.worker import Worker
+from tests.support import checkpoints
+from tests.support.greedy import assert_greedy, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TIGHT = {

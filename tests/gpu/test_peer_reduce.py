@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawned import Ranks
 from torch import Tensor
 
 from raylm import ops
 from raylm.ops import fallback, peer_memory
 from raylm.ops.peer_memory import Window
 from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, connect_peers
+from tests.support.spawned import Ranks
 
 CAPACITY = 4 << 20
 ONE_SHOT, TWO_SHOT, MIXED = SizeLimits(CAPACITY, 0), SizeLimits(0, CAPACITY), SizeLimits(32 << 10, CAPACITY)

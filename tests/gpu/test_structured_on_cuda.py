@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import checkpoints
 import pytest
 
 from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
+from tests.support import checkpoints
 
 PROMPTS = [[5, 6, 7], list(range(10, 31)), [9], [5, 6, 7, 8]]
 PATTERN = "[a-c]{3}, which is always said here: [0-9]{2,4}"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
-from walks import compiled
 
 from raylm.config.source import locate
 from raylm.core.structure import StructuredOutput
 from raylm.grammar import binding
 from raylm.grammar import compiled as module
 from raylm.grammar.compiled import CompiledGrammars
+from tests.grammar.walks import compiled
+from tests.support import checkpoints
 
 A, B, C = (StructuredOutput("grammar", f'root ::= "{letter}"') for letter in "abc")
 

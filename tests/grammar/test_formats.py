@@ -7,13 +7,13 @@ import re
 
 import pytest
 from jsonschema import Draft202012Validator
-from schemas import Schema
-from walks import END, TOKENS, compiled, texts
 
 from raylm.core.structure import StructuredOutput
 from raylm.grammar import binding
 from raylm.grammar.fault import Fault
 from raylm.grammar.translate import translate
+from tests.grammar.schemas import Schema
+from tests.grammar.walks import END, TOKENS, compiled, texts
 
 WRITABLE: dict[str, list[str]] = {
     "date": ["2000-02-29", "1996-02-29", "0476-09-04", "0001-01-01", "9999-12-31"],

@@ -6,11 +6,11 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from walks import END, TOKENS, compiled
 
 from raylm.core.structure import StructuredOutput
 from raylm.grammar import binding
 from raylm.grammar.matchers import GrammarMatchers
+from tests.grammar.walks import END, TOKENS, compiled
 
 AB = StructuredOutput("grammar", 'root ::= "a" "b"+ "c"')
 

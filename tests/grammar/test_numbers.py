@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from walks import compiled, takes, texts
 
 from raylm.core.structure import StructuredOutput
 from raylm.grammar.translate import translate
+from tests.grammar.walks import compiled, takes, texts
 
 SAFE = 2**53 - 1
 BOUNDED = [

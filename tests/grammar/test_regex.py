@@ -7,8 +7,6 @@ import random
 import re
 
 import pytest
-from schemas import PATTERNS
-from walks import compiled, texts
 
 from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
@@ -16,6 +14,8 @@ from raylm.grammar.charset import CharSet
 from raylm.grammar.fault import Fault
 from raylm.grammar.numbers import Bounds, integer, number
 from raylm.grammar.translate import translate
+from tests.grammar.schemas import PATTERNS
+from tests.grammar.walks import compiled, texts
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

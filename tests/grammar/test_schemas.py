@@ -6,12 +6,12 @@ import json
 
 import pytest
 from jsonschema import Draft202012Validator
-from schemas import NUM_VALID, REFUSED, Schema, valid_schemas
-from walks import compiled, takes, texts
 
 from raylm.core.structure import StructuredOutput
 from raylm.grammar.fault import Fault
 from raylm.grammar.translate import translate
+from tests.grammar.schemas import NUM_VALID, REFUSED, Schema, valid_schemas
+from tests.grammar.walks import compiled, takes, texts
 
 WALKS = 12
 SCHEMAS = valid_schemas()

@@ -9,7 +9,8 @@ from pathlib import Path
 import jsonschema
 import kubernetes_validate
 import yaml
-from rendered import Document
+
+from tests.helm.rendered import Document
 
 SCHEMAS = Path(__file__).parent / "schemas"
 CUSTOM = ("RayService", "RayCluster", "RayJob", "RayCronJob", "ServiceMonitor", "PodMonitor", "HTTPRoute")

@@ -1,6 +1,6 @@
 """The chart as Helm renders it, for the tests beside it.
 
-python tests/helm/rendered.py        writes the golden files anew; look at what `git diff` says of them
+python -m tests.helm.rendered        writes the golden files anew; look at what `git diff` says of them
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 
-import kube_schemas
 import pytest
-import rendered
 import yaml
 
 from raylm.config.serving import HttpConfig
+from tests.helm import kube_schemas, rendered
 
 DOCS = (rendered.ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 SETS = ["defaults", *rendered.EXAMPLES]

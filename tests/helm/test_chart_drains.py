@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import rendered
 import yaml
-from ports import free_port
+
+from tests.helm import rendered
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.serve, pytest.mark.usefixtures("demo")]
 ENGINE = {
@@ -39,7 +40,7 @@ def run_program(*arguments: str) -> str:
     # One host stands for three: one proxy, Serve's own, and Ray's ports on loopback.
     env = {**os.environ, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    command = [sys.executable, str(Path(__file__).with_name("two_nodes.py")), *arguments]
+    command = [sys.executable, "-m", "tests.helm.two_nodes", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:
         output, errors = process.communicate(timeout=240)

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import rendered
 
 from raylm.api.metrics import HttpMetrics
 from raylm.config.application import load_ingress
 from raylm.generation.served_model import EngineStats
+from tests.helm import rendered
 
 
 class NoModels:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-import rendered
 from helm_python.errors import HelmError
+
+from tests.helm import rendered
 
 GPU = rendered.values_of("gpu")
 BATCH = {"enabled": True, "input": "s3://bucket/in.jsonl", "output": "s3://bucket/out.jsonl"}

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 
-import chart_schema
 import jsonschema
-import kube_schemas
 import pytest
-import rendered
 import yaml
 from helm_python.chart import Chart, lint, package
 
+from helm import chart_schema
 from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
 from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.config.source import DEMO_MODELS
 from raylm.serving.serve_file import serve_config
+from tests.helm import kube_schemas, rendered
 
 LINKED = [*rendered.ROOT.glob("deployments/*.yaml"), *rendered.ROOT.glob("configs/*.yaml")]
 DEPLOYMENTS = sorted(path.stem for path in LINKED if path.parent.name == "deployments")
@@ -76,7 +75,7 @@ def test_the_check_of_documents_sees_what_it_should(kind, path, value):
 
 @pytest.mark.parametrize("name", rendered.GOLDEN)
 def test_golden_files(name):
-    again = f"if this is meant: {sys.executable} tests/helm/rendered.py"
+    again = f"if this is meant: {sys.executable} -m tests.helm.rendered"
     assert rendered.text(rendered.values_of(name)) == rendered.GOLDEN[name].read_text(encoding="utf-8"), again
 
 

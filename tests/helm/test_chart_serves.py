@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 
 import pytest
-import rendered
 import yaml
 from openai import OpenAI
-from ports import free_port
-from serve_process import running, wait_for_line
+
+from tests.helm import rendered
+from tests.support.ports import free_port
+from tests.support.serve_process import running, wait_for_line
 
 pytestmark = [pytest.mark.serve, pytest.mark.usefixtures("demo")]
 

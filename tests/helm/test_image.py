@@ -12,8 +12,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import rendered
 from fsspec.registry import known_implementations
+
+from tests.helm import rendered
 
 DOCKERFILE = rendered.ROOT / "deployments" / "Dockerfile"
 PROJECT = tomllib.loads((rendered.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

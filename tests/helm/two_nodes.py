@@ -1,4 +1,4 @@
-"""A node of a small Ray cluster is drained while it streams: python two_nodes.py SERVE_CONFIG DRAIN_COMMAND
+"""A node of a small Ray cluster is drained while it streams: python -m tests.helm.two_nodes SERVE_CONFIG DRAIN_COMMAND
 
 Prints one line of JSON: what the client of the stream got, and whether the node has ended by itself.
 """
@@ -18,7 +18,8 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # For `deployed`: this runs as a program.
+from tests.support.deployed import deploy
+
 LIMIT_S = 150.0
 TOKENS = 200
 
@@ -31,8 +32,6 @@ def main() -> None:
         try:
             leaving = cluster.add_node(num_cpus=1)
             ray.init(cluster.address, namespace="serve", log_to_driver=False)
-            from deployed import deploy
-
             deploy(config)
             cluster.add_node(num_cpus=1)
             outcome = drain_while_streaming(client, sys.argv[2], leaving.node_id)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import pytest
-from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
 from raylm.ops import extension, fallback
+from tests.support import checkpoints
+from tests.support.greedy import assert_greedy, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
-from drafting import METHODS, Fixed, Models
-from engines import audit, run_to_end
-from greedy import random_prompts
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
@@ -17,6 +13,10 @@ from raylm.core.drafting import Drafter
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
+from tests.support import checkpoints
+from tests.support.drafting import METHODS, Fixed, Models
+from tests.support.engines import audit, run_to_end
+from tests.support.greedy import random_prompts
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),

@@ -6,7 +6,6 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-import checkpoints
 import pytest
 import torch
 from tokenizers import AddedToken, models
@@ -18,6 +17,7 @@ from raylm.text.definition import TokenizerInfo
 from raylm.text.processor import TextProcessor
 from raylm.text.tokenizer import Tokenizer
 from raylm.worker.sampling import processors
+from tests.support import checkpoints
 
 PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

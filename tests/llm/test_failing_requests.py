@@ -6,7 +6,6 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import replace
 
-import checkpoints
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
 from raylm.errors import RaylmError
 from raylm.worker.sampling import processors
+from tests.support import checkpoints
 
 PROMPT = [5, 6, 7]
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

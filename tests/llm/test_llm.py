@@ -6,13 +6,13 @@ import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from greedy import assert_greedy, random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError, RequestRejected
+from tests.support import checkpoints
+from tests.support.greedy import assert_greedy, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

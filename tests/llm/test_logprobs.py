@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import checkpoints
 import pytest
 import torch
-from drafting import Fixed
-from greedy import random_prompts
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.engine.factory import local_engine
+from tests.support import checkpoints
+from tests.support.drafting import Fixed
+from tests.support.greedy import random_prompts
 
 VOCAB = checkpoints.VOCAB_SIZE
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}

@@ -7,14 +7,14 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from greedy import assert_greedy, random_prompts
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from raylm import LLM, EngineConfig, SamplingParams
+from tests.support import checkpoints
+from tests.support.greedy import assert_greedy, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 KINDS = [

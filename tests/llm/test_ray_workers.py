@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-import checkpoints
 import pytest
 
 from raylm import LLM, SamplingParams
+from tests.support import checkpoints
 
 pytestmark = pytest.mark.serve
-SCRIPT = Path(__file__).parents[1] / "hung_worker.py"
 
 
 STRUCTURED = """
@@ -50,6 +48,10 @@ def test_two_workers_give_the_same_and_one_that_hangs_does_not_hold_up_close(tmp
     expected = llm.generate([[5, 7, 9]], params, progress=False)[0].outputs[0].token_ids
     llm.close()
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)], stdout=subprocess.PIPE, text=True, timeout=120, check=True
+        [sys.executable, "-m", "tests.support.hung_worker", str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert done.stdout.splitlines() == [f"tokens: {' '.join(map(str, expected))}", "interrupted", "left:"]

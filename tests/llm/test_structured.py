@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 from jsonschema import validate
 
 from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
 from raylm.errors import RequestRejected
+from tests.support import checkpoints
 
 SCHEMA = {
     "type": "object",

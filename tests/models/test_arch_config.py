@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checkpoints
 import gguf
 import pytest
 
@@ -15,6 +14,7 @@ from raylm.config.source import ModelSource, locate
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import ArchConfig
+from tests.support import checkpoints
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],

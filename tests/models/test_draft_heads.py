@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from paged import CPU, PagedRun, generate, load
 from safetensors.torch import load_file, save_file
 
 from raylm.config.source import ModelSource, locate
@@ -22,6 +20,8 @@ from raylm.models.eagle3 import Eagle3Head, load_eagle3
 from raylm.models.load import load_model
 from raylm.models.taps import HiddenTaps
 from raylm.parallel.context import ParallelContext
+from tests.models.paged import CPU, PagedRun, generate, load
+from tests.support import checkpoints
 
 FILE = "model.safetensors"
 BOTH_SPELLINGS = [

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from paged import PagedRun, generate, load
 from safetensors.torch import load_file, save_file
+
+from tests.models.paged import PagedRun, generate, load
+from tests.support import checkpoints
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
-from paged import PagedRun, generate, load
 
 from raylm.config.source import locate
 from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
 from raylm.models.gguf import gguf_tensors
+from tests.models.paged import PagedRun, generate, load
+from tests.support import checkpoints
 
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 

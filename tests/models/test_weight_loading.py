@@ -8,12 +8,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from paged import CPU, PagedRun, generate, load
 from safetensors.torch import load_file, save_file
-from threaded_ranks import ThreadedRanks
 
 from raylm import ops
 from raylm.config.source import locate
@@ -22,6 +19,9 @@ from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
+from tests.models.paged import CPU, PagedRun, generate, load
+from tests.support import checkpoints
+from tests.support.threaded_ranks import ThreadedRanks
 
 FILE = "model.safetensors"
 PROMPTS = {"a": list(range(3, 20)), "b": [7, 8, 9]}
@@ -253,13 +253,13 @@ def test_loading_needs_little_more_than_the_weights(tmp_path: Path) -> None:
     save_hf(model, tmp_path / FILE)
     code = """
 import resource, sys
-from paged import load
+from tests.models.paged import load
 from raylm.models import gguf, safetensors, weights
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model = load(sys.argv[1])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
-    env = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"}
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, env=env
     )

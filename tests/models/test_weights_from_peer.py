@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import checkpoints
 import gguf
 import pytest
 import torch
@@ -30,6 +29,7 @@ from raylm.models.from_peer import Manifest, WeightSender, Wires, receive_weight
 from raylm.models.load import checkpoint_digest, load_model
 from raylm.parallel.context import ParallelContext
 from raylm.worker.worker import Worker
+from tests.support import checkpoints
 
 CPU = torch.device("cpu")
 LIMIT_S = 20.0

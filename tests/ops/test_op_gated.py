@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES, close, gated
 
 from raylm import ops
+from tests.ops.op_reference import DTYPES, close, gated
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

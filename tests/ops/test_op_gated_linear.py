@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES, close, gated
 from torch import Tensor
 
 from raylm import ops
+from tests.ops.op_reference import DTYPES, close, gated
 
 ACTIVATIONS = ["silu", "gelu_tanh"]
 

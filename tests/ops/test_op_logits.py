@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from op_reference import DTYPES
 
 from raylm import ops
 from raylm.ops import fallback
+from tests.ops.op_reference import DTYPES
 
 VOCABS = [1, 31, 32, 33, 8192, 50_001]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES, close, rms_norm
 
 from raylm import ops
+from tests.ops.op_reference import DTYPES, close, rms_norm
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from op_reference import DTYPES, attention, close
 
 from raylm import ops
 from raylm.layers.alibi import alibi_slopes
+from tests.ops.op_reference import DTYPES, attention, close
 
 HALVES = (torch.bfloat16, torch.float16)
 

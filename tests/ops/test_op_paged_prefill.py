@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import close
-from test_op_paged_attention import Case, make_case
 
 from raylm import ops
+from tests.ops.op_reference import close
+from tests.ops.test_op_paged_attention import Case, make_case
 
 pytestmark = [
     pytest.mark.gpu,

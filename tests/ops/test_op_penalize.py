@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES, close, penalized
 
 from raylm import ops
 from raylm.ops import fallback
+from tests.ops.op_reference import DTYPES, close, penalized
 
 VOCABS = [1, 31, 8192, 8193, 50_000]
 SETTINGS = [

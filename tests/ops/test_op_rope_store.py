@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES, close, rms_norm, rotary
 
 from raylm import ops
+from tests.ops.op_reference import DTYPES, close, rms_norm, rotary
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 6

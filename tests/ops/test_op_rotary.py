@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES, close, rotary
 
 from raylm import ops
+from tests.ops.op_reference import DTYPES, close, rotary
 
 
 def _table(max_position: int, rotary_dim: int) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from op_reference import DTYPES, kept_tokens
 
 from raylm import ops
 from raylm.ops.sampling import uniform_numbers
+from tests.ops.op_reference import DTYPES, kept_tokens
 
 SETTINGS = [
     {},

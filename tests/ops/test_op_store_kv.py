@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_reference import DTYPES
 
 from raylm import ops
+from tests.ops.op_reference import DTYPES
 
 SLOTS = [5, 0, 13, 22, 7]
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from op_reference import DTYPES
 
 from raylm import ops
 from raylm.ops import fallback
+from tests.ops.op_reference import DTYPES
 
 VOCABS = [1, 31, 1000, 8193, 151_936]
 SENT = float("-inf")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawned import Ranks
 
 from raylm.config.engine import ParallelConfig
 from raylm.parallel import groups
 from raylm.parallel.groups import Seat
 from raylm.parallel.peer_reduce import SizeLimits, SplitLimits, connect_peers
+from tests.support.spawned import Ranks
 
 
 def test_ranks_without_gpus_have_no_reducer(tmp_path: Path) -> None:

@@ -6,12 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from drafting import METHODS, Fixed, Models
-from engines import run_to_end
-from ranks import ProcessExecutor, RankPool, rank_pool
 
 import raylm.llm
 from raylm import LLM, EngineConfig, SamplingParams
@@ -22,6 +18,10 @@ from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.local import LocalExecutor
 from raylm.llm import Completion
 from raylm.parallel.peer_reduce import SplitLimits
+from tests.support import checkpoints
+from tests.support.drafting import METHODS, Fixed, Models
+from tests.support.engines import run_to_end
+from tests.support.ranks import ProcessExecutor, RankPool, rank_pool
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3), (4, 1)]
 """The last one has more ranks than key/value heads."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from spawned import Ranks
 
 from raylm.parallel.stages import StageLinks
+from tests.support.spawned import Ranks
 
 STEPS = 12
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 
 import pytest
-from ports import free_port
 
 from raylm.errors import ConfigError
 from raylm.serving import run
 from raylm.serving.address import check_address
+from tests.support.ports import free_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])

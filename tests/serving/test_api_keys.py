@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
-from openai_fakes import Server
 
 from raylm.api.errors import HttpError
 from raylm.api.metrics import HttpMetrics
@@ -20,6 +19,7 @@ from raylm.serving.app import ingress_application
 from raylm.serving.http import build_router
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
 from raylm.serving.serve_file import serve_config
+from tests.support.openai_fakes import Server
 
 KEYS = "# who has which\n\nkey-of-anna\n  key-of-ben\t# until May\r\n#key-of-carl\nkey#4\n"
 

@@ -9,13 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import checkpoints
 import httpx
 import psutil
 import pytest
 
+from tests.support import checkpoints
+
 if TYPE_CHECKING:
-    from conftest import Served
+    from tests.support.served import Served
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 DEMO = "smollm2-135m"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from openai_fakes import RawClient, Server, ended
 
 from raylm.errors import Overloaded
+from tests.support.openai_fakes import RawClient, Server, ended
 
 PAGE = "https://chat.example.org"
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}

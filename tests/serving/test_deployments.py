@@ -16,7 +16,7 @@ import yaml
 from openai import OpenAI
 
 if TYPE_CHECKING:
-    from conftest import Served
+    from tests.support.served import Served
 
 pytestmark = pytest.mark.serve
 SMALL, PRIORITY, SCALED = "smollm2-135m", "smollm2-135m-priority", "smollm2-135m-scaled"

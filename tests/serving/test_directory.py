@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import zmq
-from channel_fakes import PacedExecutor, Served, until
 
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
@@ -22,6 +21,7 @@ from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import Directory, EngineEntry, ModelEntry
+from tests.support.channel_fakes import PacedExecutor, Served, until
 
 OPTIONS = RequestOptions()
 

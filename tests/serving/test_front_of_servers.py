@@ -10,13 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import checkpoints
 import grpc
 import httpx
 import psutil
 import pytest
-from ports import free_port
-from serve_process import running, wait_for_line
+
+from tests.support import checkpoints
+from tests.support.ports import free_port
+from tests.support.serve_process import running, wait_for_line
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")

@@ -18,10 +18,11 @@ from random import Random
 import httpx
 import pytest
 import yaml
-from hostile import MODEL, Hostile, hostile
-from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from serve_process import running, wait_for_line
+
+from tests.support.hostile import MODEL, Hostile, hostile
+from tests.support.ports import free_port
+from tests.support.serve_process import running, wait_for_line
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("demo"), pytest.mark.serve, pytest.mark.timeout(7200)]
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hangup import ended_by_hangup
+
+from tests.support.hangup import ended_by_hangup
 
 SERVER = """
 import os, signal, subprocess, sys, threading

@@ -11,7 +11,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import checkpoints
 import httpx
 import pytest
 import torch
@@ -25,6 +24,7 @@ from raylm.engine.local_client import LocalClient
 from raylm.generation.served_model import ServedModel
 from raylm.serving.http import build_http_app
 from raylm.text.processor import TextProcessor
+from tests.support import checkpoints
 
 
 class Pair(NamedTuple):

@@ -11,15 +11,14 @@ from time import thread_time
 from typing import Any
 
 import pytest
-from held_loop import ALLOWED_S, longest_call, measured
-from openai_fakes import ScriptedGenerator, Server, ended
 
 from raylm.api.parser import parse
 from raylm.api.protocol import ChatRequest, CompletionRequest
 from raylm.config.serving import HttpConfig
-from raylm.config.source import locate
 from raylm.errors import RequestRejected
 from raylm.text.processor import TextProcessor
+from tests.support.held_loop import ALLOWED_S, longest_call, measured
+from tests.support.openai_fakes import ScriptedGenerator, Server, ended
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -39,12 +38,6 @@ def raw(name: str, value: bytes) -> bytes:
 
 def nested(depth: int, count: int) -> bytes:
     return b"[" + b",".join([b"[" * depth + b"]" * depth] * count) + b"]"
-
-
-@pytest.fixture(scope="module")
-def smollm(demo: None, tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
-    """A real tokenizer and chat template."""
-    return TextProcessor.load(locate("smollm2-135m"), cache_dir=tmp_path_factory.mktemp("tokenizers"))
 
 
 ATTACKS: dict[str, tuple[str, Callable[[], bytes], str]] = {

@@ -7,16 +7,15 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_fakes import RawClient, Server, ended
 from prometheus_client.parser import text_string_to_metric_families
 
 from raylm.generation.metering import LAG_BOUNDS, Histogram
 from raylm.serving.http import read_body
 from raylm.serving.loop import Held, LoopWatch
+from tests.support.openai_fakes import RawClient, Server, ended
 
 
 class Records(logging.Handler):
@@ -125,7 +124,7 @@ async def test_a_body_is_dropped_before_the_answer(monkeypatch: pytest.MonkeyPat
 RETURNS = """
 import asyncio, json, sys
 import psutil
-from openai_fakes import RawClient, Server
+from tests.support.openai_fakes import RawClient, Server
 
 async def main():
     server = Server()
@@ -150,8 +149,7 @@ asyncio.run(main())
 
 
 def test_memory_of_large_bodies_goes_back_to_the_system() -> None:
-    folder = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RETURNS], cwd=folder, stderr=subprocess.PIPE, text=True, timeout=240
+        [sys.executable, "-W", "ignore", "-c", RETURNS], stderr=subprocess.PIPE, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr

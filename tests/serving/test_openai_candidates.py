@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI
-from openai_fakes import END, Server, ended, sse, usage
 
 from raylm.core.options import RequestOptions
 from raylm.core.step import Logprobs, TokenDelta
+from tests.support.openai_fakes import END, Server, ended, sse, usage
 
 
 def plain(*values: float) -> Logprobs:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from openai import APIError, AsyncOpenAI, NotFoundError
-from openai_fakes import Server, ended, sse, usage
 
 import raylm
 from raylm.config.sampling import SamplingDefaults
@@ -15,6 +14,7 @@ from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError
+from tests.support.openai_fakes import Server, ended, sse, usage
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

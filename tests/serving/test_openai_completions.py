@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from openai_fakes import Server, ended, sse, usage
+
+from tests.support.openai_fakes import Server, ended, sse, usage
 
 
 async def test_answer() -> None:

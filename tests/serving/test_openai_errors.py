@@ -9,12 +9,12 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai_fakes import Server, ended, sse
 
 from raylm.api.protocol import GenerationRequest
 from raylm.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError, EngineStopped, Overloaded, RequestRejected
+from tests.support.openai_fakes import Server, ended, sse
 
 
 def check(response: httpx.Response, status: int, *, code: str | None = None, param: str | None = None) -> str:

@@ -8,11 +8,11 @@ from typing import Any, get_type_hints
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from openai.types import chat, completion_create_params
-from openai_fakes import Server, ended
 
 from raylm.api.protocol import ChatRequest, CompletionRequest
 from raylm.api.unsupported import CHAT_ONLY, COMPLETIONS_ONLY, HARMLESS, UNSUPPORTED
 from raylm.text.chat import ChatTemplate
+from tests.support.openai_fakes import Server, ended
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 HI = [{"role": "user", "content": "hi"}]

@@ -7,12 +7,12 @@ import json
 from typing import Any
 
 import pytest
-from openai_fakes import RawClient, Server, ended
 from prometheus_client.parser import text_string_to_metric_families
 
 import raylm
 from raylm.core.step import TokenDelta
 from raylm.errors import Overloaded
+from tests.support.openai_fakes import RawClient, Server, ended
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from openai_fakes import END, Server, sse
 
 from raylm.core.step import Logprobs, TokenDelta
 from raylm.errors import RequestRejected
+from tests.support.openai_fakes import END, Server, sse
 
 Top = Sequence[tuple[int | str, float]]
 

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from openai_fakes import ByteText, Server, ended, sse, usage
 
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
+from tests.support.openai_fakes import ByteText, Server, ended, sse, usage
 
 
 class FramedText(ByteText):

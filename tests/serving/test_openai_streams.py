@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, InternalServerError
-from openai_fakes import RawClient, Server, ended, sse
 
 from raylm.engine.client import _MAX_UNANSWERED
 from raylm.errors import Overloaded
 from raylm.serving.sse import COMMENT, EventSender
+from tests.support.openai_fakes import RawClient, Server, ended, sse
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 COMPLETION = {"model": "tiny", "prompt": "hi", "stream": True}

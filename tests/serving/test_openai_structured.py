@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import checkpoints
 import httpx
 import pytest
 from jsonschema import validate
 from openai import AsyncOpenAI, BadRequestError
-from openai_fakes import Server
 
 from raylm.batch.answer import Answerer, OneModel
 from raylm.batch.requests import plain_request
@@ -30,6 +28,8 @@ from raylm.generation.served_model import ServedModel
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.serving.http import build_http_app
 from raylm.text.processor import TextProcessor
+from tests.support import checkpoints
+from tests.support.openai_fakes import Server
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 
-import checkpoints
 import httpx
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
-from ports import free_port
-from serve_process import running, wait_for_line
 
 from raylm.serving.deploy import cause
+from tests.support import checkpoints
+from tests.support.ports import free_port
+from tests.support.serve_process import running, wait_for_line
 
 pytestmark = pytest.mark.serve
 

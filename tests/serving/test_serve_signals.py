@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import checkpoints
 import httpx
 import psutil
 import pytest
-from ports import free_port
-from serve_process import running, wait_for_line
+
+from tests.support import checkpoints
+from tests.support.ports import free_port
+from tests.support.serve_process import running, wait_for_line
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 LIMIT_S = 120.0

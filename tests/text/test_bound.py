@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level, sentencepiece
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -14,6 +13,7 @@ from raylm.text.definition import TokenizerInfo
 from raylm.text.processor import TextProcessor
 from raylm.text.token_table import byte_alphabet
 from raylm.text.tokenizer import Tokenizer, TooManyTokens
+from tests.text.tiny_tokenizers import byte_level, sentencepiece
 
 INFO = TokenizerInfo({}, None, (), None)
 

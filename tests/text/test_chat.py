@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from raylm.errors import RequestRejected
 from raylm.text.chat import ChatTemplate
+from tests.text import tiny_tokenizers
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 

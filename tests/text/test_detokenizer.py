@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -11,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from raylm.errors import ConfigError
 from raylm.text.detokenizer import Detokenizer, GluingDetokenizer
 from raylm.text.token_table import TokenTable
+from tests.text import tiny_tokenizers
 
 BYTE_LEVEL = tiny_tokenizers.byte_level()
 SENTENCEPIECE = tiny_tokenizers.sentencepiece()

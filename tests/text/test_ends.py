@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-import checkpoints
 import pytest
 
 from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
 from raylm.text.ends import text_ends
 from raylm.text.processor import TextProcessor
+from tests.support import checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_tokenizer_gguf import byte_level_values
-from tiny_tokenizers import write_gguf
 
 from raylm.config.source import ModelSource
 from raylm.text import cache, gguf_tokenizer
 from raylm.text.tokenizer import Tokenizer
+from tests.text.test_tokenizer_gguf import byte_level_values
+from tests.text.tiny_tokenizers import write_gguf
 
 LOAD = """
 import sys

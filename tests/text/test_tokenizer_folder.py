@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_tokenizers
 from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
@@ -14,6 +13,7 @@ from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RequestRejected
 from raylm.text.processor import TextProcessor
+from tests.text import tiny_tokenizers
 
 END = tiny_tokenizers.byte_level().token_to_id("<|end|>")
 THINK = END + 1

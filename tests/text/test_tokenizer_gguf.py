@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_tokenizers
-from tiny_tokenizers import CONTROL, NORMAL, USER_DEFINED, write_gguf
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -14,6 +12,8 @@ from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
 from raylm.text.pre_tokenizers import PRE_TOKENIZERS
 from raylm.text.tokenizer import Tokenizer
+from tests.text import tiny_tokenizers
+from tests.text.tiny_tokenizers import CONTROL, NORMAL, USER_DEFINED, write_gguf
 
 TEXTS = [
     "",

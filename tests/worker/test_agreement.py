@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from spawned import Ranks
 
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewBlocks, NewRow, RowSampling, StepPlan
@@ -15,6 +14,7 @@ from raylm.errors import RanksDivergedError
 from raylm.parallel.context import ParallelContext
 from raylm.worker.agreement import Agreement
 from raylm.worker.request_table import RequestTable
+from tests.support.spawned import Ranks
 
 SAMPLING = RowSampling(SamplingParams(temperature=0.0), seed=1)
 FIRST = StepPlan(1, [NewRow(2, [5, 6, 7, 8, 9], 0, SAMPLING)], [NewBlocks(2, 0, 0, [3, 4])], [2], [5])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
+from tests.support import checkpoints
 
 
 @pytest.fixture(scope="module")

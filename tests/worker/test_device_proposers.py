@@ -10,12 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import checkpoints
-import draft_references
 import numpy as np
 import pytest
 import torch
-from threaded_ranks import ThreadedRanks
 from torch import Tensor
 
 from raylm.config.source import locate
@@ -40,6 +37,8 @@ from raylm.worker.proposers import (
     layer_shape,
 )
 from raylm.worker.transfer import Uploader
+from tests.support import checkpoints, draft_references
+from tests.support.threaded_ranks import ThreadedRanks
 
 CPU = torch.device("cpu")
 ALONE = ParallelContext.single(CPU)

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import checkpoints
-import draft_references
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
 from raylm.worker import worker as worker_module
 from raylm.worker.worker import Worker
+from tests.support import checkpoints, draft_references
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50)

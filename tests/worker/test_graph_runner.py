@@ -7,13 +7,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
-from rows import GREEDY, Rig, sampling, tokens
 
 from raylm.core.step import NewBlocks, NewRow, RowSampling
 from raylm.worker.graph_runner import Run, graph_sizes
+from tests.support import checkpoints
+from tests.worker.rows import GREEDY, Rig, sampling, tokens
 
 
 @pytest.fixture(scope="module")

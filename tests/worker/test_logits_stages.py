@@ -9,7 +9,6 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 import torch
-from rows import CPU, sampling
 from torch import Tensor
 
 from raylm.core.step import NewRow, RowSampling
@@ -20,6 +19,7 @@ from raylm.worker.sampling import processors
 from raylm.worker.sampling.processors import load_processors
 from raylm.worker.sampling.sampler import Sampler
 from raylm.worker.sampling.stages import LogitRows
+from tests.worker.rows import CPU, sampling
 
 VOCAB = 70
 ROWS = 4

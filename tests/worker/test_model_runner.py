@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
-from rows import BLOCK, GREEDY, Rig, WindowScheduler, sampling, tokens
 
 from raylm import ops
 from raylm.core.step import Copies, NewBlocks, NewRow
 from raylm.ops import fallback
+from tests.support import checkpoints
+from tests.worker.rows import BLOCK, GREEDY, Rig, WindowScheduler, sampling, tokens
 
 
 class Reference:

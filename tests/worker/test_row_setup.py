@@ -8,7 +8,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from rows import CPU
 
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewRow, RowSampling
@@ -19,6 +18,7 @@ from raylm.worker.sampling.logprobs import LogprobWishes
 from raylm.worker.sampling.processors import Processors
 from raylm.worker.sampling.sampler import NO_STAGE, Sampler, make_stages
 from raylm.worker.sampling.stages import LogitRows, RowNotes
+from tests.worker.rows import CPU
 
 VOCAB = 70
 STOP_IDS = [3]

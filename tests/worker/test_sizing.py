@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +19,7 @@ from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
 from raylm.worker.gpus import GPUS, find_gpu
 from raylm.worker.sizing import Sizing
+from tests.support import checkpoints
 
 LLAMA_8B = 16_060_522_496
 """Bytes of its 8,030,261,248 parameters in bfloat16."""

@@ -6,13 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
-from rows import GREEDY, Rig, sampling, tokens
 
 from raylm.core.step import Drafts, NewBlocks, NewRow, RowSampling, Sampled
 from raylm.worker.graph_runner import Run
+from tests.support import checkpoints
+from tests.worker.rows import GREEDY, Rig, sampling, tokens
 
 NUM_TOKENS = 14
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.3}

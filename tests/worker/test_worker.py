@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
 
@@ -25,6 +24,7 @@ from raylm.models.arch import ArchConfig
 from raylm.ops import extension
 from raylm.worker.kv_store import KVStore
 from raylm.worker.worker import Worker, captures_graphs
+from tests.support import checkpoints
 
 SAMPLING = RowSampling(SamplingParams(temperature=0.0))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from drafters import RandomDrafter
-from engines import make_engine, run_to_end
-from fakes import FakeExecutor, expected_tokens
 
 from raylm.config.speculation import SpeculationConfig
 from raylm.core.drafting import Proposal
 from raylm.core.sampling import SamplingParams
 from raylm.core.speculation import ReplayProposer, RequestDrafter, Speculation, make_drafter
+from tests.support.drafters import RandomDrafter
+from tests.support.engines import make_engine, run_to_end
+from tests.support.fakes import FakeExecutor, expected_tokens
 
 PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4 + i] for i in range(6)]

@@ -19,10 +19,11 @@ import httpx
 import openai
 import psutil
 from openai import OpenAI
-from ports import free_port
+
+from tests.support.ports import free_port
 
 MODEL = "tiny"
-_TESTS = Path(__file__).parent
+_HOOKS = Path(__file__).parent / "hooks"
 _START_S = 120
 _RECOVERY_S = 90
 _POLL_S = 0.1
@@ -58,7 +59,7 @@ class Measured(NamedTuple):
 
 
 class FaultCluster:
-    """tests/fault_cluster.py in a process and a temporary folder of its own."""
+    """tests/support/fault_cluster.py in a process and a temporary folder of its own."""
 
     def __init__(self, engine: str) -> None:
         """`engine` is the YAML of an engine file; its model.name is MODEL."""
@@ -67,7 +68,7 @@ class FaultCluster:
         config.write_text(engine)
         self.url = f"http://127.0.0.1:{port}"
         # Ray's files and the engine's are below TMPDIR, so that what is left can be told from others'.
-        paths = [str(_TESTS / "hooks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(_HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "TMPDIR": str(self.folder), "PYTHONPATH": os.pathsep.join(paths)}
         environment |= {
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -76,7 +77,7 @@ class FaultCluster:
         }
         self._log = (self.folder / "log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(_TESTS / "fault_cluster.py"), str(config), str(port)],
+            [sys.executable, "-m", "tests.support.fault_cluster", str(config), str(port)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,

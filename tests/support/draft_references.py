@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import checkpoints
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.support import checkpoints
 
 
 class _Reference:

@@ -1,5 +1,5 @@
 """A cluster of a head and two nodes on this machine with a served model, as a process of its own: for tests that kill
-parts of it. `python fault_cluster.py SERVE_CONFIG PORT` runs until its standard input ends."""
+parts of it. `python -m tests.support.fault_cluster SERVE_CONFIG PORT` runs until its standard input ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import psutil
 
 def main(config: str, port: int) -> None:
     import ray
-    from deployed import deploy
     from ray import serve
     from ray.cluster_utils import Cluster
     from ray.util.placement_group import placement_group
 
     from raylm.serving.serve_file import serve_config
+    from tests.support.deployed import deploy
 
     node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "include_dashboard": False}
     # The head has no room for an engine, each of the others for one.

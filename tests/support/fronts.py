@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from ports import free_port
 
 from raylm.config.front import FrontConfig
 from raylm.serving.front.admin import ask
 from raylm.serving.front.install import make_folder, write_program
+from tests.support.ports import free_port
 
 OTHER_CLIENT = "127.0.0.2"
 """A second client's address on this machine."""

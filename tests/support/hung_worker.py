@@ -1,5 +1,7 @@
-"""An offline model whose worker hangs: `python hung_worker.py FOLDER` interrupts the step, which would wait for ten
-minutes, and closes the model."""
+"""An offline model whose worker hangs:
+
+python -m tests.support.hung_worker FOLDER     interrupts the step, which would wait for ten minutes, closes the model
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 import zmq
-from fakes import FakeExecutor
 
 from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from raylm.config.resolve import resolve
@@ -19,6 +18,7 @@ from raylm.engine.client import EngineClient
 from raylm.engine.engine import Engine
 from raylm.engine.link import KeyPair
 from raylm.engine.server import EngineServer
+from tests.support.fakes import FakeExecutor
 
 OPTIONS = RequestOptions()
 

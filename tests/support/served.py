@@ -1,4 +1,4 @@
-"""The demo model behind real Ray Serve, on the session's cluster."""
+"""The demo model behind real Ray Serve, on the session's cluster: fixtures for all tests of a running server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ports import free_port
+
+from tests.support.ports import free_port
 
 QUEUE = 8
 ROWS = 4
@@ -29,7 +30,7 @@ class Served:
         """What `serve deploy` does; returns when every model answers."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's and Serve's own, at import and start
-            from deployed import deploy
+            from tests.support.deployed import deploy
 
             deploy(config)
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import checkpoints
-
 from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Proposal
 from raylm.core.request import Request
+from tests.support import checkpoints
 
 METHODS = ("draft_model", "eagle3", "mtp")
 

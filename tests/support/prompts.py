@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fakes import VOCAB
 from hypothesis import strategies as st
+
+from tests.support.fakes import VOCAB
 
 stems = ([1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 20, 21, 22, 23, 24, 25])
 tails = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=8)

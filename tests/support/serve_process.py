@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
-from hangup import ended_by_hangup
+
+from tests.support.hangup import ended_by_hangup
 
 
 @contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fakes import FakeExecutor
-
 from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.drafting import Drafter
 from raylm.core.step import Logprobs, join_logprobs
 from raylm.engine.engine import Engine
+from tests.support.fakes import FakeExecutor
 
 
 def make_engine(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from fakes import VOCAB, next_token
-
 from raylm.core.drafting import DraftCounters, Proposal
 from raylm.core.request import Request
+from tests.support.fakes import VOCAB, next_token
 
 
 class RandomDrafter:
