@@ -11,7 +11,7 @@ from raylm.log import get_logger
 
 log = get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1000
+MAX_MESSAGE_CHARS = 2000
 """A message may quote what the client sent, and that may be megabytes."""
 ENGINE_RETRY_S = 2
 """Retry-After when an engine died or was stopped: about what a router needs to move on to another one."""
@@ -56,8 +56,9 @@ class _Body(msgspec.Struct):
     error: _Error
 
 
-def http_error(error: Exception) -> HttpError:
-    """The answer to any exception. One that raylm did not raise on purpose is logged and becomes a plain 500."""
+def http_error(error: Exception, request_id: str = "") -> HttpError:
+    """The answer to any exception. One that raylm did not raise on purpose is logged, under the request's id, and
+    becomes a plain 500."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestRejected):
@@ -72,7 +73,7 @@ def http_error(error: Exception) -> HttpError:
         return HttpError(500, str(error), kind="server_error", code="generation_failed")
     if isinstance(error, RequestLost):
         return _unavailable(error, error.code, ENGINE_RETRY_S)
-    log.error("unexpected error in a request", exc_info=error)
+    log.error("unexpected error in request %s", request_id or "without an id", exc_info=error)
     return HttpError(
         500, "The server had an internal error; its log has the details", kind="server_error", code="internal_error"
     )

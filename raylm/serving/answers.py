@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
 from starlette.types import Send
 
 from raylm.api.call import Events
-from raylm.api.errors import http_error
+from raylm.api.errors import HttpError, http_error
 from raylm.serving.sse import EventSender
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -26,36 +26,49 @@ class Answer(NamedTuple):
     body: bytes
     status: int = 200
     content_type: bytes = _JSON
+    headers: Headers = ()
 
 
 class Responder:
-    """Sends one answer. `started` once its status is out, after which no other can be sent. Serve adds the header
-    x-request-id, with the client's own id where that sent one."""
+    """Sends one answer. `started` once its status is out, after which no other can be sent."""
 
-    def __init__(self, send: Send, *, without_body: bool = False, keep_alive_s: float = 15.0) -> None:
-        """`without_body`: the answer to HEAD, which has the headers of the answer to GET. `keep_alive_s`: see
-        EventSender."""
+    def __init__(
+        self,
+        send: Send,
+        request_id: str,
+        *,
+        without_body: bool = False,
+        keep_alive_s: float = 15.0,
+        error_body: Callable[[HttpError], bytes] = HttpError.body,
+    ) -> None:
+        """`request_id`: what the log calls the request; who stands in front sends it (request_id.py). `without_body`:
+        the answer to HEAD, which has the headers of the answer to GET. `keep_alive_s`: see EventSender."""
+        self.request_id = request_id
+        self.started = False
         self._send = send
         self._without_body = without_body
         self._keep_alive_s = keep_alive_s
-        self.started = False
+        self._error_body = error_body
 
-    async def reply(self, answer: Answer | Events) -> None:
-        if isinstance(answer, Answer):
-            await self._whole(answer.status, answer.content_type, answer.body)
+    async def reply(self, answer: Answer | bytes | Events) -> None:
+        if isinstance(answer, bytes):
+            await self._whole(Answer(answer))
+        elif isinstance(answer, Answer):
+            await self._whole(answer)
         else:
             await self._stream(answer)
 
     async def fail(self, error: Exception) -> None:
         """Answer with an error; when another answer has begun, the server cuts that one off."""
-        problem = http_error(error)
+        problem = http_error(error, self.request_id)
         if not self.started:
-            await self._whole(problem.status, _JSON, problem.body(), problem.headers)
+            await self._whole(Answer(self._error_body(problem), problem.status, headers=problem.headers))
 
-    async def _whole(self, status: int, content_type: bytes, body: bytes, headers: Headers = ()) -> None:
-        length = str(len(body)).encode()
-        await self._start(status, ((b"content-type", content_type), (b"content-length", length), *headers))
-        await self._send({"type": "http.response.body", "body": b"" if self._without_body else body})
+    async def _whole(self, answer: Answer) -> None:
+        length = str(len(answer.body)).encode()
+        headers = ((b"content-type", answer.content_type), (b"content-length", length), *answer.headers)
+        await self._start(answer.status, headers)
+        await self._send({"type": "http.response.body", "body": b"" if self._without_body else answer.body})
 
     async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
         async with aclosing(events):

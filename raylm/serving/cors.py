@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylm.api.errors import HttpError
 from raylm.serving.answers import Responder
+from raylm.serving.request_id import request_id
 
-METHODS = ("GET", "HEAD", "POST")
+METHODS = ("GET", "HEAD", "POST", "DELETE")
 EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
 """Headers of an answer that a page's script may read."""
+_VARY = ((b"vary", b"origin"),)
+_FORM_TYPES = frozenset({b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"})
+"""What a page may post to another origin without a preflight: HTML's forms, and bodies without a type."""
 
 
 class Cors:
-    """Answers preflights, and marks the answers of `app` that an origin may read.
+    """Answers preflights, marks the answers of `app` that an origin may read, and refuses what a page of another origin
+    may send without a preflight.
 
     The key of a request travels in a header that the page's script sets, so credentials in the sense of CORS (cookies)
     are never allowed, and "*" is safe with API keys.
@@ -37,27 +42,44 @@ class Cors:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(scope)
+        problem = self._problem(scope) if scope["type"] == "http" else None
         if problem is not None:
-            await Responder(send).fail(problem)
+            await Responder(send, request_id(dict(scope["headers"]))).fail(problem)
         else:
             await self._allowing(scope, receive, send)
 
     def _problem(self, scope: Scope) -> HttpError | None:
-        """Why a preflight is refused. Other requests are answered: whether a page may see that is the browser's
-        business."""
-        if scope["type"] != "http" or scope["method"] != "OPTIONS":
-            return None
+        """Why a request of a web page is refused."""
+        if scope["method"] not in ("OPTIONS", "POST"):
+            return None  # Whether a page may see the answer is the browser's business.
         headers = dict(scope["headers"])
         origin = headers.get(b"origin", b"").decode("latin-1")
-        method = headers.get(b"access-control-request-method", b"").decode("latin-1")
-        if not origin or not method:
+        if not origin:
             return None
-        vary = ((b"vary", b"origin"),)
-        if origin not in self._origins and "*" not in self._origins:
-            message = f"Web pages of {origin} may not call this server: http.cors_origins does not list it"
-            return HttpError(403, message, code="origin_not_allowed", headers=vary)
+        is_allowed = not self._origins.isdisjoint((origin, "*"))
+        if scope["method"] == "POST":
+            return None if is_allowed or not _needs_no_preflight(headers, origin) else _refused(origin)
+        method = headers.get(b"access-control-request-method", b"").decode("latin-1")
+        if not method:
+            return None
+        if not is_allowed:
+            return _refused(origin)
         if method not in METHODS:
             message = f"Web pages may use {', '.join(METHODS)}, not {method}"
-            return HttpError(405, message, code="method_not_allowed", headers=vary)
+            return HttpError(405, message, code="method_not_allowed", headers=_VARY)
         return None
+
+
+def _needs_no_preflight(headers: Mapping[bytes, bytes], origin: str) -> bool:
+    """Whether a browser sends this post of another origin's page without asking first: the page cannot read the answer,
+    but the server would generate one. Pages of the server itself name its host as their origin."""
+    host = headers.get(b"host", b"").decode("latin-1")
+    if host and origin.partition("://")[2] == host:
+        return False
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return content_type in _FORM_TYPES
+
+
+def _refused(origin: str) -> HttpError:
+    message = f"Web pages of {origin} may not call this server: http.cors_origins does not list it"
+    return HttpError(403, message, code="origin_not_allowed", headers=_VARY)

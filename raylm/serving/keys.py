@@ -1,24 +1,29 @@
-"""API keys: who may ask. A file holds them, one a line, and is read again when it changes."""
+"""API keys: who may ask, and for what. A file holds them, one a line, and is read again when it changes."""
 
 from __future__ import annotations
 
 import hmac
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from raylm.api.errors import HttpError
+import msgspec
+
 from raylm.errors import ConfigError
 from raylm.log import get_logger
+from raylm.api.errors import HttpError
+from raylm.api.identity import INFERENCE, SCOPES, Identity
 
 logger = get_logger(__name__)
 
 FIELD = "http.api_keys_file"
 LOOK_EVERY_S = 1.0
 _CHALLENGE = ((b"www-authenticate", b"Bearer"),)
+_TENANT_DIGITS = 16
+"""Hexadecimal digits of a key's hash that make the tenant of a key whose line names none."""
 
 
 class ApiKeys:
@@ -36,18 +41,16 @@ class ApiKeys:
         self._problem = ""
         self._take(_read(path, FIELD))
 
-    def check(self, authorization: bytes) -> None:
-        """Return where the value of the header Authorization is `Bearer KEY` with one of the keys, else raise
-        HttpError 401."""
-        scheme, _, given = authorization.partition(b" ")
-        key = given.strip()
-        if scheme.lower() != b"bearer" or not key:
-            raise _unauthorized("An API key is required; send it in the header Authorization, as 'Bearer KEY'")
+    def identify(self, headers: Mapping[bytes, bytes]) -> Identity:
+        """Whose key a request brings: the header Authorization is `Bearer KEY`, or x-api-key is KEY, as Anthropic's
+        clients write it. Raises HttpError 401 where it is none of the keys."""
+        digest = sha256(_given(headers)).digest()
         self._look()
-        digest = sha256(key).digest()
         # All are compared, whichever it is, and in constant time: how long it takes tells nothing of the keys.
-        if not sum(hmac.compare_digest(digest, known) for known in self._digests):
+        found = [who for known, who in self._identities.items() if hmac.compare_digest(digest, known)]
+        if not found:
             raise _unauthorized("Incorrect API key: it is none of this server's keys")
+        return found[0]
 
     def _look(self) -> None:
         now = self._clock()
@@ -57,7 +60,7 @@ class ApiKeys:
         try:
             if _version(self._path) != self._seen:
                 self._take(_read(self._path, FIELD))
-                logger.info("the API keys have changed: %d in %s", len(self._digests), self._path)
+                logger.info("the API keys have changed: %d in %s", len(self._identities), self._path)
             self._problem = ""
         except (ConfigError, OSError) as error:
             if str(error) != self._problem:
@@ -66,7 +69,15 @@ class ApiKeys:
 
     def _take(self, reading: _Reading) -> None:
         self._seen = reading.version
-        self._digests = [sha256(key).digest() for key in reading.keys]
+        self._identities = {sha256(key).digest(): who for key, who in reading.keys.items()}
+
+
+def check_scope(identity: Identity, scope: str) -> None:
+    """Raise HttpError 403 where a key is not good for `scope`."""
+    if scope not in identity.scopes:
+        has = ", ".join(sorted(identity.scopes))
+        message = f"This API key may not do this: it lacks the scope {scope!r}, it has {has}"
+        raise HttpError(403, message, code="missing_scope")
 
 
 def read_keys(path: str, *, field: str = FIELD) -> list[str]:
@@ -74,9 +85,33 @@ def read_keys(path: str, *, field: str = FIELD) -> list[str]:
     return [key.decode() for key in _read(path, field).keys]
 
 
+def _given(headers: Mapping[bytes, bytes]) -> bytes:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    key = given.strip() if scheme.lower() == b"bearer" else b""
+    key = key or headers.get(b"x-api-key", b"").strip()
+    if not key:
+        raise _unauthorized("An API key is required; send it in the header Authorization, as 'Bearer KEY'")
+    return key
+
+
+_WRONG_ENTRY = (
+    'is not an entry; one is {"key": KEY, "scopes": [SCOPE, ...], "tenant": TENANT}: a key of printable ASCII without '
+    f"spaces, at least one scope of {', '.join(sorted(SCOPES))}, a tenant of up to 100 letters, digits, '.', '_', '-'; "
+    "scopes and tenant may be left out"
+)
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """A line that says more of a key than what it is. tenant: by default one of the key's own."""
+
+    key: Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z")]
+    scopes: tuple[str, ...] = (INFERENCE,)
+    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,100}\Z")] | None = None
+
+
 class _Reading(NamedTuple):
     version: tuple[int, ...]
-    keys: list[bytes]
+    keys: dict[bytes, Identity]
 
 
 def _read(path: str, field: str) -> _Reading:
@@ -86,20 +121,47 @@ def _read(path: str, field: str) -> _Reading:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{field} is {path!r}, which cannot be read: {error.strerror}") from None
-    keys = []
+    keys: dict[bytes, Identity] = {}
     for number, line in enumerate(lines, start=1):
-        key, *rest = line.split(maxsplit=1) or [b"#"]
-        if key.startswith(b"#"):
+        text = line.strip()
+        if not text or text.startswith(b"#"):
             continue
-        if not all(0x21 <= byte <= 0x7E for byte in key) or not all(text.startswith(b"#") for text in rest):
-            raise ConfigError(
-                f"{field} is {path!r}, whose line {number} is not a key; a line holds one, in printable ASCII and "
-                "without spaces, and a # comment or nothing after it"
-            )
-        keys.append(key)
+        try:
+            key, identity = _entry(text) if text.startswith(b"{") else _plain(text)
+            if keys.setdefault(key, identity) != identity:
+                raise ValueError("has a key of an earlier line, with another tenant or other scopes")
+        except ValueError as error:
+            raise ConfigError(f"{field} is {path!r}, whose line {number} {error}") from None
     if not keys:
         raise ConfigError(f"{field} is {path!r}, which holds no keys; it must hold one at least, one a line")
     return _Reading(version, keys)
+
+
+def _plain(line: bytes) -> tuple[bytes, Identity]:
+    """A key alone. Raises ValueError, without what the line holds."""
+    key, *rest = line.split(maxsplit=1)
+    if not all(0x21 <= byte <= 0x7E for byte in key) or not all(text.startswith(b"#") for text in rest):
+        raise ValueError(
+            "is not a key; a line holds one, in printable ASCII and without spaces, and a # comment or nothing after it"
+        )
+    return key, Identity(_own_tenant(key), frozenset({INFERENCE}))
+
+
+def _entry(line: bytes) -> tuple[bytes, Identity]:
+    """A JSON object of key, scopes and tenant. Raises ValueError, without what the key is."""
+    try:
+        entry = msgspec.json.decode(line, type=_Entry)
+    except (msgspec.DecodeError, RecursionError):
+        # What msgspec says may quote the line, and a key with it.
+        raise ValueError(_WRONG_ENTRY) from None
+    if not entry.scopes or not SCOPES.issuperset(entry.scopes):
+        raise ValueError(_WRONG_ENTRY)
+    key = entry.key.encode()
+    return key, Identity(entry.tenant or _own_tenant(key), frozenset(entry.scopes))
+
+
+def _own_tenant(key: bytes) -> str:
+    return f"key-{sha256(key).hexdigest()[:_TENANT_DIGITS]}"
 
 
 def _version(path: str) -> tuple[int, ...]:

@@ -10,15 +10,16 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylm.generation.metering import Histogram
 from raylm.log import get_logger
+from raylm.generation.metering import Histogram
+from raylm.serving.request_id import request_id
 
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.1
 HELD_S = 0.25
 """A request that holds the loop for longer in one go is named in the log."""
-_MAX_ID_CHARS = 100
+_MAX_PATH_CHARS = 100
 
 Result = TypeVar("Result")
 
@@ -87,6 +88,4 @@ class Held(Generic[Result]):
 
 def _name(scope: Scope) -> str:
     """The request as Serve's log has it: with the id that Serve gives each, or the client's own."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    request_id = given.decode("latin-1")[:_MAX_ID_CHARS] or "without an id"
-    return f"request {request_id} ({scope['method']} {scope['path'][:_MAX_ID_CHARS]})"
+    return f"request {request_id(dict(scope['headers']))} ({scope['method']} {scope['path'][:_MAX_PATH_CHARS]})"

@@ -7,15 +7,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
-from openai import AsyncOpenAI, AuthenticationError
+from openai import AsyncOpenAI, AuthenticationError, PermissionDeniedError
+from starlette.routing import Route, Router
 
-from raylm.api.errors import HttpError
-from raylm.api.metrics import HttpMetrics
 from raylm.config.application import load_ingress
 from raylm.config.serving import HttpConfig
 from raylm.errors import ConfigError
+from raylm.api.call import Call
+from raylm.api.errors import HttpError
+from raylm.api.identity import SCOPES, Identity
+from raylm.api.metrics import HttpMetrics
 from raylm.serving.app import ingress_application
+from raylm.serving.endpoint import Endpoint, HttpRoute
 from raylm.serving.http import build_router
 from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
 from raylm.serving.serve_file import serve_config
@@ -52,7 +57,7 @@ class Clock:
 
 def admits(keys: ApiKeys, key: str) -> bool:
     try:
-        keys.check(f"Bearer {key}".encode())
+        keys.identify({b"authorization": f"Bearer {key}".encode()})
     except HttpError as error:
         assert error.status == 401
         return False
@@ -97,6 +102,12 @@ async def test_any_of_the_keys_will_do(path: Path, value: str) -> None:
     assert (await http.get("/v1/models", headers={"authorization": value})).status_code == 200
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
     assert (await http.post("/v1/completions", headers={"authorization": value}, json=body)).status_code == 200
+
+
+async def test_anthropics_header_will_do(path: Path) -> None:
+    http = guarded(path).http
+    assert (await http.get("/v1/models", headers={"x-api-key": "key-of-ben"})).status_code == 200
+    assert (await http.get("/v1/models", headers={"x-api-key": "wrong"})).status_code == 401
 
 
 @pytest.mark.parametrize("value", [b"Bearer \xff\xfe", b"Bearer key-of-anna key-of-ben", b"Bearer " + b"x" * 50_000])
@@ -224,6 +235,77 @@ def test_what_a_file_of_keys_holds(path: Path) -> None:
     assert read_keys(str(path)) == ["key-of-anna", "key-of-ben", "key#4"]
 
 
+ENTRIES = """
+# Each line stands alone.
+plain-key
+{"key": "all", "scopes": ["inference", "batch", "admin"], "tenant": "operations"}
+{"key": "nightly", "scopes": ["batch"], "tenant": "team-a"}
+  {"key": "second", "tenant": "team-a"}
+{"key": "third"}
+"""
+
+
+def test_entries_say_tenant_and_scopes(path: Path) -> None:
+    path.write_text(ENTRIES)
+    keys = ApiKeys(str(path))
+
+    def who(key: str) -> Identity:
+        return keys.identify({b"authorization": f"Bearer {key}".encode()})
+
+    assert who("all") == Identity("operations", SCOPES)
+    assert who("nightly") == Identity("team-a", frozenset({"batch"}))
+    assert who("second") == Identity("team-a", frozenset({"inference"}))
+    own = {who(key).tenant for key in ("plain-key", "third")}
+    assert len(own) == 2 and all(tenant.startswith("key-") and len(tenant) == 20 for tenant in own)
+    assert who("third").scopes == who("plain-key").scopes == {"inference"}
+    assert read_keys(str(path)) == ["plain-key", "all", "nightly", "second", "third"]
+
+
+def test_of_keys_only_hashes_are_kept(path: Path) -> None:
+    path.write_text(ENTRIES)
+    kept = repr(vars(ApiKeys(str(path))))
+    assert "team-a" in kept
+    assert not any(repr(key) in kept or f"b{key!r}" in kept for key in read_keys(str(path)))
+
+
+async def test_a_key_without_the_routes_scope(path: Path) -> None:
+    path.write_text(ENTRIES)
+    server = guarded(path)
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+    for key, status in (("nightly", 403), ("third", 200), ("all", 200)):
+        answer = await server.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+        if status == 403:
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "missing_scope")
+            assert "'inference'" in error["message"] and "batch" in error["message"]
+    assert len(server.generator.requests) == 2
+    async with AsyncOpenAI(base_url="http://raylm/v1", api_key="nightly", http_client=server.http) as client:
+        with pytest.raises(PermissionDeniedError):
+            await client.models.list()
+
+
+async def test_a_call_carries_who_asks(path: Path) -> None:
+    path.write_text(ENTRIES)
+    calls: list[Call] = []
+
+    async def run(call: Call) -> bytes:
+        calls.append(call)
+        return b"{}"
+
+    for keys in (ApiKeys(str(path)), None):
+        endpoint = Endpoint([HttpRoute("GET", "/things/{name}", "batch", run)], HttpConfig(), keys)
+        transport = httpx.ASGITransport(Router([Route("/things/{name}", endpoint)]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://raylm") as http:
+            headers = {"authorization": "Bearer nightly", "x-request-id": "mine"}
+            assert (await http.get("/things/a?b=c&d=", headers=headers)).status_code == 200
+    with_keys, without = calls
+    assert with_keys.identity == Identity("team-a", frozenset({"batch"}))
+    assert without.identity == Identity("", SCOPES)
+    assert (with_keys.path, with_keys.query, with_keys.request_id) == ({"name": "a"}, {"b": "c", "d": ""}, "mine")
+    assert with_keys.headers[b"authorization"] == b"Bearer nightly"
+
+
 @pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize(
     ("content", "parts"),
@@ -235,6 +317,14 @@ def test_what_a_file_of_keys_holds(path: Path) -> None:
         ("schlüssel".encode(), ["line 1", "printable ASCII"]),
         (b"\xef\xbb\xbfkey", ["line 1", "printable ASCII"]),
         (b"key\x00", ["line 1"]),
+        (b'good\n{"key": "two words"}\n', ["line 2", "without spaces"]),
+        (b'{"key": "good", "scopes": ["root"]}\n', ["line 1", "admin, batch, inference"]),
+        (b'{"key": "good", "scopes": []}\n', ["line 1", "at least one scope"]),
+        (b'{"key": "good", "tenant": "a b"}\n', ["line 1", "tenant of up to 100"]),
+        (b'{"key": "a\\n"}\n', ["line 1"]),
+        (b'{"good": {}}\n', ["line 1"]),
+        (b'{"key": "good"\n', ["line 1"]),
+        (b'good\n{"key": "good", "tenant": "t"}\n', ["line 2", "an earlier line"]),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_starts(

@@ -66,9 +66,48 @@ async def test_streams_and_errors_have_the_headers_too() -> None:
 
 async def test_a_method_that_no_route_has() -> None:
     http = Server(cors_origins=[PAGE]).http
-    headers = {"origin": PAGE, "access-control-request-method": "DELETE"}
+    headers = {"origin": PAGE, "access-control-request-method": "PUT"}
     answer = await http.options("/v1/models/tiny", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+FORMS = [
+    "text/plain",
+    "text/plain;charset=UTF-8",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+]
+RAW = b'{"model": "tiny", "prompt": "hi", "max_tokens": 1}'
+
+
+@pytest.mark.parametrize("content_type", [*FORMS, None])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null"])
+async def test_a_foreign_page_may_not_post_without_asking(content_type: str | None, origin: str) -> None:
+    """What browsers send without a preflight: the page would not see the answer, but the model would work for it."""
+    server = Server(cors_origins=[PAGE])
+    headers = {"origin": origin} | ({} if content_type is None else {"content-type": content_type})
+    answer = await server.http.post("/v1/completions", content=RAW, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert server.generator.requests == []
+    for other in (PAGE, "http://raylm"):
+        answer = await server.http.post("/v1/completions", content=RAW, headers=headers | {"origin": other})
+        assert answer.status_code == 200, "a listed page, and one of the server itself"
+    without = {name: value for name, value in headers.items() if name != "origin"}
+    assert (await server.http.post("/v1/completions", content=RAW, headers=without)).status_code == 200, "no browser"
+
+
+async def test_pages_may_delete() -> None:
+    headers = {"origin": PAGE, "access-control-request-method": "DELETE"}
+    answer = await Server(cors_origins=[PAGE]).http.options("/v1/responses/r", headers=headers)
+    assert answer.status_code == 200
+    assert "DELETE" in answer.headers["access-control-allow-methods"].split(", ")
+
+
+async def test_options_without_an_origin_says_what_a_path_takes() -> None:
+    for path, methods in (("/v1/models", "GET, HEAD, OPTIONS"), ("/v1/completions", "POST, OPTIONS")):
+        answer = await Server().http.options(path)
+        assert (answer.status_code, answer.headers["allow"], answer.content) == (200, methods, b"")
+    assert (await Server().http.options("/nothing")).status_code == 404
 
 
 async def test_a_stream_is_sent_as_without_cors() -> None:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from raylm.generation.metering import LAG_BOUNDS, Histogram
-from raylm.serving.http import read_body
+from raylm.serving.endpoint import read_body
 from raylm.serving.loop import Held, LoopWatch
 from tests.support.openai_fakes import RawClient, Server, ended
 
@@ -111,7 +111,7 @@ async def test_a_body_is_dropped_before_the_answer(monkeypatch: pytest.MonkeyPat
         bodies.append(await read_body(*arguments))
         return bodies[-1]
 
-    monkeypatch.setattr("raylm.serving.http.read_body", noted)
+    monkeypatch.setattr("raylm.serving.endpoint.read_body", noted)
     server = Server(b"one", None)
     body = b'{"model": "tiny", "prompt": "hi", "stream": true, "x": "' + b"y" * 1_000_000 + b'"}'
     client = RawClient(server.app, body, path="/v1/completions")

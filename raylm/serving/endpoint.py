@@ -1,0 +1,164 @@
+"""The routes of one path as an ASGI application: keys, methods, bodies, answers. A token's chunk costs one send and no
+task."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from raylm.config.serving import HttpConfig
+from raylm.api.call import Call, Events
+from raylm.api.errors import HttpError
+from raylm.api.identity import Identity
+from raylm.serving.answers import Answer, Responder
+from raylm.serving.keys import ApiKeys, check_scope
+from raylm.serving.request_id import request_id
+from raylm.serving.streams import DisconnectGuard
+
+MAX_PATH_CHARS = 100
+"""How much of an unknown path a message repeats."""
+
+
+class HttpRoute(NamedTuple):
+    """What one method of one path does.
+
+    path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
+    error_body: how the route's API writes an error; OpenAI's way unless it says otherwise.
+    """
+
+    method: str
+    path: str
+    scope: str | None
+    run: Callable[[Call], Awaitable[Answer | bytes | Events]]
+    error_body: Callable[[HttpError], bytes] = HttpError.body
+
+
+class ClientGone(Exception):
+    """The client left before its request was complete: there is nobody to answer."""
+
+
+class Endpoint:
+    """The routes of one path: it reads the body, runs the method's route and sends what that returns or raises.
+    With `keys`, nothing of a request counts before its key has been seen."""
+
+    def __init__(self, routes: Sequence[HttpRoute], config: HttpConfig, keys: ApiKeys | None) -> None:
+        self.routes = {route.method: route for route in routes}
+        self.methods = tuple(self.routes)
+        if "GET" in self.routes:
+            self.routes["HEAD"] = self.routes["GET"]
+            self.methods = ("GET", "HEAD", *(method for method in self.methods if method != "GET"))
+        self._first = routes[0]
+        self._config = config
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        responder = Responder(
+            send,
+            request_id(headers),
+            without_body=scope["method"] == "HEAD",
+            keep_alive_s=self._config.keep_alive_s,
+            error_body=self.routes.get(scope["method"], self._first).error_body,
+        )
+        try:
+            await self._answer(scope, headers, receive, responder)
+        except ClientGone:
+            return
+        except Exception as error:
+            await responder.fail(error)
+
+    async def _answer(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, responder: Responder
+    ) -> None:
+        method = scope["method"]
+        if method == "OPTIONS":
+            # A preflight of CORS has been answered before; this is a client that asks what there is.
+            await responder.reply(Answer(b"", headers=(self._allow("OPTIONS"),)))
+            return
+        route = self.routes.get(method)
+        identity = self._identify(headers, route)
+        if route is None:
+            message = f"{scope['path'][:MAX_PATH_CHARS]} takes {' and '.join(self.methods)}, not {method}"
+            raise HttpError(405, message, code="method_not_allowed", headers=(self._allow(),))
+        call = Call(
+            headers=headers,
+            identity=identity,
+            path=scope["path_params"],
+            query=dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)),
+            request_id=responder.request_id,
+        )
+        if method == "POST":
+            call.body = await read_body(receive, headers, self._config.max_body_bytes)
+            async with DisconnectGuard(receive):
+                await responder.reply(await route.run(call))
+            return
+        answer = await route.run(call)
+        if isinstance(answer, bytes | Answer):
+            await responder.reply(answer)
+            return
+        async with DisconnectGuard(receive):
+            await responder.reply(answer)
+
+    def _identify(self, headers: Mapping[bytes, bytes], route: HttpRoute | None) -> Identity:
+        """Who asks; where the method has no route, whoever may ask the path's first one."""
+        scope = (route or self._first).scope
+        if self._keys is None or scope is None:
+            return Identity()
+        identity = self._keys.identify(headers)
+        if route is not None:
+            check_scope(identity, scope)
+        return identity
+
+    def _allow(self, *more: str) -> tuple[bytes, bytes]:
+        return b"allow", ", ".join((*self.methods, *more)).encode()
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytearray:
+    """The whole body. Raises HttpError 413 as soon as it is known to be longer than `limit` bytes, or ClientGone."""
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        more = message.get("more_body", False)
+    return body
+
+
+def _too_large(limit: int) -> HttpError:
+    # No "connection: close": the server would reset the connection while the client still sends, and the client would
+    # see that instead of this answer. Servers drop the rest of a body that the application does not read.
+    return HttpError(413, f"The body is longer than {limit} bytes, the most that is allowed", code="request_too_large")
+
+
+class NotFound:
+    """What is no route: it says which there are. Under /v1 nobody learns so without a key, where there are any."""
+
+    def __init__(self, keys: ApiKeys | None, routes: Sequence[HttpRoute]) -> None:
+        self._keys = keys
+        self._paths = ", ".join(dict.fromkeys(route.path.replace(":path}", "}") for route in routes))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await WebSocketClose()(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        responder = Responder(send, request_id(headers), without_body=scope["method"] == "HEAD")
+        try:
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if self._keys is not None and f"{path}/".startswith("/v1/"):
+                self._keys.identify(headers)
+            asked = f"{scope['method']} {scope['path'][:MAX_PATH_CHARS]}"
+            raise HttpError(404, f"{asked} is not supported; this server has {self._paths}", code="not_found")
+        except HttpError as error:
+            await responder.fail(error)
