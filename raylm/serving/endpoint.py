@@ -10,10 +10,10 @@ from urllib.parse import parse_qsl
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from raylm.config.serving import HttpConfig
 from raylm.api.call import Call, Events
 from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
+from raylm.config.serving import HttpConfig
 from raylm.serving.answers import Answer, Responder
 from raylm.serving.keys import ApiKeys, check_scope
 from raylm.serving.request_id import request_id

@@ -8,11 +8,11 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from raylm import __version__
-from raylm.config.serving import HttpConfig
 from raylm.api.call import Call
 from raylm.api.metrics import HttpMetrics
-from raylm.generation.served_model import ModelCatalog
 from raylm.api.operations import operations
+from raylm.config.serving import HttpConfig
+from raylm.generation.served_model import ModelCatalog
 from raylm.serving.answers import Answer
 from raylm.serving.cors import Cors
 from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound

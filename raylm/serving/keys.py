@@ -12,10 +12,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from raylm.errors import ConfigError
-from raylm.log import get_logger
 from raylm.api.errors import HttpError
 from raylm.api.identity import INFERENCE, SCOPES, Identity
+from raylm.errors import ConfigError
+from raylm.log import get_logger
 
 logger = get_logger(__name__)
 

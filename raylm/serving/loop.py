@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylm.log import get_logger
 from raylm.generation.metering import Histogram
+from raylm.log import get_logger
 from raylm.serving.request_id import request_id
 
 log = get_logger(__name__)

@@ -12,13 +12,13 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError, PermissionDeniedError
 from starlette.routing import Route, Router
 
-from raylm.config.application import load_ingress
-from raylm.config.serving import HttpConfig
-from raylm.errors import ConfigError
 from raylm.api.call import Call
 from raylm.api.errors import HttpError
 from raylm.api.identity import SCOPES, Identity
 from raylm.api.metrics import HttpMetrics
+from raylm.config.application import load_ingress
+from raylm.config.serving import HttpConfig
+from raylm.errors import ConfigError
 from raylm.serving.app import ingress_application
 from raylm.serving.endpoint import Endpoint, HttpRoute
 from raylm.serving.http import build_router
