@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from openai_fakes import Server
 
 from raylm.serving.request_id import request_id
+from tests.support.openai_fakes import Server
 
 
 @pytest.mark.parametrize("given", [b"mine", b"0b9e7c5e-8f4a-4f0e", b"!" * 128, b"a~b"])
