@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy
-from postgres import running_postgres
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from raylm.api.responses.database import Database
@@ -20,6 +19,7 @@ from raylm.api.responses.faults import StoreFull, StoreUnavailable, TenantFull
 from raylm.api.responses.store import LEASE_S, NewResponse, ResponseStore
 from raylm.api.responses.tables import EVENTS, METADATA, RESPONSES, TENANTS
 from raylm.config.responses import ResponsesConfig
+from tests.support.postgres import running_postgres
 
 
 class Clock:
