@@ -1,0 +1,106 @@
+"""JSON as it streams: values passed on as they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from raylm.generation.parsing.tape import Marks, Tape, Waiting
+
+# Outside of strings; < and ` can begin the mark that ends a call, which no JSON has there.
+_PLAIN = re.compile(r'[^"{}\[\]<`]+')
+_IN_STRING = re.compile(r'[^"\\]+')
+_SCALAR = re.compile(r"[^\s,}\]{\[\"<`]+")
+_OPENS, _CLOSES = frozenset("{["), frozenset("}]")
+
+
+def string(tape: Tape, sink: Callable[[str], None]) -> Waiting[bool]:
+    """Passes on a JSON string with its quotes; the opening one comes next. False when the text ended within."""
+    sink(tape.take(tape.at + 1))
+    while True:
+        yield from tape.matching(_IN_STRING, sink)
+        character = yield from tape.peek()
+        if character == '"':
+            sink(tape.take(tape.at + 1))
+            return True
+        if not character:
+            return False
+        sink(tape.take(tape.at + 1))
+        if (yield from tape.peek()):
+            sink(tape.take(tape.at + 1))
+
+
+def whole_string(tape: Tape) -> Waiting[str | None]:
+    """Reads a JSON string that comes next, decoded. None when it is none."""
+    bits: list[str] = []
+    if (yield from tape.peek()) != '"' or not (yield from string(tape, bits.append)):
+        return None
+    value = decoded("".join(bits))
+    return value if isinstance(value, str) else None
+
+
+def decoded(text: str) -> object:
+    """What a JSON text says; None when it is none. Raw control characters in strings pass: models write them."""
+    try:
+        value: object = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def container(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[bool]:
+    """Passes on an object or array that comes next, up to the bracket that closes it.
+
+    False when the text ended within, or one of `ends` stands outside of a string, which is left unread.
+    """
+    depth = 0
+    while True:
+        yield from tape.matching(_PLAIN, sink)
+        character = yield from tape.peek()
+        if character == '"':
+            yield from string(tape, sink)
+        elif not character or (character in "<`" and (yield from _ends(tape, ends))):
+            return False
+        else:
+            sink(tape.take(tape.at + 1))
+            depth += (character in _OPENS) - (character in _CLOSES)
+            if depth == 0:
+                return True
+
+
+def value(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[bool]:
+    """Passes on any JSON value that comes next, as `container` does. False when there is none."""
+    character = yield from tape.peek()
+    if character in _OPENS:
+        return (yield from container(tape, sink, ends))
+    if character == '"':
+        return (yield from string(tape, sink))
+    return (yield from tape.matching(_SCALAR, sink))
+
+
+def arguments(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[bool]:
+    """Passes on a call's arguments that come next. False when they broke off.
+
+    An object streams as it is written; one that is written as a string is decoded; null is {}.
+    """
+    if (yield from tape.peek()) in _OPENS:
+        return (yield from container(tape, sink, ends))
+    bits: list[str] = []
+    whole = yield from value(tape, bits.append, ends)
+    text = "".join(bits)
+    said = decoded(text) if whole else text
+    if said is None:
+        sink("{}")
+    elif isinstance(said, str) and isinstance(decoded(said), dict):
+        sink(said)
+    else:
+        sink(text)
+    return whole
+
+
+def _ends(tape: Tape, ends: Marks) -> Waiting[bool]:
+    for mark in ends.all:
+        if (yield from tape.stands(mark)):
+            return True
+    return False
