@@ -37,12 +37,14 @@ class HttpError(RaylmError):
         self.code = code
         self.headers = headers
 
-    def body(self) -> bytes:
-        """The JSON body."""
+    def message(self) -> str:
+        """What went wrong, cut where it gets long."""
         message = str(self)
-        if len(message) > MAX_MESSAGE_CHARS:
-            message = message[:MAX_MESSAGE_CHARS] + "..."
-        return msgspec.json.encode(_Body(_Error(message, self.kind, self.param, self.code)))
+        return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
+
+    def body(self) -> bytes:
+        """The JSON body, as OpenAI's clients read it."""
+        return msgspec.json.encode(_Body(_Error(self.message(), self.kind, self.param, self.code)))
 
 
 class _Error(msgspec.Struct):

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from raylm.config.serving import HttpConfig
 from raylm.errors import RequestRejected
 
+_STOP_FIELDS = ("stop", "stop_sequences")
+"""OpenAI's and Anthropic's."""
+
 
 def check_counts(fields: Mapping[str, object], limits: HttpConfig) -> None:
     """Refuse a body that holds too much. Raises RequestRejected with the field, the number and the limit; types are
@@ -17,14 +20,19 @@ def check_counts(fields: Mapping[str, object], limits: HttpConfig) -> None:
         _check("messages", "messages", len(messages), limits.max_messages, "messages")
         parts = sum(map(_num_parts, messages))
         _check("messages", "content parts in all", parts, limits.max_content_parts, "messages")
-    stop = fields.get("stop")
-    for number, one in enumerate(stop if isinstance(stop, list) else [stop]):
-        if isinstance(one, str):
-            place = f"stop[{number}]" if isinstance(stop, list) else "stop"
-            _check(place, "characters", len(one), limits.max_stop_chars, "stop")
+    for field in _STOP_FIELDS:
+        check_stops(fields.get(field), field, limits)
     stop_token_ids = fields.get("stop_token_ids")
     if isinstance(stop_token_ids, list):
         _check("stop_token_ids", "entries", len(stop_token_ids), limits.max_stop_token_ids, "stop_token_ids")
+
+
+def check_stops(stop: object, field: str, limits: HttpConfig) -> None:
+    """Refuse stop strings that are too long. `field` is where they came from."""
+    for number, one in enumerate(stop if isinstance(stop, list) else [stop]):
+        if isinstance(one, str):
+            place = f"{field}[{number}]" if isinstance(stop, list) else field
+            _check(place, "characters", len(one), limits.max_stop_chars, field)
 
 
 def _num_parts(message: object) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from raylm.api.answering import Answering, Draft
 from raylm.api.call import Call, Events
 from raylm.api.completions import Completions
+from raylm.api.dialect import OPENAI, Dialect
 from raylm.api.identity import INFERENCE
 from raylm.api.metrics import HttpMetrics
 from raylm.api.models import ModelListing
@@ -25,7 +26,8 @@ class Operation(NamedTuple):
 
     path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
     run: gives JSON, or the events of a stream; its errors are exceptions of raylm.
-    in_batches: lines of a batch may ask for it.
+    in_batches: lines of a batch may ask for it. dialect: how errors and streams are written.
+    is_refused: clients know it and this server does not do it; the answer always says so.
     """
 
     method: str
@@ -33,6 +35,8 @@ class Operation(NamedTuple):
     scope: str | None
     run: Callable[[Call], Awaitable[bytes | Events]]
     in_batches: bool = False
+    dialect: Dialect = OPENAI
+    is_refused: bool = False
 
 
 def operations(catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> list[Operation]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from raylm.api.body import read_json
@@ -25,11 +26,24 @@ from raylm.errors import RequestRejected
 from raylm.generation.quote import MAX_VALUE_CHARS, quote
 
 Request = TypeVar("Request", bound=GenerationRequest)
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse(cls: type[Request], body: bytes | bytearray, limits: HttpConfig) -> Request:
     """Check a body, and empty it. Raises RequestRejected; if `limits.strict` also for unknown fields and for a field
     given twice."""
+    own = CHAT_ONLY if issubclass(cls, ChatRequest) else COMPLETIONS_ONLY
+    data = read_fields(body, limits, cls.model_fields.keys() | UNSUPPORTED.keys() | own.keys() | HARMLESS)
+    options = data.get("stream_options")
+    if limits.strict and isinstance(options, dict):
+        _check_names(options, StreamOptions.model_fields.keys() | STREAM_OPTIONS.keys(), "stream_options.")
+    refuse_unsupported(data, chat=issubclass(cls, ChatRequest))
+    return validated(cls, data)
+
+
+def read_fields(body: bytes | bytearray, limits: HttpConfig, known: AbstractSet[str]) -> dict[str, object]:
+    """The fields of a body, which is emptied. Raises RequestRejected where the body is no JSON object or holds too
+    much; if `limits.strict` also for fields that are not `known` and for a field given twice."""
     data, rest = read_json(body, limits)
     if isinstance(body, bytearray) and rest is not body:
         body.clear()
@@ -37,10 +51,15 @@ def parse(cls: type[Request], body: bytes | bytearray, limits: HttpConfig) -> Re
         raise RequestRejected(f"The body must be a JSON object, got {quote(data)}", code="invalid_json")
     check_counts(data, limits)
     if limits.strict:
-        _check_known(cls, data, rest)
+        _check_names(data, known)
+        json.loads(rest, object_pairs_hook=_without_duplicates)
     if isinstance(rest, bytearray):
         rest.clear()
-    refuse_unsupported(data, chat=issubclass(cls, ChatRequest))
+    return data
+
+
+def validated(cls: type[Checked], data: dict[str, object]) -> Checked:
+    """The fields with their types checked. Raises RequestRejected."""
     try:
         return cls.model_validate(data)
     except ValidationError as error:
@@ -67,16 +86,7 @@ def _prompt(value: object, place: str) -> str | list[int]:
     raise RequestRejected(f"{place} {reason}", param=place)
 
 
-def _check_known(cls: type[GenerationRequest], data: dict[str, object], body: bytes | bytearray) -> None:
-    own = CHAT_ONLY if issubclass(cls, ChatRequest) else COMPLETIONS_ONLY
-    _check_names(data, cls.model_fields.keys() | UNSUPPORTED.keys() | own.keys() | HARMLESS)
-    options = data.get("stream_options")
-    if isinstance(options, dict):
-        _check_names(options, StreamOptions.model_fields.keys() | STREAM_OPTIONS.keys(), "stream_options.")
-    json.loads(body, object_pairs_hook=_without_duplicates)
-
-
-def _check_names(given: dict[str, object], known: set[str] | frozenset[str], place: str = "") -> None:
+def _check_names(given: dict[str, object], known: AbstractSet[str], place: str = "") -> None:
     for name in given:
         if name not in known:
             name = (place + name)[:MAX_VALUE_CHARS]

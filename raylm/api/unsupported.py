@@ -111,23 +111,25 @@ def refuse_unsupported(data: Mapping[str, object], *, chat: bool) -> None:
         for name, neutral in table.items():
             if name in data and name not in without:
                 _check(name, data[name], neutral)
-    _check_inside("stream_options", data.get("stream_options"), STREAM_OPTIONS)
+    refuse_fields(data.get("stream_options"), STREAM_OPTIONS, "stream_options.")
     messages = data.get("messages")
     for index, message in enumerate(messages if chat and isinstance(messages, list) else ()):
-        _check_inside(f"messages[{index}]", message, MESSAGE)
+        refuse_fields(message, MESSAGE, f"messages[{index}].")
+
+
+def refuse_fields(data: object, table: Fields, place: str = "") -> None:
+    """Raises RequestRejected for the first field of `table` that asks for something in `data`, if that is an object;
+    `place` stands before the field's name."""
+    if isinstance(data, dict):
+        for name, neutral in table.items():
+            if name in data:
+                _check(place + name, data[name], neutral)
 
 
 def _turned_off(data: Mapping[str, object]) -> set[str]:
     """Lists of tools that the model is not to use. They are not shown to the chat template."""
     pairs = (("tools", "tool_choice"), ("functions", "function_call"))
     return {tools for tools, choice in pairs if data.get(choice) == "none" and isinstance(data.get(tools), list)}
-
-
-def _check_inside(place: str, value: object, table: Fields) -> None:
-    if isinstance(value, dict):
-        for name, neutral in table.items():
-            if name in value:
-                _check(f"{place}.{name}", value[name], neutral)
 
 
 def _check(name: str, value: object, neutral: Neutral) -> None:

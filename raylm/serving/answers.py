@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
 from starlette.types import Send
 
 from raylm.api.call import Events
-from raylm.api.errors import HttpError, http_error
+from raylm.api.dialect import OPENAI, Dialect
+from raylm.api.errors import http_error
 from raylm.serving.sse import EventSender
 
 Headers = tuple[tuple[bytes, bytes], ...]
 _JSON = b"application/json"
-_EVENT_STREAM: Headers = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_UNBUFFERED: Headers = (
     (b"cache-control", b"no-cache"),
     # Proxies such as nginx hold a stream's events back otherwise.
     (b"x-accel-buffering", b"no"),
@@ -39,16 +39,17 @@ class Responder:
         *,
         without_body: bool = False,
         keep_alive_s: float = 15.0,
-        error_body: Callable[[HttpError], bytes] = HttpError.body,
+        dialect: Dialect = OPENAI,
     ) -> None:
         """`request_id`: what the log calls the request; who stands in front sends it (request_id.py). `without_body`:
-        the answer to HEAD, which has the headers of the answer to GET. `keep_alive_s`: see EventSender."""
+        the answer to HEAD, which has the headers of the answer to GET. `keep_alive_s`: see EventSender. `dialect`: how
+        errors and streams are written."""
         self.request_id = request_id
         self.started = False
         self._send = send
         self._without_body = without_body
         self._keep_alive_s = keep_alive_s
-        self._error_body = error_body
+        self._dialect = dialect
 
     async def reply(self, answer: Answer | bytes | Events) -> None:
         if isinstance(answer, bytes):
@@ -62,7 +63,8 @@ class Responder:
         """Answer with an error; when another answer has begun, the server cuts that one off."""
         problem = http_error(error, self.request_id)
         if not self.started:
-            await self._whole(Answer(self._error_body(problem), problem.status, headers=problem.headers))
+            body = self._dialect.error_body(problem, self.request_id)
+            await self._whole(Answer(body, problem.status, headers=problem.headers))
 
     async def _whole(self, answer: Answer) -> None:
         length = str(len(answer.body)).encode()
@@ -74,8 +76,8 @@ class Responder:
         async with aclosing(events):
             # An error before the first event raises here, and is answered with its own status.
             first = await anext(events)
-            await self._start(200, _EVENT_STREAM)
-            async with EventSender(self._send, self._keep_alive_s) as sender:
+            await self._start(200, ((b"content-type", self._dialect.stream_type), *_UNBUFFERED))
+            async with EventSender(self._send, self._keep_alive_s, self._dialect.heartbeat) as sender:
                 if first:
                     await sender.send(first)
                 async for event in events:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from raylm.api.call import Call, Events
+from raylm.api.dialect import OPENAI, Dialect
 from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
 from raylm.config.serving import HttpConfig
@@ -27,14 +28,15 @@ class HttpRoute(NamedTuple):
     """What one method of one path does.
 
     path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
-    error_body: how the route's API writes an error; OpenAI's way unless it says otherwise.
+    dialect: how the route's API writes errors and streams. is_listed: the answer to an unknown path names it.
     """
 
     method: str
     path: str
     scope: str | None
     run: Callable[[Call], Awaitable[Answer | bytes | Events]]
-    error_body: Callable[[HttpError], bytes] = HttpError.body
+    dialect: Dialect = OPENAI
+    is_listed: bool = True
 
 
 class ClientGone(Exception):
@@ -62,7 +64,7 @@ class Endpoint:
             request_id(headers),
             without_body=scope["method"] == "HEAD",
             keep_alive_s=self._config.keep_alive_s,
-            error_body=self.routes.get(scope["method"], self._first).error_body,
+            dialect=self.routes.get(scope["method"], self._first).dialect,
         )
         try:
             await self._answer(scope, headers, receive, responder)
@@ -146,7 +148,7 @@ class NotFound:
 
     def __init__(self, keys: ApiKeys | None, routes: Sequence[HttpRoute]) -> None:
         self._keys = keys
-        self._paths = ", ".join(dict.fromkeys(route.path.replace(":path}", "}") for route in routes))
+        self._paths = ", ".join(dict.fromkeys(each.path.replace(":path}", "}") for each in routes if each.is_listed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from raylm import __version__
 from raylm.api.call import Call
 from raylm.api.metrics import HttpMetrics
-from raylm.api.operations import operations
+from raylm.api.operations import Operation, operations
 from raylm.config.serving import HttpConfig
 from raylm.generation.served_model import ModelCatalog
 from raylm.serving.answers import Answer
@@ -30,8 +30,7 @@ def build_http_app(models: ModelCatalog, config: HttpConfig) -> ASGIApp:
 def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> Router:
     """The routes alone. Raises as build_http_app does."""
     keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
-    asked = [HttpRoute(each.method, each.path, each.scope, each.run) for each in operations(models, config, metrics)]
-    table = [*asked, *_looks(models, metrics)]
+    table = [*map(_route, operations(models, config, metrics)), *_looks(models, metrics)]
     paths = dict.fromkeys(route.path for route in table)
     endpoints = {path: Endpoint([each for each in table if each.path == path], config, keys) for path in paths}
     # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
@@ -40,6 +39,11 @@ def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics)
         redirect_slashes=False,
         default=NotFound(keys, table),
     )
+
+
+def _route(operation: Operation) -> HttpRoute:
+    method, path, scope, run = operation[:4]
+    return HttpRoute(method, path, scope, run, operation.dialect, is_listed=not operation.is_refused)
 
 
 def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:

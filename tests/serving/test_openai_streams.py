@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, InternalServerError
 
+from raylm.api.dialect import OPENAI
 from raylm.engine.client import _MAX_UNANSWERED
 from raylm.errors import Overloaded
-from raylm.serving.sse import COMMENT, EventSender
+from raylm.serving.sse import EventSender
 from tests.support.openai_fakes import RawClient, Server, ended, sse
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 COMPLETION = {"model": "tiny", "prompt": "hi", "stream": True}
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+COMMENT = OPENAI.heartbeat
 
 
 async def until(condition: Any) -> None:
@@ -119,7 +122,7 @@ async def test_a_client_that_does_not_read_is_sent_no_comments() -> None:
         tried.append(message["body"])
         await reads.wait()
 
-    async with EventSender(send, keep_alive_s=0) as sender:
+    async with EventSender(send, keep_alive_s=0, heartbeat=COMMENT) as sender:
         sending = asyncio.create_task(sender.send(b"event"))
         for _ in range(50):
             await asyncio.sleep(0)
