@@ -21,7 +21,8 @@ class Load(NamedTuple):
     """How busy an engine is; it rides on every Deltas message. Counts are since the engine's start.
 
     num_preemptions counts every preemption, num_swaps those that copied the blocks to host memory; prefix_queries and
-    prefix_hits are prompt tokens looked up and found in the prefix cache; drafts are those of speculative decoding.
+    prefix_hits are prompt tokens looked up and found in the prefix cache; drafts are those of speculative decoding;
+    num_generated are tokens sent to clients.
     """
 
     running: int
@@ -33,6 +34,7 @@ class Load(NamedTuple):
     prefix_hits: int = 0
     waiting_tokens: int = 0
     drafts: DraftCounters = NOTHING_DRAFTED
+    num_generated: int = 0
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):

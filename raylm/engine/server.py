@@ -65,6 +65,7 @@ class EngineServer:
         self._followers = Followers(engine.event_snapshot, self._outbox.offer)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._stop_reason: str | None = None
+        self._num_generated = 0
 
     @property
     def num_live(self) -> int:
@@ -83,6 +84,7 @@ class EngineServer:
             prefix_hits=stats.prefix_hits,
             waiting_tokens=stats.waiting_tokens,
             drafts=stats.drafts,
+            num_generated=self._num_generated,
         )
 
     def run(self) -> None:
@@ -213,6 +215,7 @@ class EngineServer:
             if client is None:
                 continue
             batches.setdefault(client, []).append(delta)
+            self._num_generated += len(delta.token_ids)
             if delta.finish_reason is not None:
                 del self._owner[delta.request_id]
         if not batches:

@@ -18,6 +18,7 @@ from raylm.serving.cors import Cors
 from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
 from raylm.serving.keys import ApiKeys
 from raylm.serving.loop import LoopWatch
+from raylm.serving.state import ServerState
 
 
 def build_http_app(models: ModelCatalog, config: HttpConfig) -> ASGIApp:
@@ -57,6 +58,11 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
     async def version(call: Call) -> Answer:
         return Answer(msgspec.json.encode({"version": __version__}))
 
+    server_state = ServerState(models)
+
+    async def state(call: Call) -> Answer:
+        return Answer(msgspec.json.encode(server_state.look()))
+
     async def counts(call: Call) -> Answer:
         return Answer(metrics.render(), content_type=CONTENT_TYPE_LATEST.encode())
 
@@ -64,4 +70,5 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
         HttpRoute("GET", "/health", None, health),
         HttpRoute("GET", "/version", None, version),
         HttpRoute("GET", "/metrics", None, counts),
+        HttpRoute("GET", "/state", None, state),
     ]

@@ -105,6 +105,7 @@ async def test_the_sequences_of_a_group_share_one_submit(served):
     again = await collect_all(client, ["d"], prompt, params)
     assert again["d"].num_cached_tokens == 8, "the prompt's full blocks are in the cache"
     assert client.load.prefix_hits == 8 and client.load.prefix_queries >= 11 + 11
+    assert client.load.num_generated == 4 * 20
     assert served.server.num_live == client.num_live == 0
     await client.close()
 

@@ -161,6 +161,23 @@ def test_errors_are_openais_whoever_makes_them(few: Fronts):
     assert few.ask("/missing").status == 404  # What the application says is not there is not there.
 
 
+def test_every_answer_has_the_requests_id(front: Fronts, backend: Backend):
+    """What the application saw comes back as `seen`; errors of HAProxy's own have an id too."""
+    front.configure({"/one": backend.server_port, "/two": 0})
+    front.start()
+    for path, status in (("/one", 200), ("/one/text", 400), ("/two", 503), ("/nothing", 404)):
+        for given in ("mine", "!" * 128):
+            answer = front.ask(path, headers={"x-request-id": given})
+            assert (answer.status, answer.headers["x-request-id"]) == (status, given)
+            assert answer.headers.get("seen", given) == given
+        made = set()
+        for odd in ("two words", "a, b", "!" * 129, "\xe9", None):
+            answer = front.ask(path, headers={} if odd is None else {"x-request-id": odd})
+            made.add(answer.headers["x-request-id"])
+            assert answer.headers.get("seen", answer.headers["x-request-id"]) == answer.headers["x-request-id"]
+        assert len(made) == 5 and all(len(one) == 36 for one in made), made
+
+
 def test_a_path_is_not_found_only_where_no_application_has_it(front: Fronts, backend: Backend):
     front.configure({"/one": backend.server_port, "/two": 0}, spare=backend.server_port)
     front.start()

@@ -180,7 +180,9 @@ async def test_models() -> None:
     assert (await server.http.get("/v1/models/tiny")).json() == CARD
 
 
-@pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/v1/models", "/v1/models/", "/v1/models/tiny"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/version", "/metrics", "/state", "/v1/models", "/v1/models/", "/v1/models/tiny"]
+)
 async def test_head_is_get_without_the_body(path: str) -> None:
     http = Server().http
     head, whole = await http.head(path), await http.get(path)

@@ -78,6 +78,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)
         self.send_header("content-type", kind)
+        self.send_header("seen", self.headers.get("x-request-id", ""))
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

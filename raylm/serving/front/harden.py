@@ -159,7 +159,8 @@ def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -
         match = _BIND.fullmatch(line)
         lines.append(f"    bind fd@{around.sockets[match[1]]}{match[2]}" if match else line)
         if match:
-            lines += _limits(settings)
+            of_connections, of_requests = _limits(settings)
+            lines += [*of_connections, *_request_ids(section), *of_requests]
             if section.head == _HTTP:
                 reads = "METH_GET or METH_HEAD"
                 lines.append(f"    http-request wait-for-body time {settings.body_timeout_ms}ms unless {reads}")
@@ -169,7 +170,23 @@ def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -
     return lines
 
 
-def _limits(settings: FrontSettings) -> list[str]:
+def _request_ids(section: Section) -> list[str]:
+    """x-request-id: the client's where it is sane (raylm.serving.request_id), else a new one; the same in every answer,
+    errors of HAProxy's own too."""
+    header, variable = "x-request-id", "var(txn.request_id)"
+    has_format = any(line.strip().startswith("unique-id-format") for line in section.lines)
+    lines = [
+        *([] if has_format else ["unique-id-format %[uuid]"]),
+        f"http-request set-var(txn.request_id) req.fhdr({header}) if {{ req.fhdr({header}) -m reg ^[!-~]{{1,128}}$ }}",
+        f"http-request set-var(txn.request_id) unique-id unless {{ {variable} -m found }}",
+        f"http-request set-header {header} %[{variable}]",
+        f"http-after-response set-header {header} %[{variable}] if {{ {variable} -m found }}",
+    ]
+    return [f"    {line}" for line in lines]
+
+
+def _limits(settings: FrontSettings) -> tuple[list[str], list[str]]:
+    """The rules for connections, and those for requests."""
     client, most = f"ipmask(32,64) table {_CLIENTS}", settings.max_connections_per_client
     proxies = f"{{ src {' '.join(settings.trusted_proxies)} }}"
     uncounted = [] if settings.count_loopback else list(_LOOPBACK)
@@ -188,7 +205,7 @@ def _limits(settings: FrontSettings) -> list[str]:
         f"tcp-request session track-sc0 src,{client}{condition}",
         f"tcp-request session reject if {{ sc0_conn_cur gt {most} }}",
     ]
-    return [f"    {line}" for line in [*before, *counted, *after]]
+    return [f"    {line}" for line in [*before, *counted]], [f"    {line}" for line in after]
 
 
 def _not_found() -> str:
