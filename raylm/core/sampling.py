@@ -10,6 +10,7 @@ from functools import partial
 from raylm.core import sampling_checks as checks
 from raylm.core.sampling_checks import Bounds
 from raylm.core.structure import StructuredOutput
+from raylm.core.thinking import ThinkingSection, check_thinking
 from raylm.errors import RequestRejected
 
 MAX_SEED = 2**63 - 1
@@ -70,7 +71,7 @@ class SamplingParams:
     beam_width: over 0, search for the likeliest sequences with so many beams, up to 16, instead of sampling; n of them
         come back at their end, the best first. temperature, top_p, top_k, min_p, typical_p, penalties and seed then do
         nothing. Not possible with it are logit_bias, allowed_token_ids, bad_words, bad_token_ids, min_tokens,
-        logits_processors, logprob_token_ids and structure.
+        logits_processors, logprob_token_ids, structure and thinking_token_budget.
     length_penalty: beams are compared by their log probability over length ** length_penalty.
     early_stopping: end a beam search as soon as beam_width sequences have ended, even if a running one could be better.
     stop: strings that end the text.
@@ -80,6 +81,10 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     structure: the form that the text must have, such as a JSON schema: only tokens that it allows are sampled. The
         tokens that end the text are allowed where the form is complete.
+    thinking_token_budget: tokens that one thinking section of the answer may have; behind them its end mark is forced,
+        whatever else is asked for. -1 is no limit.
+    thinking: the marks of such sections. The text side knows them from the model's format; an engine needs them where
+        there is a budget.
     spaces_between_special_tokens: off, with skip_special_tokens off too, the text is without the space that some
         tokenizers write between two special tokens.
 
@@ -114,6 +119,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     structure: StructuredOutput | None = None
+    thinking_token_budget: int = -1
+    thinking: ThinkingSection | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
@@ -154,6 +161,7 @@ class SamplingParams:
             "bad_token_ids": bool(self.bad_token_ids),
             "min_tokens": bool(self.min_tokens),
             "logits_processors": bool(self.logits_processors),
+            "thinking_token_budget": self.thinking_token_budget >= 0,
         }
         for name, is_set in others.items():
             if is_set:
@@ -171,6 +179,13 @@ class SamplingParams:
         for name, is_set in others.items():
             if is_set:
                 raise RequestRejected(f"{name} is not possible together with structured output", param=name)
+        begins_at_once = self.structure is not None and not self.structure.begin_after
+        if begins_at_once and self.thinking_token_budget >= 0 and self.thinking is not None and self.thinking.begun:
+            raise RequestRejected(
+                "thinking_token_budget is only possible with structured output that begins after the thinking "
+                "(structure.begin_after)",
+                param="thinking_token_budget",
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -182,6 +197,8 @@ class SamplingParams:
         yield "allowed_token_ids", self.allowed_token_ids
         yield "logprob_token_ids", self.logprob_token_ids
         yield "bad_token_ids", tuple(token for word in self.bad_token_ids for token in word)
+        if self.thinking is not None:
+            yield "thinking", (*self.thinking.begin, *self.thinking.end)
 
 
 _Check = Callable[[str, object], object]
@@ -238,6 +255,8 @@ _of_each_field: dict[str, _Check] = {
     "include_stop_str_in_output": checks.flag,
     "ignore_eos": checks.flag,
     "structure": checks.structure,
+    "thinking_token_budget": _integer(-1),
+    "thinking": check_thinking,
     "skip_special_tokens": checks.flag,
     "spaces_between_special_tokens": checks.flag,
 }

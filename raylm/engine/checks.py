@@ -71,6 +71,11 @@ def check_params(
                 f"logits_processors names {name!r:.100}; this model has {known} (generation.logits_processors)",
                 param="logits_processors",
             )
+    if params.thinking_token_budget >= 0 and params.thinking is None:
+        raise RequestRejected(
+            "thinking_token_budget needs a model whose thinking has marks (thinking); none are known of this one",
+            param="thinking_token_budget",
+        )
     if params.structure is not None and not params.structure.is_ready:
         raise RequestRejected(
             f"structure of kind {params.structure.kind} must be turned into a grammar first (GrammarCompiler)",

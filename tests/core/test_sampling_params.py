@@ -10,6 +10,8 @@ from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import RowSampling
+from raylm.core.structure import StructuredOutput
+from raylm.core.thinking import ThinkingSection
 from raylm.engine.checks import check_params, check_prompt
 from raylm.engine.messages import Submit, ToEngine
 from raylm.errors import RequestRejected
@@ -57,6 +59,24 @@ class Text(str):
             {"logprob_token_ids": [1] * 1025, "logprobs": 0},
             "logprob_token_ids has 1025 tokens, at most 1024 are allowed",
         ),
+        (
+            {"thinking_token_budget": -2},
+            "thinking_token_budget must be an integer from -1 to 2147483647, got -2",
+        ),
+        (
+            {"thinking_token_budget": 5, "beam_width": 2},
+            "thinking_token_budget is not possible together with a beam search (beam_width)",
+        ),
+        (
+            {
+                "thinking_token_budget": 5,
+                "thinking": ThinkingSection((), (4,), begun=True),
+                "structure": StructuredOutput("json_object"),
+            },
+            "thinking_token_budget is only possible with structured output that begins after the thinking "
+            "(structure.begin_after)",
+        ),
+        ({"thinking": "<think>"}, "thinking must be a ThinkingSection, got '<think>'"),
         ({"min_tokens": -1}, "min_tokens must be an integer from 0 to 2147483647, got -1"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than the 4 of max_tokens"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
@@ -259,3 +279,27 @@ def test_some_token_must_be_left_to_sample(fields, kept):
     with pytest.raises(RequestRejected, match="allowed_token_ids leaves no token") as error:
         check_params(SamplingParams(**fields), GenerationConfig(), vocab_size=9, eos=eos)
     assert error.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"begin": (1,), "end": ()}, "thinking.end must have at least 1 token, got none"),
+        ({"begin": (), "end": (1,)}, "thinking.begin must have at least 1 token unless it has begun"),
+        ({"begin": (1,) * 17, "end": (1,)}, "thinking.begin has 17 tokens, at most 16 are allowed"),
+        ({"begin": (1,), "end": (-1,)}, "thinking.end must be an integer from 0 to 2147483647, got -1"),
+        ({"begin": (1,), "end": (2,), "begun": 1}, "thinking.begun must be true or false, got 1"),
+    ],
+)
+def test_marks_of_thinking_are_checked(fields, sentence):
+    with pytest.raises(RequestRejected) as error:
+        ThinkingSection(**fields)
+    assert str(error.value) == sentence
+
+
+def test_a_budget_needs_marks_of_the_model():
+    with pytest.raises(RequestRejected, match="thinking_token_budget needs a model whose thinking has marks"):
+        check_params(SamplingParams(thinking_token_budget=5), GenerationConfig(), vocab_size=10)
+    marks = ThinkingSection((3,), (10,))
+    with pytest.raises(RequestRejected, match="thinking holds the token id 10; this model has 0 to 9"):
+        check_params(SamplingParams(thinking_token_budget=5, thinking=marks), GenerationConfig(), vocab_size=10)

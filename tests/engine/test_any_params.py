@@ -13,6 +13,7 @@ from raylm import LLM, EngineConfig
 from raylm.core.sampling import MAX_SEED, SamplingParams
 from raylm.core.step import Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
+from raylm.core.thinking import ThinkingSection
 from raylm.engine.engine import Engine
 from raylm.errors import RequestRejected
 from tests.support import checkpoints, fakes
@@ -75,6 +76,17 @@ STRATEGIES: dict[str, st.SearchStrategy[object]] = {
     "stop_token_ids": few_tokens,
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
+    "thinking_token_budget": st.integers(-2, 4),
+    "thinking": st.one_of(
+        st.none(),
+        st.just("<think>"),
+        st.builds(
+            ThinkingSection,
+            st.lists(tokens, min_size=1, max_size=2).map(tuple),
+            st.lists(tokens, min_size=1, max_size=3).map(tuple),
+            st.booleans(),
+        ),
+    ),
     "skip_special_tokens": st.booleans(),
     "spaces_between_special_tokens": st.booleans(),
 }

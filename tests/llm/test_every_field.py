@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
 from raylm.core.step import TokenDelta
+from raylm.core.thinking import ThinkingSection
 from raylm.text.definition import TokenizerInfo
 from raylm.text.processor import TextProcessor
 from raylm.text.tokenizer import Tokenizer
@@ -158,6 +159,18 @@ def structure(ask: Ask) -> None:
     assert output.text in ("ab", "cd") and output.finish_reason == "stop"
 
 
+def thinking_token_budget(ask: Ask) -> None:
+    section = ThinkingSection(begin=(), end=(9, 11), begun=True)
+    found = ask.tokens(thinking=section, thinking_token_budget=3)
+    assert found[:5] == [*ask.tokens()[:3], 9, 11] and ask.tokens(thinking=section) == ask.tokens()
+
+
+def thinking(ask: Ask) -> None:
+    first, _, third = ask.tokens()[:3]
+    section = ThinkingSection(begin=(first,), end=(9,))
+    assert ask.tokens(thinking=section, thinking_token_budget=1)[2] == 9 != third
+
+
 def skip_special_tokens(ask: Ask) -> None:
     biased = {"logit_bias": {checkpoints.EOS: 100}}
     assert ask.outputs(**biased)[0].text == ""
@@ -204,6 +217,8 @@ CASES: dict[str, Callable[[Ask], None]] = {
     "include_stop_str_in_output": include_stop_str_in_output,
     "ignore_eos": ignore_eos,
     "structure": structure,
+    "thinking_token_budget": thinking_token_budget,
+    "thinking": thinking,
     "skip_special_tokens": skip_special_tokens,
     "spaces_between_special_tokens": spaces_between_special_tokens,
 }

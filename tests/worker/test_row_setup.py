@@ -11,6 +11,7 @@ import torch
 
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewRow, RowSampling
+from raylm.core.thinking import ThinkingSection
 from raylm.parallel.context import ParallelContext
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.grammar import GrammarStage
@@ -36,6 +37,7 @@ WITHOUT_STAGE: dict[str, object] = {
     "stop_token_ids": (3,),
     "include_stop_str_in_output": True,
     "ignore_eos": True,
+    "thinking": ThinkingSection((3,), (4,)),
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
 }
@@ -50,6 +52,7 @@ ASKING: list[dict[str, object]] = [
     {"bad_token_ids": ((4, 5),)},
     {"min_tokens": 4},
     {"logits_processors": ("double",)},
+    {"thinking_token_budget": 0, "thinking": ThinkingSection((), (9,), begun=True)},
     {"logprobs": 2},
     {"logprobs": 2, "logprob_token_ids": (4,)},
 ]
@@ -72,6 +75,7 @@ class Bench:
     def begin(self, *requests: SamplingParams) -> None:
         new = [NewRow(row, [4], 0, RowSampling(params, 0, 1, STOP_IDS)) for row, params in enumerate(requests)]
         self.table.token_ids[:, :3] = 4
+        self.table.known_bound[:] = 4
         self.sampler.begin(new)
 
     def drawn(self):

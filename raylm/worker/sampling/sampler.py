@@ -22,6 +22,7 @@ from raylm.worker.sampling.penalties import Penalties
 from raylm.worker.sampling.processed import processed, truncates
 from raylm.worker.sampling.processors import LogitsProcessor, Processors
 from raylm.worker.sampling.stages import ROWS_AT_A_TIME, LogitRows, LogitsStage, RowNotes
+from raylm.worker.sampling.thinking import Thinking
 from raylm.worker.sampling.tokens import AllowedTokens, BadWords, LogitBias, MinTokens
 from raylm.worker.sampling.typical import Typical
 
@@ -29,7 +30,7 @@ NO_STAGE = frozenset(
     (
         *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "n", "length_penalty", "early_stopping"),
         *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("skip_special_tokens", "spaces_between_special_tokens"),
+        *("thinking", "skip_special_tokens", "spaces_between_special_tokens"),
     )
 )
 """Fields of SamplingParams that by themselves ask for no stage and for no log probabilities. A request that sets no
@@ -190,4 +191,5 @@ def make_stages(
         grammar,
         MinTokens(table),
         Typical(table),
+        Thinking(table),
     ]
