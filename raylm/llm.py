@@ -26,6 +26,7 @@ from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RaylmError, RequestRejected
 from raylm.grammar.compiler import GrammarCompiler
+from raylm.text.chat_settings import ChatSettings
 from raylm.text.processor import TextDelta, TextProcessor
 from raylm.text.truncation import Truncation
 
@@ -135,7 +136,7 @@ class LLM:
             model = parse(EngineConfig, settings, source="LLM(...)")
         self.config = model
         source = locate(model.model.path)
-        self.text = TextProcessor.load(source)
+        self.text = TextProcessor.load(source, ChatSettings.of(model))
         self._grammars = GrammarCompiler(source)
         # Nobody follows an engine in this process: it would collect events for ever.
         quiet = model.model_copy(update={"cache": model.cache.model_copy(update={"events": False})})

@@ -12,6 +12,7 @@ from raylm.api.protocol import ChatRequest
 from raylm.api.wire import Reply
 from raylm.config.serving import HttpConfig
 from raylm.generation.job import Job
+from raylm.text.chat_options import ChatOptions
 
 
 class OpenAIChat:
@@ -28,7 +29,7 @@ class OpenAIChat:
         asked = asking(request, model.sampling, default_max_tokens=None)
         check_num_sequences(1, asked.wanted, self._config.max_choices)
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        text = model.text.render(messages, add_generation_prompt=request.add_generation_prompt is not False)
+        text = model.text.render(messages, ChatOptions(add_generation_prompt=request.add_generation_prompt))
 
         def encoder(reply: Reply, job: Job) -> ChatEncoder:
             return ChatEncoder(reply, job, asked.answer)

@@ -23,6 +23,7 @@ from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
+from raylm.text.chat_settings import ChatSettings
 from raylm.text.processor import TextProcessor
 
 _GRAMMARS = GrammarLimits(waiting=None, queue_s=None)
@@ -59,7 +60,8 @@ class Answerer:
         self._grammars: GrammarCompiler | None = None
         if text is None:
             source = locate(config.model.path)
-            text, self._grammars = TextProcessor.load(source), GrammarCompiler(source, limits=_GRAMMARS)
+            text = TextProcessor.load(source, ChatSettings.of(config))
+            self._grammars = GrammarCompiler(source, limits=_GRAMMARS)
         model = ServedModel(
             name=self.name,
             created=int(time.time()),

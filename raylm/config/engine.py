@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
+from raylm.config.chat import ChatConfig
 from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
 from raylm.config.speculation import ON_HOST, SpeculationConfig
 
@@ -37,6 +38,9 @@ class ModelConfig(FrozenConfig):
     """dummy makes random weights of the right shapes from config.json alone."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
+    chat_template: str | None = None
+    """The chat template in place of the checkpoint's: a file on every node, the text itself, or the name of a bundled
+    one (alpaca, chatml, llama-2, vicuna, zephyr)."""
     seed: int = 0
     """Seed of dummy weights."""
     sampling: SamplingConfig = SamplingConfig()
@@ -180,6 +184,7 @@ class EngineConfig(FrozenConfig):
     """One engine: one model on one device group."""
 
     model: ModelConfig
+    chat: ChatConfig = ChatConfig()
     generation: GenerationConfig = GenerationConfig()
     load: LoadConfig = LoadConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raylm.config.base import read_yaml
+from raylm.config.chat import is_template
 from raylm.config.source import DEMO_MODELS
 from raylm.errors import ConfigError
 
@@ -73,13 +74,17 @@ def _args_of_model(application: object) -> dict[str, object] | None:
 
 
 def _engine(engine: dict[str, object], folder: Path) -> dict[str, object]:
-    return _beside(_beside(engine, "model", "path", folder), "speculation", "model", folder)
+    for section, key in (("model", "path"), ("model", "chat_template"), ("speculation", "model")):
+        engine = _beside(engine, section, key, folder)
+    return engine
 
 
 def _beside(engine: dict[str, object], section: str, key: str, folder: Path) -> dict[str, object]:
-    """The engine's configuration with the whole path of a model that lies in the folder."""
+    """The engine's configuration with the whole path of a model, or a chat template, that lies in the folder."""
     values = engine.get(section)
     if not isinstance(values, dict) or not isinstance(path := values.get(key), str) or path in DEMO_MODELS:
+        return engine
+    if key == "chat_template" and is_template(path):
         return engine
     found = folder / Path(path).expanduser()
     return {**engine, section: {**values, key: str(found)}} if found.exists() else engine

@@ -27,8 +27,13 @@ _RECONNECT_S = 0.5
 _LOAD_AGAIN_S = 5.0
 _CATCH_UP_POLL_S = 0.02
 
-_Version = tuple[str, str]
-"""Name and path of a model. In an upgrade engines of two paths have one name, and neither tokenizer fits the others."""
+_Version = tuple[str, str, str]
+"""Name, path and chat settings of a model. In an upgrade engines of two versions have one name, and neither text side
+fits the others."""
+
+
+def _version(model: ModelEntry) -> _Version:
+    return model.name, model.path, model.chat.key
 
 
 class _Engine:
@@ -87,10 +92,10 @@ class LiveCatalog:
     def __init__(
         self,
         directory: DirectoryClient,
-        load_text: Callable[[str], Text],
+        load_text: Callable[[ModelEntry], Text],
         load_grammars: Callable[[str], GrammarCompiler] | None = None,
     ) -> None:
-        """`load_text`: from model.path to the model's text side; `load_grammars` to its compiler of structured output.
+        """`load_text` makes a model's text side; `load_grammars`, from model.path, its compiler of structured output.
         Both run in a thread and raise ConfigError."""
         self._directory = directory
         self._load_text = load_text
@@ -105,11 +110,11 @@ class LiveCatalog:
 
     def get(self, name: str) -> ServedModel | None:
         # Large bodies are read in other threads, which call this.
-        found = [served for (known, _), served in list(self._models.items()) if known == name]
+        found = [served for (known, *_), served in list(self._models.items()) if known == name]
         return max(found, key=lambda served: served[0].fitness)[1] if found else None
 
     def names(self) -> list[str]:
-        return sorted({name for name, _ in list(self._texts)})
+        return sorted({name for name, *_ in list(self._texts)})
 
     def ready(self) -> bool:
         if self._closed is not None or not self._texts:
@@ -179,12 +184,12 @@ class LiveCatalog:
             for engine_id in [engine_id for engine_id in router.engines if engine_id not in entries]:
                 await self._retire(router, engine_id)
         if snapshot.settled:
-            self._forget(self._texts.keys() - {(model.name, model.path) for model in models})
+            self._forget(self._texts.keys() - {_version(model) for model in models})
         for version in self._texts:
             self._offer(version)
 
     def _know(self, model: ModelEntry) -> None:
-        version = (model.name, model.path)
+        version = _version(model)
         router = self._routers.setdefault(version, ModelRouter(model.name))
         router.since = max(router.since, model.since)
         router.closed = self._closed
@@ -198,12 +203,12 @@ class LiveCatalog:
         for version in versions:
             self._texts.pop(version).cancel()
             self._models.pop(version, None)
-            logger.info("model %s (%s) is no more", *version)
+            logger.info("model %s (%s) is no more", *version[:2])
         for version in [each for each in self._routers if each not in self._texts and not self._routers[each].engines]:
             del self._routers[version]
 
     def _update(self, entry: EngineEntry, snapshot: Snapshot) -> None:
-        router = self._routers[entry.model.name, entry.model.path]
+        router = self._routers[_version(entry.model)]
         engine = router.engines.get(entry.engine_id)
         if engine is not None:
             engine.entry = entry
@@ -254,7 +259,7 @@ class _TextSide:
     def __init__(
         self,
         model: ModelEntry,
-        load: Callable[[str], Text],
+        load: Callable[[ModelEntry], Text],
         load_grammars: Callable[[str], GrammarCompiler] | None,
         *,
         on_loaded: Callable[[], None],
@@ -276,7 +281,7 @@ class _TextSide:
     async def _run(self) -> None:
         while self.text is None:
             try:
-                text = await asyncio.to_thread(self._load, self._model.path)
+                text = await asyncio.to_thread(self._load, self._model)
                 if self._load_grammars is not None:
                     self.grammars = await asyncio.to_thread(self._load_grammars, self._model.path)
                 self.text = text

@@ -21,6 +21,7 @@ from raylm.config.sampling import SamplingDefaults
 from raylm.engine.link import KeyPair
 from raylm.engine.messages import Load
 from raylm.log import get_logger
+from raylm.text.chat_settings import ChatSettings
 
 logger = get_logger(__name__)
 
@@ -49,6 +50,7 @@ class ModelEntry(NamedTuple):
     since: float
     """When the replica that says so began, in seconds since the epoch: of two that differ, as in an upgrade, the
     younger one counts."""
+    chat: ChatSettings = ChatSettings()
 
 
 class EngineEntry(NamedTuple):

@@ -15,7 +15,7 @@ from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.serving.catalog import LiveCatalog
-from raylm.serving.directory import DirectoryClient
+from raylm.serving.directory import DirectoryClient, ModelEntry
 from raylm.serving.replica_state import is_stopping
 from raylm.text.processor import TextProcessor
 
@@ -75,5 +75,5 @@ def load_grammars(http: HttpConfig, path: str) -> GrammarCompiler:
     return compiler
 
 
-def _load_text(path: str) -> TextProcessor:
-    return TextProcessor.load(locate(path))
+def _load_text(model: ModelEntry) -> TextProcessor:
+    return TextProcessor.load(locate(model.path), model.chat)

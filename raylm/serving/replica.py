@@ -24,6 +24,7 @@ from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
 from raylm.serving.autoscaling import CAPACITY, RUNNING, WAITING
 from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry
 from raylm.serving.peers import engine_name, find_peers
+from raylm.text.chat_settings import ChatSettings
 
 logger = log.get_logger(__name__)
 
@@ -42,7 +43,12 @@ class ModelReplica:
         model = config.engine.model
         application = serve.get_replica_context().app_name
         self._model = ModelEntry(
-            model.served_name, application, model.path, sampling=config.engine.sampling_defaults, since=time.time()
+            model.served_name,
+            application,
+            model.path,
+            sampling=config.engine.sampling_defaults,
+            since=time.time(),
+            chat=ChatSettings.of(config.engine),
         )
         self._capacity = resolve(config.engine, worker_device(resources)).scheduler.max_num_seqs
         self._engine_id = uuid.uuid4().hex

@@ -22,7 +22,7 @@ from raylm.text.definition import TokenizerInfo
 
 logger = get_logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raise it when a conversion changes what it makes."""
 _HEAD_BYTES = 64 * 1024
 

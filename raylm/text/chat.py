@@ -2,180 +2,216 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from reprlib import repr as brief
-from typing import NamedTuple, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from raylm.config.chat import is_template
 from raylm.errors import RequestRejected
+from raylm.text.chat_options import ChatOptions
+from raylm.text.chat_settings import ChatSettings, bundled, bundled_names
+from raylm.text.messages import Message, Turn, checked, plain, reject
+from raylm.text.sandbox import environment
 from raylm.text.template_reading import TemplateReading
+from raylm.text.tool_prompt import tell_calls, tell_results, tell_tools
 
-Message = Mapping[str, object]
-"""{"role": str, "content": str or a list of {"type": "text", "text": str}}, and whatever else a template reads. An
-assistant's content may be None or missing, and one of its parts or its `refusal` may be what it refused with."""
+__all__ = ["ChatTemplate", "Message"]
 
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of a part that are text, with the field that holds it."""
+_OPEN_END = "RAYLM_GOES_ON_HERE "
+"""Stands at the end of a message that is continued; what a template writes after it is cut off. The space tells whether
+the template trims contents."""
+_MAX_REASON_CHARS = 500
 
 
 class ChatTemplate:
-    """One model's chat template (jinja2 source; None for a model without one), compiled at its first use."""
+    """One model's chat templates, each compiled at its first use. Safe to share between requests and threads."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: the template's variables such as bos_token and eos_token."""
-        self._source = source
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        settings: ChatSettings | None = None,
+        named: Mapping[str, str] | None = None,
+    ) -> None:
+        """source: the checkpoint's template (jinja2), None where it has none; the settings' comes before it.
+        special_tokens: the template's variables such as bos_token and eos_token.
+        named: further templates of the checkpoint, such as tool_use, which is taken where there are tools.
+        """
+        self._settings = settings or ChatSettings()
         self._special_tokens = dict(special_tokens)
-        self._template: tuple[jinja2.Template, TemplateReading] | None = None
+        self._named = dict(named or {})
+        own = self._settings.template if self._settings.template is not None else source
+        self._template = None if own is None else _Template(own, "the model's chat template")
+        use = self._named.get("tool_use") if self._settings.template is None else None
+        self._with_tools = self._template if use is None else _Template(use, "the model's chat template 'tool_use'")
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def source(self) -> str | None:
+        """The template that renders a conversation with tools, if the model has any."""
+        return None if self._with_tools is None else self._with_tools.source
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether it shows tools itself. Otherwise they are told in the system message, in the format of Hermes."""
+        return self._with_tools is not None and self._with_tools.reading.reads_tools
+
+    def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
         """The prompt's text; special tokens stand in it as text.
 
-        Raises RequestRejected(param="messages") when a message is malformed, the template refuses the conversation or
-        the model has none.
+        Raises RequestRejected when a message is malformed, the template refuses the conversation or the model has none;
+        param is "messages", or the option at fault.
         """
-        conversation = _checked(messages)
-        try:
-            template, reading = self._compiled()
-            return template.render(
-                messages=[_as_read(message, reading) for message in conversation],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+        options = options or ChatOptions()
+        turns = checked(messages)
+        template = self._chosen(options)
+        reading = template.reading
+        if options.documents and not reading.reads_documents:
+            raise RequestRejected("documents: the model's chat template reads no documents", param="documents")
+        tools = plain(options.tools, "tools", param="tools") if options.tools else None
+        if not reading.reads_tool_calls:
+            turns = tell_calls(turns)
+        if not reading.reads_tool_results:
+            turns = tell_results(turns)
+        if isinstance(tools, list) and not reading.reads_tools:
+            turns, tools = tell_tools(turns, tools), None
+        conversation = [_as_read(turn, reading) for turn in turns]
+        last = _opened(conversation[-1]) if options.continue_final_message else None
+        text = template.run(messages=conversation, tools=tools, **self._variables(options))
+        return text if last is None else _cut(text, last)
+
+    def _chosen(self, options: ChatOptions) -> _Template:
+        if options.template is not None:
+            return self._requested(options.template)
+        chosen = self._with_tools if options.tools else self._template
+        if chosen is None:
+            raise RequestRejected(
+                "the model has no chat template, so it takes no messages; send a prompt instead", param="messages"
             )
-        except jinja2.TemplateSyntaxError as error:
-            raise _rejected(f"the model's chat template is not valid, line {error.lineno}: {error.message}") from None
+        return chosen
+
+    def _requested(self, given: str) -> _Template:
+        """The template that a request brings, or names."""
+        if not self._settings.config.allow_request_templates:
+            raise RequestRejected(
+                "chat_template: this server takes no templates from requests (chat.allow_request_templates is false)",
+                param="chat_template",
+            )
+        source = given
+        if not is_template(given):
+            if given in self._named:
+                source = self._named[given]
+            elif given in bundled_names():
+                source = bundled(given)
+            else:
+                known = ", ".join(sorted({*self._named, *bundled_names()}))
+                raise RequestRejected(
+                    f"chat_template must be a template's text or one of {known}, got {given[:100]!r}",
+                    param="chat_template",
+                )
+        return _Template(source, "chat_template", param="chat_template")
+
+    def _variables(self, options: ChatOptions) -> dict[str, object]:
+        """What a template sees beside the conversation; what comes later wins."""
+        documents = plain(options.documents, "documents", param="documents") if options.documents else None
+        given = plain(options.kwargs, "chat_template_kwargs", param="chat_template_kwargs")
+        assert isinstance(given, dict), "a mapping is copied as one"
+        return {
+            **self._special_tokens,
+            **self._settings.config.template_kwargs,
+            **_effort(options.reasoning_effort),
+            **given,
+            "documents": documents,
+            "add_generation_prompt": options.begins_answer,
+        }
+
+
+class _Template:
+    """One template: its source, what the source says of it, and its compiled form."""
+
+    def __init__(self, source: str, name: str, *, param: str = "messages") -> None:
+        """`name`: what it is called in sentences; `param`: the field that is at fault when it is wrong."""
+        self.source = source
+        self._name = name
+        self._param = param
+        self._compiled: tuple[jinja2.Template, TemplateReading] | None = None
+
+    @property
+    def reading(self) -> TemplateReading:
+        """Raises RequestRejected where the source is no template."""
+        return self._parts()[1]
+
+    def run(self, **variables: object) -> str:
+        template, _ = self._parts()
+        try:
+            return template.render(variables)
         except jinja2.TemplateError as error:
-            raise _rejected(f"the model's chat template refuses these messages: {error}") from None
+            raise self._rejected(f"refuses these messages: {error}") from None
         except RequestRejected:
             raise
-        except Exception as error:  # a template is a program of the model's author: it may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise _rejected(f"the model's chat template fails on these messages: {reason}") from None
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+            raise self._rejected(f"fails on these messages: {type(error).__name__}: {error}") from None
 
-    def _compiled(self) -> tuple[jinja2.Template, TemplateReading]:
-        if self._source is None:
-            raise _rejected("the model has no chat template, so it takes no messages; send a prompt instead")
-        if self._template is None:
-            environment = _environment()
-            tree = environment.parse(self._source)
-            # Read before it is compiled, which folds constants in the tree.
-            reading = TemplateReading(tree)
-            self._template = (environment.from_string(tree), reading)
-        return self._template
+    def _parts(self) -> tuple[jinja2.Template, TemplateReading]:
+        if self._compiled is None:
+            made = environment()
+            try:
+                tree = made.parse(self.source)
+                # Read before it is compiled, which folds constants in the tree.
+                reading = TemplateReading(tree)
+                self._compiled = (made.from_string(tree), reading)
+            except jinja2.TemplateSyntaxError as error:
+                raise self._rejected(f"is not valid, line {error.lineno}: {error.message}") from None
+        return self._compiled
 
-
-class _Turn(NamedTuple):
-    """A message that was checked: its texts, and whether they came as parts."""
-
-    message: Message
-    role: str
-    texts: list[str]
-    is_string: bool
+    def _rejected(self, reason: str) -> RequestRejected:
+        if len(reason) > _MAX_REASON_CHARS:
+            reason = reason[:_MAX_REASON_CHARS] + "..."
+        return RequestRejected(f"{self._name} {reason}", param=self._param)
 
 
-def _checked(messages: Sequence[Message]) -> list[_Turn]:
-    if not messages:
-        raise _rejected("messages must hold at least one message, got none")
-    return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def _effort(effort: str | None) -> dict[str, object]:
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
-def _checked_message(message: Message, where: str) -> _Turn:
-    if not isinstance(message, Mapping):
-        raise _rejected(f"{where} must be an object with role and content, got {brief(message)}")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise _rejected(f"{where}.role must be a non-empty string, got {brief(role)}")
-    content = message.get("content")
-    if role == "assistant":
-        refusal = message.get("refusal")
-        if isinstance(refusal, str) and refusal:
-            texts = [] if content is None else _texts(content, f"{where}.content")
-            return _Turn(message, role, [*texts, refusal], is_string=not texts)
-        if content is None:
-            content = ""
-    return _Turn(message, role, _texts(content, f"{where}.content"), is_string=isinstance(content, str))
-
-
-def _texts(content: object, where: str) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list | tuple):
-        raise _rejected(f"{where} must be a string or a list of text parts, got {brief(content)}")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            raise _rejected(
-                f"{where}[{index}] must be a part of type 'text' (the model reads text only), got {brief(kind)}"
-            )
-        text = part.get(field)
-        if not isinstance(text, str):
-            raise _rejected(f"{where}[{index}].{field} must be a string, got {brief(text)}")
-        texts.append(text)
-    return texts
-
-
-def _as_read(turn: _Turn, reading: TemplateReading) -> dict[str, object]:
-    """A message as the template wants it. A template that goes through parts gets them; others get one string, in which
-    a line end stands between two parts, as with vLLM."""
-    content: object = "\n".join(turn.texts)
+def _as_read(turn: Turn, reading: TemplateReading) -> dict[str, object]:
+    """A message as the template wants it. A template that goes through parts gets them; others get one string."""
+    content: object = turn.text
     if reading.takes_parts and not (turn.is_string and reading.takes_strings):
-        content = [{"type": "text", "text": text} for text in turn.texts]
+        content = [{"type": "text", "text": part.text} for part in turn.parts]
     role = turn.role
     if role == "developer" and not reading.knows_developer:
         # OpenAI's later name of the system's role, which most templates have not heard of.
         role = "system"
-    return {**turn.message, "role": role, "content": content}
+    message: dict[str, object] = {"role": role, "content": content, **turn.rest}
+    if turn.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in turn.calls
+        ]
+    if turn.reasoning is not None:
+        message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), turn.reasoning)
+    return message
 
 
-def _rejected(message: str) -> RequestRejected:
-    return RequestRejected(message, param="messages")
+def _opened(message: dict[str, object]) -> str:
+    """Mark the end of the last message; its text as it was."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _OPEN_END
+        return content
+    if not isinstance(content, list) or not content:
+        reject("continue_final_message: the last message has no text to go on from")
+    text = str(content[-1]["text"])
+    content[-1]["text"] = text + _OPEN_END
+    return text
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %}: marks an answer's text for training; a prompt takes it as it is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _cut(text: str, last: str) -> str:
+    """What was rendered up to the mark. A template that trims contents trims the end of an open one too."""
+    place = text.rfind(_OPEN_END.strip())
+    if place < 0 or last.strip() not in text:
+        reject("continue_final_message: the model's chat template does not show the last message as it is")
+    return text[:place] if text.startswith(_OPEN_END, place) else text[:place].rstrip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -15,12 +15,14 @@ class TokenizerInfo:
     special_tokens: name -> text, as chat templates see them ("bos_token", "eos_token", ...).
     eos_token_ids: the tokens that end an answer, the main one first; empty when the model names none.
     chat_template: jinja2 source, or None for a model without one.
+    named_templates: its other templates by name, such as tool_use and rag.
     """
 
     special_tokens: dict[str, str]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
+    named_templates: dict[str, str] = field(default_factory=dict)
 
 
 def add_specials(backend: Backend, texts: list[str]) -> None:

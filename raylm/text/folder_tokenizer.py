@@ -70,11 +70,13 @@ def _describe(backend: Backend, folder: Path, defaults: dict[str, str]) -> Token
     named = defaults | _named_specials(_read_json(folder / "special_tokens_map.json")) | _named_specials(config)
     add_specials(backend, list(named.values()))
     bos, eos = named.get("bos_token"), named.get("eos_token")
+    templates = _chat_templates(folder, config)
     return TokenizerInfo(
         special_tokens=named,
         bos_token_id=backend.token_to_id(bos) if bos is not None else None,
         eos_token_ids=_eos_ids(folder, backend.token_to_id(eos) if eos is not None else None),
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.pop("default", None),
+        named_templates=templates,
     )
 
 
@@ -99,15 +101,21 @@ def _eos_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids if eos is None else [*ids, eos]))
 
 
-def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """Templates by name; the one that is taken without a name is "default"."""
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        given = [{"name": "default", "template": given}]
+    named = {}
+    for item in given if isinstance(given, list) else []:
+        name, template = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if isinstance(name, str) and isinstance(template, str):
+            named[name] = template
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        named[path.stem] = path.read_text(encoding="utf-8")
+    if (path := folder / "chat_template.jinja").is_file():
+        named["default"] = path.read_text(encoding="utf-8")
+    return named
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -47,6 +47,9 @@ class _Vocabulary:
         return [self.tokens[index] for index, type_ in enumerate(self.types) if type_ == kind and self.tokens[index]]
 
 
+_NAMED_TEMPLATE = "tokenizer.chat_template."
+
+
 def convert_gguf(path: Path) -> tuple[Backend, TokenizerInfo]:
     """Build the tokenizer of a GGUF file. Raises ConfigError when it has none, or one that is not supported."""
     metadata = read_gguf(path).metadata
@@ -170,6 +173,11 @@ def _info(metadata: Mapping[str, GGUFValue], vocabulary: _Vocabulary) -> Tokeniz
         bos_token_id=ids["bos_token"],
         eos_token_ids=tuple(dict.fromkeys(index for index in ends if index is not None)),
         chat_template=_text(metadata, "tokenizer.chat_template"),
+        named_templates={
+            key.removeprefix(_NAMED_TEMPLATE): value
+            for key, value in metadata.items()
+            if key.startswith(_NAMED_TEMPLATE) and isinstance(value, str)
+        },
     )
 
 

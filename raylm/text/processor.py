@@ -11,6 +11,8 @@ from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
 from raylm.text.bad_words import bad_token_ids
 from raylm.text.chat import ChatTemplate, Message
+from raylm.text.chat_options import ChatOptions
+from raylm.text.chat_settings import ChatSettings
 from raylm.text.detokenizer import Detokenizer, GluingDetokenizer
 from raylm.text.stop import StopStrings, StopTable
 from raylm.text.tokenizer import Tokenizer
@@ -110,29 +112,32 @@ class TextStream:
 class TextProcessor:
     """Prompts and messages to tokens, tokens to text, for one model. Safe to share between requests."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, settings: ChatSettings | None = None) -> None:
         self.tokenizer = tokenizer
-        self._chat = ChatTemplate(tokenizer.info.chat_template, tokenizer.info.special_tokens)
+        info = tokenizer.info
+        self.chat_template = ChatTemplate(info.chat_template, info.special_tokens, settings, info.named_templates)
 
     @classmethod
-    def load(cls, source: ModelSource, *, cache_dir: Path | None = None) -> TextProcessor:
-        """Load a model's tokenizer and chat template. Raises ConfigError as Tokenizer.load does."""
-        return cls(Tokenizer.load(source, cache_dir=cache_dir))
+    def load(
+        cls, source: ModelSource, settings: ChatSettings | None = None, *, cache_dir: Path | None = None
+    ) -> TextProcessor:
+        """Load a model's tokenizer and chat template; `settings` are the configuration's, for chats. Raises ConfigError
+        as Tokenizer.load does."""
+        return cls(Tokenizer.load(source, cache_dir=cache_dir), settings)
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with what the model wants around it (such as BOS), which a rendered chat has already.
         Raises TooManyTokens as Tokenizer.encode does."""
         return self.tokenizer.encode(prompt, add_special_tokens, max_tokens=max_tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """A conversation as text, by the model's chat template. Raises RequestRejected(param="messages")."""
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+    def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
+        """A conversation as text, by the model's chat template. Raises RequestRejected as ChatTemplate.render does."""
+        return self.chat_template.render(messages, options)
 
-    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation. Raises RequestRejected(param="messages")."""
-        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+    def chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
+        """Token ids of a conversation. Raises RequestRejected as ChatTemplate.render does."""
         # The template writes BOS and its like itself.
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render(messages, options), add_special_tokens=False)
 
     def stop_table(self, params: SamplingParams) -> StopTable | None:
         """What the answers to one request share to look for its stop strings; None where it has none."""

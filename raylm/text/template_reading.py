@@ -38,6 +38,14 @@ class TemplateReading:
         constants = [node.value for node in found if isinstance(node, nodes.Const)]
         self.knows_developer = any(isinstance(value, str) and "developer" in value for value in constants)
         """One of its expressions mentions the role "developer". Text that it prints does not count."""
+        names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
+        self.reads_tools = "tools" in names
+        self.reads_documents = "documents" in names
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        self.reads_tool_calls = "tool_calls" in attributes or "tool_calls" in constants
+        """It shows the calls of earlier answers."""
+        self.reads_tool_results = self.reads_tool_calls or "tool" in constants or "tool_call_id" in attributes
+        """It knows messages of the role "tool"."""
 
     def _spread(self, assignments: list[tuple[str, nodes.Node]], loops: list[nodes.For]) -> bool:
         """Follow every assignment once; True where that taught a name's kind."""

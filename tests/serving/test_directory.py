@@ -165,7 +165,8 @@ class Texts:
             self.go_on.set()
         self._failures = failures
 
-    def load(self, path: str) -> Any:
+    def load(self, model: ModelEntry) -> Any:
+        path = model.path
         self.loaded.append(path)
         self.go_on.wait()
         if len(self.loaded) <= self._failures:

@@ -138,7 +138,7 @@ async def test_a_history_of_openais_models() -> None:
     assert bytes(server.generator.requests[0].prompt_ids) == expected
 
 
-async def test_roles_go_to_the_template_as_they_are() -> None:
+async def test_roles_go_to_the_template_and_functions_are_tools() -> None:
     template = ChatTemplate(
         "{% for message in messages %}{{ message.role }}({{ message.name }},{{ message.tool_call_id }},"
         "{{ message.reasoning_content }}){{ message.content }};{% endfor %}",
@@ -152,7 +152,9 @@ async def test_roles_go_to_the_template_as_they_are() -> None:
         {"role": "assistant", "content": "d", "reasoning_content": "r"},
     ]
     assert (await server.chat(messages=messages)).status_code == 200
-    assert bytes(server.generator.requests[0].prompt_ids) == b"critic(n,,)a;tool(,t,)b;function(,,)c;assistant(,,r)d;"
+    assert (
+        bytes(server.generator.requests[0].prompt_ids) == b"critic(n,,)a;tool(,t,)b;tool(,call00001,)c;assistant(,,r)d;"
+    )
 
 
 @pytest.mark.parametrize("body", [{}, {"model": None}])

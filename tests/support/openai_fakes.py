@@ -20,6 +20,7 @@ from raylm.errors import Overloaded
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.text.chat import ChatTemplate
+from raylm.text.chat_options import ChatOptions
 from raylm.text.stop import StopTable
 
 END = 256
@@ -73,8 +74,8 @@ class ByteText:
     def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(prompt.encode())
 
-    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> str:
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+    def render(self, messages: Sequence[Any], options: ChatOptions | None = None) -> str:
+        return self._template.render(messages, options)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < END).decode()

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from raylm.errors import RequestRejected
 from raylm.text.chat import ChatTemplate
+from raylm.text.chat_options import ChatOptions
 from tests.text import tiny_tokenizers
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -89,7 +90,7 @@ def test_renders_as_transformers_does(reference, name, messages, generate):
     expected = reference.apply_chat_template(
         messages, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=generate
     )
-    assert template.render(messages, add_generation_prompt=generate) == expected
+    assert template.render(messages, ChatOptions(add_generation_prompt=generate)) == expected
 
 
 PARTS = (
@@ -129,7 +130,7 @@ def test_a_template_gets_parts_where_it_goes_through_them_and_lines_otherwise(so
 def test_contents_that_are_strings_render_as_with_transformers(reference, name):
     source = {**TEMPLATES, "either": EITHER}[name]
     expected = reference.apply_chat_template([SYSTEM, USER], chat_template=source, tokenize=False)
-    assert ChatTemplate(source, SPECIALS).render([SYSTEM, USER], add_generation_prompt=False) == expected
+    assert ChatTemplate(source, SPECIALS).render([SYSTEM, USER], ChatOptions(add_generation_prompt=False)) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from raylm.core.sampling import SamplingParams
 from raylm.errors import RequestRejected
+from raylm.text.chat_options import ChatOptions
 from raylm.text.processor import TextDelta, TextProcessor
 
 EOS = 2  # <|im_end|>
@@ -20,7 +21,7 @@ def test_chat_writes_the_models_own_template(smollm):
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert ids[0] == 1 and ids.count(1) == 3
-    assert smollm.chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False) == ids[:-4]
+    assert smollm.chat([{"role": "user", "content": "Hi"}], ChatOptions(add_generation_prompt=False)) == ids[:-4]
 
 
 def test_decode_and_encode_are_inverse(smollm):

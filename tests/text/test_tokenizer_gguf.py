@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
+from raylm.text.chat_options import ChatOptions
 from raylm.text.pre_tokenizers import PRE_TOKENIZERS
 from raylm.text.tokenizer import Tokenizer
 from tests.text import tiny_tokenizers
@@ -63,7 +64,7 @@ def test_smollm_chat_equals_transformers(smollm, reference):
     ]
     for generate in (True, False):
         expected = reference.apply_chat_template(messages, add_generation_prompt=generate)["input_ids"]
-        assert smollm.chat(messages, add_generation_prompt=generate) == expected
+        assert smollm.chat(messages, ChatOptions(add_generation_prompt=generate)) == expected
 
 
 def test_smollm_cuts_digits_off_before_spaces_as_it_was_trained(smollm, reference):
