@@ -21,6 +21,7 @@ from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import Directory, EngineEntry, ModelEntry
+from raylm.text.chat_settings import ChatSettings
 from tests.support.channel_fakes import PacedExecutor, Served, until
 
 OPTIONS = RequestOptions()
@@ -187,6 +188,15 @@ async def test_a_model_is_listed_when_it_starts_and_gone_when_it_is_deleted(appl
     await until(lambda: catalog.names() == [])
 
 
+async def test_another_chat_template_is_another_text_side(catalogs) -> None:
+    directory, texts = Directory(), Texts()
+    catalogs(directory, texts)
+    await directory.know(model())
+    await until(lambda: len(texts.loaded) == 1)
+    await directory.know(model(since=2.0)._replace(chat=ChatSettings(template="{{ messages }}")))
+    await until(lambda: texts.loaded == ["here", "here"])
+
+
 async def test_in_an_upgrade_each_tokenizer_speaks_to_its_own_engines(catalogs) -> None:
     """Also where the new model never starts."""
     olds, news = Served(PacedExecutor(num_blocks=64)), Served(PacedExecutor(num_blocks=64))
@@ -211,7 +221,7 @@ async def test_in_an_upgrade_each_tokenizer_speaks_to_its_own_engines(catalogs) 
     for number in range(1, 4):
         chosen = catalog.get("a").generator
         streams.append(chosen.generate([str(number)], [1], SamplingParams(max_tokens=1), OPTIONS))
-    live = {path: router.engines for (_, path), router in catalog._routers.items()}
+    live = {path: router.engines for (_, path, _), router in catalog._routers.items()}
     assert live["old"]["1"].client.num_live == live["new"]["2"].client.num_live == 2
     for stream in streams:
         await stream.aclose()
