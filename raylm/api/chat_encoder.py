@@ -20,11 +20,15 @@ from raylm.generation.pieces import CallArguments, CallBegin, Piece, Reasoning, 
 class ChatEncoder:
     """Makes the answer to one chat."""
 
-    def __init__(self, reply: Reply, job: Job, form: AnswerForm, *, is_legacy: bool = False) -> None:
-        """is_legacy: the request has `functions` instead of `tools`, so the model calls one at most."""
+    def __init__(
+        self, reply: Reply, job: Job, form: AnswerForm, *, is_legacy: bool = False, shows_reasoning: bool = True
+    ) -> None:
+        """is_legacy: the request has `functions` instead of `tools`, so the model calls one at most. shows_reasoning:
+        the answer has what the model thought."""
         self._reply = reply
         self._form = form
         self._is_legacy = is_legacy
+        self._shows_reasoning = shows_reasoning
         self._frame = Frame(reply, "chat.completion.chunk", form)
         self._prompt_ids = job.prompts[0].prompt_ids
         self._num_choices = job.num_sequences
@@ -48,7 +52,7 @@ class ChatEncoder:
         if delta.pieces is None:
             gained = [b'"content":' + text(delta.text)] if delta.text else []
         else:
-            gained = [self._gained(run) for run in _runs(delta.pieces)]
+            gained = [self._gained(run) for run in _runs(self._shown(delta.pieces))]
         if not gained:
             if delta.finish_reason is None and not ids and entries is None:
                 return b""
@@ -85,7 +89,7 @@ class ChatEncoder:
     def _choice(self, index: int, whole: Whole) -> ChatChoice:
         calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in whole.calls]
         answer = ChatAnswer(whole.text or None if calls else whole.text)
-        if whole.reasoning is not None:
+        if whole.reasoning is not None and self._shows_reasoning:
             answer.reasoning = answer.reasoning_content = whole.reasoning
         finish_reason = whole.finish_reason
         if calls and self._is_legacy:
@@ -102,6 +106,9 @@ class ChatEncoder:
             whole.stop_reason,
             whole.token_ids if self._form.token_ids else msgspec.UNSET,
         )
+
+    def _shown(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        return pieces if self._shows_reasoning else [piece for piece in pieces if not isinstance(piece, Reasoning)]
 
     def _gained(self, run: list[Piece]) -> bytes:
         """Fields of an event's `delta`, of pieces of one kind."""

@@ -32,7 +32,7 @@ class Completions:
         """What the call asks for. Raises whatever is wrong with it."""
         request = parse(CompletionRequest, call.body, self._config)
         model = self._models.get(request.model)
-        asked = asking(request, model.sampling, default_max_tokens=self._config.default_max_tokens)
+        asked = asking(request, model.sampling, call.identity, default_max_tokens=self._config.default_max_tokens)
         prompts = prompts_of(request.prompt)
         check_num_sequences(len(prompts), asked.wanted, self._config.max_choices)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from raylm.api.identity import Identity
 from raylm.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from raylm.api.structure import Asked, structure_of
 from raylm.config.sampling import SamplingDefaults
@@ -55,7 +56,9 @@ class Asking(NamedTuple):
     """The form of the text; the params have it once it is compiled."""
 
 
-def asking(request: GenerationRequest, sampling: SamplingDefaults, *, default_max_tokens: int | None) -> Asking:
+def asking(
+    request: GenerationRequest, sampling: SamplingDefaults, identity: Identity, *, default_max_tokens: int | None
+) -> Asking:
     """`sampling` and `default_max_tokens` hold where the request says nothing.
 
     Raises RequestRejected where a value is out of its range or does not fit together with another.
@@ -80,13 +83,14 @@ def asking(request: GenerationRequest, sampling: SamplingDefaults, *, default_ma
             )
         # What cannot go with a structure is refused before that costs a compilation.
         replace(params, structure=structure.structure)
-    return Asking(Wanted(params, _options(request), limit, n, echo_only), prompt, form, structure)
+    return Asking(Wanted(params, _options(request, identity), limit, n, echo_only), prompt, form, structure)
 
 
 _SAME = (
     *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "seed", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
+    "thinking_token_budget",
 )
 """Fields that SamplingParams has under the same name and with the same meaning; null is its default, or the model's."""
 _LISTS = ("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "stop", "stop_token_ids")
@@ -100,7 +104,7 @@ def _sampling_params(
     *,
     max_tokens: int | None,
 ) -> SamplingParams:
-    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    given = {name: value for name in _SAME if (value := getattr(request, name, None)) is not None}
     if request.top_k is not None:
         # vLLM's clients write -1 for "keep all".
         given["top_k"] = 0 if request.top_k == -1 else request.top_k
@@ -215,9 +219,10 @@ def _check_together(request: GenerationRequest, params: SamplingParams, n: int) 
             raise RequestRejected(f"{name} is only allowed together with use_beam_search=true", param=name)
 
 
-def _options(request: GenerationRequest) -> RequestOptions:
+def _options(request: GenerationRequest, identity: Identity) -> RequestOptions:
     return RequestOptions(
-        tenant=request.user or "",
+        # Where keys have tenants nobody else's can be claimed.
+        tenant=identity.tenant or request.user or "",
         priority=0 if request.priority is None else request.priority,
         deadline_s=request.deadline_s,
         queue_timeout_s=request.queue_timeout_s,

@@ -46,6 +46,15 @@ _Strings = Annotated[list[str], FailFast(), BeforeValidator(_listed)]
 _Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed)]
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _effort(value: str) -> str:
+    if value not in EFFORTS:
+        raise ValueError(f"must be one of {', '.join(EFFORTS)}")
+    return value
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -66,6 +75,9 @@ class ChatMessage(_Body):
     name: str | None = None
     refusal: str | None = None
     """What an assistant said instead of a content, in a history of OpenAI's models."""
+    tool_calls: object = None
+    function_call: object = None
+    """The older form of tool_calls."""
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -140,7 +152,23 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: object = None
+    tool_choice: object = None
+    parallel_tool_calls: object = None
+    functions: object = None
+    function_call: object = None
+    """The older forms of tools and tool_choice. generation/tool_reading.py reads all five."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, object]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: Annotated[str | None, AfterValidator(_effort)] = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
+    """vLLM's name; without it an answer leaves out what the model thought."""
+    separate_reasoning: bool | None = None
+    """SGLang's name; off, what the model thinks is part of the content."""
 
 
 class CompletionRequest(GenerationRequest):

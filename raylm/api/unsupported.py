@@ -13,29 +13,19 @@ Neutral = tuple[object, ...]
 Fields = Mapping[str, Neutral]
 
 OPENAI: Fields = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "store": (False,),
     "suffix": ("",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 VLLM: Fields = {
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "ec_transfer_params": ({},),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "max_repetition_pattern_size": (0,),
     "media_io_kwargs": ({},),
@@ -47,7 +37,6 @@ VLLM: Fields = {
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
-    "thinking_token_budget": (-1,),
     "truncation_side": ("left",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -88,16 +77,32 @@ IDS: Fields = {"request_id": (), "rid": ()}
 UNSUPPORTED: Fields = {**OPENAI, **VLLM, **SGLANG, **IDS}
 """On every route."""
 CHAT_ONLY: Fields = {"echo": (False,)}
-COMPLETIONS_ONLY: Fields = {"max_completion_tokens": (), "top_logprobs": (0,)}
+OF_CHATS: Fields = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "parallel_tool_calls": (True, False),
+    "separate_reasoning": (True, False),
+}
+"""What a prompt that is no chat has no use for."""
+COMPLETIONS_ONLY: Fields = {"max_completion_tokens": (), "top_logprobs": (0,), **OF_CHATS}
 STREAM_OPTIONS: Fields = {"include_obfuscation": (False,)}
-MESSAGE: Fields = {"tool_calls": ([],), "function_call": (), "audio": (), "tools": ([],)}
+MESSAGE: Fields = {"audio": (), "tools": ([],)}
 
 HARMLESS = frozenset(
     {
-        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "session_id"),
         # They say how reasoning and render answers are laid out, and no answer here has any.
-        *("separate_reasoning", "stream_reasoning", "return_mm_kwargs"),
+        *("stream_reasoning", "return_mm_kwargs"),
     }
 )
 """Fields that are known and never change an answer."""
@@ -106,10 +111,9 @@ HARMLESS = frozenset(
 def refuse_unsupported(data: Mapping[str, object], *, chat: bool) -> None:
     """Raises RequestRejected for the first field, in the order of the tables above, that asks for something."""
     own = CHAT_ONLY if chat else COMPLETIONS_ONLY
-    without = _turned_off(data)
     for table in (UNSUPPORTED, own):
         for name, neutral in table.items():
-            if name in data and name not in without:
+            if name in data:
                 _check(name, data[name], neutral)
     refuse_fields(data.get("stream_options"), STREAM_OPTIONS, "stream_options.")
     messages = data.get("messages")
@@ -124,12 +128,6 @@ def refuse_fields(data: object, table: Fields, place: str = "") -> None:
         for name, neutral in table.items():
             if name in data:
                 _check(place + name, data[name], neutral)
-
-
-def _turned_off(data: Mapping[str, object]) -> set[str]:
-    """Lists of tools that the model is not to use. They are not shown to the chat template."""
-    pairs = (("tools", "tool_choice"), ("functions", "function_call"))
-    return {tools for tools, choice in pairs if data.get(choice) == "none" and isinstance(data.get(tools), list)}
 
 
 def _check(name: str, value: object, neutral: Neutral) -> None:

@@ -21,6 +21,7 @@ from raylm.config.source import locate
 from raylm.engine.engine import Engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
+from raylm.generation.ability import ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.text.chat_settings import ChatSettings
@@ -71,6 +72,7 @@ class Answerer:
             generator=self._client,
             sampling=config.sampling_defaults,
             grammars=self._grammars,
+            ability=ability_of(text.chat_template, config.chat),
         )
         catalog = OneModel(model)
         metrics = HttpMetrics(catalog)

@@ -12,6 +12,8 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.core.structure import StructuredOutput
 from raylm.engine.messages import Load
+from raylm.generation.ability import Ability
+from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions
 from raylm.text.stop import StopTable
 
@@ -47,6 +49,8 @@ class Detokenizing(Protocol):
 class Text(Protocol):
     """The part of a TextProcessor that the HTTP face uses. Other threads call encode, render, decode, prepare."""
 
+    @property
+    def chat_template(self) -> ChatTemplate: ...
     def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
     def render(self, messages: Sequence[Mapping[str, object]], options: ChatOptions | None = None) -> str: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -115,6 +119,7 @@ class ServedModel:
     """How requests are sampled that leave it open."""
     grammars: Grammars | None = None
     """None: no request may ask for structured output."""
+    ability: Ability = Ability()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
 from raylm.engine.streams import Sequences
 from raylm.errors import Overloaded, RaylmError, ServerStopped
+from raylm.generation.ability import Ability, ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.log import get_logger
@@ -238,6 +239,7 @@ class LiveCatalog:
             generator=router,
             sampling=entry.model.sampling,
             grammars=side.grammars,
+            ability=side.ability,
         )
         self._models[version] = router, served
 
@@ -266,6 +268,7 @@ class _TextSide:
     ) -> None:
         self.text: Text | None = None
         self.grammars: GrammarCompiler | None = None
+        self.ability = Ability()
         self._load_grammars = load_grammars
         self._model = model
         self._load = load
@@ -282,6 +285,7 @@ class _TextSide:
         while self.text is None:
             try:
                 text = await asyncio.to_thread(self._load, self._model)
+                self.ability = ability_of(text.chat_template, self._model.chat.config)
                 if self._load_grammars is not None:
                     self.grammars = await asyncio.to_thread(self._load_grammars, self._model.path)
                 self.text = text

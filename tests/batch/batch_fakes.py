@@ -15,6 +15,8 @@ from raylm.batch.shards import Shard
 from raylm.batch.work import Report, WorkFolder
 from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from raylm.core.sampling import SamplingParams
+from raylm.text.chat import ChatTemplate
+from raylm.text.chat_options import ChatOptions
 from raylm.text.stop import StopTable
 from tests.support.engines import make_engine
 from tests.support.fakes import VOCAB, FakeExecutor
@@ -48,10 +50,12 @@ class LetterStream:
 class LetterText:
     """A token is a letter; what is none of them is a blank."""
 
+    chat_template = ChatTemplate(None, {})
+
     def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [max(LETTERS.find(letter), 1) for letter in prompt]
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], options: ChatOptions | None = None) -> str:
         return " ".join(str(message["content"]) for message in messages)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -129,7 +129,7 @@ def test_a_line_that_cannot_be_asked_is_an_error_alone(tmp_path, line, custom_id
         (completion_line("x", max_tokens=100), 400, "context_length_exceeded"),
         (chat_line("x", model="other"), 404, "model_not_found"),
         (chat_line("x", stream=True), 400, "unsupported_parameter"),
-        (chat_line("x", tools=[{"type": "function"}]), 400, "unsupported_parameter"),
+        (chat_line("x", lora_path="adapter"), 400, "unsupported_parameter"),
         (chat_line("x", temperature="hot"), 400, None),
         (chat_line("x") | {"body": []}, 400, "invalid_json"),
         (chat_line("x") | {"body": "{"}, 400, "invalid_json"),

@@ -21,6 +21,7 @@ from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import Directory, EngineEntry, ModelEntry
+from raylm.text.chat import ChatTemplate
 from raylm.text.chat_settings import ChatSettings
 from tests.support.channel_fakes import PacedExecutor, Served, until
 
@@ -156,6 +157,12 @@ async def catalogs() -> AsyncIterator[Callable[..., LiveCatalog]]:
                 await one.client.close()
 
 
+class Tokenizer(str):
+    """Stands for the text side of a model."""
+
+    chat_template = ChatTemplate(None, {})
+
+
 class Texts:
     """Loads tokenizers: the first attempt fails where it should."""
 
@@ -172,7 +179,7 @@ class Texts:
         self.go_on.wait()
         if len(self.loaded) <= self._failures:
             raise ConfigError(f"model.path {path!r} does not exist")
-        return f"tokenizer of {path}"
+        return Tokenizer(f"tokenizer of {path}")
 
 
 async def test_a_model_is_listed_when_it_starts_and_gone_when_it_is_deleted(applications: set[str], catalogs) -> None:

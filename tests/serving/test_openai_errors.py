@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.api.protocol import GenerationRequest
+from raylm.api.unsupported import OF_CHATS
 from raylm.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError, EngineStopped, Overloaded, RequestRejected
@@ -245,6 +246,8 @@ UNSUPPORTED: list[tuple[str, Any, Any]] = [
 @pytest.mark.parametrize(("name", "value", "neutral"), UNSUPPORTED, ids=lambda value: str(value)[:16])
 @pytest.mark.parametrize("kind", ["chat", "complete"])
 async def test_what_the_engine_cannot_do_is_refused(kind: str, name: str, value: Any, neutral: Any) -> None:
+    if kind == "chat" and name in OF_CHATS:
+        return
     server = Server(strict=True)
     message = check(await getattr(server, kind)(**{name: value}), 400, code="unsupported_parameter", param=name)
     assert message.startswith(f"{name} is not supported") and json.dumps(value)[:50] in message
@@ -276,10 +279,12 @@ async def test_wrong_numbers_of_candidates(kind: str, fields: dict[str, Any], pa
     assert server.generator.requests == []
 
 
-@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
-async def test_messages_with_more_than_text(name: str) -> None:
-    messages = [{"role": "assistant", "content": "hi", name: {"id": "x"}}]
-    check(await Server().chat(messages=messages), 400, code="unsupported_parameter", param=f"messages[0].{name}")
+async def test_messages_with_more_than_text() -> None:
+    messages = [{"role": "assistant", "content": "hi", "audio": {"id": "x"}}]
+    check(await Server().chat(messages=messages), 400, code="unsupported_parameter", param="messages[0].audio")
+    for name in ("tool_calls", "function_call"):
+        messages = [{"role": "assistant", "content": "hi", name: "x"}]
+        assert name in check(await Server().chat(messages=messages), 400, param="messages")
 
 
 async def test_stream_options_need_a_stream() -> None:

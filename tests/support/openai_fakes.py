@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from raylm.config.chat import ChatConfig
 from raylm.config.serving import HttpConfig
 from raylm.core.drafting import DraftCounters
 from raylm.core.options import RequestOptions
@@ -17,6 +18,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.engine.messages import Load
 from raylm.errors import Overloaded
+from raylm.generation.ability import ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.text.chat import ChatTemplate
@@ -69,13 +71,13 @@ TEMPLATE = ChatTemplate(
 
 class ByteText:
     def __init__(self, template: ChatTemplate = TEMPLATE) -> None:
-        self._template = template
+        self.chat_template = template
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(prompt.encode())
 
     def render(self, messages: Sequence[Any], options: ChatOptions | None = None) -> str:
-        return self._template.render(messages, options)
+        return self.chat_template.render(messages, options)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < END).decode()
@@ -237,6 +239,13 @@ def ended(text: bytes = b"") -> TokenDelta:
     return TokenDelta("", [*text, END], "stop")
 
 
+def said(text: str, *, size: int = 3) -> list[TokenDelta]:
+    """The deltas of a model that writes a text, so many bytes at a time."""
+    data = text.encode()
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    return [*(TokenDelta("", [*part], None) for part in parts), ended()]
+
+
 class Catalog:
     """One model, "tiny" (64 tokens long); "late" is known but has no engine, unless tiny is `alone`."""
 
@@ -244,7 +253,8 @@ class Catalog:
         self, generator: ScriptedGenerator, text: Text, max_model_len: int = 64, *, alone: bool = False
     ) -> None:
         self.alone = alone
-        self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, text, generator)
+        ability = ability_of(text.chat_template, ChatConfig())
+        self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, text, generator, ability=ability)
         self.is_ready = True
         self.engine_stats = [
             EngineStats(

@@ -1,0 +1,85 @@
+"""Tool calls and reasoning of chats, as answers and streams of events say them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from raylm.text.chat import ChatTemplate
+from tests.support.openai_fakes import Server, said
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TEXT = f"<think>I add.</think>\n\nLet me add.\n{CALL}"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+HI = [{"role": "user", "content": "1 + 2?"}]
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools or '' }}"
+    "{# <think></think> <tool_call> <|im_start|> #}",
+    {},
+)
+
+
+def server_of(text: str) -> Server:
+    return Server(*said(text), template=TEMPLATE, max_model_len=2000)
+
+
+def client_of(server: Server) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url="http://raylm/v1", api_key="none", http_client=server.http, max_retries=0)
+
+
+async def test_an_answer_has_reasoning_text_and_calls() -> None:
+    body = (await server_of(TEXT).chat(messages=HI, tools=TOOLS)).json()
+    choice = body["choices"][0]
+    message = choice["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "I add."
+    assert message["content"].strip() == "Let me add."
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert choice["finish_reason"] == "tool_calls"
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_a_stream_has_the_same() -> None:
+    async with client_of(server_of(TEXT)) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, stream=True)  # type: ignore
+        parts: dict[str, list[str]] = {"reasoning": [], "content": [], "arguments": [], "name": []}
+        reasons = []
+        async for chunk in stream:  # type: ignore[attr-defined]
+            delta: Any = chunk.choices[0].delta
+            parts["content"].append(delta.content or "")
+            parts["reasoning"].append(getattr(delta, "reasoning_content", None) or "")
+            for call in delta.tool_calls or ():
+                parts["arguments"].append(call.function.arguments or "")
+                parts["name"].append(call.function.name or "")
+            if chunk.choices[0].finish_reason is not None:
+                reasons.append(chunk.choices[0].finish_reason)
+    joined = {name: "".join(found) for name, found in parts.items()}
+    assert joined["reasoning"] == "I add." and joined["content"].strip() == "Let me add." and joined["name"] == "add"
+    assert json.loads(joined["arguments"]) == {"a": 1, "b": 2}
+    assert reasons == ["tool_calls"]
+
+
+async def test_functions_are_answered_in_their_older_form() -> None:
+    function = TOOLS[0]["function"]
+    choice = (await server_of(CALL).chat(messages=HI, functions=[function])).json()["choices"][0]
+    assert json.loads(choice["message"]["function_call"]["arguments"]) == {"a": 1, "b": 2}
+    assert "tool_calls" not in choice["message"] and choice["message"]["content"] is None
+    assert choice["finish_reason"] == "function_call"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+async def test_without_tools_a_call_is_text(fields: dict[str, Any]) -> None:
+    message = (await server_of(CALL).chat(messages=HI, **fields)).json()["choices"][0]["message"]
+    assert message["content"] == CALL and "tool_calls" not in message
+
+
+async def test_reasoning_is_left_in_the_text_or_out_of_the_answer() -> None:
+    text = "<think>why</think>yes"
+    whole = (await server_of(text).chat(messages=HI, separate_reasoning=False)).json()["choices"][0]["message"]
+    assert whole["content"] == text and "reasoning" not in whole
+    without = (await server_of(text).chat(messages=HI, include_reasoning=False)).json()["choices"][0]["message"]
+    assert without["content"] == "yes" and "reasoning" not in without
