@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.generation.parsing import OutputReader, model_format
+from raylm.generation.parsing import model_format
 from raylm.generation.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
+from tests.generation.formats import read
 
 HERMES = model_format("", calls="hermes", reasoning="qwen3")
-
-
-def read(reader: OutputReader, text: str, step: int = 1) -> list[Piece]:
-    pieces: list[Piece] = []
-    for start in range(0, len(text), step):
-        pieces += reader.push(text[start : start + step])
-    return joined([*pieces, *reader.finish()])
-
-
-def joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one; calls without their ids."""
-    out: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, CallBegin):
-            out.append(piece._replace(id=""))
-        elif out and type(out[-1]) is type(piece):
-            out[-1] = piece._replace(text=out[-1].text + piece.text)
-        else:
-            out.append(piece)
-    return out
 
 
 def call(number: int, name: str, arguments: str) -> list[Piece]:
@@ -58,4 +39,4 @@ def call(number: int, name: str, arguments: str) -> list[Piece]:
     ],
 )
 def test_hermes(text, pieces, step):
-    assert read(OutputReader(HERMES), text, step) == pieces
+    assert read(HERMES, [text[at : at + step] for at in range(0, len(text), step)]) == pieces

@@ -9,14 +9,19 @@ from raylm.generation.parsing.sink import IdStyle
 
 Arguments = Literal["json", "tags", "python", "gemma"]
 """How arguments are written: a JSON object; one pair of tags for each; Python's keyword arguments; Gemma's braces."""
-Style = Literal["object", "named", "tagged", "pythonic", "gemma", "harmony"]
-"""Which reader: JSON objects with the name in them; a name before JSON; tags; Python calls; Gemma's; channels."""
+Style = Literal["object", "mistral", "deepseek", "kimi", "tagged", "pythonic", "gemma", "harmony"]
+"""What reads it: objects with the name in them; a name before an object, as three families write it; arguments in tags;
+Python's calls; FunctionGemma's; harmony's channels."""
 
 
 @dataclass(frozen=True)
 class Tags:
     """Arguments in tags: `key_begin` KEY `key_end` `value_begin` VALUE `value_end`, one after another."""
 
+    name_begin: str
+    """Before the name of each call; empty where the mark that opens calls stands there."""
+    name_end: str
+    """After the name; empty where white space or the next tag is."""
     key_begin: str
     key_end: str
     value_begin: str
@@ -24,7 +29,9 @@ class Tags:
     between: str = ""
     """Between two arguments."""
     json_values: bool = False
-    """A value is JSON except where it is a string. Without it, it is what Python or JSON print."""
+    """A value is JSON except where it is a string; without it, so are only objects and arrays."""
+    trims: bool = False
+    """A newline before and one after a value are not of the value."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class CallFormat:
     style: Style
     arguments: Arguments
     opens: tuple[str, ...]
-    """Texts that begin calls, in the midst of an answer. With `bare`, also `{` or `[` does."""
+    """Texts that begin calls; where all calls and each one have a mark, the last is that of each one."""
     before_name: str
     """What a call begins with, up to its name."""
     after_name: str
@@ -104,7 +111,7 @@ QWEN3_CODER = CallFormat(
     call_end="\n</function>\n</tool_call>",
     separator="\n",
     closes=("</function>", "</tool_call>"),
-    tags=Tags("<parameter=", ">\n", "", "\n</parameter>", between="\n"),
+    tags=Tags("<function=", ">", "<parameter=", ">\n", "", "\n</parameter>", between="\n", trims=True),
     keeps_special_tokens=True,
 )
 GLM = CallFormat(
@@ -117,7 +124,7 @@ GLM = CallFormat(
     call_end="\n</tool_call>",
     separator="\n",
     closes=("</tool_call>",),
-    tags=Tags("<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>", between="\n", json_values=True),
+    tags=Tags("", "", "<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>", between="\n", json_values=True),
     keeps_special_tokens=True,
 )
 LLAMA3_JSON = CallFormat(
@@ -164,7 +171,7 @@ GEMMA_PYTHONIC = CallFormat(
 )
 MISTRAL_JSON = CallFormat(
     name="mistral_json",
-    style="object",
+    style="mistral",
     arguments="json",
     opens=("[TOOL_CALLS]",),
     before_name='{"name": "',
@@ -177,7 +184,7 @@ MISTRAL_JSON = CallFormat(
 )
 MISTRAL = CallFormat(
     name="mistral",
-    style="named",
+    style="mistral",
     arguments="json",
     opens=("[TOOL_CALLS]",),
     before_name="[TOOL_CALLS]",
@@ -187,7 +194,7 @@ MISTRAL = CallFormat(
 )
 DEEPSEEK_V3 = CallFormat(
     name="deepseek_v3",
-    style="named",
+    style="deepseek",
     arguments="json",
     opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -201,7 +208,7 @@ DEEPSEEK_V3 = CallFormat(
 )
 DEEPSEEK_V31 = CallFormat(
     name="deepseek_v31",
-    style="named",
+    style="deepseek",
     arguments="json",
     opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     before_name="<｜tool▁call▁begin｜>",
@@ -214,7 +221,7 @@ DEEPSEEK_V31 = CallFormat(
 )
 KIMI_K2 = CallFormat(
     name="kimi_k2",
-    style="named",
+    style="kimi",
     arguments="json",
     opens=(
         "<|tool_calls_section_begin|>",

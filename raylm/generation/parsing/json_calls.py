@@ -68,10 +68,12 @@ class ObjectCalls:
         if key in self._form.argument_keys and not call.argued:
             call.argue()
             whole = yield from json_text.arguments(tape, call.arguments, self._ends)
-            if call.name is not None:
+            if call.began:
                 tape.record()
+                if not whole and (yield from tape.one_of(self._ends)):
+                    tape.record()
             return whole
-        if strict and key not in _KNOWN:
+        if key == self._form.name_key or key in self._form.argument_keys or (strict and key not in _KNOWN):
             return False
         return (yield from json_text.value(tape, _drop, self._ends))
 

@@ -12,6 +12,7 @@ from raylm.generation.parsing.tape import Marks, Tape, Waiting
 _PLAIN = re.compile(r'[^"{}\[\]<`]+')
 _IN_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r"[^\s,}\]{\[\"<`]+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPENS, _CLOSES = frozenset("{["), frozenset("}]")
 
 
@@ -37,16 +38,26 @@ def whole_string(tape: Tape) -> Waiting[str | None]:
     if (yield from tape.peek()) != '"' or not (yield from string(tape, bits.append)):
         return None
     value = decoded("".join(bits))
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and not _SURROGATE.search(value) else None
 
 
 def decoded(text: str) -> object:
     """What a JSON text says; None when it is none. Raw control characters in strings pass: models write them."""
     try:
-        value: object = json.loads(text, strict=False)
+        value: object = json.loads(text, strict=False, parse_constant=_refused)
     except (ValueError, RecursionError):
         return None
     return value
+
+
+def dumps(value: object) -> str:
+    """JSON text that can be encoded. ValueError: a number is not finite."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value) if _SURROGATE.search(text) else text
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")
 
 
 def container(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[bool]:
@@ -89,14 +100,12 @@ def arguments(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[b
     bits: list[str] = []
     whole = yield from value(tape, bits.append, ends)
     text = "".join(bits)
-    said = decoded(text) if whole else text
-    if said is None:
-        sink("{}")
-    elif isinstance(said, str) and isinstance(decoded(said), dict):
+    said = decoded(text)
+    if isinstance(said, str) and isinstance(decoded(said), dict) and not _SURROGATE.search(said):
         sink(said)
     else:
-        sink(text)
-    return whole
+        sink("{}" if text in ("", "null") else text)
+    return whole or not text
 
 
 def _ends(tape: Tape, ends: Marks) -> Waiting[bool]:
