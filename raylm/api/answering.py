@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from time import perf_counter
+from contextlib import AbstractContextManager, aclosing
 from typing import NamedTuple, Protocol
 from uuid import uuid4
 
-from raylm.api.call import Events
+from raylm.api.call import Call, Events
 from raylm.api.interval import Interval
 from raylm.api.metrics import HttpMetrics
 from raylm.api.params import Asking
+from raylm.api.running_requests import RunningRequests
 from raylm.api.wire import Reply
 from raylm.generation.choices import ChoiceDelta, Tally, Whole, gather
 from raylm.generation.job import Job
@@ -68,44 +68,53 @@ class Draft(NamedTuple):
 class Answering:
     """Runs requests that are ready."""
 
-    def __init__(self, metrics: HttpMetrics) -> None:
+    def __init__(self, metrics: HttpMetrics, requests: RunningRequests) -> None:
+        """Requests are in `requests` while they run."""
         self._metrics = metrics
+        self._requests = requests
 
-    async def answer(self, draft: Draft, job: Job, started: float | None = None) -> bytes | Events:
-        """`job` is the draft's; `started` is when the request arrived (perf_counter)."""
+    async def answer(self, draft: Draft, job: Job, call: Call) -> bytes | Events:
+        """`job` is the draft's, which came with `call`."""
         model, answer = draft.model, draft.asked.answer
-        reply = Reply(draft.reply_id or draft.id_prefix + uuid4().hex, int(time.time()), model.name)
-        arrived = perf_counter() if started is None else started
-        origin = Origin(reply.id, arrived, draft.continues_prompt, answer.logprobs, draft.reading)
+        # Ids of clients may be those of others: an engine gets its own.
+        own_id = draft.reply_id or draft.id_prefix + uuid4().hex
+        reply = Reply(answer.name.reply_id(draft.id_prefix) or own_id, int(time.time()), model.name)
+        origin = Origin(own_id, call.started, draft.continues_prompt, answer.logprobs, draft.reading)
         generation = Generation(model, job, self._metrics.model(model.name), origin)
-        tally = Tally(job.prompt_tokens)
+        tally = Tally(job.prompt_tokens, call.started)
         encoder = draft.encoder(reply, job)
+        names = (reply.id, answer.name.given, call.request_id)
+        entry = self._requests.entered(call.identity.tenant, names, generation)
         if answer.stream:
-            return _events(encoder, generation, tally, Interval(answer.interval))
-        async with aclosing(generation):
-            chosen = await gather(job, generation.deltas(), tally)
+            return _events(encoder, generation, tally, Interval(answer.interval), entry)
+        with entry:
+            async with aclosing(generation):
+                chosen = await gather(job, generation.deltas(), tally)
         return encoder.answer(chosen, tally)
 
 
-async def _events(encoder: Encoder, generation: Generation, tally: Tally, interval: Interval) -> Events:
+async def _events(
+    encoder: Encoder, generation: Generation, tally: Tally, interval: Interval, entry: AbstractContextManager[None]
+) -> Events:
     """SSE events, the first as soon as the engine has taken the request, though it may wait for its turn there.
 
     An error before that is raised, a later one becomes an event.
     """
-    async with aclosing(generation):
-        await generation.admitted()
-        yield encoder.opening()
-        try:
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    tally.add(delta)
-                    due = interval.push(delta)
-                    chunk = b"" if due is None else encoder.chunk(due, tally)
-                    if chunk:
-                        yield chunk
-        except Exception as error:
-            # The engine is free before a slow client has read.
-            await generation.aclose()
-            yield b"".join(encoder.chunk(delta, tally) for delta in interval.rest()) + encoder.failed(error)
-            return
+    with entry:
+        async with aclosing(generation):
+            await generation.admitted()
+            yield encoder.opening()
+            try:
+                async with aclosing(generation.deltas()) as deltas:
+                    async for delta in deltas:
+                        tally.add(delta)
+                        due = interval.push(delta)
+                        chunk = b"" if due is None else encoder.chunk(due, tally)
+                        if chunk:
+                            yield chunk
+            except Exception as error:
+                # The engine is free before a slow client has read.
+                await generation.aclose()
+                yield b"".join(encoder.chunk(delta, tally) for delta in interval.rest()) + encoder.failed(error)
+                return
     yield encoder.closing(tally)

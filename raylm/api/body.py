@@ -21,31 +21,32 @@ _MAX_LISTS = 65_536
 
 
 class JsonBody(NamedTuple):
-    """A body's fields. `rest` is the JSON that they were read from, without a `prompt` that was read apart."""
+    """A body's fields. `rest` is the JSON that they were read from, without token ids that were read apart."""
 
     fields: object
     rest: bytes | bytearray
 
 
-def read_json(body: bytes | bytearray, limits: HttpConfig) -> JsonBody:
-    """Raises RequestRejected when the body is no JSON, or holds more than is allowed."""
+def read_json(body: bytes | bytearray, limits: HttpConfig, *, ids_field: str = "prompt") -> JsonBody:
+    """`ids_field` may hold many token ids. Raises RequestRejected when the body is no JSON, or holds more than is
+    allowed."""
     _check_utf8(body)
     max_values, max_depth = limits.max_json_values, limits.max_json_depth
     try:
         check_outline(body, max_values=max_values, max_depth=max_depth)
     except TooManyValues:
-        prompt, rest = _token_prompts(body)
-        if prompt is None:
+        ids, rest = _token_ids(body, ids_field)
+        if ids is None:
             raise
         try:
             check_outline(rest, max_values=max_values, max_depth=max_depth)
         except TooManyValues as error:
-            raise TooManyValues(f"{error} beside the token ids of prompt", code=error.code) from None
+            raise TooManyValues(f"{error} beside the token ids of {ids_field}", code=error.code) from None
         fields = _from_json(rest)
-        ids = _read_token_prompts(prompt, limits.max_choices)
-        if not isinstance(fields, dict) or "prompt" not in fields:
+        numbers = _read_token_ids(ids, ids_field, limits.max_choices)
+        if not isinstance(fields, dict) or ids_field not in fields:
             raise
-        return JsonBody({**fields, "prompt": ids}, rest)
+        return JsonBody({**fields, ids_field: numbers}, rest)
     return JsonBody(_from_json(body), body)
 
 
@@ -66,15 +67,24 @@ def _from_json(body: bytes | bytearray) -> object:
 class _Prompt(msgspec.Struct):
     """A body of which only the place of `prompt` counts."""
 
-    prompt: msgspec.Raw = msgspec.Raw()
+    ids: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="prompt")
 
 
-def _token_prompts(body: bytes | bytearray) -> tuple[bytes | None, bytes]:
-    """The JSON of `prompt` where it is made of numbers, and the body with null in its place."""
+class _Tokens(msgspec.Struct):
+    """A body of which only the place of `tokens` counts."""
+
+    ids: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="tokens")
+
+
+_IDS: dict[str, type[_Prompt | _Tokens]] = {"prompt": _Prompt, "tokens": _Tokens}
+
+
+def _token_ids(body: bytes | bytearray, field: str) -> tuple[bytes | None, bytes]:
+    """The JSON of `field` where it is made of numbers, and the body with null in its place."""
     if body.count(b"[") > _MAX_LISTS:
         return None, b""
     try:
-        prompt = bytes(msgspec.json.decode(body, type=_Prompt).prompt)
+        prompt = bytes(msgspec.json.decode(body, type=_IDS[field]).ids)
     except (msgspec.DecodeError, RecursionError):
         return None, b""
     if not prompt.startswith(b"[") or b'"' in prompt or b"{" in prompt:
@@ -85,25 +95,25 @@ def _token_prompts(body: bytes | bytearray) -> tuple[bytes | None, bytes]:
     return prompt, bytes(body[:start]) + b"null" + bytes(body[start + len(prompt) :])
 
 
-def _read_token_prompts(prompt: bytes, max_prompts: int) -> list[object]:
+def _read_token_ids(ids: bytes, field: str, max_lists: int) -> list[object]:
     """A list of numbers, or a list of such lists."""
-    if not prompt[1:].lstrip().startswith(b"["):
-        return _read_numbers(prompt, "prompt")
-    if (count := prompt.count(b"[") - 1) > max_prompts:
-        message = f"prompt holds {count} lists, at most {max_prompts} are allowed (completions of a request)"
-        raise RequestRejected(message, param="prompt")
+    if not ids[1:].lstrip().startswith(b"["):
+        return _read_numbers(ids, field)
+    if (count := ids.count(b"[") - 1) > max_lists:
+        message = f"{field} holds {count} lists, at most {max_lists} are allowed (completions of a request)"
+        raise RequestRejected(message, param=field)
     try:
-        lists = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+        lists = msgspec.json.decode(ids, type=list[msgspec.Raw])
     except msgspec.DecodeError as error:
         raise RequestRejected(f"The body is not valid JSON: {error}", code="invalid_json") from None
-    return [_read_numbers(bytes(one), f"prompt[{index}]") for index, one in enumerate(lists)]
+    return [_read_numbers(bytes(one), f"{field}[{index}]") for index, one in enumerate(lists)]
 
 
 def _read_numbers(json: bytes, place: str) -> list[object]:
     """A list of numbers, read in pieces: one piece holds the lock for a few milliseconds."""
     inner = json[1:-1]
     if not json.startswith(b"[") or b"[" in inner:
-        raise RequestRejected(f"{place} must be a list of token ids, or prompt a list of those", param=place)
+        raise RequestRejected(f"{place} must be a list of token ids, or a list of those", param=place)
     numbers: list[object] = []
     start = 0
     while start < len(inner):

@@ -9,7 +9,7 @@ import msgspec
 from raylm.api.frame import Frame, encode, reason, text
 from raylm.api.params import AnswerForm
 from raylm.api.protocol import CalledFunction, CalledTool, ChatAnswer, ChatChoice, Completion
-from raylm.api.wire import FINGERPRINT, Reply, usage_of
+from raylm.api.wire import FINGERPRINT, Reply, timings_of, usage_of
 from raylm.generation.choices import ChoiceDelta, Tally, Whole
 from raylm.generation.job import Job
 from raylm.generation.lines import one_line
@@ -83,6 +83,7 @@ class ChatEncoder:
                 FINGERPRINT,
                 first.prompt_ids if form.token_ids else msgspec.UNSET,
                 msgspec.UNSET if first.prompt_list is None else msgspec.Raw(first.prompt_list),
+                timings_of(tally, wanted=form.timings),
             )
         )
 

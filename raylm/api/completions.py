@@ -13,7 +13,7 @@ from raylm.api.params import AnswerForm, asking, check_num_sequences
 from raylm.api.parser import parse, prompts_of
 from raylm.api.preparation import Models
 from raylm.api.protocol import Completion, CompletionRequest, TextChoice
-from raylm.api.wire import FINGERPRINT, Reply, usage_of
+from raylm.api.wire import FINGERPRINT, Reply, timings_of, usage_of
 from raylm.config.serving import HttpConfig
 from raylm.generation.choices import ChoiceDelta, Tally, Whole
 from raylm.generation.job import Job
@@ -81,7 +81,9 @@ class CompletionEncoder:
         reply = self._reply
         found = [self._choice(index, whole) for index, whole in enumerate(choices)]
         usage = usage_of(tally.counts())
-        return encode(Completion(reply.id, "text_completion", reply.created, reply.model, found, usage, FINGERPRINT))
+        whole = Completion(reply.id, "text_completion", reply.created, reply.model, found, usage, FINGERPRINT)
+        whole.timings = timings_of(tally, wanted=self._form.timings)
+        return encode(whole)
 
     def _choice(self, index: int, whole: Whole) -> TextChoice:
         ids, entries = self._form.token_ids, whole.entries

@@ -7,7 +7,7 @@ import msgspec
 from raylm.api.errors import http_error
 from raylm.api.params import AnswerForm
 from raylm.api.protocol import Completion
-from raylm.api.wire import DONE, FINGERPRINT, Reply, error_event, event, usage_of
+from raylm.api.wire import DONE, FINGERPRINT, Reply, error_event, event, timings_of, usage_of
 from raylm.generation.choices import ChoiceDelta, Tally
 from raylm.generation.lines import one_line
 
@@ -38,10 +38,11 @@ class Frame:
 
     def closing(self, tally: Tally) -> bytes:
         """The events after the last choice's."""
-        if not self._form.include_usage:
+        if not self._form.include_usage and not self._form.timings:
             return DONE
         reply = self._reply
         last = Completion(reply.id, self._kind, reply.created, reply.model, [], usage_of(tally.counts()), FINGERPRINT)
+        last.timings = timings_of(tally, wanted=self._form.timings)
         return event(last) + DONE
 
     @staticmethod

@@ -23,13 +23,15 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "func
 class OpenAIChat:
     """Reads the bodies of this operation."""
 
-    def __init__(self, models: Models, config: HttpConfig) -> None:
+    def __init__(self, models: Models, config: HttpConfig, request: type[ChatRequest] = ChatRequest) -> None:
+        """`request`: what the bodies hold."""
         self._models = models
         self._config = config
+        self._request = request
 
     def parse(self, call: Call) -> Draft:
         """What the call asks for. Raises whatever is wrong with it."""
-        request = parse(ChatRequest, call.body, self._config)
+        request = parse(self._request, call.body, self._config)
         model = self._models.get(request.model)
         tools = read_tool_use({name: getattr(request, name) for name in TOOL_FIELDS})
         asked = asking(request, model.sampling, call.identity, default_max_tokens=None)

@@ -32,10 +32,22 @@ class PromptForm(NamedTuple):
     echo: bool
 
 
+class RequestName(NamedTuple):
+    """What the client calls its request; "" where it has no name for it. is_whole_id: it is the answer's id as it is;
+    otherwise it stands behind the prefix of the API's ids."""
+
+    given: str = ""
+    is_whole_id: bool = False
+
+    def reply_id(self, prefix: str) -> str:
+        return self.given if self.is_whole_id or not self.given else prefix + self.given
+
+
 class AnswerForm(NamedTuple):
     """How the answer is sent and what it holds beside texts.
 
-    interval: tokens of a choice that one event of a stream holds at least, but for its first and last.
+    interval: tokens of a choice that one event of a stream holds at least, but for its first and last. timings: how
+    long it took.
     """
 
     stream: bool
@@ -44,6 +56,8 @@ class AnswerForm(NamedTuple):
     interval: int
     token_ids: bool
     logprobs: LogprobForm = LogprobForm()
+    name: RequestName = RequestName()
+    timings: bool = False
 
 
 class Asking(NamedTuple):
@@ -66,14 +80,10 @@ def asking(
     n = 1 if request.n is None else request.n
     prompt = _prompt_form(request)
     logprobs = _logprob_form(request)
-    echo_only = prompt.echo and request.max_tokens == 0 and logprobs.of_prompt is None
-    if request.max_tokens == 0 and not prompt.echo and logprobs.of_prompt is None:
-        raise RequestRejected(
-            "max_tokens must be at least 1, got 0 (it may be 0 with echo=true or prompt_logprobs)", param="max_tokens"
-        )
+    limit = _token_limit(request, default_max_tokens)
+    echo_only = limit.value == 0 and logprobs.of_prompt is None
     params = _sampling_params(request, n, sampling, logprobs, max_tokens=None if echo_only else request.max_tokens)
     _check_together(request, params, n)
-    limit = _token_limit(request, default_max_tokens)
     form = _answer_form(request)._replace(logprobs=logprobs)
     structure = structure_of(request)
     if structure is not None:
@@ -189,7 +199,21 @@ def _answer_form(request: GenerationRequest) -> AnswerForm:
     )
     if interval > 1 and not stream:
         raise RequestRejected("stream_interval is only allowed together with stream=true", param="stream_interval")
-    return AnswerForm(stream, usage, continuous, interval, bool(request.return_token_ids))
+    return AnswerForm(
+        stream,
+        usage,
+        continuous,
+        interval,
+        bool(request.return_token_ids),
+        name=_name(request),
+        timings=bool(request.timings),
+    )
+
+
+def _name(request: GenerationRequest) -> RequestName:
+    if request.request_id and request.rid:
+        raise RequestRejected("rid is not allowed together with request_id: both name the request", param="rid")
+    return RequestName(request.rid or request.request_id or "", is_whole_id=bool(request.rid))
 
 
 def _num_candidates(request: GenerationRequest, n: int, limit: int) -> int:
@@ -234,8 +258,8 @@ def _token_limit(request: GenerationRequest, default: int | None) -> TokenLimit:
     if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
         return TokenLimit("max_tokens", request.max_tokens, default)
     limit = TokenLimit("max_completion_tokens", request.max_completion_tokens, default)
-    if request.max_completion_tokens < 1:
-        raise RequestRejected(f"{limit.field} must be at least 1, got {limit.value}", param=limit.field)
+    if request.max_completion_tokens < 0:
+        raise RequestRejected(f"{limit.field} must be at least 0, got {limit.value}", param=limit.field)
     return limit
 
 

@@ -41,10 +41,20 @@ def parse(cls: type[Request], body: bytes | bytearray, limits: HttpConfig) -> Re
     return validated(cls, data)
 
 
-def read_fields(body: bytes | bytearray, limits: HttpConfig, known: AbstractSet[str]) -> dict[str, object]:
-    """The fields of a body, which is emptied. Raises RequestRejected where the body is no JSON object or holds too
-    much; if `limits.strict` also for fields that are not `known` and for a field given twice."""
-    data, rest = read_json(body, limits)
+def parse_plain(
+    cls: type[Checked], body: bytes | bytearray, limits: HttpConfig, *, ids_field: str = "prompt"
+) -> Checked:
+    """The same for a body that asks for no tokens: it has the fields of `cls`."""
+    return validated(cls, read_fields(body, limits, cls.model_fields.keys(), ids_field=ids_field))
+
+
+def read_fields(
+    body: bytes | bytearray, limits: HttpConfig, known: AbstractSet[str], *, ids_field: str = "prompt"
+) -> dict[str, object]:
+    """The fields of a body, which is emptied; `ids_field` may hold many token ids. Raises RequestRejected where the
+    body is no JSON object or holds too much; if `limits.strict` also for fields that are not `known` and for a field
+    given twice."""
+    data, rest = read_json(body, limits, ids_field=ids_field)
     if isinstance(body, bytearray) and rest is not body:
         body.clear()
     if not isinstance(data, dict):

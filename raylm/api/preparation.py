@@ -72,6 +72,10 @@ class Preparation:
         """Run what reads the call's body. Raises whatever is wrong with it."""
         return await self._threads.read(len(call.body), partial(parse, call))
 
+    async def tokenise(self, size: int, work: Callable[[], Result]) -> Result:
+        """Run what turns so many characters into tokens, or tokens into text."""
+        return await self._threads.tokenise(size, work)
+
     async def job(self, draft: Draft) -> tuple[Draft, Job]:
         """The draft with its grammar compiled, and what it asks of the engine, ready to run."""
         draft = await _with_grammar(draft)

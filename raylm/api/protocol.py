@@ -55,16 +55,18 @@ def _effort(value: str) -> str:
     return value
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """What the body of a request is made of: no value is converted to another type."""
+
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message of a chat; `content` is a string or a list of text parts, and TextProcessor.chat checks it.
 
     Every role goes to the model's chat template, which knows which there are; so do the other fields.
@@ -83,7 +85,7 @@ class ChatMessage(_Body):
     reasoning_content: str | None = None
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """What both ways of asking share. null means the default everywhere."""
 
     model: str | None = None
@@ -119,6 +121,12 @@ class GenerationRequest(_Body):
     """By default off in a chat, whose template writes them, and on elsewhere."""
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    request_id: _Name | None = None
+    """vLLM's name of a request, by which it can be aborted; the answer's id ends with it."""
+    rid: _Name | None = None
+    """The same of SGLang; it is the answer's id."""
+    timings: bool | None = None
+    """The answer says how long it took."""
     prompt_logprobs: int | None = None
     logprob_token_ids: _Integers = []
     return_tokens_as_token_ids: bool | None = None
@@ -259,6 +267,18 @@ class TextChoice(msgspec.Struct):
     prompt_logprobs: PromptList = msgspec.UNSET
 
 
+class Timings(msgspec.Struct):
+    """How long a request took, in seconds from its arrival at this server, and its tokens a second after the first
+    ones; null where it has too few. The time in the queue is part of that to the first token."""
+
+    first_token_s: float | None
+    total_s: float
+    tokens_per_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
 class Completion(msgspec.Struct):
     """The answer to both ways of asking; with no choices it is a stream's last chunk, which carries the usage."""
 
@@ -273,6 +293,8 @@ class Completion(msgspec.Struct):
     """Of a chat; of other completions each choice has them, since their prompts differ."""
     prompt_logprobs: PromptList = msgspec.UNSET
     """The same."""
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    """Left out unless `timings` asks for them."""
 
 
 class ModelPermission(msgspec.Struct):

@@ -71,10 +71,7 @@ SGLANG: Fields = {
     "task": (),
     "use_audio_in_video": (False,),
 }
-IDS: Fields = {"request_id": (), "rid": ()}
-"""vLLM's and SGLang's id of a request, which becomes the answer's id there."""
-
-UNSUPPORTED: Fields = {**OPENAI, **VLLM, **SGLANG, **IDS}
+UNSUPPORTED: Fields = {**OPENAI, **VLLM, **SGLANG}
 """On every route."""
 CHAT_ONLY: Fields = {"echo": (False,)}
 OF_CHATS: Fields = {

@@ -60,6 +60,14 @@ class Sequences:
         self._pending.pop(request_id, None)
         self._forget(request_id, abort=True)
 
+    def abort(self) -> None:
+        """End the sequences that have not ended; the reader gets what has come, and the finish reason "abort"."""
+        self._is_admitted = True
+        for request_id in list(self._live):
+            self._pending.setdefault(request_id, []).append(TokenDelta(request_id, [], "abort"))
+            self._forget(request_id, abort=True)
+        self._arrived.set()
+
     async def aclose(self) -> None:
         """Abort the sequences that have not ended."""
         for request_id in list(self._live):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from time import perf_counter
 from typing import NamedTuple
 
 from raylm.generation.job import Job
@@ -52,22 +53,48 @@ class Counts(NamedTuple):
     reasoning: int = 0
 
 
-class Tally:
-    """Counts the tokens of one request. Those of sequences that were not chosen count too, as with OpenAI."""
+class Times(NamedTuple):
+    """Seconds from a request's arrival; None where there was no token. tokens_per_s: of the tokens behind the first
+    delta's, where there are any."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    first_token_s: float | None
+    total_s: float
+    tokens_per_s: float | None
+
+
+class Tally:
+    """Counts the tokens of one request and knows its times. Those of sequences that were not chosen count too, as with
+    OpenAI."""
+
+    def __init__(self, prompt_tokens: int, started: float | None = None) -> None:
+        """started: when the request arrived (perf_counter); now where that is None."""
+        self._started = perf_counter() if started is None else started
+        self._first_at: float | None = None
+        self._first_tokens = 0
         self._prompt = prompt_tokens
         self._completion = 0
         self._cached = 0
         self._reasoning = 0
 
     def add(self, delta: ChoiceDelta) -> None:
+        if self._first_at is None and delta.num_tokens:
+            self._first_at = perf_counter()
+            self._first_tokens = delta.num_tokens
         self._completion += delta.num_tokens
         self._cached += delta.num_cached
         self._reasoning += delta.num_reasoning
 
     def counts(self) -> Counts:
         return Counts(self._prompt, self._completion, self._cached, self._reasoning)
+
+    def times(self) -> Times:
+        """Until now."""
+        now = perf_counter()
+        if self._first_at is None:
+            return Times(None, now - self._started, None)
+        later = self._completion - self._first_tokens
+        rate = later / (now - self._first_at) if later and now > self._first_at else None
+        return Times(self._first_at - self._started, now - self._started, rate)
 
 
 class ToolCall(NamedTuple):

@@ -93,7 +93,12 @@ def check_prompt(model: ServedModel, token_ids: list[int], field: str) -> None:
         raise RequestRejected("The prompt has no tokens", param=field)
     if len(token_ids) >= model.max_model_len:
         raise too_long(model, f"{len(token_ids)} tokens", field)
-    for token in (min(token_ids), max(token_ids)):
+    check_token_ids(model, token_ids, field)
+
+
+def check_token_ids(model: ServedModel, token_ids: list[int], field: str) -> None:
+    """Raises RequestRejected when they are not all of the model's."""
+    for token in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token < model.vocab_size:
             raise RequestRejected(
                 f"{field} holds the token id {token}, but those of {model.name} go from 0 to {model.vocab_size - 1}",

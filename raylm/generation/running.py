@@ -78,6 +78,11 @@ class Generation:
         """The texts of all sequences as they grow, until all have ended."""
         return merged([prompt.deltas() for prompt in self._prompts])
 
+    def abort(self) -> None:
+        """End what has not ended: the deltas go on with the finish reason "abort" of each such sequence."""
+        for prompt in self._prompts:
+            prompt.abort()
+
     async def aclose(self) -> None:
         for prompt in self._prompts:
             await prompt.aclose()
@@ -95,6 +100,9 @@ class _Echo:
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         for index in range(self._job.first, self._job.first + self._job.params.n):
             yield ChoiceDelta(index, self._job.prefix, "length", 0)
+
+    def abort(self) -> None:
+        return
 
     async def aclose(self) -> None:
         return
@@ -134,6 +142,7 @@ class _Prompt:
         self._early: list[TokenDelta] | None = None if job.params.prompt_logprobs is None else []
         """Deltas that wait for what the engine says of the prompt; None once that is here, or not asked for."""
         self._deltas: Deltas | None = None
+        self._is_aborted = False
         self._outcome = "abort"
 
     async def admitted(self) -> Deltas:
@@ -143,6 +152,8 @@ class _Prompt:
             with self._noting_errors():
                 async with self._gate:
                     self._deltas = self._generator.generate(list(self._live), job.prompt_ids, job.params, job.options)
+                    if self._is_aborted:
+                        self._deltas.abort()
                     await self._admit(self._deltas)
         return self._deltas
 
@@ -187,6 +198,11 @@ class _Prompt:
         for sequence in self._live.values():
             sequence.prompt = found
         return ready
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        if self._deltas is not None:
+            self._deltas.abort()
 
     async def aclose(self) -> None:
         if self._deltas is not None:

@@ -13,6 +13,7 @@ from raylm.text.bad_words import bad_token_ids
 from raylm.text.chat import ChatTemplate, Message
 from raylm.text.chat_options import ChatOptions
 from raylm.text.chat_settings import ChatSettings
+from raylm.text.definition import TokenizerInfo
 from raylm.text.detokenizer import Detokenizer, GluingDetokenizer
 from raylm.text.stop import StopStrings, StopTable
 from raylm.text.tokenizer import Tokenizer
@@ -181,6 +182,15 @@ class TextProcessor:
         found = bad_token_ids(self.tokenizer, params.bad_words)
         return replace(params, bad_words=(), bad_token_ids=(*params.bad_token_ids, *found))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of a prompt's tokens, without special tokens."""
-        return self.tokenizer.decode(ids)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a prompt's tokens, by default without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def token_names(self, ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each token, such as "\u0120Paris"; empty beyond the vocabulary."""
+        return self.tokenizer.names(ids)
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What the model says of its tokenizer beside the vocabulary."""
+        return self.tokenizer.info

@@ -118,6 +118,10 @@ class Tokenizer:
         text: str = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each token; empty beyond the vocabulary."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in ids]
+
 
 def _convert_gguf(path: Path) -> tuple[Backend, TokenizerInfo]:
     # Imported here, because a start from the cache does not need it.

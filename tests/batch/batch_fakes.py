@@ -17,6 +17,7 @@ from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from raylm.core.sampling import SamplingParams
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions
+from raylm.text.definition import TokenizerInfo
 from raylm.text.stop import StopTable
 from tests.support.engines import make_engine
 from tests.support.fakes import VOCAB, FakeExecutor
@@ -58,8 +59,15 @@ class LetterText:
     def render(self, messages: Sequence[Mapping[str, object]], options: ChatOptions | None = None) -> str:
         return " ".join(str(message["content"]) for message in messages)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(LETTERS[token] for token in ids)
+
+    def token_names(self, ids: Sequence[int]) -> list[str]:
+        return [LETTERS[token] for token in ids]
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        return TokenizerInfo({}, None, (0,), None)
 
     def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> LetterDetokenizer:
         return LetterDetokenizer()

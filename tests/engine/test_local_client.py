@@ -117,3 +117,17 @@ async def test_a_dead_engine_fails_all_that_live_and_all_that_come():
         assert "told to fail" in str(results[0])
         with pytest.raises(EngineDeadError, match="told to fail"):
             local.generate(["late"], [1], params, OPTIONS)
+
+
+async def test_sequences_that_are_ended_say_so_and_leave_the_engine():
+    params = SamplingParams(max_tokens=50, n=2, ignore_eos=True)
+    async with client() as local:
+        sequences = local.generate(["a", "b"], [1, 2, 3], params, OPTIONS)
+        await sequences.admitted()
+        sequences.abort()
+        found = {delta.request_id: delta.finish_reason async for delta in sequences}
+        assert found == {"a": "abort", "b": "abort"}
+        sequences.abort()
+        # Whoever comes next has the engine.
+        whole = SamplingParams(max_tokens=9)
+        assert await collect(local, "c", [4, 5, 6], whole) == [expected_tokens([4, 5, 6], whole, 64)[0]]

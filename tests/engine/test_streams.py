@@ -47,6 +47,19 @@ async def test_merged_deltas_lose_nothing() -> None:
     assert releases.seen == [("b", False), ("a", False)]
 
 
+async def test_what_is_ended_keeps_what_has_come() -> None:
+    releases = Releases()
+    group = Sequences(["a", "b"], releases)
+    group.push(TokenDelta("a", [1], None, None, 4, said(-1.0), said(-7.0)))
+    group.abort()
+    await group.admitted()
+    assert [delta async for delta in group] == [
+        TokenDelta("a", [1], "abort", None, 4, said(-1.0), said(-7.0)),
+        TokenDelta("b", [], "abort"),
+    ]
+    assert releases.seen == [("a", True), ("b", True)]
+
+
 async def test_whoever_leaves_aborts_what_has_not_ended() -> None:
     releases = Releases()
     group = Sequences(["a", "b", "c"], releases)

@@ -65,7 +65,7 @@ def admits(keys: ApiKeys, key: str) -> bool:
 
 
 CATALOG = Server().catalog
-OPEN = ["/health", "/version", "/metrics", "/state"]
+OPEN = ["/health", "/version", "/metrics", "/state", "/ping"]
 ASKED = [
     *((method, route.path.replace("{model:path}", "tiny"))
       for route in build_router(CATALOG, HttpConfig(), HttpMetrics(CATALOG)).routes if route.path not in OPEN

@@ -30,7 +30,6 @@ NOT_BUILT: list[tuple[str, Any, Any]] = [
     ("kv_transfer_params", {"a": 1}, {}),
     ("prompt_embeds", "AAAA", None),
     ("vllm_xargs", {"a": 1}, {}),
-    ("request_id", "mine", None),
     ("mm_processor_kwargs", {"a": 1}, {}),
     ("include_reasoning", False, True),
     ("repetition_detection", {"n": 3}, None),

@@ -134,7 +134,6 @@ async def test_what_the_engine_is_asked(
             "logprob_token_ids",
             "not allowed together with use_beam_search=true",
         ),
-        ("complete", {"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
         (
             "complete",
             {"prompt": ["x" * 60] * 4, "prompt_logprobs": 20, "n": 2},

@@ -23,6 +23,7 @@ from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions
+from raylm.text.definition import TokenizerInfo
 from raylm.text.stop import StopTable
 
 END = 256
@@ -79,8 +80,16 @@ class ByteText:
     def render(self, messages: Sequence[Any], options: ChatOptions | None = None) -> str:
         return self.chat_template.render(messages, options)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token < END).decode()
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        end = b"" if skip_special_tokens else b"<end>"
+        return b"".join(bytes([token]) if token < END else end for token in ids).decode()
+
+    def token_names(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token:02x}>" for token in ids]
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        return TokenizerInfo({"eos_token": "<end>"}, None, (END,), "the template")
 
     def detokenizer(self, params: SamplingParams, *, continues_prompt: bool) -> ByteDetokenizer:
         return ByteDetokenizer()
@@ -149,11 +158,18 @@ class ScriptedDeltas:
         self._live = dict.fromkeys(asked.request_ids)
         generator.live += len(self._live)
         self._steps = self._play(asked)
+        self._ended: list[TokenDelta] = []
+        self._aborted = asyncio.Event()
 
     async def admitted(self) -> None:
         await asyncio.sleep(0)
         if self._generator.admission is not None:
-            await self._generator.admission.wait()
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._generator.admission, self._aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         script = self._generator.script
         error = script[0] if script and isinstance(script[0], Exception) else None
         if self._number in self._generator.refused:
@@ -171,6 +187,8 @@ class ScriptedDeltas:
         for request_id, item in self._steps:
             if request_id in self._live:
                 return await self._step(request_id, item)
+        if self._ended:
+            return self._ended.pop(0)
         raise StopAsyncIteration
 
     async def _step(self, request_id: str, item: Item) -> TokenDelta:
@@ -179,7 +197,8 @@ class ScriptedDeltas:
                 self._forget(failed)
             raise item
         if item is None:
-            await asyncio.Event().wait()
+            await self._aborted.wait()
+            return self._ended.pop(0)
         if isinstance(item, asyncio.Event):
             await item.wait()
             item = b""
@@ -193,6 +212,12 @@ class ScriptedDeltas:
         if request_id in self._live:
             self._forget(request_id)
             self._generator.aborted.append(request_id)
+
+    def abort(self) -> None:
+        self._ended = [TokenDelta(request_id, [], "abort") for request_id in self._live]
+        for request_id in list(self._live):
+            self.end(request_id)
+        self._aborted.set()
 
     async def aclose(self) -> None:
         for request_id in list(self._live):
