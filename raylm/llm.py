@@ -25,7 +25,13 @@ from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
 from raylm.errors import RaylmError, RequestRejected
+from raylm.generation.ability import ability_of
+from raylm.generation.chat import Chat, open_chat
+from raylm.generation.choices import Said, ToolCall
+from raylm.generation.reader import ChoiceReader, Reading
+from raylm.generation.tool_reading import read_tools
 from raylm.grammar.compiler import GrammarCompiler
+from raylm.text.chat_options import ChatOptions
 from raylm.text.chat_settings import ChatSettings
 from raylm.text.processor import TextDelta, TextProcessor
 from raylm.text.truncation import Truncation
@@ -60,6 +66,9 @@ class Output:
 
     stop_reason: the stop string, or the one of params.stop_token_ids, that ended it; None where the model's own end or
         the length did.
+    reasoning: what the model thought before it answered, in a chat whose model sets that off; no part of text.
+    tool_calls: the tools that the model calls, in a chat that offers any. The finish reason is "tool_calls" then, where
+        the sequence ended by itself.
     logprobs: the log probability of each of token_ids, and their sum; None unless params.logprobs asked for them.
     ranks, top_logprobs: the rank of each of token_ids among all tokens, and the likeliest tokens at its position (or
         those of params.logprob_token_ids); None with logprobs.
@@ -75,6 +84,8 @@ class Output:
     ranks: list[int] | None = None
     top_logprobs: list[list[TokenLogprob]] | None = None
     message: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,6 +148,7 @@ class LLM:
         self.config = model
         source = locate(model.model.path)
         self.text = TextProcessor.load(source, ChatSettings.of(model))
+        self._format = ability_of(self.text.chat_template, model.chat).format
         self._grammars = GrammarCompiler(source)
         # Nobody follows an engine in this process: it would collect events for ever.
         quiet = model.model_copy(update={"cache": model.cache.model_copy(update={"events": False})})
@@ -184,30 +196,44 @@ class LLM:
                     else list(prompt)
                 )
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return self._run("prompts", texts, encoded, params, truncate_prompt_tokens, progress=progress)
+        completions = [Completion(text, ids, []) for text, ids in zip(texts, encoded, strict=True)]
+        each = self._params_list(params, len(batch))
+        return self._run("prompts", completions, each, truncate_prompt_tokens, progress=progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Message] | None = None,
+        tool_choice: str | Message | None = None,
+        options: ChatOptions | None = None,
         add_special_tokens: bool = False,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Answer one conversation, or several, through the model's chat template, which writes BOS and its like itself.
 
-        The options are those of `generate`. Raises RequestRejected before anything runs.
+        `tools` and `tool_choice` are OpenAI's. `options`: what else a request may say of its template, such as
+        documents and variables. The others are those of `generate`. Raises RequestRejected before anything runs.
         """
         is_one = isinstance(messages, str) or (messages and isinstance(messages[0], dict))
         conversations = [messages] if is_one else list(messages)
-        encoded = []
-        for index, conversation in enumerate(conversations):
+        each = self._params_list(params, len(conversations))
+        use = read_tools(tools, tool_choice, None)
+        encoded, opened = [], []
+        for index, (conversation, own) in enumerate(zip(conversations, each, strict=True)):
             with _naming("conversations", index, len(conversations)):
-                text = self.text.render(_messages(conversation))
-                encoded.append(self.text.encode(text, add_special_tokens=add_special_tokens))
-        texts = [None] * len(encoded)
-        return self._run("conversations", texts, encoded, params, truncate_prompt_tokens, progress=progress)
+                chat = Chat(_messages(conversation), options or ChatOptions(), use, own.structure)
+                opened.append(open_chat(self.text, self._format, chat, own))
+                encoded.append(self.text.encode(opened[-1].text, add_special_tokens=add_special_tokens))
+        ready = [
+            one.params if one.structure is own.structure else dataclasses.replace(one.params, structure=one.structure)
+            for one, own in zip(opened, each, strict=True)
+        ]
+        completions = [Completion(None, ids, []) for ids in encoded]
+        readings = [one.reading for one in opened]
+        return self._run("conversations", completions, ready, truncate_prompt_tokens, readings, progress=progress)
 
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
@@ -239,25 +265,24 @@ class LLM:
     def _run(
         self,
         kind: str,
-        texts: Sequence[str | None],
-        encoded: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        completions: list[Completion],
+        params: Sequence[SamplingParams],
         truncate: int | None,
+        readings: Sequence[Reading | None] = (),
         *,
         progress: bool,
     ) -> list[Completion]:
-        each = self._params_for_each(self.params(max_tokens=128) if params is None else params, len(encoded))
+        each = self._all_ready(params)
         if truncate is not None:
             cut = Truncation(truncate)
             limit = self.info.max_model_len
-            encoded = [
-                cut.kept(ids, room=limit - (own.max_tokens or 1)) for ids, own in zip(encoded, each, strict=True)
-            ]
-        for index, (prompt_ids, own) in enumerate(zip(encoded, each, strict=True)):
-            with _naming(kind, index, len(encoded)):
-                self._engine.check_request(prompt_ids, own)
-        completions = [Completion(text, ids, []) for text, ids in zip(texts, encoded, strict=True)]
-        job = _Job(self, completions, each)
+            for completion, own in zip(completions, each, strict=True):
+                room = limit - (own.max_tokens or 1)
+                completion.prompt_token_ids = cut.kept(completion.prompt_token_ids, room=room)
+        for index, (completion, own) in enumerate(zip(completions, each, strict=True)):
+            with _naming(kind, index, len(completions)):
+                self._engine.check_request(completion.prompt_token_ids, own)
+        job = _Job(self, completions, each, readings or [None] * len(completions))
         job.run(progress=progress)
         return completions
 
@@ -268,20 +293,32 @@ class LLM:
             return params
         return dataclasses.replace(params, structure=self._grammars.compile(params.structure))
 
-    def _params_for_each(self, params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-        """Ready for the engine: with the tokens of bad words, and a grammar."""
+    def _params_list(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        """One a prompt."""
+        if params is None:
+            params = self.params(max_tokens=128)
         given = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(given) != count:
             raise RequestRejected(f"params has {len(given)} entries for {count} prompts", param="params")
+        return given
+
+    def _all_ready(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """Ready for the engine: with the tokens of bad words, and a grammar."""
         # One object usually holds for all: it is made ready once.
-        prepared = {key: self._ready(one) for key, one in {id(one): one for one in given}.items()}
-        return [prepared[id(one)] for one in given]
+        prepared = {key: self._ready(one) for key, one in {id(one): one for one in params}.items()}
+        return [prepared[id(one)] for one in params]
 
 
 class _Sequence:
     """One output on its way."""
 
-    def __init__(self, completion: Completion, text: TextProcessor, params: SamplingParams) -> None:
+    def __init__(
+        self, completion: Completion, text: TextProcessor, params: SamplingParams, reading: Reading | None
+    ) -> None:
+        self._said = Said()
+        self._reader = None if reading is None else ChoiceReader(reading)
         self.output = Output("", [], "")
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -299,14 +336,20 @@ class _Sequence:
         piece = self._stream.push(delta.token_ids, delta.finish_reason)
         output = self.output
         output.token_ids += delta.token_ids[: piece.num_tokens]
-        output.text += piece.text
+        reason = piece.finish_reason
+        if self._reader is None:
+            self._said.add(piece.text)
+        else:
+            pieces, reason = self._reader.pieces(piece.text, reason)
+            self._said.take(pieces)
         if output.logprobs is not None and delta.logprobs is not None:
             self._list(delta.logprobs.first(piece.num_tokens))
         if self._is_first:
             self._take_news(delta)
         if piece.finish_reason is None:
             return False
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        output.text, output.reasoning, output.tool_calls = self._said.text, self._said.reasoning, self._said.calls
+        output.finish_reason, output.stop_reason = reason or piece.finish_reason, piece.stop_reason
         output.message = delta.message
         if output.logprobs is not None:
             output.cumulative_logprob = sum(output.logprobs)
@@ -344,14 +387,20 @@ def _top_of(found: Logprobs, text: TextProcessor, *, are_ranked: bool) -> list[l
 class _Job:
     """One call's sequences: fed to the engine as its queue has room, driven until all are complete."""
 
-    def __init__(self, llm: LLM, completions: list[Completion], params: list[SamplingParams]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        completions: list[Completion],
+        params: list[SamplingParams],
+        readings: Sequence[Reading | None],
+    ) -> None:
         self._engine = llm._engine
         self._feeder = Feeder(llm._engine)
         self._live: dict[str, _Sequence] = {}
-        for index, (completion, own) in enumerate(zip(completions, params, strict=True)):
+        for index, (completion, own, reading) in enumerate(zip(completions, params, readings, strict=True)):
             ids = [f"{index}.{choice}" for choice in range(own.n)]
             for request_id in ids:
-                self._live[request_id] = _Sequence(completion, llm.text, own)
+                self._live[request_id] = _Sequence(completion, llm.text, own, reading)
             self._feeder.put(Group(ids, completion.prompt_token_ids, own))
 
     def run(self, *, progress: bool) -> None:

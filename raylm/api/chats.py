@@ -13,7 +13,8 @@ from raylm.generation.served_model import ServedModel
 def opened_chat(model: ServedModel, chat: Chat, asked: Asking) -> tuple[OpenedChat, Asking]:
     """The chat, and what its request asks for, in the formats of the model. Raises RequestRejected."""
     given = asked.structure
-    opened = open_chat(model, chat._replace(structure=None if given is None else given.structure), asked.wanted.params)
+    chat = chat._replace(structure=None if given is None else given.structure)
+    opened = open_chat(model.text, model.ability.format, chat, asked.wanted.params)
     param = "tools" if given is None else given.param
     structure = None if opened.structure is None else Asked(opened.structure, param)
     if structure is not None:

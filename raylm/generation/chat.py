@@ -13,7 +13,7 @@ from raylm.errors import RequestRejected
 from raylm.generation.parsing import CallFormat, ModelFormat, OutputReading, ReasoningFormat
 from raylm.generation.parsing.formats import CHANNELS, GRANITE_TEXT
 from raylm.generation.reader import Reading
-from raylm.generation.served_model import ServedModel, Text
+from raylm.generation.served_model import Text
 from raylm.generation.tools import NO_TOOLS, ToolUse
 from raylm.text.chat import Message
 from raylm.text.chat_options import ChatOptions
@@ -43,15 +43,15 @@ class OpenedChat(NamedTuple):
     structure: StructuredOutput | None
 
 
-def open_chat(model: ServedModel, chat: Chat, params: SamplingParams) -> OpenedChat:
-    """Raises RequestRejected for a conversation that the template refuses, and for what the model cannot do."""
+def open_chat(side: Text, own: ModelFormat, chat: Chat, params: SamplingParams) -> OpenedChat:
+    """`side` is the model's text side, `own` how it writes calls and reasoning. Raises RequestRejected for a
+    conversation that the template refuses, and for what the model cannot do."""
     shown = [tool.as_function() for tool in chat.tools.shown_tools]
-    text = model.text.render(chat.messages, replace(chat.options, tools=shown or None))
-    own = model.ability.format
+    text = side.render(chat.messages, replace(chat.options, tools=shown or None))
     calls = own.calls if shown else None
     thinking = Thinking(own.reasoning, text, chat.options)
-    params = _with_budget(model.text, thinking, params)
-    structure = _structure(chat, calls, thinking.end_ids(model.text))
+    params = _with_budget(side, thinking, params)
+    structure = _structure(chat, calls, thinking.end_ids(side))
     reasoning = own.reasoning if chat.reads_reasoning else None
     if calls is None and reasoning is None:
         return OpenedChat(text, params, None, structure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from time import perf_counter
 from typing import NamedTuple
@@ -105,22 +105,14 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-class Whole:
-    """One sequence, as it grows and when it is complete."""
+class Said:
+    """What one sequence says, thinks and calls, as it grows and when it is complete."""
 
-    def __init__(self, prompt_ids: list[int]) -> None:
-        """`prompt_ids`: the tokens of its prompt."""
+    def __init__(self) -> None:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._begins: list[CallBegin] = []
         self._arguments: list[list[str]] = []
-        self._logprob = 0.0
-        self._entries: list[Entries] = []
-        self.prompt_list: bytes | None = None
-        self.prompt_ids = prompt_ids
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -138,6 +130,51 @@ class Whole:
             for begin, parts in zip(self._begins, self._arguments, strict=True)
         ]
 
+    def add(self, text: str) -> None:
+        """More of the text."""
+        self._texts.append(text)
+
+    def take(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    self._texts.append(text)
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                case CallBegin():
+                    self._begins.append(piece)
+                    self._arguments.append([])
+                case CallArguments(number, text):
+                    self._arguments[number].append(text)
+
+
+class Whole:
+    """One sequence, as it grows and when it is complete."""
+
+    def __init__(self, prompt_ids: list[int]) -> None:
+        """`prompt_ids`: the tokens of its prompt."""
+        self._said = Said()
+        self._logprob = 0.0
+        self._entries: list[Entries] = []
+        self.prompt_list: bytes | None = None
+        self.prompt_ids = prompt_ids
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return self._said.text
+
+    @property
+    def reasoning(self) -> str | None:
+        """None where there was none."""
+        return self._said.reasoning
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return self._said.calls
+
     @property
     def entries(self) -> Entries | None:
         """Its tokens' log probabilities, where they were asked for."""
@@ -150,10 +187,9 @@ class Whole:
 
     def push(self, delta: ChoiceDelta) -> None:
         if delta.pieces is None:
-            self._texts.append(delta.text)
+            self._said.add(delta.text)
         else:
-            for piece in delta.pieces:
-                self._take(piece)
+            self._said.take(delta.pieces)
         self._logprob += delta.logprob
         self.token_ids += delta.token_ids
         if delta.entries is not None:
@@ -161,18 +197,6 @@ class Whole:
         if delta.prompt_list is not None:
             self.prompt_list = delta.prompt_list
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-    def _take(self, piece: Piece) -> None:
-        match piece:
-            case Text(text):
-                self._texts.append(text)
-            case Reasoning(text):
-                self._reasoning.append(text)
-            case CallBegin():
-                self._begins.append(piece)
-                self._arguments.append([])
-            case CallArguments(number, text):
-                self._arguments[number].append(text)
 
 
 async def gather(job: Job, deltas: AsyncGenerator[ChoiceDelta, None], tally: Tally) -> list[Whole]:

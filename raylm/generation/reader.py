@@ -33,21 +33,22 @@ class Reading(Protocol):
 class ChoiceReader:
     """Reads one choice."""
 
-    def __init__(self, pieces: PieceReader) -> None:
-        self._pieces = pieces
+    def __init__(self, reading: Reading) -> None:
+        self._pieces = reading.begin()
         self._has_calls = False
 
+    def pieces(self, text: str, finish_reason: str | None) -> tuple[list[Piece], str | None]:
+        """The pieces of a text, and the reason why the choice has ended: after a call it is "tool_calls" where it ended
+        by itself."""
+        pieces = self._pieces.push(text)
+        if finish_reason is not None:
+            pieces += self._pieces.finish()
+        self._has_calls = self._has_calls or any(isinstance(piece, CallBegin) for piece in pieces)
+        return pieces, "tool_calls" if finish_reason == "stop" and self._has_calls else finish_reason
+
     def read(self, delta: ChoiceDelta) -> ChoiceDelta:
-        """The delta with its pieces. A choice that ends by itself after a call has the finish reason "tool_calls"."""
-        reader = self._pieces
-        was_reasoning = reader.in_reasoning
-        pieces = reader.push(delta.text)
-        reason = delta.finish_reason
-        if reason is not None:
-            pieces += reader.finish()
-        if any(isinstance(piece, CallBegin) for piece in pieces):
-            self._has_calls = True
-        if reason == "stop" and self._has_calls:
-            reason = "tool_calls"
-        num_reasoning = delta.num_tokens if was_reasoning and reader.in_reasoning else 0
+        """The delta with its pieces."""
+        was_reasoning = self._pieces.in_reasoning
+        pieces, reason = self.pieces(delta.text, delta.finish_reason)
+        num_reasoning = delta.num_tokens if was_reasoning and self._pieces.in_reasoning else 0
         return delta._replace(pieces=tuple(pieces), finish_reason=reason, num_reasoning=num_reasoning)

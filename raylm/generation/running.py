@@ -135,7 +135,7 @@ class _Prompt:
                 prefix=job.prefix,
                 meter=ChoiceMeter(metrics, origin.started),
                 entries=_answer_list(model.text, job, origin),
-                reader=None if origin.reading is None else ChoiceReader(origin.reading.begin()),
+                reader=None if origin.reading is None else ChoiceReader(origin.reading),
             )
             for index in range(job.first, job.first + job.params.n)
         }
