@@ -40,7 +40,8 @@ def test_every_format_has_a_template():
 # What stands between the marks of all formats.
 _BETWEEN = (
     '{"name": ', '"f"', '"arguments": ', ", ", "{", "}", "[", "]", "(", ")", "k=", "f(k='", '"', "\\", "'", "<", " ",
-    "\n", "<think>", "</think>", "[ARGS]", "[CALL_ID]", "function<｜tool▁sep｜>", "functions.f:0", "call:f{", "k:<escape>",
+    "\n", "<think>", "</think>", "[ARGS]", "[CALL_ID]",
+    "function<｜tool▁sep｜>", "functions.f:0", "call:f{", "k:<escape>",
 )  # fmt: skip
 _HARMONY_HEADER = re.compile(
     r"<\|(start|channel)\|>((?!<\|(message|start|end|call|return)\|>).)*<\|message\|>", re.DOTALL
