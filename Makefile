@@ -19,7 +19,7 @@ STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
 TESTS   = $(BIN)/python -m pytest --require-demo
 SERVERS = tests/serving tests/batch tests/helm
 
-.PHONY: serve client test test-servers test-engine nightly lint check ext clean
+.PHONY: serve client test test-servers test-engine test-page nightly lint check ext clean
 
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
@@ -40,10 +40,17 @@ test-servers: $(VENV)/.dev
 test-engine: $(VENV)/.dev
 	$(TESTS) tests $(addprefix --ignore=,$(SERVERS))
 
+# The page in a browser: the system's Chromium, or playwright's own.
+test-page: $(VENV)/.dev
+	$(PIP) "playwright>=1.50"
+	command -v chromium chromium-browser google-chrome || $(BIN)/python -m playwright install chromium
+	$(TESTS) tests/page --require-browser
+
 # The scheduler's random histories, 10,000 of each kind instead of 120: an hour or so.
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
 	$(TESTS) tests -m nightly
+	$(MAKE) --no-print-directory test-page
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

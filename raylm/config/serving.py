@@ -59,6 +59,8 @@ class HttpConfig(FrozenConfig):
     cors_origins: list[str] = []
     """Web pages that may call the server from a browser, by origin, such as https://chat.example.org; ["*"] lets in
     all. Without any a browser keeps what the server answers from every page."""
+    page: bool = True
+    """Serve the pages for browsers: a chat at /, the API's document at /docs."""
     keep_alive_s: float = Field(default=15.0, gt=0, le=3600)
     """Seconds after which a stream that has nothing to say sends a comment, so that no proxy in between cuts it."""
 

@@ -18,6 +18,7 @@ from raylm.serving.cors import Cors
 from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
 from raylm.serving.keys import ApiKeys
 from raylm.serving.loop import LoopWatch
+from raylm.serving.pages import page_routes
 from raylm.serving.state import ServerState
 
 
@@ -32,6 +33,8 @@ def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics)
     """The routes alone. Raises as build_http_app does."""
     keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
     table = [*map(_route, operations(models, config, metrics)), *_looks(models, metrics)]
+    if config.page:
+        table += page_routes()
     paths = dict.fromkeys(route.path for route in table)
     endpoints = {path: Endpoint([each for each in table if each.path == path], config, keys) for path in paths}
     # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
