@@ -317,7 +317,7 @@ async def test_a_model_that_is_starting() -> None:
 
 async def test_routes_and_methods() -> None:
     http = Server().http
-    for path in ("/", "/v1", "/v1/chat", "/v1/completions/", "/health/x"):
+    for path in ("/nothing", "/v1", "/v1/chat", "/v1/completions/", "/health/x"):
         assert path in check(await http.get(path), 404, code="not_found")
     response = await http.get("/v1/chat/completions")
     check(response, 405, code="method_not_allowed")
