@@ -9,10 +9,15 @@ from typing import NamedTuple
 from raylm.api.answering import Answering, Draft
 from raylm.api.call import Call, Events
 from raylm.api.completions import Completions
-from raylm.api.dialect import OPENAI, Dialect
+from raylm.api.dialect import ANTHROPIC, OLLAMA, OPENAI, Dialect
+from raylm.api.errors import HttpError
 from raylm.api.identity import ADMIN, INFERENCE
+from raylm.api.messages.operation import Messages, count_tokens
 from raylm.api.metrics import HttpMetrics
 from raylm.api.models import ModelListing
+from raylm.api.ollama.models import OllamaModels
+from raylm.api.ollama.operation import Ollama
+from raylm.api.ollama.operation import answer as ollama_answer
 from raylm.api.openai_chat import OpenAIChat
 from raylm.api.preparation import Models, Preparation
 from raylm.api.render import Rendering
@@ -59,6 +64,8 @@ def operations(catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) 
     return [
         generating("/v1/chat/completions", chat.parse, in_batches=True),
         generating("/v1/completions", completions.parse, in_batches=True),
+        *_messages(models, config, preparation, answering),
+        *_ollama(models, config, preparation, answering),
         Operation("GET", "/v1/models", INFERENCE, listing.list),
         Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe),
         *_tokenising(Tokenising(models, config, preparation)),
@@ -68,6 +75,48 @@ def operations(catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) 
         Operation("POST", "/ping", None, sagemaker.ping),
         generating("/invocations", sagemaker.parse),
     ]
+
+
+def _messages(models: Models, config: HttpConfig, preparation: Preparation, answering: Answering) -> list[Operation]:
+    messages = Messages(models, config)
+    create = partial(generate, preparation, answering, messages.parse)
+    count = partial(count_tokens, preparation, messages)
+    return [
+        Operation("POST", "/v1/messages", INFERENCE, create, dialect=ANTHROPIC),
+        Operation("POST", "/v1/messages/count_tokens", INFERENCE, count, dialect=ANTHROPIC),
+        refused("POST", "/v1/messages/batches", ANTHROPIC, "send the requests of a batch one by one"),
+        refused("GET", "/v1/messages/batches", ANTHROPIC, "send the requests of a batch one by one"),
+    ]
+
+
+def _ollama(models: Models, config: HttpConfig, preparation: Preparation, answering: Answering) -> list[Operation]:
+    reads, ollama = OllamaModels(models, config), Ollama(models, config)
+    done: dict[str, tuple[str, Callable[[Call], Awaitable[bytes | Events]]]] = {
+        "/api/chat": ("POST", partial(ollama_answer, preparation, answering, ollama.chat)),
+        "/api/generate": ("POST", partial(ollama_answer, preparation, answering, ollama.generate)),
+        "/api/show": ("POST", reads.show),
+        "/api/tags": ("GET", reads.tags),
+        "/api/ps": ("GET", reads.processes),
+        "/api/version": ("GET", reads.version),
+    }
+    models_said = "its configuration says which models it has"
+    not_done = {"/api/pull": "POST", "/api/push": "POST", "/api/create": "POST", "/api/copy": "POST"}
+    not_done |= {"/api/delete": "DELETE", "/api/blobs/{digest}": "POST"}
+    return [
+        *(Operation(method, path, INFERENCE, run, dialect=OLLAMA) for path, (method, run) in done.items()),
+        *(refused(method, path, OLLAMA, models_said) for path, method in not_done.items()),
+        *(refused("POST", path, OLLAMA, "it has no models that embed") for path in ("/api/embed", "/api/embeddings")),
+    ]
+
+
+def refused(method: str, path: str, dialect: Dialect, reason: str) -> Operation:
+    """An operation that clients know and this server does not do."""
+
+    async def run(call: Call) -> bytes:
+        message = f"{method} {path} is not supported by this server: {reason}"
+        raise HttpError(404, message, code="not_supported")
+
+    return Operation(method, path, INFERENCE, run, dialect=dialect, is_refused=True)
 
 
 def _tokenising(tokenising: Tokenising) -> list[Operation]:

@@ -36,7 +36,7 @@ def parse(cls: type[Request], body: bytes | bytearray, limits: HttpConfig) -> Re
     data = read_fields(body, limits, cls.model_fields.keys() | UNSUPPORTED.keys() | own.keys() | HARMLESS)
     options = data.get("stream_options")
     if limits.strict and isinstance(options, dict):
-        _check_names(options, StreamOptions.model_fields.keys() | STREAM_OPTIONS.keys(), "stream_options.")
+        check_names(options, StreamOptions.model_fields.keys() | STREAM_OPTIONS.keys(), "stream_options.")
     refuse_unsupported(data, chat=issubclass(cls, ChatRequest))
     return validated(cls, data)
 
@@ -61,7 +61,7 @@ def read_fields(
         raise RequestRejected(f"The body must be a JSON object, got {quote(data)}", code="invalid_json")
     check_counts(data, limits)
     if limits.strict:
-        _check_names(data, known)
+        check_names(data, known)
         json.loads(rest, object_pairs_hook=_without_duplicates)
     if isinstance(rest, bytearray):
         rest.clear()
@@ -96,7 +96,8 @@ def _prompt(value: object, place: str) -> str | list[int]:
     raise RequestRejected(f"{place} {reason}", param=place)
 
 
-def _check_names(given: dict[str, object], known: AbstractSet[str], place: str = "") -> None:
+def check_names(given: dict[str, object], known: AbstractSet[str], place: str = "") -> None:
+    """Raises RequestRejected for a field that is not `known`; `place` stands before its name."""
     for name in given:
         if name not in known:
             name = (place + name)[:MAX_VALUE_CHARS]

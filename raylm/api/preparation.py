@@ -43,6 +43,10 @@ class Models:
         found = [self._catalog.get(name) for name in self._catalog.names()]
         return [model for model in found if model is not None]
 
+    def names(self) -> list[str]:
+        """Every model that was asked for, whether it is up or not."""
+        return self._catalog.names()
+
     def get(self, name: str | None) -> ServedModel:
         """The model of this name; without one, the only model that there is. Raises what its absence means."""
         names = self._catalog.names()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from raylm.config.chat import ChatConfig
 from raylm.errors import ConfigError
 from raylm.generation.parsing import ModelFormat, model_format
-from raylm.generation.parsing.formats import HERMES
+from raylm.generation.parsing.formats import CHANNELS, HERMES
 from raylm.text.chat import ChatTemplate
 
 GENERATE = "generate"
@@ -22,6 +22,16 @@ class Ability(NamedTuple):
 
     tasks: frozenset[str] = frozenset({GENERATE})
     format: ModelFormat = ModelFormat()
+
+    @property
+    def reasons(self) -> bool:
+        """The model thinks before it answers, or can."""
+        return self.format.reasoning is not None
+
+    @property
+    def bounds_thinking(self) -> bool:
+        """The end of the model's thinking can be forced, so that it keeps a budget."""
+        return self.format.reasoning not in (None, CHANNELS)
 
 
 def ability_of(template: ChatTemplate, config: ChatConfig) -> Ability:

@@ -61,8 +61,6 @@ class CallFormat:
     bare_anywhere: bool = False
     """A bare call may follow text. Without it, only white space."""
     tags: Tags | None = None
-    strips_text: bool = False
-    """No white space at all is kept between a text and a call, not only no newlines."""
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     ids: IdStyle = "call"
@@ -127,7 +125,6 @@ GLM = CallFormat(
     separator="\n",
     closes=("</tool_call>",),
     tags=Tags("", "", "<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>", between="\n", json_values=True),
-    strips_text=True,
     keeps_special_tokens=True,
 )
 LLAMA3_JSON = CallFormat(
@@ -264,7 +261,6 @@ FUNCTION_GEMMA = CallFormat(
     call_end="}<end_function_call>",
     closes=("<end_function_call>",),
     noise=("<end_of_turn>", "<start_function_response>"),
-    strips_text=True,
     keeps_special_tokens=True,
 )
 HARMONY = CallFormat(
