@@ -19,6 +19,7 @@ from raylm.errors import ConfigError
 from raylm.models.check import check_model
 from raylm.serving.keys import read_keys
 from raylm.serving.serve_options import check_deployments
+from raylm.text.chat_settings import ChatSettings
 
 _OF_SERVE = {"applications", "http_options", "grpc_options", "proxy_location"}
 _OLD_PATH = "raylm.serving.app:build_app"
@@ -104,6 +105,7 @@ def _check_model(application: dict[str, Any], *, source: str) -> ModelDeployment
             f"an application with import_path {INGRESS_PATH!r} serves it"
         )
     check_model(config.engine)
+    ChatSettings.of(config.engine)
     return config
 
 

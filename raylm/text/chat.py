@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import jinja2
 
 from raylm.config.chat import is_template
 from raylm.errors import RequestRejected
+from raylm.text.budget import Limits, TooMuch
 from raylm.text.chat_options import ChatOptions
 from raylm.text.chat_settings import ChatSettings, bundled, bundled_names
 from raylm.text.messages import Message, Turn, checked, plain, reject
-from raylm.text.sandbox import environment
+from raylm.text.sandbox import Sandbox
 from raylm.text.template_reading import TemplateReading
 from raylm.text.tool_prompt import tell_calls, tell_results, tell_tools
 
@@ -21,6 +23,12 @@ _OPEN_END = "RAYLM_GOES_ON_HERE "
 """Stands at the end of a message that is continued; what a template writes after it is cut off. The space tells whether
 the template trims contents."""
 _MAX_REASON_CHARS = 500
+_REQUEST_SECONDS = 1.0
+"""What a template of a request may take, beside the configuration's limits."""
+_REQUEST_CHARS = 2**20
+_MAX_SOURCE_CHARS = 32_768
+_KEPT_TEMPLATES = 8
+"""Templates of requests that stay compiled."""
 
 
 class ChatTemplate:
@@ -40,10 +48,16 @@ class ChatTemplate:
         self._settings = settings or ChatSettings()
         self._special_tokens = dict(special_tokens)
         self._named = dict(named or {})
+        config = self._settings.config
+        limits = Limits(config.template_timeout_s, config.max_prompt_chars)
+        self._request_limits = Limits(min(limits.seconds, _REQUEST_SECONDS), min(limits.chars, _REQUEST_CHARS))
         own = self._settings.template if self._settings.template is not None else source
-        self._template = None if own is None else _Template(own, "the model's chat template")
+        self._template = None if own is None else _Template(own, "the model's chat template", limits)
         use = self._named.get("tool_use") if self._settings.template is None else None
-        self._with_tools = self._template if use is None else _Template(use, "the model's chat template 'tool_use'")
+        self._with_tools = (
+            self._template if use is None else _Template(use, "the model's chat template 'tool_use'", limits)
+        )
+        self._of_request = lru_cache(_KEPT_TEMPLATES)(self._read)
 
     @property
     def source(self) -> str | None:
@@ -76,7 +90,7 @@ class ChatTemplate:
             turns, tools = tell_tools(turns, tools), None
         conversation = [_as_read(turn, reading) for turn in turns]
         last = _opened(conversation[-1]) if options.continue_final_message else None
-        text = template.run(messages=conversation, tools=tools, **self._variables(options))
+        text = template.run({**self._variables(options), "messages": conversation, "tools": tools})
         return text if last is None else _cut(text, last)
 
     def _chosen(self, options: ChatOptions) -> _Template:
@@ -96,6 +110,14 @@ class ChatTemplate:
                 "chat_template: this server takes no templates from requests (chat.allow_request_templates is false)",
                 param="chat_template",
             )
+        if len(given) > _MAX_SOURCE_CHARS:
+            raise RequestRejected(
+                f"chat_template has {len(given)} characters, at most {_MAX_SOURCE_CHARS} are allowed",
+                param="chat_template",
+            )
+        return self._of_request(given)
+
+    def _read(self, given: str) -> _Template:
         source = given
         if not is_template(given):
             if given in self._named:
@@ -108,7 +130,7 @@ class ChatTemplate:
                     f"chat_template must be a template's text or one of {known}, got {given[:100]!r}",
                     param="chat_template",
                 )
-        return _Template(source, "chat_template", param="chat_template")
+        return _Template(source, "chat_template", self._request_limits, param="chat_template")
 
     def _variables(self, options: ChatOptions) -> dict[str, object]:
         """What a template sees beside the conversation; what comes later wins."""
@@ -128,40 +150,39 @@ class ChatTemplate:
 class _Template:
     """One template: its source, what the source says of it, and its compiled form."""
 
-    def __init__(self, source: str, name: str, *, param: str = "messages") -> None:
+    def __init__(self, source: str, name: str, limits: Limits, *, param: str = "messages") -> None:
         """`name`: what it is called in sentences; `param`: the field that is at fault when it is wrong."""
         self.source = source
         self._name = name
+        self._limits = limits
         self._param = param
-        self._compiled: tuple[jinja2.Template, TemplateReading] | None = None
+        self._sandbox: Sandbox | None = None
 
     @property
     def reading(self) -> TemplateReading:
         """Raises RequestRejected where the source is no template."""
-        return self._parts()[1]
+        return self._compiled().reading
 
-    def run(self, **variables: object) -> str:
-        template, _ = self._parts()
+    def run(self, variables: Mapping[str, object]) -> str:
+        sandbox = self._compiled()
         try:
-            return template.render(variables)
+            return sandbox.run(variables, self._limits)
         except jinja2.TemplateError as error:
             raise self._rejected(f"refuses these messages: {error}") from None
-        except RequestRejected:
-            raise
+        except TooMuch as error:
+            raise self._rejected(f"was stopped on these messages: it {error}") from None
         except Exception as error:  # a template is a program of somebody else's: it may raise anything
             raise self._rejected(f"fails on these messages: {type(error).__name__}: {error}") from None
 
-    def _parts(self) -> tuple[jinja2.Template, TemplateReading]:
-        if self._compiled is None:
-            made = environment()
+    def _compiled(self) -> Sandbox:
+        if self._sandbox is None:
             try:
-                tree = made.parse(self.source)
-                # Read before it is compiled, which folds constants in the tree.
-                reading = TemplateReading(tree)
-                self._compiled = (made.from_string(tree), reading)
+                self._sandbox = Sandbox(self.source)
             except jinja2.TemplateSyntaxError as error:
                 raise self._rejected(f"is not valid, line {error.lineno}: {error.message}") from None
-        return self._compiled
+            except Exception as error:  # Python's compiler has limits of its own
+                raise self._rejected(f"is not valid: {type(error).__name__}: {error}") from None
+        return self._sandbox
 
     def _rejected(self, reason: str) -> RequestRejected:
         if len(reason) > _MAX_REASON_CHARS:

@@ -7,9 +7,12 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
+import jinja2
+
 from raylm.config.chat import ChatConfig, is_template
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError
+from raylm.text.sandbox import Sandbox
 
 _BUNDLED = Path(__file__).parent / "templates"
 
@@ -23,9 +26,9 @@ class ChatSettings:
 
     @classmethod
     def of(cls, engine: EngineConfig) -> ChatSettings:
-        """Raises ConfigError when model.chat_template names a file or template that is not there."""
+        """Raises ConfigError when model.chat_template is not there, or is no template."""
         given = engine.model.chat_template
-        return cls(engine.chat, None if given is None else template_source(given))
+        return cls(engine.chat, None if given is None else _checked(template_source(given)))
 
     @cached_property
     def key(self) -> str:
@@ -46,6 +49,14 @@ def template_source(given: str) -> str:
             f"model.chat_template {given!r} cannot be read: {error}; allowed: a file, the text of a template, or one "
             f"of {', '.join(bundled_names())}"
         ) from None
+
+
+def _checked(source: str) -> str:
+    try:
+        Sandbox(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"model.chat_template is not valid, line {error.lineno}: {error.message}") from None
+    return source
 
 
 def bundled_names() -> list[str]:

@@ -63,6 +63,13 @@ MODEL = {"path": "smollm2-135m"}
                 "several stages: none, grammar, ngram, suffix",
             ],
         ),
+        (
+            {"model": MODEL, "chat": {"template_kwargs": {"tools": []}}},
+            ["'chat.template_kwargs'", "'tools' is a variable that the server sets itself"],
+        ),
+        ({"model": MODEL, "chat": {"template_timeout_s": 0}}, ["'chat.template_timeout_s'", "greater than 0"]),
+        ({"model": MODEL, "chat": {"max_prompt_chars": 9}}, ["'chat.max_prompt_chars'", "1024"]),
+        ({"model": MODEL, "chat": {"allow_request_templates": 3}}, ["'chat.allow_request_templates'", "boolean"]),
         ({"model": MODEL, "runtime": {"attention": "xformers"}}, ["'runtime.attention'", "'flash_attn'", "'torch'"]),
         ({"model": MODEL, "cache": {"block_size": 0}}, ["'cache.block_size'", "value 0", "greater than or equal to 1"]),
         ({"model": MODEL, "load": {"peer_timeout_s": 0}}, ["'load.peer_timeout_s'", "value 0", "greater than 0"]),

@@ -53,6 +53,15 @@ def test_an_engine_is_looked_for_beside_the_file_that_names_it(folder: Path, eng
     assert model_of(application(folder, engine)) == str(folder / "mine")
 
 
+def test_a_chat_template_is_looked_for_beside_its_engine_file(folder: Path):
+    (folder / "own.jinja").write_text("{{ messages }}")
+    for given, expected in (("own.jinja", str(folder / "own.jinja")), ("chatml", "chatml"), ("{{ 1 }}", "{{ 1 }}")):
+        model = {"path": "mine", "load_format": "dummy", "chat_template": given}
+        (folder / "chat.yaml").write_text(yaml.safe_dump({"model": model}))
+        _, entry = serve_config(str(folder / "chat.yaml"), host=None, port=None)["applications"]
+        assert load_model(entry["args"], source="test").engine.model.chat_template == expected
+
+
 def test_what_drafts_is_looked_for_beside_its_engine_file(folder: Path):
     speculation = "speculation: {method: draft_model, model: mine}"
     (folder / "drafts.yaml").write_text(f"model: {{path: only, load_format: dummy}}\n{speculation}\n")
