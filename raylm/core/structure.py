@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raylm.errors import RequestRejected
 
-KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
+KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls")
 READY_KINDS = ("grammar", "structural_tag")
 """The kinds that an engine takes; the text side turns the others into them."""
 MAX_STRUCTURE_BYTES = 1 << 20
@@ -19,8 +19,10 @@ class StructuredOutput:
 
     kind: "json_object" (any JSON object), "json_schema", "regex" (the whole answer matches it), "choice" (one of
         several strings), "grammar" (EBNF in the dialect of llama.cpp's GBNF, whose first rule is "root") or
-        "structural_tag" (xgrammar's: free text with constrained parts).
-    value: the schema, regex, grammar or tag as text; of a choice the JSON list of its strings; of a json_object "".
+        "structural_tag" (xgrammar's: free text with constrained parts) or "tool_calls" (calls of tools as a model's
+        family writes them: raylm.grammar.calls).
+    value: the schema, regex, grammar, tag or form of calls as text; of a choice the JSON list of its strings; of a
+        json_object "".
     begin_after: token ids. The grammar begins after the first place where the answer holds them in a row; before it the
         answer is free. Empty: the grammar begins at once.
 

@@ -34,6 +34,7 @@ from raylm.grammar.frames import (
     read_frame,
     write_frame,
 )
+from raylm.grammar.special import SpecialTokens, special_bytes
 from raylm.grammar.translate import translate
 from raylm.text.tokenizer import Tokenizer
 
@@ -56,6 +57,9 @@ class _Worker:
         stops = [index for index in tokenizer.eos_token_ids if index < size]
         for index in stops:
             tokens[index] = b""
+        self._special = SpecialTokens.of(tokenizer, size)
+        for index in self._special.ids.values():
+            tokens[index] = special_bytes(index)
         self._vocabulary = binding.vocabulary(tokens, size, stops)
         self._pieces, self._lens = b"".join(tokens), [len(token) for token in tokens]
         self._size = size
@@ -93,7 +97,7 @@ class _Worker:
         return Failed(_sendable(message), is_passing=message == _TOO_MUCH)
 
     def _compile(self, job: Job) -> Done:
-        structure = translate(job.structure)
+        structure = translate(job.structure, self._special)
         compiled = self._compiler.compile(structure)
         self._check_beginning(compiled)
         return Done(structure)

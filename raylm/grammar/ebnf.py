@@ -13,6 +13,9 @@ from raylm.grammar.charset import CharSet
 from raylm.grammar.fault import Fault
 
 MAX_REPEAT = 1_000_000
+FIRST_SPECIAL = 0x110000
+"""What stands for a special token is the code point of this number and its id: beyond Unicode, so no set of characters
+has it. xgrammar's own Token(id) will not do: a compiler's cache (0.2.8) takes rules for equal that differ in ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,13 @@ class Chars:
     """One character of a set."""
 
     chars: CharSet
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The special token of this id, which has no text."""
+
+    id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ class Repeat:
     high: int | None
 
 
-Expr = Text | Chars | Rule | Seq | Alt | Repeat
+Expr = Text | Chars | Token | Rule | Seq | Alt | Repeat
 NEVER = Alt(())
 EMPTY = Text("")
 SPACE = Rule("ws")
@@ -282,6 +292,8 @@ def _written(expr: Expr, *, top: bool = False) -> str:
         return "[" + "".join(_range(low, high) for low, high in expr.chars.ranges) + "]"
     if isinstance(expr, Rule):
         return expr.name
+    if isinstance(expr, Token):
+        return f'"{_escaped(FIRST_SPECIAL + expr.id)}"'
     if isinstance(expr, Seq):
         text = " ".join(_written(part) for part in expr.parts)
         return text if top else f"({text})"

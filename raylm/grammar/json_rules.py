@@ -23,6 +23,8 @@ _ESCAPE = (
     rf'[\u0022\u002f\u005cbfnrt] | "u" ([0-9A-CE-Fa-ce-f] {_HEX} {_HEX} {_HEX} | [Dd] [0-7] {_HEX} {_HEX}'
     rf' | [Dd] [89ABab] {_HEX} {_HEX} "\\u" [Dd] [C-Fc-f] {_HEX} {_HEX})'
 )
+PYTHON_ESCAPE = r"[\u0022\u002f\u005cbfnrt]"
+"""Escapes that JSON and Python share: Python takes a pair of half surrogates for two characters."""
 FOLLOWS = r'(=((" " | "\n" [ \t]*)? [,}\]:]))'
 """What follows a string: a lookahead, which xgrammar only uses to rule tokens out early."""
 QUOTE_FOLLOWS = FOLLOWS.replace("(=(", r'(=("\"" (', 1).replace("]))", "])))", 1)
@@ -73,10 +75,11 @@ def _open_end(rules: Rules, low: int) -> str:
     return name
 
 
-def define_json(rules: Rules) -> None:
-    """Add the shared rules; those that are not used are left out of the text."""
+def define_json(rules: Rules, *, escape: str = _ESCAPE) -> None:
+    """Add the shared rules; those that are not used are left out of the text. `escape` is what may follow a backslash
+    in a string."""
     rules.define(SPACE.name, r'(" " | "\n" [ \t]*)?')
-    rules.define("escape", _ESCAPE)
+    rules.define("escape", escape)
     rest = STRING_END.name
     rules.define(rest, f'("\\"" | {_then(rest)}) {FOLLOWS}', rest, "escape")
     rules.define(STRING.name, rf'"\"" {rest}', rest)

@@ -44,6 +44,8 @@ from raylm.grammar.objects import Extra, ObjectRules, Property, other_keys
 from raylm.grammar.regex import regex
 from raylm.grammar.strings import quoted_pattern, string
 
+JSON_WORDS: Mapping[str, str] = {"true": "true", "false": "false", "null": "null"}
+PYTHON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
 MAX_DEPTH = 64
 MAX_RULES = 100_000
 _MAX_DISCRIMINATORS = 8
@@ -63,22 +65,42 @@ def object_grammar() -> str:
 class SchemaGrammar:
     """Builds the grammar of one schema; `text` is to be called once."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(
+        self, root: object, rules: Rules | None = None, *, prefix: str = "n", words: Mapping[str, str] = JSON_WORDS
+    ) -> None:
+        """`rules`, with those of `define_json`, are shared by several schemas, whose prefixes of names then differ.
+        `words`: how true, false and null are written."""
         self._root = root
-        self._rules = Rules()
+        self._rules = Rules() if rules is None else rules
+        self._prefix = prefix
+        self._words = words
         self._names = 0
         self._targets: dict[tuple[str, str | None], Rule] = {}
         self._numbers: dict[tuple[str, Bounds], Rule] = {}
-        define_json(self._rules)
+        if rules is None:
+            define_json(self._rules)
 
     def text(self) -> str:
-        return self._rules.text(self._value(self._root, "#", 0), "#")
+        return self._rules.text(self.value(self._root, "#"), "#")
+
+    def value(self, schema: object, place: str) -> Expr:
+        """The texts of a schema, the root or one within it."""
+        return self._value(schema, place, 0)
+
+    def flat(self, schema: object, place: str) -> object:
+        """A schema within the root without $ref and allOf."""
+        if isinstance(schema, Mapping):
+            check_keywords(schema, place)
+            return self._flat(plain(schema), place, 0)
+        if not isinstance(schema, bool):
+            raise Fault(f"a schema must be an object or a boolean, got {shown(schema)}", place)
+        return schema
 
     def _new_name(self) -> str:
         self._names += 1
         if len(self._rules) > MAX_RULES:
             raise Fault(f"the schema makes more than {MAX_RULES} rules")
-        return f"n{self._names}"
+        return f"{self._prefix}{self._names}"
 
     def _as_rule(self, expr: Expr, place: str) -> Expr:
         """A rule of its own, so that no expression nests as deep as a schema does."""
@@ -196,7 +218,7 @@ class SchemaGrammar:
 
     def _simple(self, schema: Schema, place: str, depth: int) -> Expr:
         if "enum" in schema or "const" in schema:
-            return _literals(schema, place)
+            return self._literals(schema, place)
         options = []
         for name in sorted(types_of(schema, place)):
             if name == "object":
@@ -208,8 +230,11 @@ class SchemaGrammar:
             elif name in ("integer", "number"):
                 options.append(self._number(schema, name, place))
             else:
-                options += [Text("true"), Text("false")] if name == "boolean" else [Text("null")]
+                options += [Text(self._words[word]) for word in (("true", "false") if name == "boolean" else ("null",))]
         return alt(option for option in options if not is_never(option))
+
+    def _literals(self, schema: Schema, place: str) -> Expr:
+        return alt(Text(text) for text in dict.fromkeys(_json(one, self._words) for one in literals(schema, place)))
 
     def _number(self, schema: Schema, kind: str, place: str) -> Expr:
         """One rule for all numbers of the same kind and bounds: written out each time, they are most of a grammar."""
@@ -371,14 +396,15 @@ def _pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _literals(schema: Schema, place: str) -> Expr:
+def literals(schema: Schema, place: str) -> list[object]:
+    """The values of a schema with enum or const, at least one. Raises Fault."""
     beside = sorted(schema.keys() & (OBJECT | ARRAY | STRING | NUMBER))
     if beside:
         raise Fault(f"{beside[0]} together with enum or const is not supported", place)
     values = _values(schema, place)
     if not values:
         raise Fault("none of the values of enum or const has the type that is asked for", place)
-    return alt(Text(text) for text in dict.fromkeys(map(_json, values)))
+    return values
 
 
 def _values(schema: Schema, place: str) -> list[object]:
@@ -407,15 +433,16 @@ def _type(value: object) -> set[str]:
     return next(({name} for kind, name in kinds if isinstance(value, kind)), {"null"})
 
 
-def _json(value: object) -> str:
+def _json(value: object, words: Mapping[str, str]) -> str:
     """A value as it is generated: without white space, letters as they are."""
     if isinstance(value, Decimal):
         return str(value)
     if isinstance(value, list):
-        return "[" + ",".join(map(_json, value)) + "]"
+        return "[" + ",".join(_json(one, words) for one in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_json(key)}:{_json(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+        return "{" + ",".join(f"{_json(key, words)}:{_json(one, words)}" for key, one in value.items()) + "}"
+    text = json.dumps(value, ensure_ascii=False)
+    return words.get(text, text)
 
 
 def _bounds(schema: Schema, place: str) -> Bounds:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 
 from raylm.core.structure import MAX_STRUCTURE_BYTES, StructuredOutput
+from raylm.grammar.calls import calls_grammar
 from raylm.grammar.ebnf import EMPTY, Expr, Rules, Text, alt
 from raylm.grammar.fault import Fault
 from raylm.grammar.json_reader import read_json
 from raylm.grammar.linear import Linear, has_wide_loop
 from raylm.grammar.regex import regex
 from raylm.grammar.schema import object_grammar, schema_grammar
+from raylm.grammar.special import NO_SPECIAL_TOKENS, SpecialTokens
 
 MAX_CHOICES = 10_000
 _MAX_TAG_DEPTH = 32
@@ -24,9 +26,11 @@ _SCHEMA_OPTIONS: Mapping[str, tuple[object, ...]] = {
 """Fields of a tag's JSON schema beside the schema, and their values that ask for nothing."""
 
 
-def translate(structure: StructuredOutput) -> StructuredOutput:
+def translate(structure: StructuredOutput, special: SpecialTokens = NO_SPECIAL_TOKENS) -> StructuredOutput:
     """The same as a grammar or a structural tag. Raises Fault."""
     kind, value = structure.kind, structure.value
+    if kind == "tool_calls":
+        return _ready(*calls_grammar(_with_answer(value), special), structure)
     if kind == "structural_tag":
         return _ready("structural_tag", _structural_tag(value), structure)
     makers: dict[str, Callable[[str], str]] = {
@@ -37,6 +41,17 @@ def translate(structure: StructuredOutput) -> StructuredOutput:
     }
     text = object_grammar() if kind == "json_object" else makers[kind](value)
     return _ready("grammar", text, structure)
+
+
+def _with_answer(value: str) -> str:
+    """A form of calls whose answer, if there is one, is a grammar or a structural tag."""
+    form = _json(value)
+    answer = form.get("answer") if isinstance(form, dict) else None
+    if not isinstance(form, dict) or not isinstance(answer, list):
+        return value
+    kind, text = answer
+    found = translate(StructuredOutput(str(kind), str(text)))
+    return json.dumps({**form, "answer": [found.kind, found.value]})
 
 
 def _ready(kind: str, text: str, structure: StructuredOutput) -> StructuredOutput:
