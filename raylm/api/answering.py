@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from uuid import uuid4
 
 from raylm.api.call import Call, Events
+from raylm.api.errors import http_error
 from raylm.api.interval import Interval
 from raylm.api.metrics import HttpMetrics
 from raylm.api.params import Asking
@@ -86,7 +87,7 @@ class Answering:
         names = (reply.id, answer.name.given, call.request_id)
         entry = self._requests.entered(call.identity.tenant, names, generation)
         if answer.stream:
-            return _events(encoder, generation, tally, Interval(answer.interval), entry)
+            return _events(encoder, generation, tally, Interval(answer.interval), entry, call.request_id)
         with entry:
             async with aclosing(generation):
                 chosen = await gather(job, generation.deltas(), tally)
@@ -94,11 +95,16 @@ class Answering:
 
 
 async def _events(
-    encoder: Encoder, generation: Generation, tally: Tally, interval: Interval, entry: AbstractContextManager[None]
+    encoder: Encoder,
+    generation: Generation,
+    tally: Tally,
+    interval: Interval,
+    entry: AbstractContextManager[None],
+    request_id: str,
 ) -> Events:
     """SSE events, the first as soon as the engine has taken the request, though it may wait for its turn there.
 
-    An error before that is raised, a later one becomes an event.
+    An error before that is raised, a later one becomes an event; `request_id` is what the log calls it by.
     """
     with entry:
         async with aclosing(generation):
@@ -115,6 +121,7 @@ async def _events(
             except Exception as error:
                 # The engine is free before a slow client has read.
                 await generation.aclose()
-                yield b"".join(encoder.chunk(delta, tally) for delta in interval.rest()) + encoder.failed(error)
+                problem = http_error(error, request_id)
+                yield b"".join(encoder.chunk(delta, tally) for delta in interval.rest()) + encoder.failed(problem)
                 return
     yield encoder.closing(tally)

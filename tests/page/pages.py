@@ -1,14 +1,11 @@
-"""The HTTP face on a port of its own, as browsers see it."""
+"""What the page asks, answered by rule."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -17,23 +14,6 @@ from raylm.api.call import Call
 from raylm.config.serving import HttpConfig
 from raylm.serving.endpoint import Endpoint, HttpRoute
 from raylm.serving.pages import page_routes
-
-
-@contextmanager
-def served(app: ASGIApp) -> Iterator[str]:
-    """The address of the application, which ends with the block."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", ws="none", log_level="error")
-    server = uvicorn.Server(config)
-    socket = config.bind_socket()
-    socket.listen()  # From here on clients wait, however long the server takes to start.
-    thread = threading.Thread(target=server.run, args=([socket],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}/"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(30)
-        socket.close()
 
 
 class Scripted:

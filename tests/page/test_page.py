@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.page.pages import Scripted, call, chunk, served
+from tests.page.pages import Scripted, call, chunk
+from tests.support.live_http import listening
 from tests.support.openai_fakes import Server, ended
 
 expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright").expect
@@ -59,7 +60,7 @@ def not_hacked(page: Page) -> None:
 
 def test_a_chat_is_streamed_stopped_and_generated_anew(page: Page) -> None:
     server = Server(b"He", b"llo", ended(b"!"), max_model_len=1000)
-    with served(server.app) as url:
+    with listening(server.app) as url:
         page.goto(url)
         assert page.wait_for_selector("#model option", state="attached").get_attribute("value") == "tiny"
         page.fill("[name=system]", "Be brief.")
@@ -97,7 +98,7 @@ def test_a_chat_is_streamed_stopped_and_generated_anew(page: Page) -> None:
 
 
 def test_the_servers_state_is_beside_it(page: Page) -> None:
-    with served(Server().app) as url:
+    with listening(Server().app) as url:
         page.goto(url)
         page.wait_for_selector(".model")
         tiny, late = texts(page, ".model")
@@ -108,7 +109,7 @@ def test_the_servers_state_is_beside_it(page: Page) -> None:
 
 def test_an_error_is_the_servers_sentence(page: Page) -> None:
     server = Server(RuntimeError("secret"), max_model_len=1000)
-    with served(server.app) as url:
+    with listening(server.app) as url:
         page.goto(url)
         ask(page, "hi")
         answered(page)
@@ -126,7 +127,7 @@ def test_the_key_is_asked_for_and_kept_in_memory_only(page: Page, tmp_path: Path
     keys = tmp_path / "keys"
     keys.write_text("sesame\n")
     server = Server(ended(b"in"), max_model_len=1000, api_keys_file=str(keys))
-    with served(server.app) as url:
+    with listening(server.app) as url:
         page.goto(url)
         page.wait_for_selector("#ask-key[open]")
         page.fill("#key", "wrong")
@@ -150,7 +151,7 @@ def test_what_a_model_says_is_text(page: Page, text: str) -> None:
     raw = text.encode()
     middle = len(raw) // 2
     server = Server(raw[:middle], ended(raw[middle:]), max_model_len=1000)
-    with served(server.app) as url:
+    with listening(server.app) as url:
         page.goto(url)
         ask(page, text)
         answered(page)
@@ -171,7 +172,7 @@ def test_names_reasoning_calls_and_errors_are_text(page: Page, text: str) -> Non
         ],
         models=[text],
     )
-    with served(scripted.app) as url:
+    with listening(scripted.app) as url:
         page.goto(url)
         ask(page, "hi")
         answered(page)
@@ -195,7 +196,7 @@ def test_reasoning_and_a_loop_of_tools(page: Page) -> None:
         ],
         [chunk(content="Rain at noon."), chunk(finish_reason="stop")],
     )
-    with served(scripted.app) as url:
+    with listening(scripted.app) as url:
         page.goto(url)
         page.fill("[name=tools]", '[{"type": "function", "function": {"name": "weather"}}]')
         ask(page, "Weather?")

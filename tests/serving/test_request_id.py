@@ -22,12 +22,12 @@ def test_an_odd_id_is_replaced(given: bytes) -> None:
     assert request_id({}).startswith("req_")
 
 
-async def test_the_log_line_of_an_error_has_it(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server()
-    server.generator.script = [RuntimeError("unforeseen")]
-    body = {"model": "tiny", "prompt": "hi"}
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_line_of_an_error_has_it(caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    server = Server(b"some", RuntimeError("unforeseen"))
+    body = {"model": "tiny", "prompt": "hi", "stream": stream}
     with caplog.at_level(logging.ERROR, logger="raylm"):
         answer = await server.http.post("/v1/completions", json=body, headers={"x-request-id": "find-me"})
-    assert answer.status_code == 500
+    assert answer.status_code == (200 if stream else 500)
     (line,) = caplog.messages
     assert "request find-me" in line
