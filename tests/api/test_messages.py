@@ -102,8 +102,9 @@ def test_a_loop_with_tools(client: Anthropic, thinker: Server) -> None:
 
 
 def test_errors_are_the_clients_own(client: Anthropic, thinker: Server) -> None:
+    image: Any = [{"role": "user", "content": [{"type": "image"}]}]
     with pytest.raises(anthropic.BadRequestError) as refused:
-        client.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": [{"type": "image"}]}])  # type: ignore[list-item,typeddict-item]
+        client.messages.create(model="tiny", max_tokens=5, messages=image)
     assert "messages[0].content[0].type" in refused.value.message
     with pytest.raises(anthropic.NotFoundError, match="'huge' does not exist"):
         client.messages.create(model="huge", max_tokens=5, messages=HI)

@@ -104,11 +104,14 @@ class _Reader:
         thinking = value.get("thinking")
         if isinstance(thinking, str) and thinking:
             found["reasoning_content"] = thinking
-        if value.get("tool_calls"):
-            found["tool_calls"] = self._calls(value["tool_calls"], f"{place}.tool_calls")
+        calls = self._calls(value.get("tool_calls"), f"{place}.tool_calls")
+        if calls:
+            found["tool_calls"] = calls
         return {**found, **self._result_of(value)} if role == "tool" else found
 
     def _calls(self, value: object, place: str) -> list[dict[str, object]]:
+        if value is None:
+            return []
         if not isinstance(value, list):
             _refuse(f"{place} must be a list, got {quote(value)}", place)
         return [self._call(one, f"{place}[{index}]") for index, one in enumerate(value)]
@@ -119,9 +122,11 @@ class _Reader:
             _refuse(f"{place} must be an object with a function, got {quote(value)}", place)
         name, arguments = function.get("name"), function.get("arguments")
         if not isinstance(name, str) or not name:
-            _refuse(f"{place}.function.name must be a string that is not empty, got {quote(name)}", place)
+            where = f"{place}.function.name"
+            _refuse(f"{where} must be a string that is not empty, got {quote(name)}", where)
         if arguments is not None and not isinstance(arguments, Mapping):
-            _refuse(f"{place}.function.arguments must be an object, got {quote(arguments)}", place)
+            where = f"{place}.function.arguments"
+            _refuse(f"{where} must be an object, got {quote(arguments)}", where)
         self._num_calls += 1
         given = value.get("id")
         own_id = given if isinstance(given, str) and given else f"call_{self._num_calls}"
