@@ -21,6 +21,8 @@ from raylm.api.ollama.operation import answer as ollama_answer
 from raylm.api.openai_chat import OpenAIChat
 from raylm.api.preparation import Models, Preparation
 from raylm.api.render import Rendering
+from raylm.api.responses.keeper import Keeper
+from raylm.api.responses.service import Responses
 from raylm.api.running_requests import Aborting, RunningRequests
 from raylm.api.sagemaker import SageMaker
 from raylm.api.tokenise import Tokenising
@@ -48,8 +50,10 @@ class Operation(NamedTuple):
     is_refused: bool = False
 
 
-def operations(catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> list[Operation]:
-    """All operations on the models of a catalog."""
+def operations(
+    catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics, keeper: Keeper | None = None
+) -> list[Operation]:
+    """All operations on the models of a catalog. Without a keeper no response is stored."""
     models = Models(catalog)
     requests = RunningRequests()
     preparation, answering = Preparation(config), Answering(metrics, requests)
@@ -66,6 +70,7 @@ def operations(catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) 
         generating("/v1/completions", completions.parse, in_batches=True),
         *_messages(models, config, preparation, answering),
         *_ollama(models, config, preparation, answering),
+        *_responses(Responses(models, preparation, config, metrics, keeper)),
         Operation("GET", "/v1/models", INFERENCE, listing.list),
         Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe),
         *_tokenising(Tokenising(models, config, preparation)),
@@ -117,6 +122,17 @@ def refused(method: str, path: str, dialect: Dialect, reason: str) -> Operation:
         raise HttpError(404, message, code="not_supported")
 
     return Operation(method, path, INFERENCE, run, dialect=dialect, is_refused=True)
+
+
+def _responses(responses: Responses) -> list[Operation]:
+    one = "/v1/responses/{response}"
+    return [
+        Operation("POST", "/v1/responses", INFERENCE, responses.create, in_batches=True),
+        Operation("GET", one, INFERENCE, responses.retrieve),
+        Operation("DELETE", one, INFERENCE, responses.delete),
+        Operation("POST", f"{one}/cancel", INFERENCE, responses.cancel),
+        Operation("GET", f"{one}/input_items", INFERENCE, responses.input_items),
+    ]
 
 
 def _tokenising(tokenising: Tokenising) -> list[Operation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from raylm.api.answering import Draft
 from raylm.api.call import Call
@@ -80,32 +80,50 @@ class Preparation:
         """Run what turns so many characters into tokens, or tokens into text."""
         return await self._threads.tokenise(size, work)
 
+    async def work(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """Run what goes through so many bytes of JSON."""
+        return await self._threads.read(num_bytes, work)
+
     async def job(self, draft: Draft) -> tuple[Draft, Job]:
         """The draft with its grammar compiled, and what it asks of the engine, ready to run."""
-        draft = await _with_grammar(draft)
-        words = draft.asked.wanted.params.bad_words
+        asked, job = await self.job_of(draft.model, draft.asked, draft.prompts, draft.field)
+        return draft._replace(asked=asked), job
+
+    async def job_of(
+        self, model: ServedModel, asked: Asking, prompts: list[str | list[int]], field: str
+    ) -> tuple[Asking, Job]:
+        """The same for prompts of the body's `field`."""
+        asked = await _with_grammar(model, asked)
+        words = asked.wanted.params.bad_words
         # Each word is tokenised twice: with and without a space before it.
-        size = sum(map(len, draft.prompts)) + 2 * sum(map(len, words))
-        size += _CALL_CHARS * (len(draft.prompts) - 1 + 2 * len(words))
-        return draft, await self._threads.tokenise(size, partial(_job, draft, self._config.max_body_bytes))
+        size = sum(map(len, prompts)) + 2 * sum(map(len, words))
+        size += _CALL_CHARS * (len(prompts) - 1 + 2 * len(words))
+        make = partial(_job, _Prompts(model, asked, prompts, field), self._config.max_body_bytes)
+        return asked, await self._threads.tokenise(size, make)
 
 
-async def _with_grammar(draft: Draft) -> Draft:
+class _Prompts(NamedTuple):
+    model: ServedModel
+    asked: Asking
+    prompts: list[str | list[int]]
+    field: str
+
+
+async def _with_grammar(model: ServedModel, asked: Asking) -> Asking:
     """With the structure that the request asks for as a grammar."""
-    asked, grammars = draft.asked, draft.model.grammars
     if asked.structure is None:
-        return draft
+        return asked
     structure, param = asked.structure.structure, asked.structure.param
-    if grammars is None:
+    if model.grammars is None:
         raise RequestRejected(
-            f"{param}: {draft.model.name} has no structured output", param=param, code="unsupported_parameter"
+            f"{param}: {model.name} has no structured output", param=param, code="unsupported_parameter"
         )
-    ready = await grammars.compile_async(structure, param=param)
+    ready = await model.grammars.compile_async(structure, param=param)
     wanted = asked.wanted._replace(params=replace(asked.wanted.params, structure=ready))
-    return draft._replace(asked=asked._replace(wanted=wanted))
+    return asked._replace(wanted=wanted)
 
 
-def _job(draft: Draft, max_returned_bytes: int) -> Job:
+def _job(draft: _Prompts, max_returned_bytes: int) -> Job:
     prompts = [_encoded(draft, prompt) for prompt in draft.prompts]
     _check_returned(draft.asked, prompts, max_returned_bytes)
     return plan(draft.model, prompts, draft.asked.wanted)
@@ -139,7 +157,7 @@ def _check_listed(asked: Asking, prompts: list[EncodedPrompt], limit: int) -> No
             )
 
 
-def _encoded(draft: Draft, prompt: str | list[int]) -> EncodedPrompt:
+def _encoded(draft: _Prompts, prompt: str | list[int]) -> EncodedPrompt:
     model, field = draft.model, draft.field
     form, limit = draft.asked.prompt, draft.asked.wanted.limit
     ids = prompt if isinstance(prompt, list) else _tokens(model, prompt, field, form)

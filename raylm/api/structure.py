@@ -79,10 +79,10 @@ def structure_of(request: object) -> Asked | None:
     return found[0] if found else None
 
 
-def _response_format(field: str, value: object) -> Asked | None:
+def read_format(field: str, value: object) -> Asked | None:
     """OpenAI's: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {...}};
     llama.cpp's and Together's: {"type": "json_object", "schema": {...}}; vLLM's and SGLang's:
-    {"type": "structural_tag", ...}."""
+    {"type": "structural_tag", ...}. Raises RequestRejected."""
     if not isinstance(value, dict):
         raise RequestRejected(f"{field} must be an object, got {quote(value)}", param=field)
     kind = value.get("type")
@@ -189,7 +189,7 @@ def _asked(kind: str, value: str, field: str) -> Asked:
 
 
 _READERS: Mapping[str, Callable[[str, object], Asked | None]] = {
-    "response_format": _response_format,
+    "response_format": read_format,
     "structured_outputs": _structured_outputs,
     **dict.fromkeys(GUIDED, _guided),
 }

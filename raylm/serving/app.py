@@ -50,6 +50,9 @@ def ingress_application(config: IngressConfig) -> Application:
     """The HTTP face of one endpoint."""
     if (keys := config.http.api_keys_file) is not None:
         read_keys(keys)
+    if config.responses.enabled:
+        # An unreadable url_file is told before anything starts.
+        config.responses.database_url()
     deployment = serve.deployment(serve.ingress()(OpenAIIngress)).options(
         name="OpenAIIngress",
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
@@ -11,6 +15,8 @@ from raylm import __version__
 from raylm.api.call import Call
 from raylm.api.metrics import HttpMetrics
 from raylm.api.operations import Operation, operations
+from raylm.api.responses.keeper import Keeper
+from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
 from raylm.generation.served_model import ModelCatalog
 from raylm.serving.answers import Answer
@@ -22,17 +28,30 @@ from raylm.serving.pages import page_routes
 from raylm.serving.state import ServerState
 
 
-def build_http_app(models: ModelCatalog, config: HttpConfig) -> ASGIApp:
-    """OpenAI's API for the models of a catalog, as an ASGI application. Raises ConfigError when there are no keys in
-    `config.api_keys_file`."""
+def build_http_app(models: ModelCatalog, config: HttpConfig, responses: ResponsesConfig | None = None) -> ASGIApp:
+    """OpenAI's API for the models of a catalog, as an ASGI application; without `responses` none are stored. Raises
+    ConfigError when there are no keys in `config.api_keys_file`."""
     metrics = HttpMetrics(models)
-    return LoopWatch(Cors(build_router(models, config, metrics), config.cors_origins), metrics.loop_lag)
+    keeper = None if responses is None or not responses.enabled else Keeper(responses)
+    return LoopWatch(Cors(build_router(models, config, metrics, keeper), config.cors_origins), metrics.loop_lag)
 
 
-def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics) -> Router:
+def build_router(
+    models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics, keeper: Keeper | None = None
+) -> Router:
     """The routes alone. Raises as build_http_app does."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if keeper is None:
+            yield
+            return
+        keeper.start()
+        yield
+        await keeper.stop()
+
     keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
-    table = [*map(_route, operations(models, config, metrics)), *_looks(models, metrics)]
+    table = [*map(_route, operations(models, config, metrics, keeper)), *_looks(models, metrics)]
     if config.page:
         table += page_routes()
     paths = dict.fromkeys(route.path for route in table)
@@ -42,6 +61,7 @@ def build_router(models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics)
         [Route(path, endpoint) for path, endpoint in endpoints.items()],
         redirect_slashes=False,
         default=NotFound(keys, table),
+        lifespan=lifespan,
     )
 
 

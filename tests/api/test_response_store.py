@@ -16,7 +16,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from raylm.api.responses.database import Database
 from raylm.api.responses.faults import StoreFull, StoreUnavailable, TenantFull
-from raylm.api.responses.store import LEASE_S, NewResponse, ResponseStore
+from raylm.api.responses.leases import LEASE_S
+from raylm.api.responses.records import NewResponse
+from raylm.api.responses.store import ResponseStore
 from raylm.api.responses.tables import EVENTS, METADATA, RESPONSES, TENANTS
 from raylm.config.responses import ResponsesConfig
 from tests.support.postgres import running_postgres
@@ -69,7 +71,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 def new(name: str = "resp_1", tenant: str = "acme", **changes: Any) -> NewResponse:
-    response = NewResponse(name, tenant, "in_progress", False, None, b'{"model":"m"}', b'["hi"]', b'{"id":"x"}')
+    response = NewResponse(name, tenant, "in_progress", False, False, None, b'{"model":"m"}', b'["hi"]', b'{"id":"x"}')
     return response._replace(**changes)
 
 
@@ -89,7 +91,7 @@ async def test_a_response_is_its_tenants(place):
     await store.begin(new())
     found = await (await place.store("two")).get("acme", "resp_1")
     assert found is not None
-    assert found[:7] == ("resp_1", "acme", "in_progress", False, None, 0, 0)
+    assert found[:8] == ("resp_1", "acme", "in_progress", False, False, None, 0, 0)
     assert (found.request, found.input, found.body) == (b'{"model":"m"}', b'["hi"]', b'{"id":"x"}')
     assert await store.get("other", "resp_1") is None
     assert await store.get("acme", "resp_2") is None
@@ -207,13 +209,14 @@ async def test_cancel_and_delete_reach_the_owner_through_its_lease(place):
     for name in ("resp_1", "resp_2", "resp_3"):
         await one.begin(new(name, background=True))
     await one.begin(new("foreground"))
-    assert await one.renew() == {"resp_1", "resp_2", "resp_3", "foreground"}
-    assert await two.renew() == set()
+    every = ["resp_1", "resp_2", "resp_3", "foreground"]
+    assert await one.renew(every) == set(every)
+    assert await two.renew(every) == set()
     assert await two.cancel("acme", "resp_1")
     assert not await two.cancel("other", "resp_2")
     assert not await two.cancel("acme", "foreground")
     assert await two.delete("acme", "resp_2")
-    assert await one.renew() == {"resp_3", "foreground"}
+    assert await one.renew(every) == {"resp_3", "foreground"}
     assert (await one.get("acme", "resp_1")).status == "cancelled"
     assert not await one.write("resp_1", "completed", b"{}")
     assert not await two.cancel("acme", "resp_1")
@@ -224,13 +227,13 @@ async def test_another_ingress_takes_over_when_the_lease_has_ended(place):
     await one.begin(new(background=True))
     place.clock.now += LEASE_S - 1
     assert await two.claim(10) == []
-    assert await one.renew() == {"resp_1"}
+    assert await one.renew(["resp_1"]) == {"resp_1"}
     place.clock.now += LEASE_S - 1
     assert await two.claim(10) == []
     place.clock.now += 2
     (taken,) = await two.claim(10)
     assert (taken.id, taken.attempts, taken.request) == ("resp_1", 1, b'{"model":"m"}')
-    assert await one.renew() == set()
+    assert await one.renew(["resp_1"]) == set()
     assert not await one.write("resp_1", "completed", b"{}")
     assert await two.write("resp_1", "completed", b"{}")
 
@@ -268,9 +271,9 @@ async def test_events_are_read_from_any_number_on(place):
     await one.begin(new(background=True))
     assert await one.publish("resp_1", 0, 4, b"first")
     assert await one.publish("resp_1", 5, 5, b"second")
-    assert await two.events("resp_1", after=-1) == [(4, b"first"), (5, b"second")]
-    assert await two.events("resp_1", after=3) == [(4, b"first"), (5, b"second")]
-    assert await two.events("resp_1", after=4) == [(5, b"second")]
+    assert await two.events("resp_1", after=-1) == [(0, 4, b"first"), (5, 5, b"second")]
+    assert await two.events("resp_1", after=3) == [(0, 4, b"first"), (5, 5, b"second")]
+    assert await two.events("resp_1", after=4) == [(5, 5, b"second")]
     assert await two.events("resp_1", after=5) == []
     assert (await two.get("acme", "resp_1")).num_events == 6
 
@@ -322,7 +325,7 @@ async def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 async def test_a_file_that_is_no_database_is_a_clear_error(tmp_path, caplog):
     (tmp_path / "responses.db").write_bytes(b"no database" * 100)
-    with pytest.raises(StoreUnavailable, match="The responses store cannot be used now"):
+    with pytest.raises(StoreUnavailable, match="The responses store cannot be opened"):
         await ResponseStore.open(ResponsesConfig(url=f"sqlite:///{tmp_path}/responses.db"), "one")
     assert "file is not a database" in caplog.text
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -93,8 +95,9 @@ def _sqlite(url: URL) -> tuple[AsyncEngine, str]:
         # Made here, since SQLite would let others read it. Its -wal and -shm get the mode of the file itself.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         path.chmod(0o600)
-    except OSError as error:
-        logger.error("the responses store %s cannot be opened: %s", path, error.strerror)
+        _use_wal(path)
+    except (OSError, sqlite3.Error) as error:
+        logger.error("the responses store %s cannot be opened: %s", path, error)
         raise StoreUnavailable("The responses store cannot be opened; the server's log says why") from error
     # IMMEDIATE: a transaction that writes takes the lock with its first write, and waits for it there alone.
     arguments = {"timeout": _BUSY_S, "isolation_level": "IMMEDIATE"}
@@ -103,10 +106,26 @@ def _sqlite(url: URL) -> tuple[AsyncEngine, str]:
     return engine, str(path)
 
 
+def _use_wal(path: Path) -> None:
+    """With a write-ahead log readers and a writer go on beside each other. The file keeps this setting."""
+    until = time.monotonic() + _BUSY_S
+    while True:
+        connection = sqlite3.connect(path, timeout=_BUSY_S)
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            # SQLite does not wait for another process that changes the setting at the same moment.
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+        finally:
+            connection.close()
+
+
 def _prepare_sqlite(connection: Any, record: object) -> None:
     cursor = connection.cursor()
-    # A reader and a writer go on beside each other. A power cut may lose the last responses, never damage the file.
-    cursor.execute("PRAGMA journal_mode=WAL")
+    # A power cut may lose the last responses, never damage the file.
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.close()
 

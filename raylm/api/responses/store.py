@@ -9,77 +9,35 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
-from sqlalchemy import delete, func, insert, literal, select, update
+from sqlalchemy import case, delete, func, insert, literal, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from raylm.api.responses.database import Database
 from raylm.api.responses.faults import TenantFull
+from raylm.api.responses.leases import LEASE_S, LIVE
+from raylm.api.responses.records import Conversation, NewResponse, Published, StoredResponse, Turn
 from raylm.api.responses.tables import EVENTS, RESPONSES, TENANTS
 from raylm.config.responses import ResponsesConfig
 
-LEASE_S = 10.0
-RENEW_EVERY_S = 1.0
-LIVE = ("queued", "in_progress")
 MAX_CHAIN = 1000
 """Responses that continue each other. A longer conversation must be sent as input."""
 _PURGED_AT_ONCE = 200
 
 _STORED = (
-    *(RESPONSES.c.id, RESPONSES.c.tenant, RESPONSES.c.status, RESPONSES.c.background, RESPONSES.c.previous_id),
-    *(RESPONSES.c.attempts, RESPONSES.c.num_events, RESPONSES.c.request, RESPONSES.c.input, RESPONSES.c.body),
+    *(RESPONSES.c.id, RESPONSES.c.tenant, RESPONSES.c.status, RESPONSES.c.background, RESPONSES.c.streamed),
+    *(
+        RESPONSES.c.previous_id,
+        RESPONSES.c.attempts,
+        RESPONSES.c.num_events,
+        RESPONSES.c.request,
+        RESPONSES.c.input,
+        RESPONSES.c.body,
+    ),
 )
-
-
-class NewResponse(NamedTuple):
-    """A response as it begins. `request`, `input` (a list of items) and `body` (the response as clients see it) are
-    JSON; of the body `status` does not count, since the store's own replaces it."""
-
-    id: str
-    tenant: str
-    status: str
-    background: bool
-    previous_id: str | None
-    request: bytes
-    input: bytes
-    body: bytes
-
-
-class StoredResponse(NamedTuple):
-    """A response as it is stored: `num_events` have been published, `attempts` ingresses have run it before."""
-
-    id: str
-    tenant: str
-    status: str
-    background: bool
-    previous_id: str | None
-    attempts: int
-    num_events: int
-    request: bytes
-    input: bytes
-    body: bytes
-
-
-class Turn(NamedTuple):
-    """One response of a conversation: JSON of what was put in and of the response."""
-
-    id: str
-    previous_id: str | None
-    status: str
-    input: bytes
-    body: bytes
-
-
-class Conversation(NamedTuple):
-    """Responses that continue each other, oldest first. `missing`: the oldest continues this one, which was deleted or
-    has expired. `too_large`: bytes of all, where these are more than were allowed; there are no turns then."""
-
-    turns: list[Turn]
-    missing: str | None = None
-    too_large: int | None = None
 
 
 class ResponseStore:
@@ -175,15 +133,21 @@ class ResponseStore:
         )
         return chain.union_all(step)
 
-    async def events(self, response_id: str, *, after: int) -> list[tuple[int, bytes]]:
-        """Published events in rows, each with its last event's sequence number: those that hold any after `after`."""
+    async def status(self, tenant: str, response_id: str) -> str | None:
+        """None where the tenant has no such response (any more)."""
+        async with self._database.transaction() as connection:
+            found = await connection.scalar(select(RESPONSES.c.status).where(*self._seen_by(tenant, response_id)))
+        return None if found is None else str(found)
+
+    async def events(self, response_id: str, *, after: int) -> list[Published]:
+        """Published events: the rows that hold any after `after`."""
         wanted = (
-            select(EVENTS.c.last, EVENTS.c.data)
+            select(EVENTS.c.first, EVENTS.c.last, EVENTS.c.data)
             .where(EVENTS.c.response_id == response_id, EVENTS.c.last > after)
             .order_by(EVENTS.c.first)
         )
         async with self._database.transaction() as connection:
-            return [(row.last, bytes(row.data)) for row in await connection.execute(wanted)]
+            return [Published._make(row) for row in await connection.execute(wanted)]
 
     # What the owner of a response does.
 
@@ -217,16 +181,25 @@ class ResponseStore:
             await _add(connection, row.tenant, more)
         return True
 
-    async def renew(self) -> set[str]:
-        """Renew the leases of all live responses of this ingress, and return their ids: others have ended."""
-        mine = (RESPONSES.c.owner == self._owner, RESPONSES.c.status.in_(LIVE))
+    async def renew(self, response_ids: Collection[str]) -> set[str]:
+        """Renew the leases of these live responses of this ingress, and return the ids of those: others have ended."""
+        mine = (
+            RESPONSES.c.id.in_(response_ids),
+            RESPONSES.c.owner == self._owner,
+            RESPONSES.c.status.in_(LIVE),
+        )
         lease = update(RESPONSES).where(*mine).values(lease_until=self._clock() + LEASE_S)
         async with self._database.transaction() as connection:
             return set(await connection.scalars(lease.returning(RESPONSES.c.id)))
 
     async def release(self, response_id: str, *, after_s: float = 0.0) -> None:
-        """Let another ingress take a live response over, in `after_s` seconds at the earliest."""
-        values = {"owner": "", "lease_until": self._clock() + after_s}
+        """Let another ingress take a live response over, in `after_s` seconds at the earliest. It counts as not tried
+        by this one."""
+        values = {
+            "owner": "",
+            "lease_until": self._clock() + after_s,
+            "attempts": RESPONSES.c.attempts - case((RESPONSES.c.attempts > 0, 1), else_=0),
+        }
         async with self._database.transaction() as connection:
             await connection.execute(self._own(response_id).values(values))
 

@@ -13,6 +13,7 @@ RESPONSES = Table(
     Column("tenant", String(256), nullable=False),
     Column("status", String(16), nullable=False),
     Column("background", Boolean, nullable=False),
+    Column("streamed", Boolean, nullable=False),
     Column("previous_id", String(128)),
     # Seconds since the epoch.
     Column("created_at", Float(53), nullable=False),

@@ -1,0 +1,9 @@
+"""Who runs a live response: the ingress that holds its lease."""
+
+from __future__ import annotations
+
+LEASE_S = 10.0
+RENEW_EVERY_S = 1.0
+"""At the latest after so long an owner finds out that a response has been ended from elsewhere."""
+LIVE = ("queued", "in_progress")
+"""A response of another status has ended."""

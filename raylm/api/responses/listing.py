@@ -1,0 +1,46 @@
+"""Pages of input items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raylm.api.responses.wire import Item, encode
+from raylm.errors import RequestRejected
+from raylm.generation.quote import quote
+
+_DEFAULT = 20
+_MOST = 100
+
+
+def page(items: Sequence[Item], query: Mapping[str, str]) -> bytes:
+    """OpenAI's list of items, as `limit`, `order` and `after` of the URL ask for. Raises RequestRejected."""
+    limit = integer(query, "limit", _DEFAULT, 1, _MOST)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestRejected(f"order must be asc or desc, got {quote(order)}", param="order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if (after := query.get("after")) is not None:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise RequestRejected(f"after must be the id of one of the items, got {quote(after)}", param="after")
+        ordered = ordered[places[0] + 1 :]
+    shown = ordered[:limit]
+    return encode(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(ordered) > limit,
+        }
+    )
+
+
+def integer(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """An integer of a URL's query. Raises RequestRejected."""
+    text = query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+        raise RequestRejected(f"{name} must be an integer from {least} to {most}, got {quote(text)}", param=name)
+    return int(text)
