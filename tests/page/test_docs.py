@@ -19,6 +19,7 @@ from tests.support.live_http import listening
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+STREAM = {"schema": {"type": "string", "x-event": {"$ref": "#/components/schemas/Message"}}}
 DOCUMENT: dict[str, Any] = {
     "openapi": "3.1.0",
     "info": {"title": "raylm", "version": "1.2", "description": "About all of it."},
@@ -31,7 +32,7 @@ DOCUMENT: dict[str, Any] = {
                 "responses": {
                     "200": {
                         "description": "The answer",
-                        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+                        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": STREAM},
                     },
                     "401": {"description": "No key"},
                 },
@@ -86,6 +87,7 @@ def test_routes_fields_and_types(page: Page) -> None:
         page.click("summary >> nth=0")
         shown = page.locator("details.route").nth(0).inner_text()
         assert "Generates an answer." in shown and "application/json" in shown and "401" in shown and "No key" in shown
+        assert "text/event-stream: events, each Message" in shown
         rows = [row.locator("td").all_text_contents() for row in page.locator("#schema-Chat tbody tr").all()]
         assert rows == [
             ["messages (required)", "list of Message", "", ""],

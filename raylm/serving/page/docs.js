@@ -23,7 +23,7 @@ function route(path, method, operation) {
   }
   if (operation.responses) parts.push(element("h4", "", "Answers"), answers(operation.responses));
   const made = element("details", "route", ...parts);
-  made.dataset.words = `${method} ${path} ${operation.summary ?? ""}`.toLowerCase();
+  made.dataset.words = `${method} ${path} ${operation.summary ?? ""} ${operation.tags ?? ""}`.toLowerCase();
   return made;
 }
 
@@ -36,9 +36,11 @@ function parameters(list) {
 
 function answers(responses) {
   const rows = Object.entries(responses).map(([status, response]) => {
-    const types = Object.entries(response.content ?? {}).flatMap(([type, content]) => [
-      element("div", "", `${type} `, typeName(content.schema)),
-    ]);
+    const types = Object.entries(response.content ?? {}).map(([type, { schema }]) => {
+      // A stream is a string to OpenAPI; what its events are stands beside that.
+      const event = schema?.["x-event"];
+      return element("div", "", `${type}: `, ...(event ? ["events, each ", typeName(event)] : [typeName(schema)]));
+    });
     return row(status, response.description ?? "", element("div", "", ...types));
   });
   return element("table", "", element("tbody", "", ...rows));
@@ -53,7 +55,7 @@ function schema([name, value]) {
   made.id = `schema-${name}`;
   made.dataset.words = name.toLowerCase();
   if (value.description) made.append(element("p", "text", value.description));
-  made.append(fieldTable(value));
+  made.append(value.properties ? fieldTable(value) : typeName(value));
   return made;
 }
 
