@@ -19,7 +19,7 @@ STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
 TESTS   = $(BIN)/python -m pytest --require-demo
 SERVERS = tests/serving tests/batch tests/helm
 
-.PHONY: serve client test test-servers test-engine test-page nightly lint check ext clean
+.PHONY: serve client test test-servers test-engine test-page nightly vllm-parsers lint check ext clean
 
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
@@ -51,6 +51,11 @@ nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
 	$(TESTS) tests -m nightly
 	$(MAKE) --no-print-directory test-page
+	$(MAKE) --no-print-directory vllm-parsers
+
+# vLLM's own tests of its parsers, out of its source distribution, against our reader: what share passes.
+vllm-parsers: $(VENV)/.dev
+	$(BIN)/python -m tests.generation.vllm_parsers
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -23,7 +23,8 @@ def test_what_the_family_prints_is_read_back(name, content):
     calls = CALLS[:1] if name == "llama3_json" else CALLS
     pieces = read(ModelFormat(FORMS[name]), list(rendered(name, content, calls)))
     assert calls_of(pieces) == list(calls)
-    assert [piece for piece in pieces if isinstance(piece, Text)] == ([Text(content)] if content else [])
+    text = content.rstrip() if FORMS[name].strips_text else content
+    assert [piece for piece in pieces if isinstance(piece, Text)] == ([Text(text)] if text else [])
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS, ids=lambda form: form.name)
@@ -40,8 +41,8 @@ def test_every_format_has_a_template():
 # What stands between the marks of all formats.
 _BETWEEN = (
     '{"name": ', '"f"', '"arguments": ', ", ", "{", "}", "[", "]", "(", ")", "k=", "f(k='", '"', "\\", "'", "<", " ",
-    "\n", "<think>", "</think>", "[ARGS]", "[CALL_ID]",
-    "function<｜tool▁sep｜>", "functions.f:0", "call:f{", "k:<escape>",
+    "\n", "<think>", "functions.f:0", "</think>", "[ARGS]", "[CALL_ID]", "function<｜tool▁sep｜>", "call:f{",
+    "k:<escape>",
 )  # fmt: skip
 _HARMONY_HEADER = re.compile(
     r"<\|(start|channel)\|>((?!<\|(message|start|end|call|return)\|>).)*<\|message\|>", re.DOTALL
@@ -61,7 +62,7 @@ def _outputs(form: CallFormat) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS, ids=lambda form: form.name)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_text_is_read_alike_wherever_it_is_cut_and_none_is_lost(form, data):
     numbered = enumerate(data.draw(_outputs(form)))

@@ -61,6 +61,8 @@ class CallFormat:
     bare_anywhere: bool = False
     """A bare call may follow text. Without it, only white space."""
     tags: Tags | None = None
+    strips_text: bool = False
+    """No white space at all is kept between a text and a call, not only no newlines."""
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     ids: IdStyle = "call"
@@ -99,6 +101,7 @@ HERMES = CallFormat(
     call_end="}\n</tool_call>",
     separator="\n",
     closes=("</tool_call>",),
+    noise=("<|im_end|>", "<|endoftext|>"),
     keeps_special_tokens=True,
 )
 QWEN3_CODER = CallFormat(
@@ -112,6 +115,7 @@ QWEN3_CODER = CallFormat(
     separator="\n",
     closes=("</function>", "</tool_call>"),
     tags=Tags("<function=", ">", "<parameter=", ">\n", "", "\n</parameter>", between="\n", trims=True),
+    noise=("<|im_end|>", "<|endoftext|>"),
     keeps_special_tokens=True,
 )
 GLM = CallFormat(
@@ -125,6 +129,8 @@ GLM = CallFormat(
     separator="\n",
     closes=("</tool_call>",),
     tags=Tags("", "", "<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>", between="\n", json_values=True),
+    strips_text=True,
+    noise=("<|user|>", "<|observation|>", "<|endoftext|>"),
     keeps_special_tokens=True,
 )
 LLAMA3_JSON = CallFormat(
@@ -180,6 +186,7 @@ MISTRAL_JSON = CallFormat(
     section=("[TOOL_CALLS] [", "]"),
     separator=", ",
     ids="mistral",
+    noise=("</s>",),
     keeps_special_tokens=True,
 )
 MISTRAL = CallFormat(
@@ -190,6 +197,7 @@ MISTRAL = CallFormat(
     before_name="[TOOL_CALLS]",
     after_name="[ARGS]",
     ids="mistral",
+    noise=("</s>",),
     keeps_special_tokens=True,
 )
 DEEPSEEK_V3 = CallFormat(
@@ -261,6 +269,7 @@ FUNCTION_GEMMA = CallFormat(
     call_end="}<end_function_call>",
     closes=("<end_function_call>",),
     noise=("<end_of_turn>", "<start_function_response>"),
+    strips_text=True,
     keeps_special_tokens=True,
 )
 HARMONY = CallFormat(

@@ -16,8 +16,10 @@ _KNOWN = frozenset({"id", "type", "index"})
 class ObjectCalls:
     """`{"name": NAME, "arguments": {...}}`, one, several, or an array of them."""
 
-    def __init__(self, form: CallFormat, tape: Tape, sink: Sink) -> None:
+    def __init__(self, form: CallFormat, tape: Tape, sink: Sink, *, several: bool = True) -> None:
+        """Without `several`, more than one call need brackets around them."""
         self._form, self._tape, self._sink = form, tape, sink
+        self._several = several
         self._ends = Marks(form.closes)
 
     def read(self, mark: str) -> Waiting[bool]:
@@ -37,7 +39,7 @@ class ObjectCalls:
                 between = yield from tape.matching(_BETWEEN)
             if (yield from tape.one_of(self._ends)):
                 return True
-            if (yield from tape.peek()) != "{" or not (array or between or mark):
+            if (yield from tape.peek()) != "{" or not (array or (self._several and (between or mark))):
                 return False
 
     def _object(self, strict: bool) -> Waiting[bool]:
@@ -66,8 +68,16 @@ class ObjectCalls:
             call.name = yield from json_text.whole_string(tape)
             return bool(call.name)
         if key in self._form.argument_keys and not call.argued:
+            bits: list[str] = []
+            braced = (yield from tape.peek()) == "{"
+            if braced and not (yield from json_text.object_begins(tape, bits)):
+                return False
             call.argue()
-            whole = yield from json_text.arguments(tape, call.arguments, self._ends)
+            call.arguments("".join(bits))
+            if braced:
+                whole = yield from json_text.container(tape, call.arguments, self._ends, depth=1)
+            else:
+                whole = yield from json_text.arguments(tape, call.arguments, self._ends)
             if call.began:
                 tape.record()
                 if not whole and (yield from tape.one_of(self._ends)):

@@ -11,6 +11,7 @@ from raylm.generation.parsing.tape import Marks, Tape, Waiting
 # Outside of strings; < and ` can begin the mark that ends a call, which no JSON has there.
 _PLAIN = re.compile(r'[^"{}\[\]<`]+')
 _IN_STRING = re.compile(r'[^"\\]+')
+_SPACE = re.compile(r"\s+")
 _SCALAR = re.compile(r"[^\s,}\]{\[\"<`]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _OPENS, _CLOSES = frozenset("{["), frozenset("}]")
@@ -60,12 +61,11 @@ def _refused(constant: str) -> None:
     raise ValueError(f"JSON has no {constant}")
 
 
-def container(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[bool]:
-    """Passes on an object or array that comes next, up to the bracket that closes it.
+def container(tape: Tape, sink: Callable[[str], None], ends: Marks, depth: int = 0) -> Waiting[bool]:
+    """Passes on an object or array that comes next, up to the bracket that closes it; `depth` brackets are read.
 
     False when the text ended within, or one of `ends` stands outside of a string, which is left unread.
     """
-    depth = 0
     while True:
         yield from tape.matching(_PLAIN, sink)
         character = yield from tape.peek()
@@ -78,6 +78,13 @@ def container(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[b
             depth += (character in _OPENS) - (character in _CLOSES)
             if depth == 0:
                 return True
+
+
+def object_begins(tape: Tape, bits: list[str]) -> Waiting[bool]:
+    """Reads the brace that comes next and the white space after it into `bits`. Whether it can begin an object."""
+    bits.append(tape.take(tape.at + 1))
+    yield from tape.matching(_SPACE, bits.append)
+    return (yield from tape.peek()) in ('"', "}", "")
 
 
 def value(tape: Tape, sink: Callable[[str], None], ends: Marks) -> Waiting[bool]:

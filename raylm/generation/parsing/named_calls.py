@@ -31,7 +31,7 @@ class MistralCalls:
         while (yield from tape.literal(mark)):
             yield from tape.space()
         if (yield from tape.peek()) in ("[", "{") and not (yield from tape.stands(_ARGS)):
-            return (yield from ObjectCalls(self._form, tape, self._sink).read(mark))
+            return (yield from ObjectCalls(self._form, tape, self._sink, several=False).read(mark))
         name: list[str] = []
         yield from tape.matching(NAME, name.append)
         yield from tape.space()
@@ -91,21 +91,20 @@ class DeepSeekCalls(MarkedCalls):
     def _header(self) -> Waiting[bool]:
         tape = self._tape
         first: list[str] = []
-        name: list[str] = []
+        second: list[str] = []
         yield from tape.space()
         yield from tape.matching(NAME, first.append)
-        first = ["".join(first)]
         yield from tape.space()
-        if not first[0] or not (yield from tape.literal(_SEPARATOR)):
+        if not first or not (yield from tape.literal(_SEPARATOR)):
             return False
         yield from tape.space()
-        yield from tape.matching(NAME, name.append)
+        yield from tape.matching(NAME, second.append)
         yield from tape.space()
         yield from tape.one_of(_FENCES)
         yield from tape.space()
-        if (yield from tape.peek()) != "{" or (name and first != ["function"]):
+        if (yield from tape.peek()) != "{" or (second and "".join(first) != "function"):
             return False
-        self._sink.begin("".join(name or first))
+        self._sink.begin("".join(second or first))
         return True
 
 

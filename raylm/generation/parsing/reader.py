@@ -60,7 +60,8 @@ class OutputReader:
         calls = form.calls if reads_calls else None
         self._reasoning_format = form.reasoning
         self._tape = Tape()
-        self._sink = Sink(calls.ids if calls else "call", trims=calls is not None)
+        strips = calls is not None and calls.strips_text
+        self._sink = Sink(calls.ids if calls else "call", trims=calls is not None, strips=strips)
         self._calls = calls
         self._tools = tools or {}
         self._in_reasoning = in_reasoning and form.reasoning is not None

@@ -25,14 +25,15 @@ class Sink:
     """Pieces since the last `drain`; neighbours of one kind become one piece.
 
     With `trims`, white space between calls and after the last one goes, and newlines between a text and a call: these
-    belong to the formats. All other white space stays.
+    belong to the formats. All other white space stays, except with `strips` that between a text and a call.
     """
 
-    __slots__ = ("_bits", "_ids", "_index", "_kind", "_out", "_said", "_space", "_trims")
+    __slots__ = ("_bits", "_ids", "_index", "_kind", "_out", "_said", "_space", "_strips", "_trims")
 
-    def __init__(self, ids: IdStyle, trims: bool) -> None:
+    def __init__(self, ids: IdStyle, *, trims: bool, strips: bool) -> None:
         self._ids = ids
         self._trims = trims
+        self._strips = strips
         self._out: list[Piece] = []
         self._bits: list[str] = []
         self._kind: Callable[[str], Piece] | None = None
@@ -71,7 +72,7 @@ class Sink:
     def begin(self, name: str, written_id: str = "") -> None:
         """A call begins. Its format may have written the id."""
         space = "".join(self._space).partition("\n")[0] if self._said else ""
-        if space:
+        if space and not self._strips:
             self._add(Text, space)
         self._space.clear()
         self._close()

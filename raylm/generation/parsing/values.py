@@ -13,6 +13,10 @@ Schema = Mapping[str, object]
 _MOST_NESTED = 8
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+# Python's names, which tools' schemas often have.
+_OTHER_NAMES = {
+    "int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object", "list": "array",
+}  # fmt: skip
 _INTEGER = re.compile(r"[-+]?\d{1,4000}(?:\.0+)?")
 
 
@@ -105,7 +109,8 @@ def _types(schema: object, root: Schema, depth: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or depth > _MOST_NESTED:
         return
     named = schema.get("type")
-    yield from (named,) if isinstance(named, str) else named if isinstance(named, list) else ()
+    kinds = (named,) if isinstance(named, str) else named if isinstance(named, list) else ()
+    yield from (_OTHER_NAMES.get(kind, kind) for kind in kinds if isinstance(kind, str))
     values = schema.get("enum")
     for value in [*(values if isinstance(values, list) else ()), *([schema["const"]] if "const" in schema else ())]:
         yield "null" if value is None else _TYPES.get(type(value), "string")
