@@ -41,8 +41,8 @@ class HttpConfig(FrozenConfig):
     """Objects and lists inside each other in a body, the outermost included."""
     api_keys_file: str | None = None
     """A file with API keys, one a line, on every node; a line is a key, or JSON with key, tenant and scopes; lines that
-    begin with # are comments. It is read again when it changes. With it, all of /v1 wants the header `Authorization:
-    Bearer KEY`; without it, nothing does."""
+    begin with # are comments. It is read again when it changes. With it, every route but probes and
+    pages wants the header `Authorization: Bearer KEY`; without it, nothing does."""
 
     max_structure_bytes: int = Field(default=2**18, ge=64, le=2**20)
     """Bytes of one schema, regex, grammar or tag of structured output."""
