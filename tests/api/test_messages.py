@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,9 @@ from anthropic import Anthropic, AsyncAnthropic
 
 from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError, Overloaded
-from tests.api.thinking_models import CALL, OTHER, TEXT, THOUGHT, prompt_of, saying, scripted
+from tests.api.thinking_models import CALL, OTHER, TEXT, THOUGHT, prompt_of, saying, scripted, with_grammars
 from tests.support.live_http import listening
-from tests.support.openai_fakes import Server, ended, said
+from tests.support.openai_fakes import RawClient, Server, ended, said
 
 TOOLS: list[Any] = [
     {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}},
@@ -307,3 +308,27 @@ async def test_unknown_fields_are_refused_where_the_server_is_strict() -> None:
     response = await post(saying("x", strict=True), mystery=1)
     assert response.status_code == 400 and "mystery" in response.json()["error"]["message"]
     assert (await post(saying("x", strict=True), cache_control={"type": "ephemeral"})).status_code == 200
+
+
+async def test_a_schema_becomes_the_form_of_the_answer() -> None:
+    server = saying("{}")
+    grammars = with_grammars(server)
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    assert (await post(server, output_config={"format": form})).status_code == 200
+    ((structure, param),) = grammars.asked
+    assert (structure.kind, structure.value, param) == ("json_schema", '{"type": "object"}', "output_config.format")
+    assert server.generator.requests[0].params.structure is not None
+    response = await post(saying("{}"), output_config={"format": form})
+    assert response.status_code == 400
+    assert "output_config.format: tiny has no structured output" in response.json()["error"]["message"]
+
+
+async def test_a_silent_stream_sends_pings() -> None:
+    server = scripted(None, keep_alive_s=0.01)
+    client = RawClient(server.app, json.dumps({**ASKED, "stream": True}).encode(), path="/v1/messages")
+    async with asyncio.timeout(30):
+        while sum(message.get("body", b"").startswith(b"event: ping\n") for message in client.sent) < 3:
+            await asyncio.sleep(0.001)
+    client.gone.set()
+    await client.task
+    assert server.generator.live == 0

@@ -16,7 +16,7 @@ from raylm.config.sampling import SamplingDefaults
 from raylm.core.step import TokenDelta
 from raylm.core.structure import StructuredOutput
 from raylm.errors import EngineDeadError, Overloaded, RequestRejected
-from tests.api.thinking_models import CALL, TEXT, THOUGHT, prompt_of, saying, scripted
+from tests.api.thinking_models import CALL, TEXT, THOUGHT, prompt_of, saying, scripted, with_grammars
 from tests.support.live_http import listening
 from tests.support.openai_fakes import Server, ended, said
 
@@ -347,3 +347,15 @@ async def test_refused_routes_are_not_among_those_that_there_are() -> None:
     message = (await saying("x").http.get("/nothing")).json()["error"]["message"]
     assert "/api/chat" in message and "/v1/messages" in message
     assert "/api/pull" not in message and "/v1/messages/batches" not in message
+
+
+async def test_a_format_becomes_the_form_of_the_answer() -> None:
+    server = saying("{}")
+    grammars = with_grammars(server)
+    for form in ("json", {"type": "object"}):
+        assert (await generate(server, format=form)).status_code == 200
+    assert [(structure.kind, param) for structure, param in grammars.asked] == [
+        ("json_object", "format"),
+        ("json_schema", "format"),
+    ]
+    assert all(asked.params.structure is not None for asked in server.generator.requests)

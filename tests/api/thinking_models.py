@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from raylm.core.structure import StructuredOutput
 from raylm.text.chat import ChatTemplate
 from tests.support.openai_fakes import Item, Server, said
 
@@ -29,3 +32,21 @@ def scripted(*script: Item, **config: object) -> Server:
 def prompt_of(server: Server, number: int = 0) -> str:
     """The prompt of a request that the model was given."""
     return bytes(server.generator.requests[number].prompt_ids).decode()
+
+
+class NotedGrammars:
+    """Notes which structures are asked for, and gives a grammar."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[StructuredOutput, str]] = []
+
+    async def compile_async(self, structure: StructuredOutput, *, param: str = "structure") -> StructuredOutput:
+        self.asked.append((structure, param))
+        return StructuredOutput("grammar", 'root ::= "a"')
+
+
+def with_grammars(server: Server) -> NotedGrammars:
+    """From now on the server's model takes structures."""
+    grammars = NotedGrammars()
+    server.catalog.model = replace(server.catalog.model, grammars=grammars)
+    return grammars
