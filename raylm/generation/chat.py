@@ -14,6 +14,7 @@ from raylm.generation.parsing import CallFormat, ModelFormat, OutputReading, Rea
 from raylm.generation.parsing.formats import CHANNELS, GRANITE_TEXT
 from raylm.generation.reader import Reading
 from raylm.generation.served_model import Text
+from raylm.generation.tool_grammar import tool_structure
 from raylm.generation.tools import NO_TOOLS, ToolUse
 from raylm.text.chat import Message
 from raylm.text.chat_options import ChatOptions
@@ -51,7 +52,7 @@ def open_chat(side: Text, own: ModelFormat, chat: Chat, params: SamplingParams) 
     calls = own.calls if shown else None
     thinking = Thinking(own.reasoning, text, chat.options)
     params = _with_budget(side, thinking, params)
-    structure = _structure(chat, calls, thinking.end_ids(side))
+    structure = _structure(chat, calls, thinking, side)
     reasoning = own.reasoning if chat.reads_reasoning else None
     if calls is None and reasoning is None:
         return OpenedChat(text, params, None, structure)
@@ -67,7 +68,7 @@ class Thinking:
     """Whether the model thinks before it answers, as its prompt says."""
 
     def __init__(self, form: ReasoningFormat | None, prompt: str, options: ChatOptions) -> None:
-        self._form = form
+        self.form = form
         end = prompt.rstrip()
         self.has_begun = form is not None and end.endswith(form.begin)
         """The prompt ends inside the thinking."""
@@ -78,14 +79,14 @@ class Thinking:
 
     def end_ids(self, text: Text) -> tuple[int, ...]:
         """The tokens after which the answer begins; none where the model begins with it."""
-        if self._form is None or not self.is_expected:
+        if self.form is None or not self.is_expected:
             return ()
-        mark = "<|channel|>final<|message|>" if self._form is CHANNELS else self._form.end[0]
+        mark = "<|channel|>final<|message|>" if self.form is CHANNELS else self.form.end[0]
         return tuple(text.encode(mark, add_special_tokens=False))
 
     def section(self, text: Text) -> ThinkingSection:
         """Raises RequestRejected where this model's thinking has no marks that could be forced."""
-        form = self._form
+        form = self.form
         if form is None or form is CHANNELS:
             what = "ends its thinking by more than a mark" if form is CHANNELS else "does not think"
             raise RequestRejected(
@@ -101,8 +102,14 @@ def _with_budget(text: Text, thinking: Thinking, params: SamplingParams) -> Samp
     return params if params.thinking_token_budget < 0 else replace(params, thinking=thinking.section(text))
 
 
-def _structure(chat: Chat, calls: CallFormat | None, begin_after: tuple[int, ...]) -> StructuredOutput | None:
+def _structure(chat: Chat, calls: CallFormat | None, thinking: Thinking, text: Text) -> StructuredOutput | None:
     """The one form of all that the model writes. Raises RequestRejected where there is none."""
+    if chat.tools.shown_tools:
+        # Thinking that has not begun may be left out, so the grammar has it where it may come.
+        end = thinking.end_ids(text) if thinking.has_begun else ()
+        form = ModelFormat(calls, thinking.form if thinking.is_expected else None)
+        return tool_structure(chat.tools, form, end_of_thinking=end, answer=chat.structure)
+    begin_after = thinking.end_ids(text)
     if chat.structure is None or not begin_after:
         return chat.structure
     return replace(chat.structure, begin_after=begin_after)
