@@ -44,7 +44,7 @@ test-engine: $(VENV)/.dev
 # The page in a browser: the system's Chromium, or playwright's own.
 test-page: $(VENV)/.dev
 	$(PIP) "playwright>=1.50"
-	command -v chromium chromium-browser google-chrome || $(BIN)/python -m playwright install chromium
+	command -v chromium || command -v chromium-browser || command -v google-chrome || $(BIN)/python -m playwright install chromium
 	$(TESTS) tests/page --require-browser
 
 # An environment beside the other: these packages want an older openai. Tests of a missing one would be skipped.
