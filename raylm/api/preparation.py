@@ -22,6 +22,7 @@ from raylm.text.truncation import MAX_TOKENS as MAX_TRUNCATED
 
 Result = TypeVar("Result")
 START_RETRY_S = 5.0
+_TEMPLATE_SIGNS = (b'"chat_template"', b"\\u005", b"\\u006", b"\\u007")
 _CALL_CHARS = 256
 """What one more prompt costs, in characters of text to tokenise."""
 _LOGPROB_CHARS = 64
@@ -74,7 +75,10 @@ class Preparation:
 
     async def read(self, call: Call, parse: Callable[[Call], Result]) -> Result:
         """Run what reads the call's body. Raises whatever is wrong with it."""
-        return await self._threads.read(len(call.body), partial(parse, call))
+        work = partial(parse, call)
+        if _brings_template(call.body):
+            return await self._threads.aside(len(call.body), work)
+        return await self._threads.read(len(call.body), work)
 
     async def tokenise(self, size: int, work: Callable[[], Result]) -> Result:
         """Run what turns so many characters into tokens, or tokens into text."""
@@ -100,6 +104,12 @@ class Preparation:
         size += _CALL_CHARS * (len(prompts) - 1 + 2 * len(words))
         make = partial(_job, _Prompts(model, asked, prompts, field), self._config.max_body_bytes)
         return asked, await self._threads.tokenise(size, make)
+
+
+def _brings_template(body: bytes | bytearray) -> bool:
+    """Whether the body may hold a chat template, a program that may run for a second: its field's name, or letters in
+    an escape, in which nobody writes them who hides nothing."""
+    return any(sign in body for sign in _TEMPLATE_SIGNS)
 
 
 class _Prompts(NamedTuple):

@@ -34,6 +34,10 @@ class WorkThreads:
         """Run what reads a body of this length."""
         return work() if num_bytes <= SMALL_BODY_BYTES else await self._run(self._reading, work, num_bytes)
 
+    async def aside(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """Run what may take long, whatever the size of its body, and lets Python's lock go meanwhile."""
+        return await self._run(self._tokenising, work, num_bytes)
+
     async def tokenise(self, size: int, work: Callable[[], Result]) -> Result:
         """Run what tokenises prompts of this many characters and token ids."""
         return work() if size <= SHORT_PROMPT_SIZE else await self._run(self._tokenising, work, size)

@@ -19,6 +19,7 @@ MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or a configurat
 _ENGINE_KEYS = {
     "dtype": ("model", "dtype"),
     "load_format": ("model", "load_format"),
+    "chat_template": ("model", "chat_template"),
     "max_model_len": ("model", "max_model_len"),
     "device": ("runtime", "device"),
     "num_threads": ("runtime", "num_threads"),
@@ -84,6 +85,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
     group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
+    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own; or a bundled one's name")
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of one request")
     group.add_argument(
         "--max-num-seqs", type=int, metavar="N", help="requests that run at the same time (64; 256 on a GPU)"

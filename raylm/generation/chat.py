@@ -74,7 +74,7 @@ class Thinking:
         """The prompt ends inside the thinking."""
         is_over = form is not None and end.endswith(form.end)
         # Granite thinks only when its template is told to; other families do unless told otherwise.
-        is_on = form is not GRANITE_TEXT or bool(options.kwargs.get("thinking"))
+        is_on = form is not GRANITE_TEXT or bool(options.variables.get("thinking"))
         self.is_expected = form is not None and (self.has_begun or (is_on and options.begins_answer and not is_over))
 
     def end_ids(self, text: Text) -> tuple[int, ...]:

@@ -135,12 +135,11 @@ class ChatTemplate:
     def _variables(self, options: ChatOptions) -> dict[str, object]:
         """What a template sees beside the conversation; what comes later wins."""
         documents = plain(options.documents, "documents", param="documents") if options.documents else None
-        given = plain(options.kwargs, "chat_template_kwargs", param="chat_template_kwargs")
+        given = plain(options.variables, "chat_template_kwargs", param="chat_template_kwargs")
         assert isinstance(given, dict), "a mapping is copied as one"
         return {
             **self._special_tokens,
             **self._settings.config.template_kwargs,
-            **_effort(options.reasoning_effort),
             **given,
             "documents": documents,
             "add_generation_prompt": options.begins_answer,
@@ -188,13 +187,6 @@ class _Template:
         if len(reason) > _MAX_REASON_CHARS:
             reason = reason[:_MAX_REASON_CHARS] + "..."
         return RequestRejected(f"{self._name} {reason}", param=self._param)
-
-
-def _effort(effort: str | None) -> dict[str, object]:
-    if effort is None:
-        return {}
-    thinks = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
 def _as_read(turn: Turn, reading: TemplateReading) -> dict[str, object]:

@@ -52,6 +52,13 @@ class ChatOptions:
             )
 
     @property
+    def variables(self) -> dict[str, object]:
+        """What the request sets of the template's own variables: by reasoning_effort, and by kwargs, which win."""
+        thinks = self.reasoning_effort != "none"
+        effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        return {**(effort if self.reasoning_effort is not None else {}), **self.kwargs}
+
+    @property
     def begins_answer(self) -> bool:
         """Whether the prompt ends with the beginning of an answer."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

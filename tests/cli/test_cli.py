@@ -109,6 +109,7 @@ def test_options_override_the_configuration(tmp_path):
     assert (config.model.path, config.model.dtype) == ("some/model", "float32")
     assert (config.scheduler.max_num_seqs, config.runtime.num_threads) == (7, 3)
     assert engine_config(parsed("some/model")).model.path == "some/model"
+    assert engine_config(parsed("--chat-template", "zephyr", "some/model")).model.chat_template == "zephyr"
 
 
 @pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "throughput"], ["bench", "startup"]])
