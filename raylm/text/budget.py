@@ -110,6 +110,9 @@ class Counted:
             spend()
             yield item
 
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
     def __len__(self) -> int:
         if not isinstance(self._items, Sized):
             raise TypeError("it has no length")

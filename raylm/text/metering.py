@@ -27,7 +27,7 @@ _PASSING = frozenset(
 """Filters that give on what they get, or go through it once: what is inside of it does not count again."""
 _LISTING = frozenset({"batch", "groupby", "list", "map", "max", "min", "reject", "select", "slice", "sort", "unique"})
 """Filters that make items of a text's characters."""
-_SLOW = frozenset({"pprint", "striptags", "title", "urlize", "wordcount", "wordwrap", "xmlattr"})
+_SLOW = frozenset({"pprint", "striptags", "title", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"})
 _SIEVES = frozenset({"reject", "rejectattr", "select", "selectattr"})
 """Filters that look at more items than they give on."""
 _MAX_SLOW_CHARS = 65_536

@@ -195,6 +195,8 @@ def test_whatever_a_template_raises_is_a_rejection(source):
         ("{{ [1, 2][1:] + [3] }} {{ 'abc'[::-1] }} {{ {'a': [1, x]} }}", "[2, 3] cba {'a': [1, 5]}"),
         ("{{ ['a', 'b'] | join('-') }} {{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }}", "a-b 1+2"),
         ("{{ [1, 2] | sum }} {{ [{'a': 1}] | sum(attribute='a', start=2) }} {{ [3, 1] | sort | first }}", "3 3 1"),
+        ("{{ range(4) | map('string') | select('ne', '2') | map('upper') | list }} {{ [] | map('upper') | list }}",
+         "['0', '1', '3'] []"),
         ("{{ range(5) | batch(2, 'x') | list }} {{ range(4) | slice(2) | list }}", "[[0, 1], [2, 3], [4, 'x']] "
          "[[0, 1], [2, 3]]"),
         ("{% for x in 'ab' %}{{ loop.index }}/{{ loop.length }}{{ x }}{{ '' if loop.last else ',' }}{% endfor %}",
