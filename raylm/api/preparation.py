@@ -11,7 +11,7 @@ from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.errors import HttpError
 from raylm.api.params import Asking, PromptForm
-from raylm.api.threads import WorkThreads
+from raylm.api.threads import SMALL_BODY_BYTES, WorkThreads
 from raylm.config.serving import HttpConfig
 from raylm.errors import Overloaded, RequestRejected
 from raylm.generation.job import EncodedPrompt, Job, check_prompt, plan, too_long
@@ -107,9 +107,10 @@ class Preparation:
 
 
 def _brings_template(body: bytes | bytearray) -> bool:
-    """Whether the body may hold a chat template, a program that may run for a second: its field's name, or letters in
+    """Whether a small body may hold a chat template, a program that may run for a second: its field's name, or letters in
     an escape, in which nobody writes them who hides nothing."""
-    return any(sign in body for sign in _TEMPLATE_SIGNS)
+    # Larger ones are read in a thread whatever they hold.
+    return len(body) <= SMALL_BODY_BYTES and any(sign in body for sign in _TEMPLATE_SIGNS)
 
 
 class _Prompts(NamedTuple):
