@@ -107,8 +107,8 @@ class Preparation:
 
 
 def _brings_template(body: bytes | bytearray) -> bool:
-    """Whether a small body may hold a chat template, a program that may run for a second: its field's name, or letters in
-    an escape, in which nobody writes them who hides nothing."""
+    """Whether a small body may hold a chat template, a program that may run for a second: its field's name, or letters
+    in an escape, in which nobody writes them who hides nothing."""
     # Larger ones are read in a thread whatever they hold.
     return len(body) <= SMALL_BODY_BYTES and any(sign in body for sign in _TEMPLATE_SIGNS)
 
