@@ -6,22 +6,19 @@ import asyncio
 import json
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import sqlalchemy
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from raylm.api.responses.database import Database
 from raylm.api.responses.faults import StoreFull, StoreUnavailable, TenantFull
 from raylm.api.responses.leases import LEASE_S
 from raylm.api.responses.records import NewResponse
 from raylm.api.responses.store import ResponseStore
-from raylm.api.responses.tables import EVENTS, METADATA, RESPONSES, TENANTS
+from raylm.api.responses.tables import EVENTS, RESPONSES, TENANTS
 from raylm.config.responses import ResponsesConfig
-from tests.support.postgres import running_postgres
 
 
 class Clock:
@@ -50,24 +47,11 @@ class Place:
             await store.close()
 
 
-@pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
-    with running_postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    sqlite = f"sqlite:///{tmp_path}/responses.db"
-    url = sqlite if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-    place = Place(url)
+@pytest.fixture
+async def place(database_url: str) -> AsyncIterator[Place]:
+    place = Place(database_url)
     yield place
     await place.close()
-    if request.param == "postgresql":
-        engine = create_async_engine(url.replace("postgresql://", "postgresql+psycopg://"))
-        async with engine.begin() as connection:
-            await connection.run_sync(METADATA.drop_all)
-        await engine.dispose()
 
 
 def new(name: str = "resp_1", tenant: str = "acme", **changes: Any) -> NewResponse:

@@ -137,10 +137,10 @@ class Keeper:
                 logger.exception("looking after the responses store failed")
 
     async def _renew(self) -> None:
-        ids = list(self._live)
-        mine = await (await self.store()).renew(ids)
-        for response_id in ids:
-            task = self._live.get(response_id)
+        # A response that begins meanwhile may not have been in the database yet.
+        running = dict(self._live)
+        mine = await (await self.store()).renew(list(running))
+        for response_id, task in running.items():
             if response_id not in mine and task is not None:
                 task.cancel()
 
