@@ -137,6 +137,15 @@ def test_values_are_typed_by_the_schema(key, written, value):
     assert calls_of(reader.push(text) + reader.finish()) == [("f", {key: value})]
 
 
+def test_a_schema_that_refers_to_itself():
+    """Each part is looked at once: otherwise this would not end."""
+    itself = {"anyOf": [{"$ref": "#/properties/a"}, {"$ref": "#/$defs/b"}] * 100}
+    schema = {"properties": {"a": itself}, "$defs": {"b": {"oneOf": [itself, {"type": "integer"}]}}}
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>"
+    reader = OutputReader(ModelFormat(f.GLM), tools={"f": schema})
+    assert calls_of(reader.push(text) + reader.finish()) == [("f", {"a": 5})]
+
+
 def test_python_values():
     text = r"[f(a='it\'s', b=(1, 2,), c={1: None}, d=-.5, e=1_000, g='\u00e9\n', h=true, text=42), g()]"
     [(name, values), other] = calls_of(read(ModelFormat(f.LLAMA_PYTHONIC), list(text)))

@@ -10,7 +10,7 @@ from raylm.generation.parsing.json_text import decoded, dumps
 from raylm.generation.parsing.sink import Sink
 
 Schema = Mapping[str, object]
-_MOST_NESTED = 8
+_MOST_SCHEMAS = 256
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 # Python's names, which tools' schemas often have.
@@ -23,7 +23,7 @@ _INTEGER = re.compile(r"[-+]?\d{1,4000}(?:\.0+)?")
 class Members:
     """Writes a call's arguments as a JSON object, a member at a time."""
 
-    __slots__ = ("_any", "_schema", "_sink", "_tool")
+    __slots__ = ("_any", "_sink", "_tool")
 
     def __init__(self, sink: Sink, name: str, tools: Mapping[str, Schema]) -> None:
         """The call begins by this."""
@@ -61,7 +61,7 @@ class Members:
 def types_of(tool: Schema | None, key: str) -> frozenset[str]:
     """The types of JSON that a tool's schema allows for a parameter; empty when it does not say."""
     parameter = _parameter(tool, key)
-    return frozenset(_types(parameter, tool or {}, 0)) if parameter else frozenset()
+    return frozenset(_types(parameter, tool or {})) if parameter else frozenset()
 
 
 def typed(text: str, types: frozenset[str], *, json_first: bool) -> str:
@@ -105,27 +105,38 @@ def _parameter(tool: Schema | None, key: str) -> Schema | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _types(schema: object, root: Schema, depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth > _MOST_NESTED:
-        return
-    named = schema.get("type")
-    kinds = (named,) if isinstance(named, str) else named if isinstance(named, list) else ()
-    yield from (_OTHER_NAMES.get(kind, kind) for kind in kinds if isinstance(kind, str))
-    values = schema.get("enum")
-    for value in [*(values if isinstance(values, list) else ()), *([schema["const"]] if "const" in schema else ())]:
-        yield "null" if value is None else _TYPES.get(type(value), "string")
-    for union in _UNIONS:
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            yield from _types(choice, root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: object = root
-        for step in reference[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        yield from _types(found, root, depth + 1)
-    if named is None and "properties" in schema:
-        yield "object"
+def _types(parameter: Schema, root: Schema) -> Iterator[str]:
+    """The types of a schema and of those that it is made of, each looked at once."""
+    waiting: list[object] = [parameter]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_SCHEMAS:
+        schema = waiting.pop()
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        named = schema.get("type")
+        kinds = (named,) if isinstance(named, str) else named if isinstance(named, list) else ()
+        yield from (_OTHER_NAMES.get(kind, kind) for kind in kinds if isinstance(kind, str))
+        enum = schema.get("enum")
+        values = enum[:_MOST_SCHEMAS] if isinstance(enum, list) else []
+        for value in [*values, *([schema["const"]] if "const" in schema else ())]:
+            yield "null" if value is None else _TYPES.get(type(value), "string")
+        if named is None and "properties" in schema:
+            yield "object"
+        for union in _UNIONS:
+            choices = schema.get(union)
+            waiting += choices[:_MOST_SCHEMAS] if isinstance(choices, list) else ()
+        waiting.append(_referred(schema.get("$ref"), root))
+
+
+def _referred(reference: object, root: Schema) -> object:
+    """What a reference within the tool's schema names."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: object = root
+    for step in reference[2:].split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
 
 
 _TOKEN = re.compile(
