@@ -6,19 +6,33 @@ from collections.abc import Sequence
 
 import msgspec
 
+from raylm.api.about import GENERATING, About
 from raylm.api.answering import Draft
 from raylm.api.call import Call
+from raylm.api.chunks import TextChunk
 from raylm.api.frame import Frame, encode, reason, text
 from raylm.api.params import AnswerForm, asking, check_num_sequences
 from raylm.api.parser import parse, prompts_of
 from raylm.api.preparation import Models
 from raylm.api.protocol import Completion, CompletionRequest, TextChoice
+from raylm.api.unsupported import COMPLETIONS_ONLY, HARMLESS, UNSUPPORTED
 from raylm.api.wire import FINGERPRINT, Reply, timings_of, usage_of
 from raylm.config.serving import HttpConfig
 from raylm.generation.choices import ChoiceDelta, Tally, Whole
 from raylm.generation.job import Job
 from raylm.generation.lines import one_line
 from raylm.generation.listing import field
+
+ABOUT = About(
+    "Texts that go on from prompts.",
+    "Chats and completions",
+    (CompletionRequest,),
+    Completion[TextChoice],
+    TextChunk,
+    GENERATING,
+    refused={**UNSUPPORTED, **COMPLETIONS_ONLY},
+    ignored=HARMLESS,
+)
 
 
 class Completions:

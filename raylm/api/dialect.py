@@ -7,17 +7,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from raylm.api.errors import HttpError
+from raylm.api.errors import ErrorBody, HttpError
 
 
 class Dialect(NamedTuple):
-    """error_body: the body of an error, from the error and the request's id.
+    """error_body: the body of an error, from the error and the request's id. error_type: what that holds.
 
     stream_type: the content type of a stream. heartbeat: what a stream sends that has had nothing to say for a while;
     empty: nothing.
     """
 
     error_body: Callable[[HttpError, str], bytes]
+    error_type: type[msgspec.Struct]
     stream_type: bytes = b"text/event-stream; charset=utf-8"
     heartbeat: bytes = b": keep-alive\n\n"
     """Clients of server-sent events skip lines that begin with a colon."""
@@ -27,16 +28,16 @@ def _openai_body(error: HttpError, request_id: str) -> bytes:
     return error.body()
 
 
-OPENAI = Dialect(_openai_body)
+OPENAI = Dialect(_openai_body, ErrorBody)
 
 
-class _AnthropicError(msgspec.Struct):
+class AnthropicError(msgspec.Struct):
     type: str
     message: str
 
 
-class _AnthropicBody(msgspec.Struct):
-    error: _AnthropicError
+class AnthropicErrorBody(msgspec.Struct):
+    error: AnthropicError
     request_id: str | msgspec.UnsetType = msgspec.UNSET
     type: str = "error"
 
@@ -58,20 +59,20 @@ def anthropic_body(error: HttpError, request_id: str = "") -> bytes:
     """{"type": "error", "error": {"type", "message"}, "request_id"}; without a request's id the last is left out."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
     return msgspec.json.encode(
-        _AnthropicBody(_AnthropicError(kind, error.message()), request_id if request_id else msgspec.UNSET)
+        AnthropicErrorBody(AnthropicError(kind, error.message()), request_id if request_id else msgspec.UNSET)
     )
 
 
-ANTHROPIC = Dialect(anthropic_body, heartbeat=b'event: ping\ndata: {"type":"ping"}\n\n')
+ANTHROPIC = Dialect(anthropic_body, AnthropicErrorBody, heartbeat=b'event: ping\ndata: {"type":"ping"}\n\n')
 
 
-class _OllamaBody(msgspec.Struct):
+class OllamaErrorBody(msgspec.Struct):
     error: str
 
 
 def ollama_body(error: HttpError, request_id: str = "") -> bytes:
     """{"error": message}."""
-    return msgspec.json.encode(_OllamaBody(error.message()))
+    return msgspec.json.encode(OllamaErrorBody(error.message()))
 
 
-OLLAMA = Dialect(ollama_body, stream_type=b"application/x-ndjson", heartbeat=b"")
+OLLAMA = Dialect(ollama_body, OllamaErrorBody, stream_type=b"application/x-ndjson", heartbeat=b"")

@@ -44,18 +44,22 @@ class HttpError(RaylmError):
 
     def body(self) -> bytes:
         """The JSON body, as OpenAI's clients read it."""
-        return msgspec.json.encode(_Body(_Error(self.message(), self.kind, self.param, self.code)))
+        return msgspec.json.encode(ErrorBody(Error(self.message(), self.kind, self.param, self.code)))
 
 
-class _Error(msgspec.Struct):
+class Error(msgspec.Struct):
+    """`param` is the field that is wrong, where there is one."""
+
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _Body(msgspec.Struct):
-    error: _Error
+class ErrorBody(msgspec.Struct):
+    """How OpenAI writes an error."""
+
+    error: Error
 
 
 def http_error(error: Exception, request_id: str = "") -> HttpError:

@@ -41,7 +41,9 @@ class Frame:
         if not self._form.include_usage and not self._form.timings:
             return DONE
         reply = self._reply
-        last = Completion(reply.id, self._kind, reply.created, reply.model, [], usage_of(tally.counts()), FINGERPRINT)
+        last: Completion[None] = Completion(
+            reply.id, self._kind, reply.created, reply.model, [], usage_of(tally.counts()), FINGERPRINT
+        )
         last.timings = timings_of(tally, wanted=self._form.timings)
         return event(last) + DONE
 

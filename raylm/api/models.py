@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from raylm.api.about import About
 from raylm.api.call import Call
 from raylm.api.preparation import Models
 from raylm.api.protocol import ModelCard, ModelList, ModelPermission
 from raylm.generation.served_model import ServedModel
+
+ABOUT_LIST = About("The models.", "Models", answer=ModelList)
+ABOUT_ONE = About("One model.", "Models", answer=ModelCard, errors=frozenset({404, 503}))
 
 
 class ModelListing:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from raylm.api.about import GENERATING, About
 from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.chat_encoder import ChatEncoder
 from raylm.api.chats import opened_chat
+from raylm.api.chunks import ChatChunk
 from raylm.api.params import asking, check_num_sequences
 from raylm.api.parser import parse
 from raylm.api.preparation import Models
-from raylm.api.protocol import ChatRequest
+from raylm.api.protocol import ChatChoice, ChatRequest, Completion
+from raylm.api.unsupported import CHAT_ONLY, HARMLESS, UNSUPPORTED
 from raylm.api.wire import Reply
 from raylm.config.serving import HttpConfig
 from raylm.generation.chat import Chat
@@ -18,6 +21,17 @@ from raylm.generation.tool_reading import read_tool_use
 from raylm.text.chat_options import ChatOptions
 
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")
+
+ABOUT = About(
+    "The answer to a chat.",
+    "Chats and completions",
+    (ChatRequest,),
+    Completion[ChatChoice],
+    ChatChunk,
+    GENERATING,
+    refused={**UNSUPPORTED, **CHAT_ONLY},
+    ignored=HARMLESS,
+)
 
 
 class OpenAIChat:

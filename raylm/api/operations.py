@@ -6,21 +6,30 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
+from raylm.api import completions as completions_api
+from raylm.api import models as models_api
+from raylm.api import openai_chat, render, running_requests, tokenise
+from raylm.api import sagemaker as sagemaker_api
+from raylm.api.about import About
 from raylm.api.answering import Answering, Draft
 from raylm.api.call import Call, Events
 from raylm.api.completions import Completions
 from raylm.api.dialect import ANTHROPIC, OLLAMA, OPENAI, Dialect
 from raylm.api.errors import HttpError
 from raylm.api.identity import ADMIN, INFERENCE
+from raylm.api.messages import operation as messages_api
 from raylm.api.messages.operation import Messages, count_tokens
 from raylm.api.metrics import HttpMetrics
 from raylm.api.models import ModelListing
+from raylm.api.ollama import models as ollama_models
+from raylm.api.ollama import operation as ollama_api
 from raylm.api.ollama.models import OllamaModels
 from raylm.api.ollama.operation import Ollama
 from raylm.api.ollama.operation import answer as ollama_answer
 from raylm.api.openai_chat import OpenAIChat
 from raylm.api.preparation import Models, Preparation
 from raylm.api.render import Rendering
+from raylm.api.responses import about as responses_about
 from raylm.api.responses.keeper import Keeper
 from raylm.api.responses.service import Responses
 from raylm.api.running_requests import Aborting, RunningRequests
@@ -30,6 +39,7 @@ from raylm.config.serving import HttpConfig
 from raylm.generation.served_model import ModelCatalog
 
 Parse = Callable[[Call], Draft]
+Run = Callable[[Call], Awaitable[bytes | Events]]
 
 
 class Operation(NamedTuple):
@@ -37,6 +47,7 @@ class Operation(NamedTuple):
 
     path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
     run: gives JSON, or the events of a stream; its errors are exceptions of raylm.
+    about: what it takes and gives, for the OpenAPI document; None leaves it out there.
     in_batches: lines of a batch may ask for it. dialect: how errors and streams are written.
     is_refused: clients know it and this server does not do it; the answer always says so.
     """
@@ -44,7 +55,8 @@ class Operation(NamedTuple):
     method: str
     path: str
     scope: str | None
-    run: Callable[[Call], Awaitable[bytes | Events]]
+    run: Run
+    about: About | None = None
     in_batches: bool = False
     dialect: Dialect = OPENAI
     is_refused: bool = False
@@ -61,24 +73,24 @@ def operations(
     listing = ModelListing(models)
     sagemaker = SageMaker(catalog, chat, completions)
 
-    def generating(path: str, parse: Parse, *, in_batches: bool = False) -> Operation:
+    def generating(path: str, parse: Parse, about: About, *, in_batches: bool = False) -> Operation:
         run = partial(generate, preparation, answering, parse)
-        return Operation("POST", path, INFERENCE, run, in_batches)
+        return Operation("POST", path, INFERENCE, run, about, in_batches)
 
     return [
-        generating("/v1/chat/completions", chat.parse, in_batches=True),
-        generating("/v1/completions", completions.parse, in_batches=True),
+        generating("/v1/chat/completions", chat.parse, openai_chat.ABOUT, in_batches=True),
+        generating("/v1/completions", completions.parse, completions_api.ABOUT, in_batches=True),
         *_messages(models, config, preparation, answering),
         *_ollama(models, config, preparation, answering),
         *_responses(Responses(models, preparation, config, metrics, keeper)),
-        Operation("GET", "/v1/models", INFERENCE, listing.list),
-        Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe),
+        Operation("GET", "/v1/models", INFERENCE, listing.list, models_api.ABOUT_LIST),
+        Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe, models_api.ABOUT_ONE),
         *_tokenising(Tokenising(models, config, preparation)),
         *_rendering(Rendering(chat, completions, preparation)),
         *_aborting(Aborting(requests, config)),
-        Operation("GET", "/ping", None, sagemaker.ping),
-        Operation("POST", "/ping", None, sagemaker.ping),
-        generating("/invocations", sagemaker.parse),
+        Operation("GET", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
+        Operation("POST", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
+        generating("/invocations", sagemaker.parse, sagemaker_api.ABOUT_INVOCATIONS),
     ]
 
 
@@ -87,8 +99,8 @@ def _messages(models: Models, config: HttpConfig, preparation: Preparation, answ
     create = partial(generate, preparation, answering, messages.parse)
     count = partial(count_tokens, preparation, messages)
     return [
-        Operation("POST", "/v1/messages", INFERENCE, create, dialect=ANTHROPIC),
-        Operation("POST", "/v1/messages/count_tokens", INFERENCE, count, dialect=ANTHROPIC),
+        Operation("POST", "/v1/messages", INFERENCE, create, messages_api.ABOUT_CREATE, dialect=ANTHROPIC),
+        Operation("POST", "/v1/messages/count_tokens", INFERENCE, count, messages_api.ABOUT_COUNT, dialect=ANTHROPIC),
         refused("POST", "/v1/messages/batches", ANTHROPIC, "send the requests of a batch one by one"),
         refused("GET", "/v1/messages/batches", ANTHROPIC, "send the requests of a batch one by one"),
     ]
@@ -96,19 +108,21 @@ def _messages(models: Models, config: HttpConfig, preparation: Preparation, answ
 
 def _ollama(models: Models, config: HttpConfig, preparation: Preparation, answering: Answering) -> list[Operation]:
     reads, ollama = OllamaModels(models, config), Ollama(models, config)
-    done: dict[str, tuple[str, Callable[[Call], Awaitable[bytes | Events]]]] = {
-        "/api/chat": ("POST", partial(ollama_answer, preparation, answering, ollama.chat)),
-        "/api/generate": ("POST", partial(ollama_answer, preparation, answering, ollama.generate)),
-        "/api/show": ("POST", reads.show),
-        "/api/tags": ("GET", reads.tags),
-        "/api/ps": ("GET", reads.processes),
-        "/api/version": ("GET", reads.version),
-    }
+    chat = partial(ollama_answer, preparation, answering, ollama.chat)
+    generates = partial(ollama_answer, preparation, answering, ollama.generate)
+    done: list[tuple[str, str, Run, About]] = [
+        ("POST", "/api/chat", chat, ollama_api.ABOUT_CHAT),
+        ("POST", "/api/generate", generates, ollama_api.ABOUT_GENERATE),
+        ("POST", "/api/show", reads.show, ollama_models.ABOUT_SHOW),
+        ("GET", "/api/tags", reads.tags, ollama_models.ABOUT_TAGS),
+        ("GET", "/api/ps", reads.processes, ollama_models.ABOUT_PROCESSES),
+        ("GET", "/api/version", reads.version, ollama_models.ABOUT_VERSION),
+    ]
     models_said = "its configuration says which models it has"
     not_done = {"/api/pull": "POST", "/api/push": "POST", "/api/create": "POST", "/api/copy": "POST"}
     not_done |= {"/api/delete": "DELETE", "/api/blobs/{digest}": "POST"}
     return [
-        *(Operation(method, path, INFERENCE, run, dialect=OLLAMA) for path, (method, run) in done.items()),
+        *(Operation(method, path, INFERENCE, run, about, dialect=OLLAMA) for method, path, run, about in done),
         *(refused(method, path, OLLAMA, models_said) for path, method in not_done.items()),
         *(refused("POST", path, OLLAMA, "it has no models that embed") for path in ("/api/embed", "/api/embeddings")),
     ]
@@ -127,37 +141,37 @@ def refused(method: str, path: str, dialect: Dialect, reason: str) -> Operation:
 def _responses(responses: Responses) -> list[Operation]:
     one = "/v1/responses/{response}"
     return [
-        Operation("POST", "/v1/responses", INFERENCE, responses.create, in_batches=True),
-        Operation("GET", one, INFERENCE, responses.retrieve),
-        Operation("DELETE", one, INFERENCE, responses.delete),
-        Operation("POST", f"{one}/cancel", INFERENCE, responses.cancel),
-        Operation("GET", f"{one}/input_items", INFERENCE, responses.input_items),
+        Operation("POST", "/v1/responses", INFERENCE, responses.create, responses_about.CREATE, in_batches=True),
+        Operation("GET", one, INFERENCE, responses.retrieve, responses_about.RETRIEVE),
+        Operation("DELETE", one, INFERENCE, responses.delete, responses_about.DELETE),
+        Operation("POST", f"{one}/cancel", INFERENCE, responses.cancel, responses_about.CANCEL),
+        Operation("GET", f"{one}/input_items", INFERENCE, responses.input_items, responses_about.INPUT_ITEMS),
     ]
 
 
 def _tokenising(tokenising: Tokenising) -> list[Operation]:
     # /tokenizer_info shows the chat template, which is the operator's.
     return [
-        Operation("POST", "/v1/tokenize", INFERENCE, tokenising.tokenize),
-        Operation("POST", "/tokenize", INFERENCE, tokenising.tokenize),
-        Operation("POST", "/v1/detokenize", INFERENCE, tokenising.detokenize),
-        Operation("POST", "/detokenize", INFERENCE, tokenising.detokenize),
-        Operation("GET", "/tokenizer_info", ADMIN, tokenising.info),
+        Operation("POST", "/v1/tokenize", INFERENCE, tokenising.tokenize, tokenise.ABOUT_TOKENIZE),
+        Operation("POST", "/tokenize", INFERENCE, tokenising.tokenize, tokenise.ABOUT_TOKENIZE),
+        Operation("POST", "/v1/detokenize", INFERENCE, tokenising.detokenize, tokenise.ABOUT_DETOKENIZE),
+        Operation("POST", "/detokenize", INFERENCE, tokenising.detokenize, tokenise.ABOUT_DETOKENIZE),
+        Operation("GET", "/tokenizer_info", ADMIN, tokenising.info, tokenise.ABOUT_INFO),
     ]
 
 
 def _rendering(rendering: Rendering) -> list[Operation]:
     return [
-        Operation("POST", "/v1/chat/completions/render", INFERENCE, rendering.chat),
-        Operation("POST", "/v1/completions/render", INFERENCE, rendering.completions),
+        Operation("POST", "/v1/chat/completions/render", INFERENCE, rendering.chat, render.ABOUT_CHAT),
+        Operation("POST", "/v1/completions/render", INFERENCE, rendering.completions, render.ABOUT_COMPLETIONS),
     ]
 
 
 def _aborting(aborting: Aborting) -> list[Operation]:
     return [
-        Operation("POST", "/v1/abort", INFERENCE, aborting.abort),
-        Operation("POST", "/abort_requests", INFERENCE, aborting.abort),
-        Operation("POST", "/abort_request", INFERENCE, aborting.abort),
+        Operation("POST", "/v1/abort", INFERENCE, aborting.abort, running_requests.ABOUT),
+        Operation("POST", "/abort_requests", INFERENCE, aborting.abort, running_requests.ABOUT),
+        Operation("POST", "/abort_request", INFERENCE, aborting.abort, running_requests.ABOUT),
     ]
 
 

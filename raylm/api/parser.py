@@ -33,7 +33,7 @@ def parse(cls: type[Request], body: bytes | bytearray, limits: HttpConfig) -> Re
     """Check a body, and empty it. Raises RequestRejected; if `limits.strict` also for unknown fields and for a field
     given twice."""
     own = CHAT_ONLY if issubclass(cls, ChatRequest) else COMPLETIONS_ONLY
-    data = read_fields(body, limits, cls.model_fields.keys() | UNSUPPORTED.keys() | own.keys() | HARMLESS)
+    data = read_fields(body, limits, cls.model_fields.keys() | UNSUPPORTED.keys() | own.keys() | HARMLESS.keys())
     options = data.get("stream_options")
     if limits.strict and isinstance(options, dict):
         check_names(options, StreamOptions.model_fields.keys() | STREAM_OPTIONS.keys(), "stream_options.")

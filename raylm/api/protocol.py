@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from raylm.core.options import MAX_NAME_CHARS
 
@@ -40,10 +40,35 @@ def _short(value: str) -> str:
     return value
 
 
-_Name = Annotated[str, AfterValidator(_short)]
+_Name = Annotated[str, AfterValidator(_short), WithJsonSchema({"type": "string", "maxLength": MAX_NAME_CHARS})]
 # A body holds millions of elements at most, and each error costs memory: the first one is enough.
-_Strings = Annotated[list[str], FailFast(), BeforeValidator(_listed)]
-_Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed)]
+_Strings = Annotated[list[str], FailFast(), BeforeValidator(_listed, json_schema_input_type=list[str] | str | None)]
+_Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed, json_schema_input_type=list[int] | None)]
+# What other modules read, as the OpenAPI document says it.
+_Object = Annotated[object, WithJsonSchema({"type": ["object", "null"]})]
+_Objects = Annotated[object, WithJsonSchema({"type": ["array", "null"], "items": {"type": "object"}})]
+_Texts = Annotated[object, WithJsonSchema({"type": ["array", "null"], "items": {"type": "string"}})]
+_Text = Annotated[object, WithJsonSchema({"type": ["string", "null"]})]
+_Choice = Annotated[object, WithJsonSchema({"type": ["string", "object", "null"]})]
+_Schema = Annotated[object, WithJsonSchema({"type": ["object", "boolean", "string", "null"]})]
+_Biases = Annotated[object, WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}})]
+_Content = Annotated[
+    object,
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+]
+_Prompt = Annotated[
+    object,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -55,30 +80,38 @@ def _effort(value: str) -> str:
     return value
 
 
+_Effort = Annotated[str, AfterValidator(_effort), WithJsonSchema({"type": "string", "enum": list(EFFORTS)})]
+_AtLeastOne = Field(json_schema_extra={"minItems": 1})
+
+
 class Body(BaseModel):
     """What the body of a request is made of: no value is converted to another type."""
 
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(Body):
+    """What the events of a stream hold beside the answer."""
+
     include_usage: bool | None = None
+    """A last event has the usage."""
     continuous_usage_stats: bool | None = None
+    """With include_usage: every event has the usage so far."""
 
 
 class ChatMessage(Body):
-    """One message of a chat; `content` is a string or a list of text parts, and TextProcessor.chat checks it.
+    """One message of a chat. `content` is a string or a list of text parts. Every role goes to the model's chat
+    template, which knows which there are; so do the other fields."""
 
-    Every role goes to the model's chat template, which knows which there are; so do the other fields.
-    """
+    # TextProcessor.chat checks the content.
 
     role: Annotated[str, AfterValidator(_given), AfterValidator(_short)]
-    content: object = None
+    content: _Content = None
     name: str | None = None
     refusal: str | None = None
     """What an assistant said instead of a content, in a history of OpenAI's models."""
-    tool_calls: object = None
-    function_call: object = None
+    tool_calls: _Objects = None
+    function_call: _Object = None
     """The older form of tool_calls."""
     tool_call_id: str | None = None
     reasoning: str | None = None
@@ -91,9 +124,14 @@ class GenerationRequest(Body):
     model: str | None = None
     """Where it is left out, the one model that there is."""
     stream: bool | None = None
+    """The answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Only with stream."""
     stream_interval: int | None = None
+    """Tokens of a choice that one event holds at least, but for its first and last."""
     max_tokens: int | None = None
+    """Tokens to generate at most; 0 generates none. null means up to the model's length in a chat, and the server's
+    http.default_max_tokens (16) elsewhere."""
     n: int | None = None
     seed: int | None = None
     temperature: float | None = None
@@ -104,9 +142,9 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: object = None
-    """An object from token ids, which JSON writes as strings, to numbers. params.py reads it: an error costs no memory
-    for each entry there."""
+    logit_bias: _Biases = None
+    """An object from token ids, which JSON writes as strings, to what is added to their logits, from -100 to 100."""
+    # params.py reads it: an error costs no memory for each entry there.
     allowed_token_ids: _Integers = []
     bad_words: _Strings = []
     min_tokens: int | None = None
@@ -118,9 +156,12 @@ class GenerationRequest(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    """By default off in a chat, whose template writes them, and on elsewhere."""
+    """Special tokens around a prompt, such as BOS. By default off in a chat, whose template writes them, and on
+    elsewhere."""
     truncate_prompt_tokens: int | None = None
+    """Only so many of the prompt's last tokens are kept; -1: as many as leave room for max_tokens."""
     return_token_ids: bool | None = None
+    """The answer has the tokens of prompts and completions."""
     request_id: _Name | None = None
     """vLLM's name of a request, by which it can be aborted; the answer's id ends with it."""
     rid: _Name | None = None
@@ -128,21 +169,35 @@ class GenerationRequest(Body):
     timings: bool | None = None
     """The answer says how long it took."""
     prompt_logprobs: int | None = None
+    """Log probabilities of the prompt's tokens, with so many of the likeliest at each place."""
     logprob_token_ids: _Integers = []
     return_tokens_as_token_ids: bool | None = None
-    response_format: object = None
-    structured_outputs: object = None
-    guided_json: object = None
-    guided_regex: object = None
-    guided_choice: object = None
-    guided_grammar: object = None
-    json_schema: object = None
-    regex: object = None
-    ebnf: object = None
-    structural_tag: object = None
-    """All of these ask for structured output; raylm.api.structure reads them."""
+    """Log probabilities name tokens as token_id:123."""
+    # What asks for structured output; structure.py reads it.
+    response_format: _Object = None
+    """OpenAI's: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {...}}."""
+    structured_outputs: _Object = None
+    """vLLM's: one of json, regex, choice, grammar, json_object, structural_tag."""
+    guided_json: _Schema = None
+    """A JSON schema that the answer keeps to."""
+    guided_regex: _Text = None
+    """A regular expression that the answer matches."""
+    guided_choice: _Texts = None
+    """The answer is one of these texts."""
+    guided_grammar: _Text = None
+    """A grammar, as EBNF, that the answer keeps to."""
+    json_schema: _Schema = None
+    """SGLang's guided_json."""
+    regex: _Text = None
+    """SGLang's guided_regex."""
+    ebnf: _Text = None
+    """SGLang's guided_grammar."""
+    structural_tag: _Schema = None
+    """Parts of the answer that keep to schemas."""
     best_of: int | None = None
+    """So many completions are made and the best n returned."""
     use_beam_search: bool | None = None
+    """The likeliest sequences are looked for instead of sampled; best_of (or n) is the number of beams."""
     length_penalty: float | None = None
     early_stopping: bool | None = None
     user: _Name | None = None
@@ -156,22 +211,36 @@ class GenerationRequest(Body):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast(), AfterValidator(_not_empty)]
+    messages: Annotated[list[ChatMessage], FailFast(), AfterValidator(_not_empty), _AtLeastOne]
     max_completion_tokens: int | None = None
+    """OpenAI's newer name of max_tokens, which it goes before."""
     logprobs: bool | None = None
+    """Log probabilities of the answer's tokens."""
     top_logprobs: int | None = None
-    tools: object = None
-    tool_choice: object = None
-    parallel_tool_calls: object = None
-    functions: object = None
-    function_call: object = None
-    """The older forms of tools and tool_choice. generation/tool_reading.py reads all five."""
+    """With logprobs: those of so many of the likeliest tokens at each place."""
+    # generation/tool_reading.py reads the next five.
+    tools: _Objects = None
+    """What the model may call."""
+    tool_choice: _Choice = None
+    """none, auto, required, or the one tool that is to be called."""
+    parallel_tool_calls: Annotated[object, WithJsonSchema({"type": ["boolean", "null"]})] = None
+    """Whether the model may call several tools at once."""
+    functions: _Objects = None
+    """The older form of tools."""
+    function_call: _Choice = None
+    """The older form of tool_choice."""
     add_generation_prompt: bool | None = None
+    """The prompt ends with the beginning of an answer; by default it does."""
     continue_final_message: bool | None = None
+    """The last message is left open, and the answer goes on with it."""
     documents: list[dict[str, object]] | None = None
+    """Documents for templates that read them."""
     chat_template: str | None = None
+    """A template instead of the model's, where the server allows it."""
     chat_template_kwargs: dict[str, object] | None = None
-    reasoning_effort: Annotated[str | None, AfterValidator(_effort)] = None
+    """More variables of the template."""
+    reasoning_effort: _Effort | None = None
+    """How much the model is to think, where its template can say so."""
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     """vLLM's name; without it an answer leaves out what the model thought."""
@@ -180,11 +249,17 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. `prompt` has four forms; parser.prompts_of sorts them out."""
+    """POST /v1/completions."""
 
-    prompt: object
+    # parser.prompts_of sorts the forms out.
+    prompt: _Prompt
+    """A text, a list of texts, the token ids of one, or a list of those."""
     echo: bool | None = None
-    logprobs: Annotated[int | None, BeforeValidator(_unless_off)] = None
+    """Each completion begins with its prompt."""
+    logprobs: Annotated[
+        int | None, BeforeValidator(_unless_off, json_schema_input_type=int | Literal[False] | None)
+    ] = None
+    """Log probabilities of so many of the likeliest tokens at each place, and of the token itself."""
 
 
 FinishReason = str | None
@@ -279,14 +354,17 @@ class Timings(msgspec.Struct):
     completion_tokens: int
 
 
-class Completion(msgspec.Struct):
+Choice = TypeVar("Choice")
+
+
+class Completion(msgspec.Struct, Generic[Choice]):
     """The answer to both ways of asking; with no choices it is a stream's last chunk, which carries the usage."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatChoice] | list[TextChoice]
+    choices: list[Choice]
     usage: Usage
     system_fingerprint: str
     prompt_token_ids: TokenIds = msgspec.UNSET

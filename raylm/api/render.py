@@ -9,11 +9,13 @@ from uuid import uuid4
 
 import msgspec
 
+from raylm.api.about import ON_MODEL, About
 from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.completions import Completions
 from raylm.api.openai_chat import OpenAIChat
 from raylm.api.preparation import Preparation
+from raylm.api.protocol import ChatRequest, CompletionRequest
 from raylm.core.sampling import SamplingParams
 from raylm.generation.job import Job, PromptJob
 
@@ -54,6 +56,12 @@ class Rendered(msgspec.Struct):
     stream: bool
     priority: int
     cache_salt: str | None
+
+
+ABOUT_CHAT = About("The prompt of a chat, without an answer.", "Tokens", (ChatRequest,), Rendered, errors=ON_MODEL)
+ABOUT_COMPLETIONS = About(
+    "The prompts of completions, without answers.", "Tokens", (CompletionRequest,), list[Rendered], errors=ON_MODEL
+)
 
 
 class Rendering:

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, FailFast
 
+from raylm.api.about import CALLED, About
 from raylm.api.call import Call
 from raylm.api.parser import parse_plain
 from raylm.api.protocol import Body
@@ -61,21 +62,30 @@ def _few(names: list[str]) -> list[str]:
     return names
 
 
-_Names = Annotated[list[str], FailFast(), BeforeValidator(_listed), AfterValidator(_few)]
+_GIVEN = BeforeValidator(_listed, json_schema_input_type=list[str] | str | None)
+_Names = Annotated[list[str], FailFast(), _GIVEN, AfterValidator(_few)]
 
 
 class AbortRequest(Body):
     """Which requests are to end. vLLM's field or SGLang's, a string or a list of them."""
 
     request_ids: _Names = []
+    """Ids of answers, or the names that their requests came with."""
     rid: _Names = []
+    """The same, as SGLang calls it."""
     abort_all: bool | None = None
+    """Only false: it would end other clients' requests."""
 
 
 class Aborted(msgspec.Struct):
     """Those that were running here and now end."""
 
     cancelled_request_ids: list[str]
+
+
+ABOUT = About(
+    "End requests; they keep what they have.", "Chats and completions", (AbortRequest,), Aborted, errors=CALLED
+)
 
 
 class Aborting:

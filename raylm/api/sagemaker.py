@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from raylm.api.about import GENERATING, About
 from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.completions import Completions
 from raylm.api.openai_chat import OpenAIChat
 from raylm.api.peek import peek
+from raylm.api.protocol import ChatRequest, CompletionRequest
 from raylm.errors import Overloaded, RequestRejected
 from raylm.generation.served_model import ModelCatalog
 
@@ -17,6 +19,16 @@ _RETRY_S = 1.0
 
 class Pong(msgspec.Struct):
     status: str = "ok"
+
+
+ABOUT_PING = About("Whether every model has an engine.", "SageMaker", answer=Pong, errors=frozenset({503}))
+ABOUT_INVOCATIONS = About(
+    "A chat where the body has messages, completions where it has prompt; the answers are theirs.",
+    "SageMaker",
+    (ChatRequest, CompletionRequest),
+    event=msgspec.Raw,
+    errors=GENERATING,
+)
 
 
 class SageMaker:

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from pydantic import FailFast
 
+from raylm.api.about import ON_MODEL, About
 from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.openai_chat import OpenAIChat
@@ -29,20 +30,29 @@ class TokenizeRequest(Body):
     """A text. A conversation has the fields of a chat instead (TokenizeChatRequest)."""
 
     model: str | None = None
+    """Where it is left out, the one model that there is."""
     prompt: str
+    """The text."""
     add_special_tokens: bool | None = None
+    """Special tokens around the text, such as BOS; by default on."""
     return_token_strs: bool | None = None
+    """The answer says what the vocabulary calls each token."""
 
 
 class TokenizeChatRequest(ChatRequest):
     """A conversation as POST /v1/chat/completions takes it; of its fields those that make the prompt count."""
 
     return_token_strs: bool | None = None
+    """The answer says what the vocabulary calls each token."""
 
 
 class DetokenizeRequest(Body):
+    """Tokens whose text is asked for."""
+
     model: str | None = None
+    """Where it is left out, the one model that there is."""
     tokens: Annotated[list[int], FailFast()]
+    """Their ids."""
 
 
 class Tokens(msgspec.Struct):
@@ -70,6 +80,19 @@ class TokenizerInfoAnswer(msgspec.Struct):
     model_max_length: int
     vocab_size: int
     tokenizer_class: str = "PreTrainedTokenizerFast"
+
+
+ABOUT_TOKENIZE = About(
+    "The tokens of a text or a chat.", "Tokens", (TokenizeRequest, TokenizeChatRequest), Tokens, errors=ON_MODEL
+)
+ABOUT_DETOKENIZE = About("The text of tokens.", "Tokens", (DetokenizeRequest,), Detokenized, errors=ON_MODEL)
+ABOUT_INFO = About(
+    "What a model says of its tokenizer, its chat template too.",
+    "Tokens",
+    answer=TokenizerInfoAnswer,
+    errors=frozenset({400, 404, 503}),
+    query={"model": "Which one; it may be left out where the server has one."},
+)
 
 
 class _Asked(NamedTuple):

@@ -94,15 +94,17 @@ COMPLETIONS_ONLY: Fields = {"max_completion_tokens": (), "top_logprobs": (0,), *
 STREAM_OPTIONS: Fields = {"include_obfuscation": (False,)}
 MESSAGE: Fields = {"audio": (), "tools": ([],)}
 
-HARMLESS = frozenset(
-    {
-        *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "session_id"),
-        # They say how reasoning and render answers are laid out, and no answer here has any.
-        *("stream_reasoning", "return_mm_kwargs"),
-    }
-)
-"""Fields that are known and never change an answer."""
+HARMLESS: Mapping[str, str] = {
+    **dict.fromkeys(("metadata", "safety_identifier"), "it labels the request for OpenAI's records"),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id"),
+        "prefixes are cached and found without it",
+    ),
+    "service_tier": "there is one tier",
+    "stream_reasoning": "a stream has the reasoning as it comes",
+    "return_mm_kwargs": "prompts have no images or sounds",
+}
+"""Fields that are known and never change an answer, and why not."""
 
 
 def refuse_unsupported(data: Mapping[str, object], *, chat: bool) -> None:

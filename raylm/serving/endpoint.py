@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from raylm.api.about import About
 from raylm.api.call import Call, Events
 from raylm.api.dialect import OPENAI, Dialect
 from raylm.api.errors import HttpError
@@ -29,6 +30,7 @@ class HttpRoute(NamedTuple):
 
     path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
     dialect: how the route's API writes errors and streams. is_listed: the answer to an unknown path names it.
+    about: what the OpenAPI document says of it; None: nothing.
     """
 
     method: str
@@ -37,6 +39,7 @@ class HttpRoute(NamedTuple):
     run: Callable[[Call], Awaitable[Answer | bytes | Events]]
     dialect: Dialect = OPENAI
     is_listed: bool = True
+    about: About | None = None
 
 
 class ClientGone(Exception):

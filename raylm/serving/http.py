@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -12,8 +13,10 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from raylm import __version__
+from raylm.api.about import About
 from raylm.api.call import Call
 from raylm.api.metrics import HttpMetrics
+from raylm.api.openapi import document
 from raylm.api.operations import Operation, operations
 from raylm.api.responses.keeper import Keeper
 from raylm.config.responses import ResponsesConfig
@@ -25,7 +28,7 @@ from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
 from raylm.serving.keys import ApiKeys
 from raylm.serving.loop import LoopWatch
 from raylm.serving.pages import page_routes
-from raylm.serving.state import ServerState
+from raylm.serving.state import ServerState, State
 
 
 def build_http_app(models: ModelCatalog, config: HttpConfig, responses: ResponsesConfig | None = None) -> ASGIApp:
@@ -54,6 +57,7 @@ def build_router(
     table = [*map(_route, operations(models, config, metrics, keeper)), *_looks(models, metrics)]
     if config.page:
         table += page_routes()
+    table.append(_described(table))
     paths = dict.fromkeys(route.path for route in table)
     endpoints = {path: Endpoint([each for each in table if each.path == path], config, keys) for path in paths}
     # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
@@ -67,7 +71,37 @@ def build_router(
 
 def _route(operation: Operation) -> HttpRoute:
     method, path, scope, run = operation[:4]
-    return HttpRoute(method, path, scope, run, operation.dialect, is_listed=not operation.is_refused)
+    return HttpRoute(
+        method, path, scope, run, operation.dialect, is_listed=not operation.is_refused, about=operation.about
+    )
+
+
+def _described(table: Sequence[HttpRoute]) -> HttpRoute:
+    """The OpenAPI document of these routes, which is made once, when it is first asked for. It says nothing of the
+    models, and pages read it that have no key yet."""
+    made: list[bytes] = []
+
+    async def describe(call: Call) -> bytes:
+        if not made:
+            made.append(await asyncio.to_thread(document, table))
+        return made[0]
+
+    return HttpRoute("GET", "/openapi.json", None, describe)
+
+
+class Health(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+_SERVER = "Server"
+_HEALTH = About("Whether every model has an engine.", _SERVER, answer=Health, errors=frozenset({503}), error=Health)
+_VERSION = About("raylm's version.", _SERVER, answer=Version)
+_METRICS = About("Counts for Prometheus.", _SERVER, media="text/plain")
+_STATE = About("Models, replicas, load and tokens a second.", _SERVER, answer=State)
 
 
 def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
@@ -76,10 +110,10 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
     async def health(call: Call) -> Answer:
         ready = models.ready()
         status = "ok" if ready else "not ready: a model has no engine"
-        return Answer(msgspec.json.encode({"status": status}), 200 if ready else 503)
+        return Answer(msgspec.json.encode(Health(status)), 200 if ready else 503)
 
     async def version(call: Call) -> Answer:
-        return Answer(msgspec.json.encode({"version": __version__}))
+        return Answer(msgspec.json.encode(Version(__version__)))
 
     server_state = ServerState(models)
 
@@ -90,8 +124,8 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
         return Answer(metrics.render(), content_type=CONTENT_TYPE_LATEST.encode())
 
     return [
-        HttpRoute("GET", "/health", None, health),
-        HttpRoute("GET", "/version", None, version),
-        HttpRoute("GET", "/metrics", None, counts),
-        HttpRoute("GET", "/state", None, state),
+        HttpRoute("GET", "/health", None, health, about=_HEALTH),
+        HttpRoute("GET", "/version", None, version, about=_VERSION),
+        HttpRoute("GET", "/metrics", None, counts, about=_METRICS),
+        HttpRoute("GET", "/state", None, state, about=_STATE),
     ]

@@ -7,14 +7,22 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from raylm.api.about import GENERATING, ON_MODEL, About
 from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.chats import opened_chat
 from raylm.api.identity import Identity
 from raylm.api.messages.conversation import read_conversation
-from raylm.api.messages.encoder import MessageEncoder, MessageForm
+from raylm.api.messages.encoder import Message, MessageEncoder, MessageForm
 from raylm.api.messages.reading import OutputConfig, Thinking, read_output_config, read_thinking
-from raylm.api.messages.request import KNOWN, ConversationRequest, MessagesRequest, refuse_unsupported
+from raylm.api.messages.request import (
+    HARMLESS,
+    KNOWN,
+    UNSUPPORTED,
+    ConversationRequest,
+    MessagesRequest,
+    refuse_unsupported,
+)
 from raylm.api.messages.tools import read_tools
 from raylm.api.params import AnswerForm, Asking, PromptForm, check_num_sequences
 from raylm.api.parser import read_fields, validated
@@ -83,6 +91,21 @@ class Counted(NamedTuple):
 
 class InputTokens(msgspec.Struct):
     input_tokens: int
+
+
+ABOUT_CREATE = About(
+    "Anthropic's way of chatting.",
+    "Anthropic",
+    (MessagesRequest,),
+    Message,
+    msgspec.Raw,
+    GENERATING,
+    refused=UNSUPPORTED,
+    ignored=HARMLESS,
+)
+ABOUT_COUNT = About(
+    "The number of tokens of a conversation.", "Anthropic", (ConversationRequest,), InputTokens, errors=ON_MODEL
+)
 
 
 async def count_tokens(preparation: Preparation, messages: Messages, call: Call) -> bytes:

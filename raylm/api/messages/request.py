@@ -21,15 +21,14 @@ UNSUPPORTED: Fields = {
     "speed": ("standard",),
     "thread": (),
 }
-HARMLESS = frozenset(
-    {
-        # Prefixes are cached without a mark.
-        "cache_control",
-        # They say who pays, how fast, and what is noted of it.
-        *("billing_policy", "diagnostics", "fallback_credit_token", "service_tier", "user_profile_id", "workspace_id"),
-    }
-)
-"""Fields that are known and never change an answer."""
+HARMLESS: Mapping[str, str] = {
+    "cache_control": "prefixes are cached without a mark",
+    **dict.fromkeys(
+        ("billing_policy", "diagnostics", "fallback_credit_token", "service_tier", "user_profile_id", "workspace_id"),
+        "it says who pays, how fast, or what is noted of it",
+    ),
+}
+"""Fields that are known and never change an answer, and why not."""
 _HARMLESS_EDITS = ("clear_thinking_",)
 """Edits of a context that the chat template makes by itself: it says which turns keep their thinking."""
 
@@ -73,7 +72,7 @@ class MessagesRequest(ConversationRequest):
     metadata: Metadata | None = None
 
 
-KNOWN = MessagesRequest.model_fields.keys() | UNSUPPORTED.keys() | HARMLESS | {"context_management", "betas"}
+KNOWN = MessagesRequest.model_fields.keys() | UNSUPPORTED.keys() | HARMLESS.keys() | {"context_management", "betas"}
 """Fields of both bodies."""
 
 

@@ -8,6 +8,7 @@ from hashlib import sha256
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
+from raylm.api.about import ON_MODEL, About
 from raylm.api.call import Call
 from raylm.api.ollama.encoder import timestamp
 from raylm.api.parser import read_fields, validated
@@ -92,6 +93,12 @@ def named(models: Models, name: str | None) -> ServedModel:
     if name is not None and name not in models.names():
         name = name.removesuffix(_LATEST)
     return models.get(name)
+
+
+ABOUT_SHOW = About("One model, as Ollama says it.", "Ollama", (ShowRequest,), Shown, errors=ON_MODEL)
+ABOUT_TAGS = About("The models, as Ollama lists them.", "Ollama", answer=Tags)
+ABOUT_PROCESSES = About("The models that are up, as Ollama lists them.", "Ollama", answer=Processes)
+ABOUT_VERSION = About("The version of Ollama whose API this is.", "Ollama", answer=Version)
 
 
 class OllamaModels:

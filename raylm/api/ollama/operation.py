@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from raylm.api.about import GENERATING, About
 from raylm.api.answering import Answering, Draft
 from raylm.api.call import Call, Events
 from raylm.api.chats import opened_chat
-from raylm.api.ollama.encoder import OllamaEncoder, OllamaForm, loaded
+from raylm.api.ollama.encoder import Line, OllamaEncoder, OllamaForm, loaded
 from raylm.api.ollama.models import named
 from raylm.api.ollama.reading import Thinking, num_predict, read_format, read_messages, read_options, read_think
 from raylm.api.ollama.request import (
     CHAT_KNOWN,
     GENERATE_KNOWN,
+    GENERATE_UNSUPPORTED,
+    HARMLESS,
     OPTIONS_KNOWN,
+    UNSUPPORTED,
     ChatRequest,
     GenerateRequest,
     OllamaRequest,
@@ -34,6 +38,19 @@ from raylm.generation.tool_reading import read_tools
 from raylm.text.chat import Message
 
 Parse = Callable[[Call], Draft | bytes]
+ABOUT_CHAT = About(
+    "Ollama's way of chatting.", "Ollama", (ChatRequest,), Line, Line, GENERATING, refused=UNSUPPORTED, ignored=HARMLESS
+)
+ABOUT_GENERATE = About(
+    "Ollama's way of going on from a prompt.",
+    "Ollama",
+    (GenerateRequest,),
+    Line,
+    Line,
+    GENERATING,
+    refused={**UNSUPPORTED, **GENERATE_UNSUPPORTED},
+    ignored=HARMLESS,
+)
 
 
 class Ollama:

@@ -76,7 +76,7 @@ GENERATE_UNSUPPORTED: Fields = {
     "width": (0,),
 }
 OPTIONS_UNSUPPORTED: Fields = {"mirostat": (0, 0.0), "tfs_z": (1, 1.0)}
-HARMLESS = frozenset({"truncate", "shift"})
+HARMLESS: Mapping[str, str] = dict.fromkeys(("truncate", "shift"), "a prompt that does not fit is refused")
 HARMLESS_OPTIONS = frozenset(
     {
         # The server's configuration says how a model runs.
@@ -86,8 +86,10 @@ HARMLESS_OPTIONS = frozenset(
         *("repeat_last_n", "penalize_newline", "mirostat_tau", "mirostat_eta"),
     }
 )
-CHAT_KNOWN = ChatRequest.model_fields.keys() | UNSUPPORTED.keys() | HARMLESS
-GENERATE_KNOWN = GenerateRequest.model_fields.keys() | UNSUPPORTED.keys() | GENERATE_UNSUPPORTED.keys() | HARMLESS
+CHAT_KNOWN = ChatRequest.model_fields.keys() | UNSUPPORTED.keys() | HARMLESS.keys()
+GENERATE_KNOWN = (
+    GenerateRequest.model_fields.keys() | UNSUPPORTED.keys() | GENERATE_UNSUPPORTED.keys() | HARMLESS.keys()
+)
 OPTIONS_KNOWN = Options.model_fields.keys() | OPTIONS_UNSUPPORTED.keys() | HARMLESS_OPTIONS
 
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from raylm.api.responses.wire import Item, encode
 from raylm.errors import RequestRejected
 from raylm.generation.quote import quote
 
 _DEFAULT = 20
 _MOST = 100
+
+
+class ItemPage(msgspec.Struct):
+    """Items, and the ids of the first and last of them."""
+
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    kind: str = msgspec.field(default="list", name="object")
 
 
 def page(items: Sequence[Item], query: Mapping[str, str]) -> bytes:
@@ -25,15 +37,8 @@ def page(items: Sequence[Item], query: Mapping[str, str]) -> bytes:
             raise RequestRejected(f"after must be the id of one of the items, got {quote(after)}", param="after")
         ordered = ordered[places[0] + 1 :]
     shown = ordered[:limit]
-    return encode(
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(ordered) > limit,
-        }
-    )
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return encode(ItemPage(shown, first, last, len(ordered) > limit))
 
 
 def integer(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:

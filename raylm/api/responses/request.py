@@ -146,7 +146,7 @@ _SAMPLING = (
     *("priority", "deadline_s", "queue_timeout_s", "cache_salt", "stream"),
 )
 """Fields that a chat has under the same name and with the same meaning."""
-_KNOWN = ResponsesRequest.model_fields.keys() | UNSUPPORTED.keys() | HARMLESS
+_KNOWN = ResponsesRequest.model_fields.keys() | UNSUPPORTED.keys() | HARMLESS.keys()
 _FOREIGN: Fields = {
     name: neutral for name, neutral in {**VLLM, **SGLANG}.items() if name not in ResponsesRequest.model_fields
 }

@@ -22,7 +22,7 @@ from raylm.api.responses.creating import Created, Creation, Origin, conversation
 from raylm.api.responses.keeper import Keeper
 from raylm.api.responses.records import NewResponse, StoredResponse, Turn
 from raylm.api.responses.running import ResponseRun
-from raylm.api.responses.wire import EventMaker, Item, Response, encode, fault_of, with_status
+from raylm.api.responses.wire import Deleted, EventMaker, Item, Response, encode, fault_of, with_status
 from raylm.config.serving import HttpConfig
 from raylm.errors import Overloaded, RequestRejected
 
@@ -89,7 +89,7 @@ class Responses:
         store = await self._store(response_id)
         if not await store.delete(call.identity.tenant, response_id):
             raise not_found(response_id, "response_id")
-        return encode({"id": response_id, "object": "response", "deleted": True})
+        return encode(Deleted(response_id))
 
     async def cancel(self, call: Call) -> bytes:
         """POST /v1/responses/{id}/cancel, whichever ingress runs the response."""

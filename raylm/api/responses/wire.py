@@ -78,6 +78,12 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
 
 
+class Deleted(msgspec.Struct):
+    id: str
+    kind: str = msgspec.field(default="response", name="object")
+    deleted: bool = True
+
+
 def usage_of(counts: Counts) -> ResponseUsage:
     total = counts.prompt + counts.completion
     details = OutputDetails(counts.reasoning)
