@@ -34,7 +34,7 @@ from raylm.grammar.frames import (
     read_frame,
     write_frame,
 )
-from raylm.grammar.special import SpecialTokens, special_bytes
+from raylm.grammar.special import SpecialTokens, is_text, special_bytes
 from raylm.grammar.translate import translate
 from raylm.text.tokenizer import Tokenizer
 
@@ -54,6 +54,7 @@ class _Worker:
         size = setup.vocab_size or tokenizer.vocab_size
         # A model may have fewer rows of logits than its tokenizer has tokens, and more.
         tokens = [tokenizer.table[index] for index in range(min(size, tokenizer.vocab_size))]
+        tokens = [token if is_text(token) else b"" for token in tokens]
         stops = [index for index in tokenizer.eos_token_ids if index < size]
         for index in stops:
             tokens[index] = b""

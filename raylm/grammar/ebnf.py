@@ -13,9 +13,10 @@ from raylm.grammar.charset import CharSet
 from raylm.grammar.fault import Fault
 
 MAX_REPEAT = 1_000_000
-FIRST_SPECIAL = 0x110000
+FIRST_SPECIAL = 0x140000
 """What stands for a special token is the code point of this number and its id: beyond Unicode, so no set of characters
-has it. xgrammar's own Token(id) will not do: a compiler's cache (0.2.8) takes rules for equal that differ in ids."""
+has it, and it begins with a byte that no UTF-8 has. xgrammar's own Token(id) will not do: its compiler's cache (0.2.8)
+takes rules for equal that differ in ids alone."""
 
 
 @dataclass(frozen=True, slots=True)

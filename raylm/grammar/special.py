@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 from raylm.grammar.ebnf import FIRST_SPECIAL, Expr, Text, Token, seq
 from raylm.text.tokenizer import Tokenizer
 
+_NO_TEXT = re.compile(b"[\xf5-\xff]")
+
+
+def is_text(token: bytes) -> bool:
+    """Whether a token can be part of UTF-8. Others would be taken for the beginning of a special token."""
+    return _NO_TEXT.search(token) is None
+
 
 def special_bytes(token_id: int) -> bytes:
     """What stands for a special token in a matcher's vocabulary: a code point beyond Unicode, written as UTF-8 would.

@@ -11,7 +11,7 @@ from raylm.generation.parsing.families import ModelFormat
 from raylm.generation.parsing.reader import OutputReader
 from raylm.generation.pieces import CallArguments, CallBegin, Piece, Text
 from raylm.grammar import binding
-from raylm.grammar.special import SpecialTokens, special_bytes
+from raylm.grammar.special import SpecialTokens, is_text, special_bytes
 from raylm.grammar.translate import translate
 
 SPECIAL = (
@@ -43,7 +43,9 @@ TEXTS = [*(bytes([value]) for value in range(256)), *(piece.encode() for piece i
 """What each token adds to the text, before special ones."""
 TEXTS += [mark.encode() for mark in SPECIAL] + [b""]
 KNOWN = SpecialTokens({mark: _FIRST_SPECIAL + index for index, mark in enumerate(SPECIAL)}, frozenset(ENDS))
-_VOCABULARY = [special_bytes(index) if _FIRST_SPECIAL <= index < END else text for index, text in enumerate(TEXTS)]
+_VOCABULARY = [
+    special_bytes(index) if _FIRST_SPECIAL <= index < END else text * is_text(text) for index, text in enumerate(TEXTS)
+]
 _compiler = binding.Compiler(binding.vocabulary(_VOCABULARY, len(_VOCABULARY), [END]))
 
 
