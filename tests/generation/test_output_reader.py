@@ -186,6 +186,18 @@ def test_what_only_looks_like_a_call_is_text(form, text):
     assert read(ModelFormat(form), list(text)) == [Text(text)]
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "shown"),
+    [
+        (f.MISTRAL, "[TOOL_CALLS] not a call", "not a call"),
+        (f.LLAMA3_JSON, "<|python_tag|>print(1)", "print(1)"),
+        (f.HERMES, "<tool_call> not a call", "<tool_call> not a call"),
+    ],
+)
+def test_a_special_token_that_no_call_follows_is_not_shown(form, text, shown):
+    assert read(ModelFormat(form), list(text)) == [Text(shown)]
+
+
 def test_special_tokens_that_say_nothing_are_dropped():
     assert read(ModelFormat(f.LLAMA3_JSON), list("Hi<|eot_id|>")) == [Text("Hi")]
 

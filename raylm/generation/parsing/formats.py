@@ -70,6 +70,8 @@ class CallFormat:
     """Special tokens that may stand around text and mean nothing to a reader."""
     keeps_special_tokens: bool = False
     """The marks are special tokens: detokenising must keep these."""
+    hides_marks: bool = False
+    """A mark in `opens` that no call follows is not shown, as special tokens are not."""
 
     def call_begin(self, name: str) -> str:
         """What a call of this tool begins with, up to its arguments."""
@@ -146,6 +148,7 @@ LLAMA3_JSON = CallFormat(
     bare_anywhere=True,
     noise=("<|eom_id|>", "<|eot_id|>", "<|eot|>"),
     keeps_special_tokens=True,
+    hides_marks=True,
 )
 LLAMA_PYTHONIC = CallFormat(
     name="pythonic",
@@ -161,6 +164,7 @@ LLAMA_PYTHONIC = CallFormat(
     bare="[",
     noise=("<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>", "<|python_end|>"),
     keeps_special_tokens=True,
+    hides_marks=True,
 )
 GEMMA_PYTHONIC = CallFormat(
     name="gemma3",
@@ -188,6 +192,7 @@ MISTRAL_JSON = CallFormat(
     ids="mistral",
     noise=("</s>",),
     keeps_special_tokens=True,
+    hides_marks=True,
 )
 MISTRAL = CallFormat(
     name="mistral",
@@ -199,6 +204,7 @@ MISTRAL = CallFormat(
     ids="mistral",
     noise=("</s>",),
     keeps_special_tokens=True,
+    hides_marks=True,
 )
 DEEPSEEK_V3 = CallFormat(
     name="deepseek_v3",

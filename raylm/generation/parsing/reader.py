@@ -148,7 +148,8 @@ class OutputReader:
         mark = "" if mark == form.bare else mark
         tape.record(mark)
         if not (yield from reader.read(mark)):
-            self._sink.text(tape.recorded())
+            text = tape.recorded()
+            self._sink.text(text.removeprefix(mark).lstrip() if mark and form.hides_marks else text)
         tape.forget()
 
 
