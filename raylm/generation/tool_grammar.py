@@ -27,8 +27,8 @@ def tool_structure(
     """What must be enforced of the answer, for a GrammarCompiler; None where nothing must.
 
     With the choice "required" the answer is calls, with "named" one call of that tool. With "auto" it is free text; if
-    a tool is strict, what begins a call must go on as one. `answer` is the structure that the request wants of an
-    answer without calls: with "auto" the answer is then either.
+    a tool is strict or only one call is allowed, what begins a call must go on as one. `answer` is the structure that
+    the request wants of an answer without calls: with "auto" the answer is then either.
 
     end_of_thinking: the token ids of the mark that ends the thinking, where the prompt has begun it.
 
@@ -39,7 +39,9 @@ def tool_structure(
     if kind == "none" or not tools:
         return answer
     is_forced = kind in ("required", "named")
-    if not is_forced and answer is None and not any(tool.strict for tool in tools):
+    # The older fields allow one call at most, with models too whose format is not known.
+    is_bound = any(tool.strict for tool in tools) or not (use.choice.parallel or form.calls is None)
+    if not is_forced and answer is None and not is_bound:
         return None
     if form.calls is None:
         param, what = ("tool_choice", kind) if is_forced else ("tools", "strict or a structure of the answer")

@@ -199,6 +199,15 @@ def test_an_answer_is_calls_or_of_the_structure_that_the_request_wants(calls: Ca
     assert takes(grammar, thought + final + '{"a": 3}')
 
 
+@every_format
+def test_one_call_at_most_among_free_text(calls: CallFormat) -> None:
+    grammar = compiled(structure(use("auto", GET, parallel=False), form_of(calls)))
+    one = written(calls, "get", {"ratio": 0.5})
+    # harmony's calls end with a token that ends the answer.
+    assert takes(grammar, one) and (calls.style == "harmony" or not takes(grammar, one + calls.separator + one))
+    assert takes(grammar, "<|channel|>final<|message|>No." if calls.style == "harmony" else "No.")
+
+
 BROKEN = {"type": "object", "properties": {"a": {"type": "string", "contentFoo": 1}}, "required": ["a"]}
 
 
