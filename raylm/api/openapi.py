@@ -151,12 +151,24 @@ def _success(route: Described, about: About, answers: Mapping[int, Json]) -> Jso
     description = about.summary
     if about.event is not None:
         kind = route.dialect.stream_type.decode().partition(";")[0]
-        event = answers[id(about.event)]
-        described = "Lines" if kind == "application/x-ndjson" else "Server-sent events, the data of each"
-        schema = {"type": "string", "description": f"{described} as x-event says.", "x-event": event}
-        content[kind] = {"schema": schema}
+        content[kind] = {"schema": _event(kind, answers[id(about.event)], answers[id(route.dialect.error_type)])}
         description += " With stream, as events."
     return {"description": description, "content": content}
+
+
+def _event(kind: str, event: Json, error: Json) -> Json:
+    """One line, or one server-sent event, of a stream."""
+    either = {"anyOf": [event, error]}
+    if kind == "application/x-ndjson":
+        return {**either, "description": "Each line; an error ends the stream.", "x-event": event}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
+    return {
+        "type": "object",
+        "description": "Each server-sent event; an error ends the stream.",
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+        "x-event": event,
+    }
 
 
 def _failures(route: Described, about: About, answers: Mapping[int, Json]) -> Json:
