@@ -6,6 +6,7 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -15,6 +16,7 @@ from raylm.config.serving import HttpConfig
 from raylm.serving.endpoint import Endpoint, HttpRoute
 from raylm.serving.pages import page_routes
 from tests.support.live_http import listening
+from tests.support.openai_fakes import Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -87,6 +89,7 @@ def test_routes_fields_and_types(page: Page) -> None:
         page.click("summary >> nth=0")
         shown = page.locator("details.route").nth(0).inner_text()
         assert "Generates an answer." in shown and "application/json" in shown and "401" in shown and "No key" in shown
+        assert "temperature" in shown and "0 is greedy" in shown
         assert "text/event-stream: events, each Message" in shown
         rows = [row.locator("td").all_text_contents() for row in page.locator("#schema-Chat tbody tr").all()]
         assert rows == [
@@ -99,6 +102,20 @@ def test_routes_fields_and_types(page: Page) -> None:
         page.wait_for_selector("#schema-Chat[open]")
         page.fill("#find", "models get")
         assert page.locator("details.route:visible > summary").all_text_contents() == ["GET/v1/models/{model}"]
+
+
+def test_the_servers_own_document(page: Page) -> None:
+    """Every route of it, and every type that one names, has its place."""
+    with listening(Server().app) as url:
+        document = httpx.get(f"{url}/openapi.json").json()
+        page.goto(f"{url}/docs")
+        page.wait_for_selector("details.route")
+        shown = page.locator("details.route > summary code").all_text_contents()
+        routes = [path for path, operations in document["paths"].items() for _ in operations]
+        assert shown == [*routes, *document["components"]["schemas"]] and len(routes) > 20
+        targets = page.locator("a[href^='#schema-']").evaluate_all("links => links.map(link => link.hash.slice(1))")
+        missing = [name for name in set(targets) if page.locator(f"[id='{name}']").count() != 1]
+        assert missing == []
 
 
 def test_a_document_is_text(page: Page) -> None:

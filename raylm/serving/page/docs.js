@@ -7,7 +7,7 @@ import { fieldTable, typeName } from "./schema.js";
 const METHODS = ["get", "post", "put", "patch", "delete"];
 const root = byId("docs");
 
-function route(path, method, operation) {
+function route(path, method, operation, types) {
   const summary = element(
     "summary",
     "",
@@ -19,7 +19,9 @@ function route(path, method, operation) {
   if (operation.description) parts.push(element("p", "text", operation.description));
   if (operation.parameters?.length) parts.push(element("h4", "", "Parameters"), parameters(operation.parameters));
   for (const [type, content] of Object.entries(operation.requestBody?.content ?? {})) {
-    parts.push(element("h4", "", `Body (${type}): `, typeName(content.schema)), fieldTable(content.schema));
+    parts.push(element("h4", "", `Body (${type}): `, typeName(content.schema)));
+    const named = types[content.schema?.$ref?.split("/").pop()];
+    parts.push(fieldTable(named ?? content.schema));
   }
   if (operation.responses) parts.push(element("h4", "", "Answers"), answers(operation.responses));
   const made = element("details", "route", ...parts);
@@ -76,10 +78,11 @@ function openTarget() {
 
 async function load() {
   const document_ = await get("openapi.json");
+  const types = document_.components?.schemas ?? {};
   const routes = Object.entries(document_.paths).flatMap(([path, operations]) =>
-    METHODS.filter((method) => operations[method]).map((method) => route(path, method, operations[method])),
+    METHODS.filter((method) => operations[method]).map((method) => route(path, method, operations[method], types)),
   );
-  const schemas = Object.entries(document_.components?.schemas ?? {}).map(schema);
+  const schemas = Object.entries(types).map(schema);
   root.replaceChildren(
     element("h2", "", `${document_.info.title} ${document_.info.version}`),
     ...(document_.info.description ? [element("p", "text", document_.info.description)] : []),
