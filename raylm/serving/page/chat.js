@@ -92,6 +92,7 @@ export class Chat {
     } catch (error) {
       if (error.name !== "AbortError") view.addError(error.message);
     }
+    view.finish();
     if (this.abort !== abort) return; // Another chat has begun.
     this.abort = null;
     reply.end(abort.signal.aborted);

@@ -25,6 +25,7 @@ export class GrowingText {
   }
 
   write() {
+    if (!this.pending) return;
     this.node.appendData(this.pending);
     this.pending = "";
     this.onWritten();

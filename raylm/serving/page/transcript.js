@@ -29,6 +29,7 @@ export class Answer {
     this.box = element("div", "message assistant", element("div", "role", "assistant"));
     this.calls = [];
     this.fields = [];
+    this.texts = [];
     this.content = this.reasoning = this.figures = null;
     place(this.box);
   }
@@ -104,12 +105,19 @@ export class Answer {
     this.box.append(element("div", "error", text));
   }
 
+  /** Write what still waits for a frame: the answer is complete. */
+  finish() {
+    for (const text of this.texts) text.write();
+  }
+
   remove() {
     this.box.remove();
   }
 
   growing(body) {
-    return new GrowingText(body, () => follow(() => {}));
+    const text = new GrowingText(body, () => follow(() => {}));
+    this.texts.push(text);
+    return text;
   }
 }
 
