@@ -31,10 +31,12 @@ from raylm.api.preparation import Models, Preparation
 from raylm.api.render import Rendering
 from raylm.api.responses import about as responses_about
 from raylm.api.responses.keeper import Keeper
+from raylm.api.responses.remote import RemoteTools
 from raylm.api.responses.service import Responses
 from raylm.api.running_requests import Aborting, RunningRequests
 from raylm.api.sagemaker import SageMaker
 from raylm.api.tokenise import Tokenising
+from raylm.config.mcp import McpConfig
 from raylm.config.serving import HttpConfig
 from raylm.generation.served_model import ModelCatalog
 
@@ -63,9 +65,14 @@ class Operation(NamedTuple):
 
 
 def operations(
-    catalog: ModelCatalog, config: HttpConfig, metrics: HttpMetrics, keeper: Keeper | None = None
+    catalog: ModelCatalog,
+    config: HttpConfig,
+    metrics: HttpMetrics,
+    keeper: Keeper | None = None,
+    mcp: McpConfig | None = None,
 ) -> list[Operation]:
-    """All operations on the models of a catalog. Without a keeper no response is stored."""
+    """All operations on the models of a catalog. Without a keeper no response is stored, without `mcp` none uses MCP
+    servers' tools."""
     models = Models(catalog)
     requests = RunningRequests()
     preparation, answering = Preparation(config), Answering(metrics, requests)
@@ -82,7 +89,7 @@ def operations(
         generating("/v1/completions", completions.parse, completions_api.ABOUT, in_batches=True),
         *_messages(models, config, preparation, answering),
         *_ollama(models, config, preparation, answering),
-        *_responses(Responses(models, preparation, config, metrics, keeper)),
+        *_responses(Responses(models, preparation, config, metrics, RemoteTools(mcp or McpConfig()), keeper)),
         Operation("GET", "/v1/models", INFERENCE, listing.list, models_api.ABOUT_LIST),
         Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe, models_api.ABOUT_ONE),
         *_tokenising(Tokenising(models, config, preparation)),

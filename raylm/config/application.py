@@ -10,6 +10,7 @@ from pydantic import Field
 from raylm.config.base import FrozenConfig, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.files import find_config, read_config
+from raylm.config.mcp import McpConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
 
@@ -23,6 +24,7 @@ class IngressConfig(FrozenConfig):
     """An ingress and the models of the same endpoint find each other; a cluster may have several endpoints."""
     http: HttpConfig = HttpConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    mcp: McpConfig = McpConfig()
     drain_timeout_s: float = Field(default=60.0, ge=0)
     """An ingress that is going lets its requests end for this many seconds, then ends them with an error."""
 

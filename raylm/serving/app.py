@@ -53,6 +53,8 @@ def ingress_application(config: IngressConfig) -> Application:
     if config.responses.enabled:
         # An unreadable url_file is told before anything starts.
         config.responses.database_url()
+    for server in config.mcp.servers.values():
+        server.headers()
     deployment = serve.deployment(serve.ingress()(OpenAIIngress)).options(
         name="OpenAIIngress",
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,

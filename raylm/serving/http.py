@@ -19,6 +19,7 @@ from raylm.api.metrics import HttpMetrics
 from raylm.api.openapi import document
 from raylm.api.operations import Operation, operations
 from raylm.api.responses.keeper import Keeper
+from raylm.config.mcp import McpConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
 from raylm.generation.served_model import ModelCatalog
@@ -31,16 +32,25 @@ from raylm.serving.pages import page_routes
 from raylm.serving.state import ServerState, State
 
 
-def build_http_app(models: ModelCatalog, config: HttpConfig, responses: ResponsesConfig | None = None) -> ASGIApp:
-    """OpenAI's API for the models of a catalog, as an ASGI application; without `responses` none are stored. Raises
-    ConfigError when there are no keys in `config.api_keys_file`."""
+def build_http_app(
+    models: ModelCatalog,
+    config: HttpConfig,
+    responses: ResponsesConfig | None = None,
+    mcp: McpConfig | None = None,
+) -> ASGIApp:
+    """OpenAI's API for the models of a catalog, as an ASGI application; without `responses` none are stored, without
+    `mcp` there are no tools of MCP servers. Raises ConfigError when there are no keys in `config.api_keys_file`."""
     metrics = HttpMetrics(models)
     keeper = None if responses is None or not responses.enabled else Keeper(responses)
-    return LoopWatch(Cors(build_router(models, config, metrics, keeper), config.cors_origins), metrics.loop_lag)
+    return LoopWatch(Cors(build_router(models, config, metrics, keeper, mcp), config.cors_origins), metrics.loop_lag)
 
 
 def build_router(
-    models: ModelCatalog, config: HttpConfig, metrics: HttpMetrics, keeper: Keeper | None = None
+    models: ModelCatalog,
+    config: HttpConfig,
+    metrics: HttpMetrics,
+    keeper: Keeper | None = None,
+    mcp: McpConfig | None = None,
 ) -> Router:
     """The routes alone. Raises as build_http_app does."""
 
@@ -54,7 +64,7 @@ def build_router(
         await keeper.stop()
 
     keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
-    table = [*map(_route, operations(models, config, metrics, keeper)), *_looks(models, metrics)]
+    table = [*map(_route, operations(models, config, metrics, keeper, mcp)), *_looks(models, metrics)]
     if config.page:
         table += page_routes()
     table.append(_described(table))

@@ -46,7 +46,7 @@ class OpenAIIngress:
     def __serve_build_asgi_app__(self) -> Any:
         from raylm.serving.http import build_http_app
 
-        return build_http_app(self._catalog, self._config.http, self._config.responses)
+        return build_http_app(self._catalog, self._config.http, self._config.responses, self._config.mcp)
 
     async def _watch_for_drain(self) -> None:
         """End the requests that outlive the drain with an error. Serve tells a replica nothing of its drain: it only

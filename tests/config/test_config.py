@@ -148,7 +148,7 @@ def test_a_wrong_model_application_says_so(args, message):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http, responses"),
+        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http, mcp, responses"),
         ({"drain_timeout_s": -1}, "'drain_timeout_s' has the value -1"),
         (
             {"http": {"api_keys_file": "keys.txt"}},
@@ -170,6 +170,16 @@ def test_a_wrong_model_application_says_so(args, message):
             r"'responses\.url_file' has the value 'url\.txt': must be an absolute",
         ),
         ({"responses": {"url": "sqlite:////a.db", "url_file": "/url"}}, "url and url_file exclude each other"),
+        ({"mcp": {"servers": {"x": {"url": "file:///etc/passwd"}}}}, r"'mcp\.servers\.x\.url' has the value 'file:"),
+        ({"mcp": {"servers": {"x": {"url": "http://user:secret@host/mcp"}}}}, r"'mcp\.servers\.x\.url' has the value"),
+        ({"mcp": {"servers": {"a b": {"url": "http://host/mcp"}}}}, r"'mcp\.servers\.a b"),
+        (
+            {"mcp": {"servers": {"x": {"url": "http://host/mcp", "authorization_file": "token"}}}},
+            r"'mcp\.servers\.x\.authorization_file' has the value 'token': must be an absolute path",
+        ),
+        ({"mcp": {"timeout_s": 0}}, r"'mcp\.timeout_s' has the value 0"),
+        ({"mcp": {"max_output_bytes": 1}}, r"'mcp\.max_output_bytes' has the value 1"),
+        ({"mcp": {"max_rounds": 0}}, r"'mcp\.max_rounds' has the value 0"),
         ({"responses": {"expiry_days": 0}}, r"'responses\.expiry_days' has the value 0"),
         ({"responses": {"max_tenant_mib": 0}}, r"'responses\.max_tenant_mib' has the value 0"),
         *(

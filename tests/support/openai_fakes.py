@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from raylm.config.chat import ChatConfig
+from raylm.config.mcp import McpConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
 from raylm.core.drafting import DraftCounters
@@ -324,11 +325,12 @@ class Server:
         template: ChatTemplate = TEMPLATE,
         text: Text | None = None,
         responses: ResponsesConfig | None = None,
+        mcp: McpConfig | None = None,
         **config: Any,
     ) -> None:
         self.generator = ScriptedGenerator(script or None)
         self.catalog = Catalog(self.generator, text or ByteText(template), max_model_len, alone=alone)
-        self.app = build_http_app(self.catalog, HttpConfig(**config), responses)
+        self.app = build_http_app(self.catalog, HttpConfig(**config), responses, mcp)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://raylm")
 
     async def chat(self, **fields: Any) -> httpx.Response:

@@ -10,12 +10,14 @@ import msgspec
 from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
 from raylm.api.preparation import Models, Preparation
+from raylm.api.responses.approvals import approved_calls
 from raylm.api.responses.keeper import Keeper
 from raylm.api.responses.prompting import Asked, Prompt, prompt_of
 from raylm.api.responses.records import Turn
+from raylm.api.responses.remote import RemoteTools
 from raylm.api.responses.request import Reading, ResponsesRequest, read_request
-from raylm.api.responses.running import ResponseRun
-from raylm.api.responses.tools import AskedTools, read_asked_tools
+from raylm.api.responses.running import Remote, ResponseRun
+from raylm.api.responses.tools import AskedTools, read_asked_tools, usable
 from raylm.api.responses.wire import Item, Response, encode
 from raylm.config.serving import HttpConfig
 from raylm.errors import RequestRejected
@@ -45,10 +47,18 @@ class Created(NamedTuple):
 class Creation:
     """Reads requests for responses."""
 
-    def __init__(self, models: Models, preparation: Preparation, config: HttpConfig, keeper: Keeper | None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        preparation: Preparation,
+        config: HttpConfig,
+        remote: RemoteTools,
+        keeper: Keeper | None,
+    ) -> None:
         self._models = models
         self._preparation = preparation
         self._config = config
+        self._remote = remote
         self._keeper = keeper
         self.max_conversation = config.max_body_bytes * _CONTINUED_BODIES
         """Bytes of a conversation that is continued."""
@@ -74,15 +84,18 @@ class Creation:
         fields = reading.fields
         is_stored = self.is_stored(fields)
         model = self._models.get(fields.model)
-        tools = read_asked_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+        tools = read_asked_tools(fields.tools, self._remote)
+        listings = [await self._remote.list(server) for server in tools.servers]
+        usables = usable(tools, listings, fields.tool_choice, fields.parallel_tool_calls)
         before: list[Item] = []
         if fields.previous_response_id is not None:
             before, more = await self._before(fields.previous_response_id, origin.identity)
             size += more
-        asked = Asked(fields, model, origin.identity, [*before, *reading.items], tools.use)
-        prompt = await work(size, partial(prompt_of, asked))
+        asked = Asked(fields, model, origin.identity, [*before, *reading.items], *usables)
+        approved = await approved_calls(before, reading.items, usables.remote, self._remote)
+        prompt = await work(size, partial(prompt_of, asked, [call.item() for call in approved]))
         response = _response(asked, prompt, tools, origin, is_stored=is_stored)
-        run = ResponseRun(asked, prompt, response, origin.started)
+        run = ResponseRun(asked, prompt, response, Remote(self._remote, listings, approved), origin.started)
         items, request = await work(size, partial(_kept, reading)) if is_stored else (b"", b"")
         return Created(run, fields, items, request)
 

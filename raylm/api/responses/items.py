@@ -196,6 +196,8 @@ class _Messages:
         self._made: list[Item] = []
         self._own: Item | None = None
         """The assistant's message that is not yet complete."""
+        self._requests: dict[str, Item] = {}
+        """Calls that await the client's approval."""
 
     def add(self, item: Item) -> None:
         kind = item["type"]
@@ -211,10 +213,15 @@ class _Messages:
         elif kind == "function_call_output":
             self._answer(item["call_id"], item["output"])
         elif kind == "mcp_call":
-            name = self._names.get((item["server_label"], item["name"]), item["name"])
-            self._call(item["id"], name, item["arguments"])
-            failed = f"Error: {item.get('error')}"
-            self._answer(item["id"], item["output"] if item.get("output") is not None else failed)
+            output = item.get("output")
+            self._remote_call(item, output if output is not None else f"Error: {item.get('error')}")
+        elif kind == "mcp_approval_request":
+            self._requests[item["id"]] = item
+        elif kind == "mcp_approval_response" and not item["approve"]:
+            # One that is approved is followed by the call itself.
+            request = self._requests.get(item["approval_request_id"])
+            if request is not None:
+                self._remote_call(request, "The user did not allow this call.")
 
     def done(self) -> list[Item]:
         self._flush()
@@ -237,6 +244,11 @@ class _Messages:
         function = {"name": name, "arguments": arguments}
         calls = self._message().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _remote_call(self, item: Item, output: str) -> None:
+        name = self._names.get((item["server_label"], item["name"]), item["name"])
+        self._call(item["id"], name, item["arguments"])
+        self._answer(item["id"], output)
 
     def _answer(self, call_id: str, output: object) -> None:
         self._flush()

@@ -189,6 +189,32 @@ class OpenRemoteCall:
         }
 
 
+class ListedTools:
+    """The tools that an MCP server has."""
+
+    def __init__(self, events: EventMaker, index: int, server: str, tools: list[Item]) -> None:
+        self._events = events
+        self._id = f"mcpl_{uuid4().hex}"
+        self._index = index
+        self._server = server
+        self._tools = tools
+
+    def opening(self) -> bytes:
+        place: Item = {"item_id": self._id, "output_index": self._index}
+        fields: Item = {"output_index": self._index, "item": {**self.item("in_progress"), "tools": []}}
+        make = self._events.make
+        return make("response.output_item.added", fields) + make("response.mcp_list_tools.in_progress", place)
+
+    def closing(self, status: str) -> bytes:
+        place: Item = {"item_id": self._id, "output_index": self._index}
+        fields: Item = {"output_index": self._index, "item": self.item(status)}
+        make = self._events.make
+        return make("response.mcp_list_tools.completed", place) + make("response.output_item.done", fields)
+
+    def item(self, status: str) -> Item:
+        return {"type": "mcp_list_tools", "id": self._id, "server_label": self._server, "tools": self._tools}
+
+
 class OpenApproval:
     """A call of an MCP server's tool that the client must approve first. It is told of when it is whole."""
 

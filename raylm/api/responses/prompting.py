@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from raylm.api.chats import opened_chat
 from raylm.api.identity import Identity
 from raylm.api.params import Asking
 from raylm.api.responses.items import messages_of
+from raylm.api.responses.open_items import RemoteTool
 from raylm.api.responses.request import ResponsesRequest, asking_of
 from raylm.api.responses.wire import Item
 from raylm.generation.chat import Chat, OpenedChat
 from raylm.generation.reader import Reading
 from raylm.generation.served_model import ServedModel
-from raylm.generation.tools import ToolUse
+from raylm.generation.tools import ChoiceKind, ToolUse
 from raylm.text.chat_options import ChatOptions
 from raylm.text.tokenizer import TooManyTokens
 
@@ -23,13 +25,15 @@ FIELD = "input"
 
 
 class Asked(NamedTuple):
-    """All that a response is made from. items: what it continues and its own input, in order."""
+    """All that a response is made from. items: what it continues and its own input, in order. remote: the tools of MCP
+    servers, by the names that the model calls."""
 
     fields: ResponsesRequest
     model: ServedModel
     identity: Identity
     items: Sequence[Item]
     tools: ToolUse
+    remote: Mapping[str, RemoteTool]
 
 
 class Prompt(NamedTuple):
@@ -40,9 +44,13 @@ class Prompt(NamedTuple):
     reading: Reading | None
 
 
-def prompt_of(asked: Asked, more: Sequence[Item] = ()) -> Prompt:
-    """The prompt of a request, with `more` items behind its own. Raises RequestRejected."""
-    opening = _Opening(asked, messages_of([*asked.items, *more], {}))
+def prompt_of(asked: Asked, more: Sequence[Item] = (), *, choice: ChoiceKind | None = None) -> Prompt:
+    """The prompt of a request, with `more` items behind its own; `choice` of tools instead of the request's. Raises
+    RequestRejected."""
+    if choice is not None:
+        asked = asked._replace(tools=replace(asked.tools, choice=replace(asked.tools.choice, kind=choice, name="")))
+    names = {(tool.server, tool.name): name for name, tool in asked.remote.items()}
+    opening = _Opening(asked, messages_of([*asked.items, *more], names))
     dropped = opening.fewest_dropped() if asked.fields.truncation == "auto" else 0
     chat, asking = opening.opened(dropped)
     return Prompt(chat.text, asking, chat.reading)

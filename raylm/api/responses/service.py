@@ -21,6 +21,7 @@ from raylm.api.responses.background import follow, work
 from raylm.api.responses.creating import Created, Creation, Origin, conversation_items, not_found
 from raylm.api.responses.keeper import Keeper
 from raylm.api.responses.records import NewResponse, StoredResponse, Turn
+from raylm.api.responses.remote import RemoteTools
 from raylm.api.responses.running import ResponseRun
 from raylm.api.responses.wire import Deleted, EventMaker, Item, Response, encode, fault_of, with_status
 from raylm.config.serving import HttpConfig
@@ -43,12 +44,13 @@ class Responses:
         preparation: Preparation,
         config: HttpConfig,
         metrics: HttpMetrics,
+        remote: RemoteTools,
         keeper: Keeper | None = None,
     ) -> None:
         self._preparation = preparation
         self._metrics = metrics
         self._keeper = keeper
-        self._creation = Creation(models, preparation, config, keeper)
+        self._creation = Creation(models, preparation, config, remote, keeper)
         if keeper is not None:
             keeper.resume_by(self.resume)
 

@@ -11,7 +11,7 @@ from raylm.api.responses.wire import EventMaker, Incomplete, Response, fault_of,
 from raylm.generation.choices import ChoiceDelta, Counts
 from raylm.generation.pieces import CallArguments, CallBegin, Reasoning, Text
 
-_CUT = "The answer ended before the arguments were complete"
+_CUT = "The answer ended at its limit of tokens, so the call was not made"
 
 
 class ResponseWriter:
@@ -65,6 +65,9 @@ class ResponseWriter:
             self.response.status = "incomplete"
             self.response.incomplete_details = Incomplete("max_output_tokens")
         told += self._close(is_cut=is_cut)
+        for call in self.waiting() if is_cut else ():
+            call.finish(None, _CUT)
+            told += self.close(call, "incomplete")
         self._is_silent = True
         return told
 
@@ -153,12 +156,8 @@ class ResponseWriter:
         if not isinstance(item, OpenRemoteCall):
             return self.close(item, "incomplete" if is_cut else "completed")
         self._open = None
-        told = item.written()
-        if is_cut:
-            item.finish(None, _CUT)
-            return told + self.close(item, "incomplete")
         self._waiting.append(item)
-        return told
+        return item.written()
 
 
 class _Blank:
