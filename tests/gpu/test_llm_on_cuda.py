@@ -15,6 +15,7 @@ import torch
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.config.resolve import resolve
 from raylm.core.step import NewBlocks, NewRow, RowSampling, Sampled, StepPlan
+from raylm.core.thinking import ThinkingSection
 from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
 from raylm.executor.step_channel import PlanReceiver, PlanSender, serve
@@ -182,6 +183,9 @@ def test_no_step_waits_for_the_device(folder: Path, graphs: bool) -> None:
         wanted = dataclasses.replace(GREEDY, logprobs=0, repetition_penalty=1.3, frequency_penalty=0.4)
         assert llm.generate(prompts[:2], wanted, progress=False)[0].outputs[0].logprobs
         llm.generate(prompts[:1], SamplingParams(beam_width=3, max_tokens=8), progress=False)
+        section = ThinkingSection(begin=(4,), end=(17, 18), begun=True)
+        thinks = dataclasses.replace(GREEDY, thinking=section, thinking_token_budget=3)
+        assert all(tokens[3:5] == [17, 18] for one in run(llm, prompts, thinks) for tokens in one)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found == [expected] * 2

@@ -14,6 +14,7 @@ from raylm.parallel.context import ParallelContext
 from raylm.worker.request_table import RequestTable
 from raylm.worker.sampling.sampler import Sampler
 from raylm.worker.sampling.stages import LogitRows
+from raylm.worker.transfer import Uploader, unpack
 from tests.support.thinking_walk import forced_token
 from tests.worker.rows import CPU, sampling
 
@@ -26,6 +27,9 @@ class Bench:
 
     def __init__(self) -> None:
         self._table = RequestTable(max_rows=4, max_model_len=64, block_size=4, num_groups=1, device=CPU)
+        uploader = Uploader(CPU)
+        # As to a GPU: packed, which takes fewer types of arrays than a CPU does.
+        self._table.upload = lambda *arrays: unpack(uploader.pack(arrays), arrays)
         self._sampler = Sampler(self._table, ParallelContext.single(CPU), VOCAB)
 
     def begin(self, row: int, generated: list[int], section: ThinkingSection | None, budget: int) -> None:

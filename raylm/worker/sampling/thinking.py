@@ -46,6 +46,7 @@ class _Asked(NamedTuple):
     """Position of the row's first generated token."""
     budget: Tensor
     begun: Tensor
+    """Not 0 where the prompt ends inside a section."""
     begin_len: Tensor
     end_len: Tensor
 
@@ -64,7 +65,7 @@ class Thinking:
         self._has_budget = np.zeros(table.num_rows, dtype=np.bool_)
         self._budget = np.zeros(table.num_rows, dtype=np.int64)
         self._first = np.zeros(table.num_rows, dtype=np.int64)
-        self._begun = np.zeros(table.num_rows, dtype=np.bool_)
+        self._begun = np.zeros(table.num_rows, dtype=np.int32)
 
     def set_row(self, row: int, sampling: RowSampling) -> bool:
         section, budget = sampling.params.thinking, sampling.params.thinking_token_budget
@@ -102,7 +103,7 @@ class Thinking:
         last_end = _last_place(_marked(tokens, ends))
         begins = _marked(tokens, self._begin.of(rows)) & (asked.begin_len > 0)[:, None]
         start = _first_place(begins, last_end + asked.begin_len, width)
-        start = torch.where(asked.begun & (last_end == 0), 0, start)
+        start = torch.where((asked.begun != 0) & (last_end == 0), 0, start)
         is_over = num_generated - start >= asked.budget
         full = start + asked.budget
         said = _num_said(tokens, ends, full, torch.minimum(asked.end_len - 1, asked.budget))
