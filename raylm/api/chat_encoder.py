@@ -109,7 +109,12 @@ class ChatEncoder:
         )
 
     def _shown(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        return pieces if self._shows_reasoning else [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        hidden: list[Piece] = []
+        if not self._shows_reasoning:
+            hidden += [piece for piece in pieces if isinstance(piece, Reasoning)]
+        if self._is_legacy:
+            hidden += [piece for piece in pieces if isinstance(piece, CallBegin | CallArguments) and piece.number > 0]
+        return [piece for piece in pieces if piece not in hidden] if hidden else pieces
 
     def _gained(self, run: list[Piece]) -> bytes:
         """Fields of an event's `delta`, of pieces of one kind."""
@@ -120,8 +125,8 @@ class ChatEncoder:
             thought = text("".join(piece.text for piece in run if isinstance(piece, Reasoning)))
             return b'"reasoning":' + thought + b',"reasoning_content":' + thought
         if self._is_legacy:
-            return b'"function_call":' + _legacy_call(run)
-        return b'"tool_calls":[' + b",".join(map(_call, run)) + b"]"
+            return b'"function_call":' + _function(run)
+        return b'"tool_calls":[' + _call(run) + b"]"
 
     def _reason(self, delta: ChoiceDelta) -> bytes:
         if self._is_legacy:
@@ -137,30 +142,32 @@ def _legacy(finish_reason: str | None) -> str | None:
 
 
 def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces of one kind, one behind the other, together: what one event can say."""
+    """Pieces of one kind, and of one call, one behind the other, together: what one event can say. Some clients read
+    the first entry alone of an event's `tool_calls`."""
     runs: list[list[Piece]] = []
-    kind: type[Piece] | None = None
+    kind: int | type[Piece] | None = None
     for piece in pieces:
-        own = CallArguments if isinstance(piece, CallBegin) else type(piece)
-        if own is not kind:
+        own = piece.number if isinstance(piece, CallBegin | CallArguments) else type(piece)
+        if own != kind:
             runs.append([])
             kind = own
         runs[-1].append(piece)
     return runs
 
 
-def _call(piece: Piece) -> bytes:
-    """An entry of `tool_calls`, as OpenAI streams it: first id and name, then the arguments."""
-    if isinstance(piece, CallBegin):
-        start = b'{"index":%d,"id":' % piece.number + text(piece.id) + b',"type":"function","function":{"name":'
-        return start + text(piece.name) + b',"arguments":""}}'
-    assert isinstance(piece, CallArguments), "text and reasoning are no parts of calls"
-    return b'{"index":%d,"function":{"arguments":' % piece.number + text(piece.text) + b"}}"
+def _call(run: list[Piece]) -> bytes:
+    """The entry of `tool_calls` for what came of one call: its id and name where it begins here, its arguments."""
+    first = run[0]
+    assert isinstance(first, CallBegin | CallArguments), "text and reasoning are no parts of calls"
+    head = b'{"index":%d,' % first.number
+    if isinstance(first, CallBegin):
+        head += b'"id":' + text(first.id) + b',"type":"function",'
+    return head + b'"function":' + _function(run) + b"}"
 
 
-def _legacy_call(run: list[Piece]) -> bytes:
-    """The one call that `functions` allow: its name where it begins here, and what came of its arguments."""
-    names = [piece.name for piece in run if isinstance(piece, CallBegin) and piece.number == 0]
-    arguments = "".join(piece.text for piece in run if isinstance(piece, CallArguments) and piece.number == 0)
+def _function(run: list[Piece]) -> bytes:
+    """A function's name where its call begins here, and what came of its arguments."""
+    names = [piece.name for piece in run if isinstance(piece, CallBegin)]
+    arguments = "".join(piece.text for piece in run if isinstance(piece, CallArguments))
     name = b'"name":' + text(names[0]) + b"," if names else b""
     return b"{" + name + b'"arguments":' + text(arguments) + b"}"

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from raylm.text.chat import ChatTemplate
-from tests.support.openai_fakes import Server, said
+from tests.support.openai_fakes import Server, said, sse
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TEXT = f"<think>I add.</think>\n\nLet me add.\n{CALL}"
@@ -83,3 +83,16 @@ async def test_reasoning_is_left_in_the_text_or_out_of_the_answer() -> None:
     assert whole["content"] == text and "reasoning" not in whole
     without = (await server_of(text).chat(messages=HI, include_reasoning=False)).json()["choices"][0]["message"]
     assert without["content"] == "yes" and "reasoning" not in without
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+async def test_an_event_says_one_thing_of_one_call(size: int) -> None:
+    """There are clients that read the first entry of `tool_calls` alone."""
+    server = Server(*said(CALL + "\n" + CALL, size=size), template=TEMPLATE, max_model_len=2000)
+    response = await server.chat(messages=HI, tools=TOOLS, stream=True)
+    entries = [event["choices"][0]["delta"].get("tool_calls", []) for event in sse(response)]
+    assert max(len(entry) for entry in entries) == 1
+    for number in (0, 1):
+        own = [entry[0] for entry in entries if entry and entry[0]["index"] == number]
+        assert own[0]["function"]["name"] == "add" and all("id" not in entry for entry in own[1:])
+        assert json.loads("".join(entry["function"]["arguments"] for entry in own)) == {"a": 1, "b": 2}

@@ -11,6 +11,7 @@ from tests.support.asked import DEMO, PARIS
 from tests.support.client_packages import client_package
 
 langchain_openai = client_package("langchain_openai")
+tools = client_package("langchain_core.tools")
 pytestmark = pytest.mark.serve
 
 
@@ -35,7 +36,30 @@ def test_a_stream_says_what_the_whole_answer_says(model: Any) -> None:
     assert "".join(chunk.content for chunk in chunks) == whole.content
 
 
-@pytest.mark.parametrize("method", ["json_schema"])
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(model: Any, method: str) -> None:
     found = model.with_structured_output(Capital, method=method).invoke(PARIS)
     assert isinstance(found, Capital)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_bound_tool_is_called_and_its_answer_read(model: Any, streamed: bool) -> None:
+    @tools.tool
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """The weather in a city."""
+        return f"It is sunny in {city}."
+
+    history: list[Any] = [("user", "How is the weather in Rome?")]
+    bound = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    if streamed:
+        first, *more = bound.stream(history)
+        for chunk in more:
+            first += chunk
+        message = first
+    else:
+        message = bound.invoke(history)
+    (call,) = message.tool_calls
+    assert call["name"] == "weather" and set(call["args"]) == {"city"}
+    answer = weather.invoke(call)
+    assert answer.tool_call_id == call["id"]
+    assert model.invoke([*history, message, answer]).content

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.asked import DEMO, PARIS
+from tests.support.asked import DEMO, PARIS, get_weather
 from tests.support.client_packages import client_package
 
 openai_like = client_package("llama_index.llms.openai_like")
 llms = client_package("llama_index.core.llms")
+tools = client_package("llama_index.core.tools")
 pytestmark = pytest.mark.serve
 
 
@@ -39,3 +40,11 @@ def test_a_chat_is_streamed(base_url: str) -> None:
     llm = make(base_url, is_chat_model=True)
     parts = [part.delta for part in llm.stream_chat([llms.ChatMessage(role="user", content=PARIS)])]
     assert "Paris" in "".join(parts)
+
+
+def test_a_required_tool_is_called(base_url: str) -> None:
+    llm = make(base_url, is_chat_model=True, is_function_calling_model=True)
+    tool = tools.FunctionTool.from_defaults(get_weather)
+    answer = llm.chat_with_tools([tool], user_msg="How is the weather in Rome?", tool_required=True)
+    (call,) = llm.get_tool_calls_from_response(answer)
+    assert call.tool_name == "get_weather" and set(call.tool_kwargs) == {"city"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -11,10 +12,13 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
-from tests.support.asked import DEMO, PARIS
+from tests.support.asked import DEMO, PARIS, WEATHER_PARAMETERS, get_weather
 
 pytestmark = pytest.mark.serve
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": PARIS}]
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER_PARAMETERS}}
 
 
 class Capital(BaseModel):
@@ -60,6 +64,43 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI) -> None:
     ) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == completion.choices[0].message.parsed
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_required_tool_is_called_and_its_result_answered(client: OpenAI, streamed: bool) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "How is the weather in Rome?"}]
+    asked: Any = {"model": DEMO, "messages": messages, "tools": [WEATHER], "temperature": 0, "max_tokens": 200}
+    once = {"tool_choice": "required", "parallel_tool_calls": False}
+    if streamed:
+        with client.chat.completions.stream(**asked, **once) as stream:
+            ends = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            choice = stream.get_final_completion().choices[0]
+        assert len(ends) == 1
+    else:
+        choice = client.chat.completions.create(**asked, **once).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function" and call.function.name == "get_weather"
+    result = get_weather(**json.loads(call.function.arguments))
+    fields = {"id", "type", "function"}
+    messages.append({"role": "assistant", "tool_calls": [call.model_dump(include=fields)]})
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    answer = client.chat.completions.create(**asked, tool_choice="none").choices[0]
+    assert answer.message.content and not answer.message.tool_calls
+
+
+def test_a_response_is_streamed_and_gone_on_from(client: OpenAI) -> None:
+    asked: Any = {"model": DEMO, "temperature": 0, "max_output_tokens": 60}
+    whole = client.responses.create(input=PARIS, **asked)
+    assert "Paris" in whole.output_text
+    with client.responses.stream(input=PARIS, **asked) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == whole.output_text
+    more = client.responses.create(input="And of Italy?", previous_response_id=whole.id, **asked)
+    assert client.responses.retrieve(more.id).output_text == more.output_text
+    client.responses.delete(more.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(more.id)
 
 
 def test_completions_and_log_probabilities(client: OpenAI) -> None:

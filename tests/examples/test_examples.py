@@ -40,6 +40,8 @@ def thinking_url() -> Iterator[str]:
     ("name", "expected"),
     [
         ("structured_output", r"country='France' city='Paris'\n(positive|negative)\n"),
+        ("tools", r'(?s)\{\s*"city": ?"(Paris|Rome|Madrid)"\s*\}\n.+\n'),
+        ("responses", r".*Paris.*\n(.+\n)+completed\n"),
         (
             "observability",
             rf"request id: example-[-0-9a-f]+\ntokens: {NUMBER} read, {NUMBER} written\n"
