@@ -8,6 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from raylm.core.options import MAX_NAME_CHARS
+from raylm.core.sampling_checks import MAX_TOKEN_ID
 
 
 def _listed(value: object) -> object:
@@ -40,10 +41,34 @@ def _short(value: str) -> str:
     return value
 
 
+_SHORT = Field(json_schema_extra={"minLength": 1, "maxLength": MAX_NAME_CHARS})
 _Name = Annotated[str, AfterValidator(_short), WithJsonSchema({"type": "string", "maxLength": MAX_NAME_CHARS})]
 # A body holds millions of elements at most, and each error costs memory: the first one is enough.
-_Strings = Annotated[list[str], FailFast(), BeforeValidator(_listed, json_schema_input_type=list[str] | str | None)]
-_Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed, json_schema_input_type=list[int] | None)]
+_Filled = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+_Strings = Annotated[
+    list[str], FailFast(), BeforeValidator(_listed, json_schema_input_type=list[_Filled] | _Filled | None)
+]
+_Integers = Annotated[list[int], FailFast(), BeforeValidator(_listed, json_schema_input_type=list[_TokenId] | None)]
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+    },
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 # What other modules read, as the OpenAPI document says it.
 _Object = Annotated[object, WithJsonSchema({"type": ["object", "null"]})]
 _Objects = Annotated[object, WithJsonSchema({"type": ["array", "null"], "items": {"type": "object"}})]
@@ -54,7 +79,7 @@ _Schema = Annotated[object, WithJsonSchema({"type": ["object", "boolean", "strin
 _Biases = Annotated[object, WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}})]
 _Content = Annotated[
     object,
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
 _Prompt = Annotated[
     object,
@@ -105,7 +130,7 @@ class ChatMessage(Body):
 
     # TextProcessor.chat checks the content.
 
-    role: Annotated[str, AfterValidator(_given), AfterValidator(_short)]
+    role: Annotated[str, AfterValidator(_given), AfterValidator(_short), _SHORT]
     content: _Content = None
     name: str | None = None
     refusal: str | None = None
@@ -219,13 +244,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     """With logprobs: those of so many of the likeliest tokens at each place."""
     # generation/tool_reading.py reads the next five.
-    tools: _Objects = None
+    tools: Annotated[object, WithJsonSchema({"type": ["array", "null"], "items": _TOOL})] = None
     """What the model may call."""
     tool_choice: _Choice = None
     """none, auto, required, or the one tool that is to be called."""
     parallel_tool_calls: Annotated[object, WithJsonSchema({"type": ["boolean", "null"]})] = None
     """Whether the model may call several tools at once."""
-    functions: _Objects = None
+    functions: Annotated[object, WithJsonSchema({"type": ["array", "null"], "items": _FUNCTION})] = None
     """The older form of tools."""
     function_call: _Choice = None
     """The older form of tool_choice."""

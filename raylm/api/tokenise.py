@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, NamedTuple
 
 import msgspec
-from pydantic import FailFast
+from pydantic import FailFast, Field
 
 from raylm.api.about import ON_MODEL, About
 from raylm.api.answering import Draft
@@ -17,6 +17,7 @@ from raylm.api.peek import peek
 from raylm.api.preparation import Models, Preparation
 from raylm.api.protocol import Body, ChatRequest
 from raylm.config.serving import HttpConfig
+from raylm.core.sampling_checks import MAX_TOKEN_ID
 from raylm.errors import RequestRejected
 from raylm.generation.job import check_token_ids
 from raylm.generation.served_model import ServedModel
@@ -46,12 +47,15 @@ class TokenizeChatRequest(ChatRequest):
     """The answer says what the vocabulary calls each token."""
 
 
+_IDS = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}})
+
+
 class DetokenizeRequest(Body):
     """Tokens whose text is asked for."""
 
     model: str | None = None
     """Where it is left out, the one model that there is."""
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[int], FailFast(), _IDS]
     """Their ids."""
 
 

@@ -18,6 +18,7 @@ from raylm.config.serving import HttpConfig
 from raylm.core.step import Logprobs, TokenDelta
 from tests.api.fields_table import bodies
 from tests.api.test_chat_pieces import TEMPLATE, TEXT, TOOLS
+from tests.api.thinking_models import with_grammars
 from tests.support.openai_fakes import Server, said, sse
 
 HI = [{"role": "user", "content": "hi"}]
@@ -177,6 +178,7 @@ async def test_events_are_what_it_says(legacy: bool) -> None:
     fields: dict[str, Any] = {"stream": True, "timings": True, "return_token_ids": True, "max_tokens": 200}
     fields["stream_options"] = {"include_usage": True}
     server = Server(*said(TEXT), template=TEMPLATE, max_model_len=4096)
+    with_grammars(server)
     document = await fetched(server)
     asked = {"functions": [tool["function"] for tool in TOOLS]} if legacy else {"tools": TOOLS}
     chat = sse(await server.chat(**fields, **asked, n=2))

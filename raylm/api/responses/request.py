@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from raylm.api.identity import Identity
 from raylm.api.params import Asking, asking
@@ -86,6 +86,9 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
+_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
 class ReasoningFields(_Body):
     effort: str | None = None
 
@@ -98,7 +101,7 @@ class ResponsesRequest(_Body):
     """POST /v1/responses. null means the default everywhere. The last fields are vLLM's and raylm's own."""
 
     model: str | None = None
-    input: object = None
+    input: Annotated[object, WithJsonSchema(_INPUT)] = None
     instructions: str | None = None
     background: bool | None = None
     include: Annotated[list[str] | None, AfterValidator(_known)] = None
