@@ -32,6 +32,7 @@ from raylm.api.render import Rendering
 from raylm.api.responses import about as responses_about
 from raylm.api.responses.keeper import Keeper
 from raylm.api.responses.remote import RemoteTools
+from raylm.api.responses.running import Machine
 from raylm.api.responses.service import Responses
 from raylm.api.running_requests import Aborting, RunningRequests
 from raylm.api.sagemaker import SageMaker
@@ -78,6 +79,7 @@ def operations(
     preparation, answering = Preparation(config), Answering(metrics, requests)
     chat, completions = OpenAIChat(models, config), Completions(models, config)
     listing = ModelListing(models)
+    machine = Machine(preparation, metrics, requests)
     sagemaker = SageMaker(catalog, chat, completions)
 
     def generating(path: str, parse: Parse, about: About, *, in_batches: bool = False) -> Operation:
@@ -89,7 +91,7 @@ def operations(
         generating("/v1/completions", completions.parse, completions_api.ABOUT, in_batches=True),
         *_messages(models, config, preparation, answering),
         *_ollama(models, config, preparation, answering),
-        *_responses(Responses(models, preparation, config, metrics, RemoteTools(mcp or McpConfig()), keeper)),
+        *_responses(Responses(models, machine, config, RemoteTools(mcp or McpConfig()), keeper)),
         Operation("GET", "/v1/models", INFERENCE, listing.list, models_api.ABOUT_LIST),
         Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe, models_api.ABOUT_ONE),
         *_tokenising(Tokenising(models, config, preparation)),

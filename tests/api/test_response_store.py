@@ -14,7 +14,7 @@ import sqlalchemy
 
 from raylm.api.responses.database import Database
 from raylm.api.responses.faults import StoreFull, StoreUnavailable, TenantFull
-from raylm.api.responses.leases import LEASE_S
+from raylm.api.responses.leases import LEASE_S, UNKNOWN_AFTER_S
 from raylm.api.responses.records import NewResponse
 from raylm.api.responses.store import ResponseStore
 from raylm.api.responses.tables import EVENTS, RESPONSES, TENANTS
@@ -55,7 +55,9 @@ async def place(database_url: str) -> AsyncIterator[Place]:
 
 
 def new(name: str = "resp_1", tenant: str = "acme", **changes: Any) -> NewResponse:
-    response = NewResponse(name, tenant, "in_progress", False, False, None, b'{"model":"m"}', b'["hi"]', b'{"id":"x"}')
+    response = NewResponse(
+        name, tenant, "tiny", "in_progress", False, False, None, b'{"model":"m"}', b'["hi"]', b'{"id":"x"}'
+    )
     return response._replace(**changes)
 
 
@@ -210,16 +212,26 @@ async def test_another_ingress_takes_over_when_the_lease_has_ended(place):
     one, two = await place.store("one"), await place.store("two")
     await one.begin(new(background=True))
     place.clock.now += LEASE_S - 1
-    assert await two.claim(10) == []
+    assert await two.claim(10, ["tiny"]) == []
     assert await one.renew(["resp_1"]) == {"resp_1"}
     place.clock.now += LEASE_S - 1
-    assert await two.claim(10) == []
+    assert await two.claim(10, ["tiny"]) == []
     place.clock.now += 2
-    (taken,) = await two.claim(10)
+    (taken,) = await two.claim(10, ["tiny"])
     assert (taken.id, taken.attempts, taken.request) == ("resp_1", 1, b'{"model":"m"}')
     assert await one.renew(["resp_1"]) == set()
     assert not await one.write("resp_1", "completed", b"{}")
     assert await two.write("resp_1", "completed", b"{}")
+
+
+async def test_a_response_of_another_model_is_left_to_others_for_a_while(place):
+    one, two = await place.store("one"), await place.store("two")
+    await one.begin(new(background=True))
+    place.clock.now += LEASE_S + 1
+    assert await two.claim(10, ["other"]) == []
+    assert await two.claim(10, []) == []
+    place.clock.now += UNKNOWN_AFTER_S
+    assert len(await two.claim(10, ["other"])) == 1
 
 
 async def test_an_orphan_is_taken_once(place):
@@ -228,11 +240,11 @@ async def test_an_orphan_is_taken_once(place):
     for number in range(30):
         await one.begin(new(f"resp_{number}", background=True))
     place.clock.now += LEASE_S + 1
-    taken = await asyncio.gather(*[store.claim(limit) for store in others for limit in (4, 4, 4)])
+    taken = await asyncio.gather(*[store.claim(limit, ["tiny"]) for store in others for limit in (4, 4, 4)])
     ids = [response.id for responses in taken for response in responses]
     assert len(ids) == len(set(ids)) > 0
     while len(ids) < 30:
-        more = await others[0].claim(100)
+        more = await others[0].claim(100, ["tiny"])
         assert more
         ids += [response.id for response in more]
     assert sorted(ids) == sorted(f"resp_{number}" for number in range(30))
@@ -245,9 +257,9 @@ async def test_what_an_ingress_gives_up_can_be_taken_at_once_or_later(place):
     await one.release("now")
     await one.release("later", after_s=5)
     place.clock.now += 1
-    assert [response.id for response in await two.claim(10)] == ["now"]
+    assert [response.id for response in await two.claim(10, ["tiny"])] == ["now"]
     place.clock.now += 5
-    assert [response.id for response in await two.claim(10)] == ["later"]
+    assert [response.id for response in await two.claim(10, ["tiny"])] == ["later"]
 
 
 async def test_events_are_read_from_any_number_on(place):

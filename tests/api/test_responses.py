@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from raylm.core.step import Logprobs, TokenDelta
+from raylm.core.structure import StructuredOutput
 from raylm.errors import EngineDeadError, Overloaded
 from raylm.text.chat import ChatTemplate
 from tests.support.openai_fakes import ByteText, RawClient, Server, ended, said
@@ -375,3 +377,35 @@ async def test_many_at_once_are_kept_apart():
     assert [answer.output_text for answer in answers] == [
         "".join(chr(ord("a") + seed + step) for step in range(5)) for seed in range(8)
     ]
+
+
+async def test_a_response_is_ended_by_its_id():
+    server = server_of(b"abc", None)
+    body = json.dumps({"model": "tiny", "input": "hi", "stream": True}).encode()
+    client = RawClient(server.app, body, "/v1/responses")
+    while not any(b"abc" in message.get("body", b"") for message in client.sent):
+        await client.arrived.wait()
+        await asyncio.sleep(0.01)
+    response_id = json.loads(client.sent[1]["body"].split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
+    assert (await server.http.post("/v1/abort", json={"request_ids": response_id})).status_code == 200
+    await client.task
+    last = json.loads(client.sent[-2]["body"].split(b"data: ")[-1])
+    assert (last["type"], last["response"]["incomplete_details"]) == ("response.incomplete", {"reason": "aborted"})
+
+
+async def test_a_form_goes_to_the_grammars():
+    asked: list[tuple[str, str]] = []
+
+    class Grammars:
+        async def compile_async(self, structure: StructuredOutput, *, param: str = "structure") -> StructuredOutput:
+            asked.append((structure.kind, param))
+            return StructuredOutput("grammar", 'root ::= "a"')
+
+    server = server_of(*said('{"x": 1, "y": 2}'))
+    server.catalog.model = replace(server.catalog.model, grammars=Grammars())
+    client = client_of(server)
+    response = await client.responses.parse(model="tiny", input="hi", text_format=Point)
+    assert response.output_parsed == Point(x=1, y=2) and asked == [("json_schema", "text.format.json_schema.schema")]
+    assert response.text.format.type == "json_schema" and response.text.format.name == "Point"
+    await client.responses.create(model="tiny", input="hi", text={"format": {"type": "json_object"}})
+    assert asked[1] == ("json_object", "text.format")

@@ -19,7 +19,7 @@ CREATE = About(
     (ResponsesRequest,),
     Response,
     msgspec.Raw,
-    GENERATING | {429, 507},
+    GENERATING | {404, 424, 429, 507},
     refused=UNSUPPORTED,
     ignored={name: why for name, why in HARMLESS.items() if name not in ResponsesRequest.model_fields},
 )

@@ -45,6 +45,7 @@ class Keeper:
         self._loose: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._resume: Resume | None = None
+        self._models: Callable[[], list[str]] = list
         self._is_stopping = False
 
     @property
@@ -85,9 +86,9 @@ class Keeper:
         self._loose.add(task)
         task.add_done_callback(self._loose.discard)
 
-    def resume_by(self, resume: Resume) -> None:
-        """Who goes on with responses that are taken over."""
-        self._resume = resume
+    def resume_by(self, resume: Resume, models: Callable[[], list[str]]) -> None:
+        """Who goes on with responses that are taken over, and the names of the models that can."""
+        self._resume, self._models = resume, models
 
     def start(self) -> None:
         """Look after the store from now on. Must be called in the event loop."""
@@ -156,7 +157,7 @@ class Keeper:
     async def _claim(self, resume: Resume) -> None:
         store = await self.store()
         while True:
-            taken = await store.claim(_CLAIMED_AT_ONCE)
+            taken = await store.claim(_CLAIMED_AT_ONCE, self._models())
             for response in taken:
                 logger.info("took over the response %s, whose ingress is gone", response.id)
                 self.run(response.id, resume(store, response))

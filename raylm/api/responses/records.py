@@ -11,6 +11,7 @@ class NewResponse(NamedTuple):
 
     id: str
     tenant: str
+    model: str
     status: str
     background: bool
     streamed: bool

@@ -17,6 +17,7 @@ from raylm.api.responses.prompting import FIELD, Asked, Prompt, prompt_of
 from raylm.api.responses.remote import Listing, RemoteTools
 from raylm.api.responses.wire import Response
 from raylm.api.responses.writer import ResponseWriter
+from raylm.api.running_requests import RunningRequests
 from raylm.generation.choices import Counts, Tally
 from raylm.generation.running import Generation, Origin
 
@@ -31,6 +32,14 @@ class Remote(NamedTuple):
     tools: RemoteTools
     listings: Sequence[Listing] = ()
     approved: Sequence[ApprovedCall] = ()
+
+
+class Machine(NamedTuple):
+    """What requests are run by, and where they can be found meanwhile."""
+
+    preparation: Preparation
+    metrics: HttpMetrics
+    requests: RunningRequests
 
 
 class ResponseRun:
@@ -50,19 +59,21 @@ class ResponseRun:
         self.error: HttpError | None = None
         """What ended it, if anything did."""
 
-    async def admit(self, preparation: Preparation, metrics: HttpMetrics) -> None:
-        """Return once the engine has taken it. Raises what is wrong with it, and why no engine takes it."""
-        self._preparation, self._metrics = preparation, metrics
+    async def admit(self, machine: Machine, request_id: str = "") -> None:
+        """Return once the engine has taken it. Raises what is wrong with it, and why no engine takes it. `request_id`:
+        another name than its id, by which the client may end it."""
+        self._machine = machine
+        self._names = (self.response.id, request_id)
         self._generation = await self._begin(self._prompt)
 
     async def _begin(self, prompt: Prompt) -> Generation:
         model = self._asked.model
-        asking, job = await self._preparation.job_of(model, prompt.asked, [prompt.text], FIELD)
+        asking, job = await self._machine.preparation.job_of(model, prompt.asked, [prompt.text], FIELD)
         number = len(self._tallies)
         self._tallies.append(Tally(job.prompt_tokens))
         name = f"{self.response.id}-{number}" if number else self.response.id
         origin = Origin(name, self._started, False, asking.answer.logprobs, prompt.reading)
-        generation = Generation(model, job, self._metrics.model(model.name), origin)
+        generation = Generation(model, job, self._machine.metrics.model(model.name), origin)
         try:
             await generation.admitted()
         except BaseException:
@@ -103,12 +114,14 @@ class ResponseRun:
     async def _round(self) -> Events:
         assert self._generation is not None, "admit has been called"
         finish_reason: str | None = None
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                self._tallies[-1].add(delta)
-                finish_reason = delta.finish_reason
-                if told := self._writer.push(delta):
-                    yield told
+        entry = self._machine.requests.entered(self._asked.identity.tenant, self._names, self._generation)
+        with entry:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for delta in deltas:
+                    self._tallies[-1].add(delta)
+                    finish_reason = delta.finish_reason
+                    if told := self._writer.push(delta):
+                        yield told
         yield self._writer.end_round(finish_reason)
 
     async def _call(self, call: OpenRemoteCall) -> bytes:
@@ -126,7 +139,7 @@ class ResponseRun:
         is_last = is_last or (limit is not None and self._num_calls >= limit)
         more = list(self.response.output)
         make = partial(prompt_of, self._asked, more, choice="none" if is_last else "auto")
-        prompt = await self._preparation.work(_ITEM_BYTES * (len(more) + len(self._asked.items)), make)
+        prompt = await self._machine.preparation.work(_ITEM_BYTES * (len(more) + len(self._asked.items)), make)
         await self.aclose()
         self._generation = await self._begin(prompt)
 

@@ -14,15 +14,14 @@ import msgspec
 from raylm.api.call import Call, Events
 from raylm.api.errors import HttpError, http_error
 from raylm.api.identity import Identity
-from raylm.api.metrics import HttpMetrics
-from raylm.api.preparation import Models, Preparation
+from raylm.api.preparation import Models
 from raylm.api.responses import listing
 from raylm.api.responses.background import follow, work
 from raylm.api.responses.creating import Created, Creation, Origin, conversation_items, not_found
 from raylm.api.responses.keeper import Keeper
 from raylm.api.responses.records import NewResponse, StoredResponse, Turn
 from raylm.api.responses.remote import RemoteTools
-from raylm.api.responses.running import ResponseRun
+from raylm.api.responses.running import Machine, ResponseRun
 from raylm.api.responses.wire import Deleted, EventMaker, Item, Response, encode, fault_of, with_status
 from raylm.config.serving import HttpConfig
 from raylm.errors import Overloaded, RequestRejected
@@ -41,18 +40,17 @@ class Responses:
     def __init__(
         self,
         models: Models,
-        preparation: Preparation,
+        machine: Machine,
         config: HttpConfig,
-        metrics: HttpMetrics,
         remote: RemoteTools,
         keeper: Keeper | None = None,
     ) -> None:
-        self._preparation = preparation
-        self._metrics = metrics
+        self._machine = machine
+        self._preparation = machine.preparation
         self._keeper = keeper
-        self._creation = Creation(models, preparation, config, remote, keeper)
+        self._creation = Creation(models, machine.preparation, config, remote, keeper)
         if keeper is not None:
-            keeper.resume_by(self.resume)
+            keeper.resume_by(self.resume, models.names)
 
     async def create(self, call: Call) -> bytes | Events:
         """POST /v1/responses."""
@@ -60,7 +58,7 @@ class Responses:
         created = await self._creation.created(call.body, origin)
         run, fields = created.run, created.fields
         try:
-            await run.admit(self._preparation, self._metrics)
+            await run.admit(self._machine, call.request_id)
             store = await self._stored(created, call.identity)
         except BaseException:
             await run.aclose()
@@ -134,7 +132,7 @@ class Responses:
         try:
             created = await self._creation.created(stored.request, origin)
             run = created.run
-            await run.admit(self._preparation, self._metrics)
+            await run.admit(self._machine)
         except Overloaded as error:
             await store.release(stored.id, after_s=error.retry_after)
             return
@@ -167,6 +165,7 @@ class Responses:
         new = NewResponse(
             id=response.id,
             tenant=identity.tenant,
+            model=response.model,
             status=response.status,
             background=response.background,
             streamed=bool(fields.stream),

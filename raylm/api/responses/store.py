@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sqlalchemy import case, delete, func, insert, literal, select, update
+from sqlalchemy import case, delete, func, insert, literal, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from raylm.api.responses.database import Database
 from raylm.api.responses.faults import TenantFull
-from raylm.api.responses.leases import LEASE_S, LIVE
+from raylm.api.responses.leases import LEASE_S, LIVE, UNKNOWN_AFTER_S
 from raylm.api.responses.records import Conversation, NewResponse, Published, StoredResponse, Turn
 from raylm.api.responses.tables import EVENTS, RESPONSES, TENANTS
 from raylm.config.responses import ResponsesConfig
@@ -205,11 +205,13 @@ class ResponseStore:
 
     # What every ingress does now and then.
 
-    async def claim(self, limit: int) -> list[StoredResponse]:
-        """Take over live responses whose owner has let its lease end, at most `limit`."""
+    async def claim(self, limit: int, models: Collection[str]) -> list[StoredResponse]:
+        """Take over live responses whose owner has let its lease end, at most `limit`: those of `models`, and others
+        that nobody has taken for UNKNOWN_AFTER_S."""
         now = self._clock()
         table = RESPONSES.c
-        orphaned = (table.status.in_(LIVE), table.lease_until < now)
+        is_ours = or_(table.model.in_(models), table.lease_until < now - UNKNOWN_AFTER_S)
+        orphaned = (table.status.in_(LIVE), table.lease_until < now, is_ours)
         # An update that waited for another ingress's looks at the row again: it is no orphan then.
         some = select(table.id).where(*orphaned).order_by(table.lease_until).limit(limit)
         values = {"owner": self._owner, "lease_until": now + LEASE_S, "attempts": table.attempts + 1}

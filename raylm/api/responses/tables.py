@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
 
@@ -11,6 +11,7 @@ RESPONSES = Table(
     METADATA,
     Column("id", String(128), primary_key=True),
     Column("tenant", String(256), nullable=False),
+    Column("model", Text, nullable=False),
     Column("status", String(16), nullable=False),
     Column("background", Boolean, nullable=False),
     Column("streamed", Boolean, nullable=False),

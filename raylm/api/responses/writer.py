@@ -11,7 +11,9 @@ from raylm.api.responses.wire import EventMaker, Incomplete, Response, fault_of,
 from raylm.generation.choices import ChoiceDelta, Counts
 from raylm.generation.pieces import CallArguments, CallBegin, Reasoning, Text
 
-_CUT = "The answer ended at its limit of tokens, so the call was not made"
+_CUT = "The answer was cut, so the call was not made"
+_INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
+"""Ends of what a model writes that are not its own, and what a response calls them."""
 
 
 class ResponseWriter:
@@ -60,10 +62,10 @@ class ResponseWriter:
         if self._is_silent:
             # What says nothing at all is a message without text.
             told = self._begin_text(reasoning=False)
-        is_cut = finish_reason == "length"
+        is_cut = finish_reason in _INCOMPLETE
         if is_cut:
             self.response.status = "incomplete"
-            self.response.incomplete_details = Incomplete("max_output_tokens")
+            self.response.incomplete_details = Incomplete(_INCOMPLETE[finish_reason or ""])
         told += self._close(is_cut=is_cut)
         for call in self.waiting() if is_cut else ():
             call.finish(None, _CUT)
