@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from raylm.text.chat import ChatTemplate
+from tests.api.thinking_models import with_grammars
 from tests.support.openai_fakes import Server, said, sse
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -65,7 +66,10 @@ async def test_a_stream_has_the_same() -> None:
 
 async def test_functions_are_answered_in_their_older_form() -> None:
     function = TOOLS[0]["function"]
-    choice = (await server_of(CALL).chat(messages=HI, functions=[function])).json()["choices"][0]
+    server = server_of(CALL)
+    grammars = with_grammars(server)
+    choice = (await server.chat(messages=HI, functions=[function])).json()["choices"][0]
+    assert [(structure.kind, param) for structure, param in grammars.asked] == [("tool_calls", "tools")]
     assert json.loads(choice["message"]["function_call"]["arguments"]) == {"a": 1, "b": 2}
     assert "tool_calls" not in choice["message"] and choice["message"]["content"] is None
     assert choice["finish_reason"] == "function_call"
