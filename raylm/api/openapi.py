@@ -53,6 +53,7 @@ _ERRORS = {
     405: "The path takes other methods.",
     409: "It is in the wrong state for this.",
     413: "The body is longer than the server allows.",
+    424: "A server of tools does not answer as it should.",
     429: "Too much at a time.",
     500: "The engine ended this request, or the server failed.",
     503: "The queue is full, no engine is up or one was lost.",
