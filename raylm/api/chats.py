@@ -15,7 +15,8 @@ def opened_chat(model: ServedModel, chat: Chat, asked: Asking) -> tuple[OpenedCh
     given = asked.structure
     chat = chat._replace(structure=None if given is None else given.structure)
     opened = open_chat(model.text, model.ability.format, chat, asked.wanted.params)
-    param = "tools" if given is None else given.param
+    own = "functions" if chat.tools.legacy else "tools"
+    param = own if given is None else given.param
     structure = None if opened.structure is None else Asked(opened.structure, param)
     if structure is not None:
         # What cannot go with a structure is refused before that costs a compilation.

@@ -69,7 +69,7 @@ async def test_functions_are_answered_in_their_older_form() -> None:
     server = server_of(CALL)
     grammars = with_grammars(server)
     choice = (await server.chat(messages=HI, functions=[function])).json()["choices"][0]
-    assert [(structure.kind, param) for structure, param in grammars.asked] == [("tool_calls", "tools")]
+    assert [(structure.kind, param) for structure, param in grammars.asked] == [("tool_calls", "functions")]
     assert json.loads(choice["message"]["function_call"]["arguments"]) == {"a": 1, "b": 2}
     assert "tool_calls" not in choice["message"] and choice["message"]["content"] is None
     assert choice["finish_reason"] == "function_call"
