@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
@@ -179,7 +180,8 @@ def _failures(route: Described, about: About, answers: Mapping[int, Json]) -> Js
 
 
 def _failure(status: int, schema: Json) -> Json:
-    made: Json = {"description": _ERRORS[status], "content": {"application/json": {"schema": schema}}}
+    described = _ERRORS.get(status, HTTPStatus(status).phrase)
+    made: Json = {"description": described, "content": {"application/json": {"schema": schema}}}
     if status in _HEADERS:
         name, description = _HEADERS[status]
         made["headers"] = {name: {"schema": {"type": "string"}, "description": description}}
