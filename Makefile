@@ -20,7 +20,7 @@ STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
 TESTS   = $(BIN)/python -m pytest --require-demo
 SERVERS = tests/serving tests/clients tests/examples tests/batch tests/helm
 
-.PHONY: serve client test test-servers test-engine test-page clients nightly vllm-parsers lint check ext clean
+.PHONY: serve client test test-servers test-engine test-page clients contract nightly vllm-parsers lint check ext clean
 
 serve: $(VENV)/.serve
 	$(BIN)/raylm serve deployments/llm.yaml
@@ -50,6 +50,10 @@ test-page: $(VENV)/.dev
 # An environment beside the other: these packages want an older openai. Tests of a missing one would be skipped.
 clients: $(VENV)-clients/.clients
 	$(VENV)-clients/bin/python -m pytest --require-demo tests/clients
+
+# Random requests of the OpenAPI document: 2,000 instead of a few.
+contract: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/contract --contract-examples 2000
 
 # The scheduler's random histories, 10,000 of each kind instead of 120: an hour or so.
 nightly: $(VENV)/.dev

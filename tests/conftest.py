@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hostile-requests", type=int, default=10_000, help="requests of tests/serving/test_hostile.py")
     parser.addoption("--hostile-seed", type=int, help="their seed, which is random otherwise and in the log")
     parser.addoption("--require-browser", action="store_true", help="tests of the page fail without a Chromium")
+    parser.addoption("--contract-examples", type=int, default=100, help="requests of tests/contract, of all operations")
     parser.addoption("--require-demo", action="store_true", help="tests of the demo model fail without it")
 
 
