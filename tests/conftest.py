@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
+from tempfile import mkdtemp
 
 import pytest
 from hypothesis import Phase, settings
@@ -23,6 +26,10 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 # Serve gives up a proxy that takes over three times 5 s to start, as one does on two cores that compute meanwhile.
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+
+# Servers keep responses in the user's state folder: here in one of the session's own.
+os.environ["XDG_STATE_HOME"] = mkdtemp(prefix="raylm-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 settings.register_profile("ci", max_examples=120, deadline=None)
 settings.register_profile("nightly", max_examples=10_000, deadline=None)
