@@ -96,7 +96,7 @@ def operations(
         Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe, models_api.ABOUT_ONE),
         *_tokenising(Tokenising(models, config, preparation)),
         *_rendering(Rendering(chat, completions, preparation)),
-        *_aborting(Aborting(requests, config)),
+        *_aborting(Aborting(requests, config, preparation)),
         Operation("GET", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
         Operation("POST", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
         generating("/invocations", sagemaker.parse, sagemaker_api.ABOUT_INVOCATIONS),
@@ -116,7 +116,7 @@ def _messages(models: Models, config: HttpConfig, preparation: Preparation, answ
 
 
 def _ollama(models: Models, config: HttpConfig, preparation: Preparation, answering: Answering) -> list[Operation]:
-    reads, ollama = OllamaModels(models, config), Ollama(models, config)
+    reads, ollama = OllamaModels(models, config, preparation), Ollama(models, config)
     chat = partial(ollama_answer, preparation, answering, ollama.chat)
     generates = partial(ollama_answer, preparation, answering, ollama.generate)
     done: list[tuple[str, str, Run, About]] = [

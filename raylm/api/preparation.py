@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from raylm.api.answering import Draft
 from raylm.api.call import Call
 from raylm.api.errors import HttpError
 from raylm.api.params import Asking, PromptForm
@@ -19,6 +18,9 @@ from raylm.generation.quote import MAX_VALUE_CHARS
 from raylm.generation.served_model import ModelCatalog, ServedModel
 from raylm.text.tokenizer import TooManyTokens
 from raylm.text.truncation import MAX_TOKENS as MAX_TRUNCATED
+
+if TYPE_CHECKING:
+    from raylm.api.answering import Draft
 
 Result = TypeVar("Result")
 START_RETRY_S = 5.0

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast
 from raylm.api.about import CALLED, About
 from raylm.api.call import Call
 from raylm.api.parser import parse_plain
+from raylm.api.preparation import Preparation
 from raylm.api.protocol import Body
 from raylm.config.serving import HttpConfig
 from raylm.errors import RequestRejected
@@ -91,12 +92,13 @@ ABOUT = About(
 class Aborting:
     """POST /v1/abort, and vLLM's and SGLang's paths for it."""
 
-    def __init__(self, requests: RunningRequests, config: HttpConfig) -> None:
+    def __init__(self, requests: RunningRequests, config: HttpConfig, preparation: Preparation) -> None:
         self._requests = requests
         self._config = config
+        self._preparation = preparation
 
     async def abort(self, call: Call) -> bytes:
-        request = parse_plain(AbortRequest, call.body, self._config)
+        request = await self._preparation.read(call, self._read)
         if request.abort_all:
             # vLLM and SGLang end every client's requests then.
             raise RequestRejected(
@@ -109,3 +111,6 @@ class Aborting:
             raise RequestRejected("request_ids must name at least one request", param="request_ids")
         tenant = call.identity.tenant
         return msgspec.json.encode(Aborted([name for name in names if self._requests.abort(tenant, name)]))
+
+    def _read(self, call: Call) -> AbortRequest:
+        return parse_plain(AbortRequest, call.body, self._config)

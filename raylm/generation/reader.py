@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from raylm.generation.choices import ChoiceDelta
-from raylm.generation.pieces import CallBegin, Piece
+from raylm.generation.pieces import CallBegin, Piece, Reasoning
 
 
 class PieceReader(Protocol):
@@ -50,5 +50,15 @@ class ChoiceReader:
         """The delta with its pieces."""
         was_reasoning = self._pieces.in_reasoning
         pieces, reason = self.pieces(delta.text, delta.finish_reason)
-        num_reasoning = delta.num_tokens if was_reasoning and self._pieces.in_reasoning else 0
+        num_reasoning = delta.num_tokens
+        if not (was_reasoning and self._pieces.in_reasoning):
+            num_reasoning = _share(delta, sum(len(piece.text) for piece in pieces if isinstance(piece, Reasoning)))
         return delta._replace(pieces=tuple(pieces), finish_reason=reason, num_reasoning=num_reasoning)
+
+
+def _share(delta: ChoiceDelta, num_chars: int) -> int:
+    """How many of a delta's tokens so many characters of its text are, about: where reasoning begins or ends in it.
+    A delta has many tokens where its reader was behind."""
+    if delta.num_tokens < 2 or not num_chars:
+        return 0
+    return min(delta.num_tokens, round(delta.num_tokens * num_chars / max(1, len(delta.text))))

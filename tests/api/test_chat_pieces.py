@@ -44,6 +44,14 @@ async def test_an_answer_has_reasoning_text_and_calls() -> None:
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
+async def test_reasoning_is_counted_in_a_delta_that_holds_all() -> None:
+    """So it comes where the reader was behind: the engine's deltas of a sequence are merged then."""
+    server = Server(*said(TEXT, size=len(TEXT)), template=TEMPLATE, max_model_len=2000)
+    usage = (await server.chat(messages=HI, tools=TOOLS)).json()["usage"]
+    # A token is a byte here.
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len("I add.")
+
+
 async def test_a_stream_has_the_same() -> None:
     async with client_of(server_of(TEXT)) as client:
         stream = await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, stream=True)  # type: ignore

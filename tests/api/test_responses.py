@@ -351,6 +351,12 @@ async def test_what_is_wrong_or_not_supported_is_named(fields, param):
     assert server.generator.requests == []
 
 
+@pytest.mark.parametrize("given", [{"store": True}, {"background": True}, {"previous_response_id": ""}])
+async def test_without_a_store_nothing_that_needs_one_is_taken(given: dict[str, Any]):
+    response = await server_of(*said("x")).http.post("/v1/responses", json={"model": "tiny", "input": "hi", **given})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, *given)
+
+
 async def test_without_a_store_there_is_no_response_to_fetch():
     client = client_of(server_of(*said("ok")))
     with pytest.raises(openai.NotFoundError, match="Response with id 'resp_1' not found"):

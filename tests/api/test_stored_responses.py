@@ -7,13 +7,14 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from raylm.api.responses import keeper, service, store
+from raylm.api.responses import background, keeper, service, store
+from raylm.api.responses.faults import StoreUnavailable
 from raylm.config.responses import ResponsesConfig
 from raylm.errors import Overloaded, ServerStopped
 from tests.support.openai_fakes import ByteText, RawClient, Server, said
@@ -313,3 +314,53 @@ async def test_a_response_that_no_engine_takes_waits_for_one(cluster):
     await until(lambda: len(alive.generator.requests) > 2)
     alive.generator.script = said("Hello again.")
     assert (await ended(client_of(alive), created.id)).output_text == "Hello again."
+
+
+class SlowStore:
+    """Takes events when it is let, and fails as often as it is told to."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.asked = 0
+        self.rows: list[tuple[int, int, bytes]] = []
+        self.may_go_on = asyncio.Event()
+        self._failures = failures
+
+    async def publish(self, response_id: str, first: int, last: int, data: bytes) -> bool:
+        self.asked += 1
+        await self.may_go_on.wait()
+        if self.asked <= self._failures:
+            raise StoreUnavailable("not now")
+        self.rows.append((first, last, data))
+        return True
+
+
+async def test_events_are_published_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "PUBLISH_EVERY_S", 0.0)
+    store = SlowStore()
+    publisher = background.Publisher(cast(Any, store), "resp_1")
+    publisher.add(b"a\n\n")
+    await until(lambda: store.asked == 1)
+    publisher.add(b"b\n\nc\n\n")
+    last = asyncio.create_task(publisher.flush())
+    await asyncio.sleep(0)
+    assert store.asked == 1, "the end of a response must wait for what is on its way"
+    store.may_go_on.set()
+    await last
+    await publisher.aclose()
+    assert store.rows == [(0, 0, b"a\n\n"), (1, 2, b"b\n\nc\n\n")]
+
+
+async def test_events_that_the_store_did_not_take_are_published_later(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "PUBLISH_EVERY_S", 0.0)
+    store = SlowStore(failures=2)
+    store.may_go_on.set()
+    publisher = background.Publisher(cast(Any, store), "resp_1")
+    publisher.add(b"a\n\n")
+    await until(lambda: store.asked >= 2)
+    assert publisher.has_published, "the store may have taken it all the same"
+    publisher.add(b"b\n\n")
+    await until(lambda: bool(store.rows))
+    await publisher.flush()
+    await publisher.aclose()
+    assert b"".join(data for _, _, data in store.rows) == b"a\n\nb\n\n"
+    assert (store.rows[0][0], store.rows[-1][1]) == (0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from raylm.api import running_requests
+from raylm.api.ollama import models as ollama_models
 from raylm.api.parser import parse
 from raylm.api.protocol import ChatRequest, CompletionRequest
 from raylm.config.serving import HttpConfig
@@ -133,6 +136,25 @@ async def test_an_attack_is_refused_and_holds_nobody(
     assert len(response.content) < 3000
     if not (strict and "field" in name):
         assert part in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "reads"),
+    [("/v1/abort", running_requests, "parse_plain"), ("/api/show", ollama_models, "read_fields")],
+)
+async def test_a_large_body_is_read_aside(path: str, module: Any, reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    read = getattr(module, reads)
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(module, reads, noted)
+    body = json.dumps({"rid": "x" * 100_000, "name": "tiny"}).encode()
+    await Server(ended(), strict=False).http.post(path, content=body)
+    (thread,) = threads
+    assert thread is not threading.current_thread()
 
 
 async def test_other_tasks_go_on_while_a_long_prompt_becomes_tokens(smollm: TextProcessor) -> None:

@@ -12,7 +12,7 @@ from raylm.api.about import ON_MODEL, About
 from raylm.api.call import Call
 from raylm.api.ollama.encoder import timestamp
 from raylm.api.parser import read_fields, validated
-from raylm.api.preparation import Models
+from raylm.api.preparation import Models, Preparation
 from raylm.config.serving import HttpConfig
 from raylm.errors import RequestRejected
 from raylm.generation.served_model import ServedModel
@@ -104,9 +104,10 @@ ABOUT_VERSION = About("The version of Ollama whose API this is.", "Ollama", answ
 class OllamaModels:
     """The models as Ollama's clients read them."""
 
-    def __init__(self, models: Models, config: HttpConfig) -> None:
+    def __init__(self, models: Models, config: HttpConfig, preparation: Preparation) -> None:
         self._models = models
         self._config = config
+        self._preparation = preparation
 
     async def tags(self, call: Call) -> bytes:
         found = [Tag(model.name, model.name, _modified(model), _digest(model)) for model in self._models.all()]
@@ -121,12 +122,15 @@ class OllamaModels:
         return msgspec.json.encode(Processes(found))
 
     async def show(self, call: Call) -> bytes:
-        data = read_fields(call.body, self._config, ShowRequest.model_fields.keys() | {"system", "options"})
-        request = validated(ShowRequest, data)
+        request = await self._preparation.read(call, self._read)
         name = request.model or request.name
         if name is None:
             raise RequestRejected("model is required", param="model", code="missing_field")
         return msgspec.json.encode(_shown(named(self._models, name)))
+
+    def _read(self, call: Call) -> ShowRequest:
+        data = read_fields(call.body, self._config, ShowRequest.model_fields.keys() | {"system", "options"})
+        return validated(ShowRequest, data)
 
     async def version(self, call: Call) -> bytes:
         return msgspec.json.encode(Version(VERSION))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from raylm.api.call import Events
@@ -12,6 +12,7 @@ from raylm.api.responses.leases import LIVE
 from raylm.api.responses.records import Published
 from raylm.api.responses.running import ResponseRun
 from raylm.api.responses.wire import encode
+from raylm.errors import RaylmError
 
 if TYPE_CHECKING:
     from raylm.api.responses.store import ResponseStore
@@ -29,23 +30,32 @@ class Publisher:
         self._id = response_id
         self._events: list[bytes] = []
         self._first = 0
+        self._has_begun = False
+        self._turn = asyncio.Lock()
+        """Rows are published one after the other: who follows skips what comes behind a later one."""
         self._task = asyncio.create_task(self._publish())
 
     @property
     def has_published(self) -> bool:
-        return self._first > 0
+        """Or may have: somebody may have seen something of the response."""
+        return self._has_begun
 
     def add(self, told: bytes) -> None:
         """Events, whole."""
         self._events.append(told)
 
     async def flush(self) -> None:
-        if not self._events:
-            return
-        data = b"".join(self._events)
-        self._events.clear()
-        first, self._first = self._first, self._first + data.count(_END)
-        await self._store.publish(self._id, first, self._first - 1, data)
+        async with self._turn:
+            if not self._events:
+                return
+            self._has_begun = True
+            count = len(self._events)
+            data = b"".join(self._events)
+            behind = self._first + data.count(_END)
+            await self._store.publish(self._id, self._first, behind - 1, data)
+            # What the store did not take is kept for the next time.
+            del self._events[:count]
+            self._first = behind
 
     async def aclose(self) -> None:
         self._task.cancel()
@@ -54,7 +64,9 @@ class Publisher:
     async def _publish(self) -> None:
         while True:
             await asyncio.sleep(PUBLISH_EVERY_S)
-            await self.flush()
+            # The store has logged what fails; the next time may go well, and the last one says if it does not.
+            with suppress(RaylmError):
+                await self.flush()
 
 
 _END = b"\n\n"

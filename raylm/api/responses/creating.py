@@ -68,7 +68,7 @@ class Creation:
         if self._keeper is not None:
             return fields.store is not False
         for name in ("store", "background", "previous_response_id"):
-            if getattr(fields, name):
+            if getattr(fields, name) not in (None, False):
                 raise RequestRejected(
                     f"{name} is not possible: this server stores no responses (responses.enabled)",
                     param=name,
