@@ -12,7 +12,7 @@ def as_object(arguments: str) -> msgspec.Raw:
     try:
         # Values stay the bytes that they are: numbers of any length too.
         return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(arguments or "{}", type=dict[str, msgspec.Raw])))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         pass
     try:
         given = from_json(arguments, allow_partial="trailing-strings")

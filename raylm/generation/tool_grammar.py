@@ -27,8 +27,8 @@ def tool_structure(
     """What must be enforced of the answer, for a GrammarCompiler; None where nothing must.
 
     With the choice "required" the answer is calls, with "named" one call of that tool. With "auto" it is free text; if
-    a tool is strict or only one call is allowed, what begins a call must go on as one. `answer` is the structure that
-    the request wants of an answer without calls: with "auto" the answer is then either.
+    a tool is strict, or only one call or some of the tools are allowed, what begins a call must go on as one of these.
+    `answer` is the structure that the request wants of an answer without calls: with "auto" the answer is then either.
 
     end_of_thinking: the token ids of the mark that ends the thinking, where the prompt has begun it.
 
@@ -40,7 +40,8 @@ def tool_structure(
         return answer
     is_forced = kind in ("required", "named")
     # The older fields allow one call at most, with models too whose format is not known.
-    is_bound = any(tool.strict for tool in tools) or not (use.choice.parallel or form.calls is None)
+    is_less = not use.choice.parallel or len(tools) < len(use.tools)
+    is_bound = any(tool.strict for tool in tools) or (is_less and form.calls is not None)
     if not is_forced and answer is None and not is_bound:
         return None
     if form.calls is None:

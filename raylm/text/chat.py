@@ -165,7 +165,12 @@ class _Template:
     def run(self, variables: Mapping[str, object]) -> str:
         sandbox = self._compiled()
         try:
-            return sandbox.run(variables, self._limits)
+            text = sandbox.run(variables, self._limits)
+            # No tokenizer takes a lone surrogate, which escapes in JSON's or the template's own strings can write.
+            text.encode()
+            return text
+        except UnicodeEncodeError as error:
+            raise self._rejected(f"writes no text: half of a pair of surrogates at character {error.start}") from None
         except jinja2.TemplateError as error:
             raise self._rejected(f"refuses these messages: {error}") from None
         except TooMuch as error:

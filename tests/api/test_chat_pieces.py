@@ -89,6 +89,18 @@ async def test_without_tools_a_call_is_text(fields: dict[str, Any]) -> None:
     assert message["content"] == CALL and "tool_calls" not in message
 
 
+async def test_arguments_that_are_no_text_are_refused() -> None:
+    function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
+    calls = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    template = ChatTemplate("{% for m in messages %}{{ m.tool_calls | default([]) | tojson }}{% endfor %}", {})
+    response = await Server(*said("x"), template=template).chat(messages=[*HI, calls])
+    assert response.status_code == 400 and "surrogates" in response.json()["error"]["message"]
+
+
 async def test_reasoning_is_left_in_the_text_or_out_of_the_answer() -> None:
     text = "<think>why</think>yes"
     whole = (await server_of(text).chat(messages=HI, separate_reasoning=False)).json()["choices"][0]["message"]

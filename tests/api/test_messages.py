@@ -332,3 +332,10 @@ async def test_a_silent_stream_sends_pings() -> None:
     client.gone.set()
     await client.task
     assert server.generator.live == 0
+
+
+async def test_arguments_nested_too_deeply_are_an_empty_object() -> None:
+    deep = '{"a": ' + "[" * 2000 + "]" * 2000 + "}"
+    server = saying(f'<tool_call>\n{{"name": "add", "arguments": {deep}}}\n</tool_call>', size=100, max_model_len=9000)
+    (block,) = (await post(server, tools=TOOLS)).json()["content"]
+    assert (block["type"], block["input"]) == ("tool_use", {})

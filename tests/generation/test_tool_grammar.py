@@ -208,6 +208,15 @@ def test_one_call_at_most_among_free_text(calls: CallFormat) -> None:
     assert takes(grammar, "<|channel|>final<|message|>No." if calls.style == "harmony" else "No.")
 
 
+@every_format
+def test_only_allowed_tools_are_called_among_free_text(calls: CallFormat) -> None:
+    asked = replace(use("auto", GET, replace(CLOCK, strict=False)), callable_names=("get",))
+    grammar = compiled(structure(asked, form_of(calls)))
+    assert takes(grammar, written(calls, "get", {"ratio": 0.5}))
+    assert not takes(grammar, written(calls, "clock", {}))
+    assert tool_structure(asked, ModelFormat()) is None, "where no calls are read none can be wrong"
+
+
 BROKEN = {"type": "object", "properties": {"a": {"type": "string", "contentFoo": 1}}, "required": ["a"]}
 
 

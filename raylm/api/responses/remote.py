@@ -121,7 +121,7 @@ class RemoteTools:
         """What a call gives: its output, or why there is none."""
         try:
             given = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return None, f"The arguments are no JSON: {error}"
         if not isinstance(given, dict):
             return None, "The arguments are no JSON object"
