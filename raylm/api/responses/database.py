@@ -132,7 +132,7 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
 
 def _postgres(url: URL) -> tuple[AsyncEngine, str]:
     if find_spec("psycopg") is None:
-        logger.error("the responses store is in PostgreSQL, which needs the extra: pip install 'raylm[postgres]'")
+        logger.error("the responses store is in PostgreSQL, which needs the extra: pip install -e '.[postgres]'")
         raise StoreUnavailable("The responses store cannot be opened; the server's log says why")
     engine = create_async_engine(
         url.set(drivername="postgresql+psycopg"),

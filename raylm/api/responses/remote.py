@@ -139,7 +139,7 @@ class RemoteTools:
     async def _ask(self, label: str, work: Callable[[Client], Awaitable[Result]]) -> Result:
         """Connect to a server, ask, and leave. Raises _NoAnswer."""
         if find_spec("mcp") is None:
-            logger.error("MCP servers need the extra: pip install 'raylm[mcp]'")
+            logger.error("MCP servers need the extra: pip install -e '.[mcp]'")
             raise _NoAnswer("the server has no MCP client")
         from raylm.api.responses.remote_http import connected
 
@@ -153,18 +153,33 @@ class RemoteTools:
         except Exception as error:
             why = _reason(error)
             logger.warning("the MCP server %s failed: %s", label, why)
-            raise _NoAnswer(why) from None
+            # What a server says of itself is for the client; addresses and files of this one are not.
+            raise _NoAnswer(why if _is_said(error) else "it failed; this server's log says how") from None
 
 
 class _NoAnswer(Exception):
     """A server did not answer as it should."""
 
 
-def _reason(error: BaseException) -> str:
+def _cause(error: BaseException) -> BaseException:
     """The innermost cause: the client runs in groups of tasks, whose errors come wrapped."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
-    return " ".join(str(error).split()) or type(error).__name__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    cause = _cause(error)
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def _is_said(error: BaseException) -> bool:
+    """Whether the error is the MCP server's own answer, or that the answer is too large."""
+    from mcp import MCPError
+
+    from raylm.api.responses.remote_http import TooLarge
+
+    return isinstance(_cause(error), MCPError | TooLarge)
 
 
 def _listed(tool: Mapping[str, object]) -> Item:

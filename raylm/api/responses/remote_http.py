@@ -24,6 +24,10 @@ async def connected(url: str, headers: Mapping[str, str], config: McpConfig) -> 
             yield client
 
 
+class TooLarge(httpx2.ReadError):
+    """An answer is longer than McpConfig allows."""
+
+
 class _Bounded(httpx2.AsyncBaseTransport):
     """Ends an answer that is too long."""
 
@@ -51,7 +55,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         async for part in self._inner:
             count += len(part)
             if count > self._max_bytes:
-                raise httpx2.ReadError(f"the answer has more than {self._max_bytes} bytes")
+                raise TooLarge(f"the answer has more than {self._max_bytes} bytes")
             yield part
 
     async def aclose(self) -> None:
