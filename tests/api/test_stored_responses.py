@@ -246,8 +246,9 @@ async def test_events_of_a_background_response_are_read_from_any_number_on(clust
         later = await client_of(two).responses.retrieve(response_id, stream=True, starting_after=after)
         assert [event async for event in later] == events[after + 1 :]
     assert (await client_of(two).responses.retrieve(response_id)).output_text == "Hello, you."
-    wrong = await two.http.get(f"/v1/responses/{response_id}?stream=true&starting_after=x")
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "starting_after")
+    for query, param in (("stream=true&starting_after=x", "starting_after"), ("stream=maybe", "stream")):
+        wrong = await two.http.get(f"/v1/responses/{response_id}?{query}")
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
 
 
 async def test_a_response_whose_ingress_died_is_run_again(cluster):

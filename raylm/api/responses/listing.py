@@ -1,4 +1,4 @@
-"""Pages of input items."""
+"""Pages of input items, and what else stands in the queries of responses' URLs."""
 
 from __future__ import annotations
 
@@ -49,3 +49,11 @@ def integer(query: Mapping[str, str], name: str, default: int, least: int, most:
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
         raise RequestRejected(f"{name} must be an integer from {least} to {most}, got {quote(text)}", param=name)
     return int(text)
+
+
+def flag(query: Mapping[str, str], name: str) -> bool:
+    """Whether a URL's query asks for something; not given, it does not. Raises RequestRejected."""
+    text = query.get(name, "false")
+    if text not in ("true", "false", "1", "0"):
+        raise RequestRejected(f"{name} must be true or false, got {quote(text)}", param=name)
+    return text in ("true", "1")

@@ -70,11 +70,12 @@ class Responses:
     async def retrieve(self, call: Call) -> bytes | Events:
         """GET /v1/responses/{id}; with stream=true the events of one that was created so, in the background."""
         response_id, tenant = call.path["response"], call.identity.tenant
+        streams = listing.flag(call.query, "stream")
         store = await self._store(response_id)
         found = await store.get(tenant, response_id)
         if found is None:
             raise not_found(response_id, "response_id")
-        if call.query.get("stream") not in ("true", "1"):
+        if not streams:
             return await self._preparation.work(len(found.body), partial(with_status, found.body, found.status))
         after = listing.integer(call.query, "starting_after", -1, 0, 2**31 - 1)
         if not (found.background and found.streamed):
