@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import stat
@@ -324,6 +325,23 @@ async def test_a_file_that_is_no_database_is_a_clear_error(tmp_path, caplog):
     with pytest.raises(StoreUnavailable, match="The responses store cannot be opened"):
         await ResponseStore.open(ResponsesConfig(url=f"sqlite:///{tmp_path}/responses.db"), "one")
     assert "file is not a database" in caplog.text
+
+
+async def test_a_caller_that_is_cancelled_loses_no_connection(place):
+    """One that is lost warns when it is collected, and warnings are errors."""
+    store = await place.store()
+    for turns in range(0, 60, 3):
+        task = asyncio.create_task(store.begin(new(f"resp_{turns}")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await store.close()
+    gc.collect()
+    again = await place.store("two")
+    # A task that had not begun stored nothing; the others stored all of theirs.
+    assert [await again.get("acme", f"resp_{turns}") is not None for turns in range(3, 60, 3)] == [True] * 19
+    assert await charged(again) == await count(again, RESPONSES) * 29
 
 
 async def test_a_database_that_goes_away_and_comes_back(postgres_url):

@@ -121,10 +121,12 @@ async def test_a_dead_engine_fails_all_that_live_and_all_that_come():
 
 async def test_sequences_that_are_ended_say_so_and_leave_the_engine():
     params = SamplingParams(max_tokens=50, n=2, ignore_eos=True)
-    async with client() as local:
+    executor = Paused()
+    async with client(executor) as local:
         sequences = local.generate(["a", "b"], [1, 2, 3], params, OPTIONS)
         await sequences.admitted()
         sequences.abort()
+        executor.allowed.release(1000)
         found = {delta.request_id: delta.finish_reason async for delta in sequences}
         assert found == {"a": "abort", "b": "abort"}
         sequences.abort()

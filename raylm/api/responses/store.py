@@ -7,10 +7,12 @@ the owner finds out at its next `renew`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import case, delete, func, insert, literal, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -40,6 +42,26 @@ _STORED = (
 )
 
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def uncut(
+    method: Callable[Concatenate[ResponseStore, Given], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[ResponseStore, Given], Coroutine[Any, Any, Result]]:
+    """The method goes on to its end where its caller is cancelled: a connection that is cut off in a transaction is
+    lost to its pool, and stays open."""
+
+    @wraps(method)
+    async def run(store: ResponseStore, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        task = asyncio.create_task(method(store, *args, **kwargs))
+        store.unfinished.add(task)
+        task.add_done_callback(store.unfinished.discard)
+        return await asyncio.shield(task)
+
+    return run
+
+
 class ResponseStore:
     """Every method may raise StoreUnavailable or StoreFull. Times are seconds since the epoch; the clocks of ingresses
     must agree within a few seconds."""
@@ -52,6 +74,8 @@ class ResponseStore:
         self._config = config
         self._owner = owner
         self._clock = clock
+        self.unfinished: set[asyncio.Task[Any]] = set()
+        """Calls that are under way, their callers gone or not."""
 
     @classmethod
     async def open(
@@ -61,10 +85,12 @@ class ResponseStore:
         return cls(await Database.open(config.database_url()), config, owner, clock=clock)
 
     async def close(self) -> None:
+        await asyncio.gather(*self.unfinished, return_exceptions=True)
         await self._database.close()
 
     # What a client does.
 
+    @uncut
     async def begin(self, new: NewResponse) -> None:
         """Store a response that this ingress runs from now on. Raises TenantFull."""
         now = self._clock()
@@ -82,6 +108,7 @@ class ResponseStore:
             await self._charge(connection, new.tenant, num_bytes)
             await connection.execute(insert(RESPONSES).values(values))
 
+    @uncut
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None where the tenant has no such response (any more)."""
         async with self._database.transaction() as connection:
@@ -89,12 +116,14 @@ class ResponseStore:
             row = rows.one_or_none()
         return None if row is None else StoredResponse._make(row)
 
+    @uncut
     async def delete(self, tenant: str, response_id: str) -> bool:
         """False where the tenant has no such response. One that runs is stopped by its owner."""
         async with self._database.transaction() as connection:
             found = await _delete(connection, *self._seen_by(tenant, response_id))
         return found > 0
 
+    @uncut
     async def cancel(self, tenant: str, response_id: str) -> bool:
         """End a live background response; its owner stops within about RENEW_EVERY_S. False where there is none."""
         condition = (*self._seen_by(tenant, response_id), RESPONSES.c.background, RESPONSES.c.status.in_(LIVE))
@@ -102,6 +131,7 @@ class ResponseStore:
             cancelled = await connection.execute(update(RESPONSES).where(*condition).values(status="cancelled"))
         return cancelled.rowcount > 0
 
+    @uncut
     async def conversation(self, tenant: str, response_id: str, *, max_bytes: int) -> Conversation | None:
         """The response and those that it continues. None where the tenant has no such response."""
         chain = self._chain(tenant, response_id)
@@ -133,12 +163,14 @@ class ResponseStore:
         )
         return chain.union_all(step)
 
+    @uncut
     async def status(self, tenant: str, response_id: str) -> str | None:
         """None where the tenant has no such response (any more)."""
         async with self._database.transaction() as connection:
             found = await connection.scalar(select(RESPONSES.c.status).where(*self._seen_by(tenant, response_id)))
         return None if found is None else str(found)
 
+    @uncut
     async def events(self, response_id: str, *, after: int) -> list[Published]:
         """Published events: the rows that hold any after `after`."""
         wanted = (
@@ -151,6 +183,7 @@ class ResponseStore:
 
     # What the owner of a response does.
 
+    @uncut
     async def publish(self, response_id: str, first: int, last: int, data: bytes) -> bool:
         """Add events of these sequence numbers. False where this ingress no longer owns the live response."""
         change = {"num_events": last + 1, "num_bytes": RESPONSES.c.num_bytes + len(data)}
@@ -163,6 +196,7 @@ class ResponseStore:
             await _add(connection, tenant, len(data))
         return True
 
+    @uncut
     async def write(self, response_id: str, status: str, body: bytes) -> bool:
         """Replace the body. The tenant's limit does not stop it: what was generated is kept.
 
@@ -181,6 +215,7 @@ class ResponseStore:
             await _add(connection, row.tenant, more)
         return True
 
+    @uncut
     async def renew(self, response_ids: Collection[str]) -> set[str]:
         """Renew the leases of these live responses of this ingress, and return the ids of those: others have ended."""
         mine = (
@@ -192,6 +227,7 @@ class ResponseStore:
         async with self._database.transaction() as connection:
             return set(await connection.scalars(lease.returning(RESPONSES.c.id)))
 
+    @uncut
     async def release(self, response_id: str, *, after_s: float = 0.0) -> None:
         """Let another ingress take a live response over, in `after_s` seconds at the earliest. It counts as not tried
         by this one."""
@@ -205,6 +241,7 @@ class ResponseStore:
 
     # What every ingress does now and then.
 
+    @uncut
     async def claim(self, limit: int, models: Collection[str]) -> list[StoredResponse]:
         """Take over live responses whose owner has let its lease end, at most `limit`: those of `models`, and others
         that nobody has taken for UNKNOWN_AFTER_S."""
@@ -219,6 +256,7 @@ class ResponseStore:
         async with self._database.transaction() as connection:
             return [StoredResponse._make(row) for row in await connection.execute(taken)]
 
+    @uncut
     async def purge(self) -> int:
         """Delete expired responses; returns how many."""
         table = RESPONSES.c
