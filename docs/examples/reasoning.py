@@ -2,6 +2,7 @@
 
 python docs/examples/reasoning.py [URL]     URL: http://127.0.0.1:8000/v1 when it is left out
 
+It wants a model that thinks, such as Qwen3; the demo model does not.
 OpenAI's client has no name for the field; it is read as `reasoning_content`, or as `reasoning`. At most
 `thinking_token_budget` tokens are thought; then the model has to answer.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 
 def main(url: str) -> None:
@@ -35,4 +36,7 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1")
+    except BadRequestError as error:
+        sys.exit(error.message)
