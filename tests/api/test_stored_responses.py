@@ -40,6 +40,12 @@ async def running(server: Server) -> AsyncIterator[None]:
         await task
 
 
+async def _buried(server: Server) -> None:
+    """End the tasks of an ingress that counts as dead, and close its connections."""
+    async with running(server):
+        pass
+
+
 class Cluster:
     """Ingresses on one database. One that is not started is an ingress that died: it renews no lease."""
 
@@ -52,6 +58,8 @@ class Cluster:
         server = Server(*script, max_model_len=4096, text=ByteText(), responses=responses, **(http or {}))
         if starts:
             await self._stack.enter_async_context(running(server))
+        else:
+            self._stack.push_async_callback(_buried, server)
         return server
 
     async def __aenter__(self) -> Cluster:
