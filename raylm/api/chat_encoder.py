@@ -31,7 +31,6 @@ class ChatEncoder:
         self._shows_reasoning = shows_reasoning
         self._frame = Frame(reply, "chat.completion.chunk", form)
         self._prompt_ids = job.prompts[0].prompt_ids
-        self._num_choices = job.num_sequences
         self._heads = [f'{self._frame.start}{index},"delta":{{'.encode() for index in range(job.num_sequences)]
 
     def opening(self) -> bytes:
@@ -109,12 +108,13 @@ class ChatEncoder:
         )
 
     def _shown(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        hidden: list[Piece] = []
-        if not self._shows_reasoning:
-            hidden += [piece for piece in pieces if isinstance(piece, Reasoning)]
-        if self._is_legacy:
-            hidden += [piece for piece in pieces if isinstance(piece, CallBegin | CallArguments) and piece.number > 0]
-        return [piece for piece in pieces if piece not in hidden] if hidden else pieces
+        return [piece for piece in pieces if self._shows(piece)]
+
+    def _shows(self, piece: Piece) -> bool:
+        if isinstance(piece, Reasoning):
+            return self._shows_reasoning
+        # `functions` allow one call.
+        return isinstance(piece, Text) or not self._is_legacy or piece.number == 0
 
     def _gained(self, run: list[Piece]) -> bytes:
         """Fields of an event's `delta`, of pieces of one kind."""

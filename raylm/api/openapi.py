@@ -220,7 +220,7 @@ def _sentence(text: str) -> str:
 
 
 def _anything(kind: type) -> Json:
-    """The schema of `object`."""
+    """The schema of `object`; NotImplementedError is how msgspec is told that others have none here."""
     if kind is not object:
         raise NotImplementedError
     return {"description": "Any value."}

@@ -107,6 +107,10 @@ async def test_reasoning_is_left_in_the_text_or_out_of_the_answer() -> None:
     assert whole["content"] == text and "reasoning" not in whole
     without = (await server_of(text).chat(messages=HI, include_reasoning=False)).json()["choices"][0]["message"]
     assert without["content"] == "yes" and "reasoning" not in without
+    # Pieces of two kinds with one text, in one delta of a stream.
+    server = Server(*said("<think>yes</think>yes", size=100), template=TEMPLATE, max_model_len=2000)
+    events = sse(await server.chat(messages=HI, include_reasoning=False, stream=True))
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "yes"
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from jsonschema import validate
 
-from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
+from raylm import LLM, SamplingParams, StructuredOutput
 from raylm.errors import RequestRejected
+from tests.llm.loading import load
 from tests.support import checkpoints
 
 SCHEMA = {
@@ -43,21 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.llama(tmp_path_factory.mktemp("llama"))
 
 
-def load(folder: Path, changes: dict[str, Any]) -> LLM:
-    settings: dict[str, Any] = {
-        "model": {"path": str(folder), "max_model_len": 160},
-        "cache": {"block_size": 4, "num_blocks": 400},
-        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
-        "runtime": {"device": "cpu"},
-    }
-    for section, values in changes.items():
-        settings[section] = {**settings.get(section, {}), **values}
-    return LLM(EngineConfig.model_validate(settings), progress=False)
-
-
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    made = load(folder, {})
+    made = load(folder, {}, max_model_len=160)
     yield made
     made.close()
 
@@ -79,7 +68,7 @@ def expected(llm: LLM) -> list[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_documents_are_the_same_in_every_engine(folder: Path, expected: list[Any], name: str) -> None:
-    llm = load(folder, ENGINES[name])
+    llm = load(folder, ENGINES[name], max_model_len=160)
     try:
         assert answers(llm, replace(HOT, n=2)) == expected
     finally:
@@ -90,7 +79,7 @@ def test_documents_are_the_same_in_every_engine(folder: Path, expected: list[Any
 def test_what_a_grammar_forces_is_verified_several_tokens_a_step(folder: Path, plans: int) -> None:
     text = "the longest of all words, which nobody can choose otherwise, " * 2
     params = replace(HOT, structure=StructuredOutput("choice", json.dumps([text])), max_tokens=130)
-    llm = load(folder, {"speculation": {"method": "grammar"}, "runtime": {"plans_in_flight": plans}})
+    llm = load(folder, {"speculation": {"method": "grammar"}, "runtime": {"plans_in_flight": plans}}, max_model_len=160)
     try:
         assert all(reason == "stop" and found == text for ((found, reason),) in answers(llm, params))
         drafts = llm._engine.stats().drafts

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
+from raylm import LLM, SamplingParams, StructuredOutput
 from raylm.core.thinking import ThinkingSection
+from tests.llm.loading import load
 from tests.support import checkpoints
 from tests.support.thinking_walk import forced_token
 
@@ -41,21 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.llama(tmp_path_factory.mktemp("llama"))
 
 
-def load(folder: Path, changes: dict[str, Any]) -> LLM:
-    settings: dict[str, Any] = {
-        "model": {"path": str(folder), "max_model_len": 100},
-        "cache": {"block_size": 4, "num_blocks": 400},
-        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
-        "runtime": {"device": "cpu"},
-    }
-    for section, values in changes.items():
-        settings[section] = {**settings.get(section, {}), **values}
-    return LLM(EngineConfig.model_validate(settings), progress=False)
-
-
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    made = load(folder, {})
+    made = load(folder, {}, max_model_len=100)
     yield made
     made.close()
 
@@ -79,7 +68,7 @@ def test_each_section_ends_with_its_budget(llm: LLM) -> None:
 
 @pytest.mark.parametrize("changes", ENGINES.values(), ids=ENGINES)
 def test_no_feature_changes_a_token(llm: LLM, folder: Path, changes: dict[str, Any]) -> None:
-    other = load(folder, changes)
+    other = load(folder, changes, max_model_len=100)
     assert tokens(other) == tokens(llm)
     if "cache" in changes and "num_blocks" in changes["cache"]:
         assert other._engine.stats().num_preemptions > 0, "the test is meant to preempt"
@@ -88,7 +77,7 @@ def test_no_feature_changes_a_token(llm: LLM, folder: Path, changes: dict[str, A
 
 @pytest.mark.parametrize("changes", [{}, ENGINES["drafts"], {"speculation": {"method": "grammar"}}], ids=str)
 def test_a_grammar_begins_behind_the_forced_end(folder: Path, changes: dict[str, Any]) -> None:
-    llm = load(folder, changes)
+    llm = load(folder, changes, max_model_len=100)
     form = StructuredOutput("choice", '["ab", "cd"]', END)
     asked = replace(HOT, structure=form, ignore_eos=False, max_tokens=40, n=1, logit_bias={checkpoints.EOS: -100})
     for (output,) in (one.outputs for one in llm.generate(PROMPTS, asked, progress=False)):

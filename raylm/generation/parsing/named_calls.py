@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 
 from raylm.generation.parsing import json_text
 from raylm.generation.parsing.formats import CallFormat
@@ -48,7 +49,7 @@ class MistralCalls:
         return (yield from json_text.container(tape, self._sink.arguments, self._ends))
 
 
-class MarkedCalls:
+class MarkedCalls(ABC):
     """Calls each between marks of its own, all within one more pair; a subclass reads what a call begins with."""
 
     def __init__(self, form: CallFormat, tape: Tape, sink: Sink) -> None:
@@ -80,9 +81,9 @@ class MarkedCalls:
                 return False
             began = False
 
+    @abstractmethod
     def _header(self) -> Waiting[bool]:
-        """Reads up to the arguments and begins the call."""
-        raise NotImplementedError
+        """Reads up to the arguments and begins the call. False when what followed is no call."""
 
 
 class DeepSeekCalls(MarkedCalls):
