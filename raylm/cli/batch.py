@@ -47,7 +47,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from raylm.batch.cluster import is_local
-    from raylm.serving.keeper import fork_keeper
+    from raylm.serving.program.keeper import fork_keeper
 
     # A cluster of the command's own must end with it, also by kill -9; and a fork comes before any thread.
     if is_local(args.address) and (code := fork_keeper()) is not None:

@@ -222,7 +222,7 @@ def _threads(wanted: int | None) -> Choice:
 
 def _is_serve_config(target: str) -> bool:
     from raylm.config.base import read_yaml
-    from raylm.serving.serve_file import is_serve_file
+    from raylm.serving.program.serve_file import is_serve_file
 
     return is_config_file(target) and is_serve_file(read_yaml(target))
 
@@ -231,7 +231,7 @@ def _examine_application(path: str, findings: Findings) -> None:
     """Check a Serve config file and every model in it."""
     from raylm.config.application import load_ingress, load_model
     from raylm.config.files import INGRESS_PATH, MODEL_PATH
-    from raylm.serving.serve_file import serve_config
+    from raylm.serving.program.serve_file import serve_config
 
     findings.config = serve_config(path, host=None, port=None)
     for application in findings.config["applications"]:

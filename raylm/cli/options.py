@@ -66,7 +66,7 @@ def api_key(args: argparse.Namespace) -> str | None:
     none."""
     if args.api_key_file is None:
         return args.api_key or os.environ.get("OPENAI_API_KEY") or None
-    from raylm.serving.keys import read_keys
+    from raylm.serving.identity.keys import read_keys
 
     return read_keys(args.api_key_file, field="--api-key-file")[0]
 

@@ -37,13 +37,13 @@ class _NoKeyHere(argparse.Action):
 
 def run(args: argparse.Namespace) -> int:
     from raylm.serving.front.install import make_folder
-    from raylm.serving.keeper import fork_keeper
+    from raylm.serving.program.keeper import fork_keeper
 
     folder = make_folder()
     try:
         if (code := fork_keeper()) is not None:
             return code
-        from raylm.serving.run import serve_command
+        from raylm.serving.program.run import serve_command
 
         serve_command(
             args.target,

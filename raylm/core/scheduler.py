@@ -16,8 +16,9 @@ from typing import NamedTuple
 from raylm.config.resolve import ResolvedScheduler
 from raylm.core.admission import Admission
 from raylm.core.beam import Beams, TextEnds
-from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Drafter, Proposal
+from raylm.core.drafting import NOTHING_DRAFTED, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
+from raylm.core.load import Load
 from raylm.core.pacing import PrefillPacer, StepTimer
 from raylm.core.plan import PlanBuilder
 from raylm.core.policies import make_policy
@@ -30,22 +31,6 @@ _WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted, so that the running ones can grow for a while."""
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")
-
-
-class SchedulerStats(NamedTuple):
-    """What runs and what waits, for metrics and autoscaling."""
-
-    running: int
-    waiting: int
-    kv_usage: float
-    num_preemptions: int
-    num_swaps: int = 0
-    """Preemptions whose blocks went to the host."""
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    """Prompt tokens looked up in the prefix cache, and found there."""
-    waiting_tokens: int = 0
-    drafts: DraftCounters = NOTHING_DRAFTED
 
 
 class _InFlight(NamedTuple):
@@ -112,8 +97,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests) or bool(self._in_flight)
 
-    def stats(self) -> SchedulerStats:
-        return SchedulerStats(
+    def stats(self) -> Load:
+        return Load(
             len(self._running),
             len(self._requests) - len(self._running),
             self._cache.usage,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylm import log
 from raylm.config.engine import EngineConfig
+from raylm.core.load import Load
 from raylm.core.step import ModelInfo
 from raylm.engine.factory import engine_over, ray_executor
-from raylm.engine.messages import Load
 from raylm.engine.server import EngineServer
 from raylm.errors import EngineDeadError
 

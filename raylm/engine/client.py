@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from raylm.core.events import EventBatch, EventSnapshot
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.link import ANSWER_S, SILENCE_S, EngineAt, KeyPair, Link, Outcome, silence
@@ -19,7 +20,6 @@ from raylm.engine.messages import (
     Deltas,
     Follow,
     FromEngine,
-    Load,
     LossKind,
     Lost,
     Refused,

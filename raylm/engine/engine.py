@@ -11,10 +11,11 @@ from raylm.core.block_hash import HASHES
 from raylm.core.drafting import Drafter
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.sampling import MAX_SEED, SamplingParams, draw_seed
-from raylm.core.scheduler import Scheduler, SchedulerStats
+from raylm.core.scheduler import Scheduler
 from raylm.core.speculation import make_drafter
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.checks import check_params, check_prompt
@@ -68,7 +69,7 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> Load:
         return self._scheduler.stats()
 
     def add(

@@ -6,35 +6,15 @@ msgpack arrays over ZeroMQ. One `Deltas` message per step and ingress, however m
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 
-from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters
 from raylm.core.events import EventBatch, EventSnapshot
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
-
-
-class Load(NamedTuple):
-    """How busy an engine is; it rides on every Deltas message. Counts are since the engine's start.
-
-    num_preemptions counts every preemption, num_swaps those that copied the blocks to host memory; prefix_queries and
-    prefix_hits are prompt tokens looked up and found in the prefix cache; drafts are those of speculative decoding;
-    num_generated are tokens sent to clients.
-    """
-
-    running: int
-    waiting: int
-    kv_usage: float
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    waiting_tokens: int = 0
-    drafts: DraftCounters = NOTHING_DRAFTED
-    num_generated: int = 0
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):

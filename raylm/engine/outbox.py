@@ -9,8 +9,9 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from raylm.core.load import Load
 from raylm.core.step import TokenDelta
-from raylm.engine.messages import BlockEvents, BlockSnapshot, Deltas, Load, Lost, Refused, Taken
+from raylm.engine.messages import BlockEvents, BlockSnapshot, Deltas, Lost, Refused, Taken
 from raylm.engine.streams import merged
 
 MAX_UNREAD_MESSAGES = 1000

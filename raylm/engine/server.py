@@ -10,13 +10,13 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from raylm.core.load import Load
 from raylm.core.step import TokenDelta
 from raylm.engine.engine import Engine
 from raylm.engine.followers import Followers
 from raylm.engine.messages import (
     Abort,
     Follow,
-    Load,
     LossKind,
     Lost,
     Refused,
@@ -73,19 +73,7 @@ class EngineServer:
         return len(self._owner)
 
     def load(self) -> Load:
-        stats = self._engine.stats()
-        return Load(
-            running=stats.running,
-            waiting=stats.waiting,
-            kv_usage=stats.kv_usage,
-            num_preemptions=stats.num_preemptions,
-            num_swaps=stats.num_swaps,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            waiting_tokens=stats.waiting_tokens,
-            drafts=stats.drafts,
-            num_generated=self._num_generated,
-        )
+        return self._engine.stats()._replace(num_generated=self._num_generated)
 
     def run(self) -> None:
         """Serve until stop(), or until the engine dies: this raises what it died of.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from raylm.config.sampling import SamplingDefaults
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.core.structure import StructuredOutput
-from raylm.engine.messages import Load
 from raylm.generation.ability import Ability
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions

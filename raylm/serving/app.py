@@ -20,8 +20,8 @@ from raylm.config.application import IngressConfig, ModelDeployment, load_ingres
 from raylm.config.source import locate
 from raylm.executor.cluster import plan_worker, wait_for_room
 from raylm.executor.placement import REPLICA_CPUS
+from raylm.serving.identity.keys import read_keys
 from raylm.serving.ingress import OpenAIIngress
-from raylm.serving.keys import read_keys
 from raylm.serving.replica import ModelReplica
 
 INGRESS_CPUS = 0.1

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import ray
 import zmq
 
-from raylm.core.options import RequestOptions
-from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
-from raylm.engine.streams import Sequences
-from raylm.errors import Overloaded, RaylmError, ServerStopped
+from raylm.errors import RaylmError, ServerStopped
 from raylm.generation.ability import Ability, ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.log import get_logger
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
+from raylm.serving.routing.engines import RoutedEngine
+from raylm.serving.routing.router import ModelRouter
 
 logger = get_logger(__name__)
 
-_RETRY_AFTER_S = 5.0
 _RECONNECT_S = 0.5
 _LOAD_AGAIN_S = 5.0
 _CATCH_UP_POLL_S = 0.02
@@ -35,54 +33,6 @@ fits the others."""
 
 def _version(model: ModelEntry) -> _Version:
     return model.name, model.path, model.chat.key
-
-
-class _Engine:
-    """One engine: what the Directory says of it, and the connection to it."""
-
-    def __init__(self, entry: EngineEntry, client: EngineClient) -> None:
-        self.entry = entry
-        self.client = client
-
-    @property
-    def is_usable(self) -> bool:
-        return self.entry.state == "ready" and self.client.is_connected
-
-
-class ModelRouter:
-    """Chooses an engine for each request of one version of a model."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.since = 0.0
-        """When the youngest replica of this version began."""
-        self.engines: dict[str, _Engine] = {}
-        self.closed: str | None = None
-        """Why no more requests are taken."""
-
-    @property
-    def usable(self) -> list[_Engine]:
-        return [engine for engine in list(self.engines.values()) if engine.is_usable]
-
-    @property
-    def fitness(self) -> tuple[bool, int, float]:
-        """The greater, the better the version for the next request: the least busy engine counts, so that all are used
-        while an upgrade goes on; then the younger version."""
-        pressures = [engine.client.pressure for engine in self.usable]
-        return bool(pressures), -min(pressures, default=0), self.since
-
-    def generate(
-        self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
-    ) -> Sequences:
-        """Generate on the least busy engine. Raises Overloaded when no engine is up or the router is closed, else as
-        EngineClient does."""
-        if self.closed is not None:
-            raise Overloaded(self.closed, retry_after=_RETRY_AFTER_S)
-        engines = self.usable
-        if not engines:
-            raise Overloaded(f"no engine serves {self.name!r} at the moment", retry_after=_RETRY_AFTER_S)
-        chosen = min(engines, key=lambda engine: engine.client.pressure)
-        return chosen.client.generate(request_ids, prompt_ids, params, options)
 
 
 class LiveCatalog:
@@ -221,7 +171,7 @@ class LiveCatalog:
             # This process has no file left for a connection: other engines go on, and the next look tries again.
             logger.warning("engine %s of %s is not connected to yet: %s", entry.engine_id, entry.model.name, error)
             return
-        router.engines[entry.engine_id] = _Engine(entry, client)
+        router.engines[entry.engine_id] = RoutedEngine(entry, client)
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model.name, entry.address)
 
     def _offer(self, version: _Version) -> None:

@@ -18,8 +18,8 @@ import ray
 import zmq
 
 from raylm.config.sampling import SamplingDefaults
+from raylm.core.load import Load
 from raylm.engine.link import KeyPair
-from raylm.engine.messages import Load
 from raylm.log import get_logger
 from raylm.text.chat_settings import ChatSettings
 

@@ -17,7 +17,7 @@ from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
 from raylm.config.serving import HttpConfig
 from raylm.serving.answers import Answer, Responder
-from raylm.serving.keys import ApiKeys, check_scope
+from raylm.serving.identity.keys import ApiKeys, check_scope
 from raylm.serving.request_id import request_id
 from raylm.serving.streams import DisconnectGuard
 

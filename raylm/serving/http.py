@@ -26,7 +26,7 @@ from raylm.generation.served_model import ModelCatalog
 from raylm.serving.answers import Answer
 from raylm.serving.cors import Cors
 from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
-from raylm.serving.keys import ApiKeys
+from raylm.serving.identity.keys import ApiKeys
 from raylm.serving.loop import LoopWatch
 from raylm.serving.pages import page_routes
 from raylm.serving.state import ServerState, State

@@ -17,8 +17,8 @@ from raylm import log
 from raylm.api.errors import HttpError
 from raylm.config.application import ModelDeployment
 from raylm.config.resolve import resolve
+from raylm.core.load import Load
 from raylm.engine.actor import EngineActor, EngineAddress
-from raylm.engine.messages import Load
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
 from raylm.serving.autoscaling import CAPACITY, RUNNING, WAITING

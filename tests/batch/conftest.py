@@ -61,4 +61,4 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """`raylm batch` in the process of the tests itself, which must not fork."""
-    monkeypatch.setattr("raylm.serving.keeper.fork_keeper", lambda: None)
+    monkeypatch.setattr("raylm.serving.program.keeper.fork_keeper", lambda: None)

@@ -358,8 +358,8 @@ def test_serve_hands_over(monkeypatch):
         assert folder.is_dir()
         calls.append((target, front, host, port, api_keys_file, folder))
 
-    monkeypatch.setattr("raylm.serving.keeper.fork_keeper", lambda: None)
-    monkeypatch.setattr("raylm.serving.run.serve_command", serve)
+    monkeypatch.setattr("raylm.serving.program.keeper.fork_keeper", lambda: None)
+    monkeypatch.setattr("raylm.serving.program.run.serve_command", serve)
     assert main(["serve", "app.yaml", "--port", "8001", "--front", "front.yaml"]) == 0
     assert main(["serve", "m", "--api-keys-file", "keys"]) == 0
     first, second = ("app.yaml", "front.yaml", None, 8001, None), ("m", None, None, None, str(Path.cwd() / "keys"))

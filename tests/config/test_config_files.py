@@ -14,7 +14,7 @@ from raylm.config.application import load_model
 from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
 from raylm.config.source import locate
 from raylm.errors import ConfigError
-from raylm.serving.serve_file import serve_config
+from raylm.serving.program.serve_file import serve_config
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from raylm.config.resolve import resolve
 from raylm.config.source import locate
 from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
-from raylm.serving.serve_file import serve_config
+from raylm.serving.program.serve_file import serve_config
 from raylm.worker.gpus import find_gpu
 from raylm.worker.sizing import Sizing
 

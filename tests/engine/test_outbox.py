@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.core.events import EventBatch
+from raylm.core.load import Load
 from raylm.core.step import TokenDelta
 from raylm.engine import outbox
-from raylm.engine.messages import BlockEvents, FromEngine, Load, Lost, Refused
+from raylm.engine.messages import BlockEvents, FromEngine, Lost, Refused
 from raylm.engine.outbox import Outbox
 
 LOAD = Load(1, 2, 0.5)

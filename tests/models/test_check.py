@@ -13,7 +13,7 @@ from raylm.cli import main
 from raylm.config.engine import EngineConfig
 from raylm.errors import ConfigError
 from raylm.models.check import check_model
-from raylm.serving.serve_file import serve_config
+from raylm.serving.program.serve_file import serve_config
 
 
 def wrong_models(folder):

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from raylm.errors import ConfigError
-from raylm.serving import run
-from raylm.serving.address import check_address
+from raylm.serving.program import run
+from raylm.serving.program.address import check_address
 from tests.support.ports import free_port
 
 

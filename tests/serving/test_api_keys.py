@@ -22,8 +22,8 @@ from raylm.errors import ConfigError
 from raylm.serving.app import ingress_application
 from raylm.serving.endpoint import Endpoint, HttpRoute
 from raylm.serving.http import build_router
-from raylm.serving.keys import LOOK_EVERY_S, ApiKeys, read_keys
-from raylm.serving.serve_file import serve_config
+from raylm.serving.identity.keys import LOOK_EVERY_S, ApiKeys, read_keys
+from raylm.serving.program.serve_file import serve_config
 from tests.support.openai_fakes import Server
 
 KEYS = "# who has which\n\nkey-of-anna\n  key-of-ben\t# until May\r\n#key-of-carl\nkey#4\n"

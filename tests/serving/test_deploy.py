@@ -16,8 +16,8 @@ with warnings.catch_warnings():
     from ray import serve
     from ray.serve.schema import ServeApplicationSchema
 
-    from raylm.serving import deploy
     from raylm.serving.autoscaling import POLICY_PATH
+    from raylm.serving.program import deploy
 
 
 @serve.deployment

@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from raylm.config.sampling import SamplingDefaults
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.engine.client import EngineClient
-from raylm.engine.messages import Load
 from raylm.errors import ConfigError, Overloaded, ServerStopped
 from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module

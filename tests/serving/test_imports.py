@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raylm.serving import run
+from raylm.serving.program import run
 
 PRELOADED = "RAY_preload_python_modules"
 
@@ -23,8 +23,8 @@ def imported(module: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "without"),
     [
-        ("raylm.serving.run", {"ray", "torch", "fastapi"}),
-        ("raylm.serving.keeper", {"ray", "torch", "pydantic"}),
+        ("raylm.serving.program.run", {"ray", "torch", "fastapi"}),
+        ("raylm.serving.program.keeper", {"ray", "torch", "pydantic"}),
         ("raylm.serving.directory", {"ray.serve", "torch", "transformers"}),
         ("raylm.serving.ingress", {"torch", "transformers"}),
         ("raylm.serving.replica", {"torch", "transformers"}),
@@ -39,7 +39,7 @@ def test_a_process_does_not_import_what_another_needs(module, without):
 
 def test_serve_comes_without_pandas_and_others_get_it():
     code = """
-import raylm.serving.lean, ray.serve, sys
+import raylm.serving.program.lean, ray.serve, sys
 assert "pandas" not in sys.modules
 import pandas
 assert pandas.DataFrame
@@ -49,12 +49,12 @@ assert pandas.DataFrame
 
 
 @pytest.mark.parametrize(
-    ("cores", "modules"), [(2, "raylm.serving.lean"), (16, "raylm.serving.lean,raylm.serving.replica")]
+    ("cores", "modules"), [(2, "raylm.serving.program.lean"), (16, "raylm.serving.program.lean,raylm.serving.replica")]
 )
 def test_processes_import_ahead_where_cores_are_idle(monkeypatch, cores, modules):
     monkeypatch.delenv(PRELOADED, raising=False)
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: cores)
-    root = str(Path(run.__file__).parents[2])
+    root = str(Path(run.__file__).parents[3])
     monkeypatch.setattr(sys, "path", [root, *(entry for entry in sys.path if entry != root)])
     run._set_preloaded()
     assert PRELOADED not in os.environ

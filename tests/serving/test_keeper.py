@@ -15,7 +15,7 @@ from tests.support.hangup import ended_by_hangup
 
 SERVER = """
 import os, signal, subprocess, sys, threading
-from raylm.serving.keeper import fork_keeper
+from raylm.serving.program.keeper import fork_keeper
 
 if (code := fork_keeper(leave_s=0.5)) is not None:
     sys.exit(code)

@@ -14,7 +14,7 @@ import ray
 import zmq
 
 from raylm.config.sampling import SamplingDefaults
-from raylm.engine.messages import Load
+from raylm.core.load import Load
 from raylm.errors import TransferError
 from raylm.executor.peers import WEIGHTS, PeerWorker
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, find_directory

@@ -9,7 +9,7 @@ import pytest
 
 from raylm.cli import main
 from raylm.errors import ConfigError
-from raylm.serving.serve_file import serve_config
+from raylm.serving.program.serve_file import serve_config
 
 ENGINE = {"model": {"path": "smollm2-135m"}}
 FACE = {"name": "llm", "import_path": "raylm.serving.app:build_ingress"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.engine.messages import Load
+from raylm.core.load import Load
 from raylm.generation.served_model import EngineStats
 from raylm.serving.state import WINDOW_S, ServerState
 from tests.support.openai_fakes import Server

@@ -12,7 +12,7 @@ def deploy(config: dict[str, Any]) -> None:
     from ray.serve.config import ProxyLocation
     from ray.serve.schema import ServeDeploySchema
 
-    from raylm.serving.deploy import wait_until_ready
+    from raylm.serving.program.deploy import wait_until_ready
 
     schema = ServeDeploySchema.model_validate(config)
     client = api.serve_start(

@@ -18,7 +18,7 @@ def main(config: str, port: int) -> None:
     from ray.cluster_utils import Cluster
     from ray.util.placement_group import placement_group
 
-    from raylm.serving.serve_file import serve_config
+    from raylm.serving.program.serve_file import serve_config
     from tests.support.deployed import deploy
 
     node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "include_dashboard": False}

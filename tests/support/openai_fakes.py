@@ -15,10 +15,10 @@ from raylm.config.mcp import McpConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
 from raylm.core.drafting import DraftCounters
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
-from raylm.engine.messages import Load
 from raylm.errors import Overloaded
 from raylm.generation.ability import ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text

@@ -42,7 +42,7 @@ def served(demo: None, ray_cluster: None) -> Iterator[Served]:
         warnings.simplefilter("ignore")
         from ray import serve
 
-        from raylm.serving.serve_file import serve_config
+        from raylm.serving.program.serve_file import serve_config
 
         config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=free_port())
         config["applications"][1]["args"]["engine"] = {

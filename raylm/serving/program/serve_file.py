@@ -17,8 +17,8 @@ from raylm.config.engine import EngineConfig
 from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
 from raylm.errors import ConfigError
 from raylm.models.check import check_model
-from raylm.serving.keys import read_keys
-from raylm.serving.serve_options import check_deployments
+from raylm.serving.identity.keys import read_keys
+from raylm.serving.program.serve_options import check_deployments
 from raylm.text.chat_settings import ChatSettings
 
 _OF_SERVE = {"applications", "http_options", "grpc_options", "proxy_location"}

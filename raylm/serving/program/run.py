@@ -19,10 +19,10 @@ from typing import Any
 from raylm.config.files import INGRESS_PATH
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import Laps, get_logger
-from raylm.serving.address import check_address
 from raylm.serving.front.install import set_front
-from raylm.serving.keeper import interrupt, on_signals
-from raylm.serving.serve_file import serve_config
+from raylm.serving.program.address import check_address
+from raylm.serving.program.keeper import interrupt, on_signals
+from raylm.serving.program.serve_file import serve_config
 
 logger = get_logger(__name__)
 
@@ -31,7 +31,7 @@ _SHUTDOWN_S = 30.0
 _TELL_S = 2.0
 _LAST_WORDS_S = 0.3
 """What the last events need from an ingress through the proxy to their clients."""
-_LEAN = "raylm.serving.lean"
+_LEAN = "raylm.serving.program.lean"
 _REPLICA = "raylm.serving.replica"
 _MANY_CORES = 8
 
@@ -65,7 +65,7 @@ def serve_command(
         # After ray.init, which has handlers of its own; and in a background job SIGINT would otherwise be ignored.
         on_signals(interrupt)
         try:
-            from raylm.serving.deploy import deploy
+            from raylm.serving.program.deploy import deploy
 
             deploy(config, laps)
             logger.info("started in %s", laps)
@@ -84,7 +84,7 @@ def serve_command(
 
 def _import_serve() -> None:
     """What the next steps need: a second of imports."""
-    importlib.import_module("raylm.serving.deploy")
+    importlib.import_module("raylm.serving.program.deploy")
 
 
 def _set_preloaded() -> None:
@@ -93,7 +93,7 @@ def _set_preloaded() -> None:
     from ray._private.utils import get_num_cpus
 
     # The first entry is the folder of the script, or the working folder, which those processes get too late.
-    if str(Path(__file__).parents[2]) not in sys.path[1:]:
+    if str(Path(__file__).parents[3]) not in sys.path[1:]:
         return
     modules = [_LEAN, _REPLICA] if get_num_cpus() >= _MANY_CORES else [_LEAN]
     os.environ.setdefault("RAY_preload_python_modules", ",".join(modules))

@@ -1,0 +1,18 @@
+"""One engine, as an ingress can send it requests."""
+
+from __future__ import annotations
+
+from raylm.engine.client import EngineClient
+from raylm.serving.directory import EngineEntry
+
+
+class RoutedEngine:
+    """One engine: what the Directory says of it, and the connection to it."""
+
+    def __init__(self, entry: EngineEntry, client: EngineClient) -> None:
+        self.entry = entry
+        self.client = client
+
+    @property
+    def is_usable(self) -> bool:
+        return self.entry.state == "ready" and self.client.is_connected
