@@ -73,17 +73,24 @@ def model_application(config: ModelDeployment) -> Application:
     worker = plan_worker(config.engine)
     bundles, strategy, labels = wait_for_room(config.engine, worker)
     deployment = serve.deployment(ModelReplica).options(
-        name="ModelReplica",
-        ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,
         placement_group_bundle_label_selector=labels,
-        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=_MODEL_CHECK_S,
-        graceful_shutdown_timeout_s=_stop_seconds(config.drain_timeout_s),
+        **deployment_options(config),
     )
     return deployment.bind(config, worker, channel_host(config.channel_host))
+
+
+def deployment_options(config: ModelDeployment) -> dict[str, Any]:
+    """Serve's options of a model's replicas, but where they are placed."""
+    return {
+        "name": "ModelReplica",
+        "ray_actor_options": {"num_cpus": REPLICA_CPUS},
+        "max_ongoing_requests": _MAX_ONGOING_REQUESTS,
+        "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": _MODEL_CHECK_S,
+        "graceful_shutdown_timeout_s": _stop_seconds(config.drain_timeout_s),
+    }
 
 
 def channel_host(choice: str) -> str:
