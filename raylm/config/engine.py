@@ -84,6 +84,10 @@ class SchedulerConfig(FrozenConfig):
     """Requests that may wait; one more is refused with 503."""
     max_queued_tokens: int | None = Field(default=None, ge=1)
     """Prompt tokens of all waiting requests together; what would go past it is refused with 503."""
+    max_queue_s: float | None = Field(default=None, gt=0)
+    """Seconds in the queue that a newcomer may have to expect, by what was measured of late; one that would wait longer
+    is refused with 503 and Retry-After. So an overload costs those who are served no more than this. By default the
+    queue's length alone is bounded. Policies other than fcfs let newcomers go first, and it does nothing with them."""
     policy: Policy = "fcfs"
     """Who is admitted next: fcfs, first come first served; priority, the lowest `priority` of a request first; fair,
     the tenant that was served least."""

@@ -35,6 +35,7 @@ class Admission:
     def __init__(self, config: ResolvedScheduler) -> None:
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
+        self._max_wait = config.max_queue_s
         self._max_running = config.max_num_seqs
         self._in_order = config.policy == "fcfs"
         self._rates = _Rates()
@@ -66,10 +67,12 @@ class Admission:
         """Raise Overloaded when a newcomer has no room or not enough time beside those who run and behind the newcomers
         who wait, with so many prompt tokens. `num_cached` tokens of its own prompt need not be computed."""
         self._check_room(request, num_waiting, waiting_tokens, now)
-        if request.queue_deadline == math.inf and request.deadline == math.inf:
+        has_limit = request.queue_deadline < math.inf or request.deadline < math.inf
+        if not (num_running or num_waiting) or not (has_limit or self._max_wait):
             return
-        if num_running or num_waiting:
-            wait = self._wait(num_running, num_waiting, waiting_tokens) if self._in_order else 0.0
+        wait = self._wait(num_running, num_waiting, waiting_tokens) if self._in_order else 0.0
+        self._check_wait(request, wait, num_waiting, now)
+        if has_limit:
             self._check_time(request, request.num_prompt - num_cached, wait, num_waiting, now)
 
     def watch(self, request: Request) -> None:
@@ -101,6 +104,16 @@ class Admission:
                     now, request.num_prompt * token_s, excess * token_s, waiting_tokens * token_s
                 ),
             )
+
+    def _check_wait(self, request: Request, wait: float, num_waiting: int, now: float) -> None:
+        if self._max_wait is None or wait <= self._max_wait:
+            return
+        place_s = self._rates.seconds_a_place(request, self._max_running)
+        raise Overloaded(
+            f"{wait:.2f} s in the queue are predicted, behind {num_waiting} requests; max_queue_s allows "
+            f"{self._max_wait:g} s",
+            retry_after=self._places.promise(now, place_s, wait - self._max_wait, wait),
+        )
 
     def _check_time(self, request: Request, num_prefill: int, wait: float, num_waiting: int, now: float) -> None:
         over = now + wait - request.queue_deadline

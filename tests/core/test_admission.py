@@ -103,6 +103,20 @@ def test_queued_tokens_are_limited():
     assert error.retry_after == 1.0
 
 
+def test_who_would_wait_too_long_is_refused():
+    admission = make_admission(max_queue_s=20)
+    check(admission, make_request(), waiting=40)  # Nothing was measured yet.
+    queue_up(admission, steps=200, step_s=1.0)
+    # A request leaves every 5 s.
+    check(admission, make_request(), waiting=3)
+    error = refusal(admission, make_request(), waiting=6)
+    assert str(error).endswith("s in the queue are predicted, behind 6 requests; max_queue_s allows 20 s")
+    assert error.retry_after == pytest.approx(10, rel=0.3)
+    assert refusal(admission, make_request(), waiting=6).retry_after > error.retry_after, "one place after the other"
+    check(admission, make_request(), running=0)
+    check(make_admission(max_queue_s=20, policy="priority"), make_request(), waiting=6)
+
+
 def test_retry_after_is_when_there_will_be_room():
     admission = make_admission(max_queued_requests=10, max_queued_tokens=2000)
     queue_up(admission, steps=200, step_s=1.0, prompt=100)
