@@ -71,7 +71,11 @@ class Admission:
         if not (num_running or num_waiting) or not (has_limit or self._max_wait):
             return
         wait = self._wait(num_running, num_waiting, waiting_tokens) if self._in_order else 0.0
-        self._check_wait(request, wait, num_waiting, now)
+        if self._max_wait is not None and self._in_order:
+            # By what a place takes: a flood begins faster than the queue's own rate can be measured.
+            place_s = self._rates.seconds_a_place(request, self._max_running)
+            is_full = num_running >= self._max_running
+            self._check_wait(num_waiting * place_s if is_full else wait, place_s, self._max_wait, num_waiting, now)
         if has_limit:
             self._check_time(request, request.num_prompt - num_cached, wait, num_waiting, now)
 
@@ -105,15 +109,12 @@ class Admission:
                 ),
             )
 
-    def _check_wait(self, request: Request, wait: float, num_waiting: int, now: float) -> None:
-        if self._max_wait is None or wait <= self._max_wait:
-            return
-        place_s = self._rates.seconds_a_place(request, self._max_running)
-        raise Overloaded(
-            f"{wait:.2f} s in the queue are predicted, behind {num_waiting} requests; max_queue_s allows "
-            f"{self._max_wait:g} s",
-            retry_after=self._places.promise(now, place_s, wait - self._max_wait, wait),
-        )
+    def _check_wait(self, wait: float, place_s: float, most: float, num_waiting: int, now: float) -> None:
+        if wait > most:
+            raise Overloaded(
+                f"{wait:.2f} s in the queue are predicted, behind {num_waiting} requests; max_queue_s allows {most:g} s",
+                retry_after=self._places.promise(now, place_s, wait - most, wait),
+            )
 
     def _check_time(self, request: Request, num_prefill: int, wait: float, num_waiting: int, now: float) -> None:
         over = now + wait - request.queue_deadline
