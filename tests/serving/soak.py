@@ -1,0 +1,240 @@
+"""Half an hour of streams while engines and replicas are killed, stopped and scaled, and clients leave.
+
+    python -m tests.serving.soak --minutes 30 --seed 1
+
+Engines without a model, whose every token says its position: each stream is compared with what it must be. Prints a
+JSON line a minute, and one at the end: what was lost, the longest gap in a stream, and what was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import psutil
+
+from tests.support.ports import free_port
+
+ROWS = 32
+REPLICAS = 3
+COST = "10:20:100:0"
+STREAMS = 24
+MAX_TOKENS = 400
+
+
+def config(port: int, replicas: int) -> dict[str, Any]:
+    engine = {
+        "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 4096},
+        "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048},
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [
+            {
+                "name": "llm",
+                "route_prefix": "/",
+                "import_path": "raylm.serving.app:build_ingress",
+                "args": {},
+                "deployments": [{"name": "OpenAIIngress", "num_replicas": 2}],
+            },
+            {
+                "name": "m",
+                "route_prefix": None,
+                "import_path": "tests.support.paced:build_paced",
+                "args": {"engine": engine, "cost": COST, "start_s": 1.0, "drain_timeout_s": 3.0},
+                "deployments": [{"name": "ModelReplica", "num_replicas": replicas}],
+            },
+        ],
+    }
+
+
+@dataclass
+class Seen:
+    """What clients saw."""
+
+    whole: int = 0
+    aborted: int = 0
+    wrong: list[str] = field(default_factory=list)
+    longest_gap_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+class Client:
+    """One stream after another, and what each must be."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, seen: Seen, rng: random.Random) -> None:
+        self._session = session
+        self._url = url
+        self._seen = seen
+        self._rng = rng
+
+    async def run(self, until: float) -> None:
+        while time.monotonic() < until:
+            try:
+                await self._ask()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self._seen.wrong.append(f"{type(error).__name__}: {error}")
+
+    async def _ask(self) -> None:
+        rng = self._rng
+        length, tokens = rng.randrange(1, 600), rng.randrange(2, MAX_TOKENS)
+        leaves_at = rng.randrange(tokens) if rng.random() < 0.1 else None
+        body = {
+            "model": "m",
+            "prompt": [rng.randrange(5, 40_000) for _ in range(length)],
+            "max_tokens": tokens,
+            "n": rng.choice((1, 1, 3)),
+            "stream": True,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+        }
+        # Their retries are the client's own affair; a refusal without Retry-After is not.
+        found: dict[int, list[int]] = {}
+        usage = None
+        last = time.monotonic()
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                self._seen.wrong.append(f"{answer.status}: {(await answer.read())[:300]!r}")
+                return
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                now = time.monotonic()
+                self._seen.longest_gap_s, last = max(self._seen.longest_gap_s, now - last), now
+                event = json.loads(line[6:])
+                if "error" in event:
+                    self._seen.wrong.append(line.decode()[:300])
+                    return
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    found.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+                if leaves_at is not None and sum(map(len, found.values())) > leaves_at:
+                    self._seen.aborted += 1
+                    return
+        self._check(found, usage, length, tokens, body["n"])
+
+    def _check(self, found: dict[int, list[int]], usage: Any, length: int, tokens: int, n: int) -> None:
+        from tests.support.paced import FIRST_TOKEN, NUM_TOKENS
+
+        must_be = [FIRST_TOKEN + (length + place) % NUM_TOKENS for place in range(tokens)]
+        if any(found.get(index) != must_be for index in range(n)):
+            self._seen.wrong.append(f"of {n} x {tokens} tokens came {[len(each) for each in found.values()]}")
+        elif usage is None or usage["completion_tokens"] != n * tokens or usage["prompt_tokens"] != length:
+            self._seen.wrong.append(f"usage {usage} of a prompt of {length} and {n} x {tokens} tokens")
+        else:
+            self._seen.whole += 1
+
+
+async def trouble(seen: Seen, port: int, until: float, rng: random.Random) -> None:
+    """A fault every few seconds, while two engines or more serve."""
+    replicas = REPLICAS
+    while time.monotonic() < until - 20:
+        await asyncio.sleep(rng.uniform(4, 10))
+        fault = rng.choice(("kill engine", "kill replica", "stop engine", "scale"))
+        if fault == "scale":
+            replicas = REPLICAS + 2 - replicas if replicas != REPLICAS else rng.choice((REPLICAS - 1, REPLICAS + 1))
+            replicas = max(2, min(replicas, REPLICAS + 1))
+            await asyncio.to_thread(_deploy, config(port, replicas))
+        else:
+            name = "PacedEngine" if "engine" in fault else "ModelReplica"
+            found = _processes(name)
+            if len(_processes("PacedEngine")) < 2 or not found:
+                continue
+            rng.choice(found).send_signal(signal.SIGSTOP if "stop" in fault else signal.SIGKILL)
+        seen.faults[fault] += 1
+
+
+def _processes(title: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if title in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _mib(title: str) -> int:
+    return round(sum(process.memory_info().rss for process in _processes(title)) / 2**20)
+
+
+def _deploy(content: dict[str, Any]) -> None:
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(content), _blocking=False)
+
+
+async def measure(port: int, minutes: float, seed: int) -> Seen:
+    url, seen = f"http://127.0.0.1:{port}", Seen()
+    until = time.monotonic() + 60 * minutes
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        clients = [Client(session, url, seen, random.Random(seed * 1000 + number)) for number in range(STREAMS)]
+        troubling = asyncio.create_task(trouble(seen, port, until, random.Random(seed)))
+        reporting = asyncio.create_task(_report(seen))
+        await asyncio.gather(*(client.run(until) for client in clients))
+        reporting.cancel()
+        await troubling
+        await asyncio.sleep(20)
+        async with session.get(f"{url}/state") as answer:
+            print(json.dumps({"state_at_the_end": await answer.json()}), flush=True)
+    return seen
+
+
+async def _report(seen: Seen) -> None:
+    while True:
+        print(json.dumps(_line(seen)), flush=True)
+        await asyncio.sleep(60)
+
+
+def _line(seen: Seen) -> dict[str, Any]:
+    return {
+        "whole": seen.whole,
+        "aborted": seen.aborted,
+        "wrong": len(seen.wrong),
+        "first_wrong": seen.wrong[:2],
+        "longest_gap_s": round(seen.longest_gap_s, 1),
+        "faults": dict(seen.faults),
+        "ingress_mib": _mib("OpenAIIngress"),
+        "engine_mib": _mib("PacedEngine"),
+        "processes": len(psutil.Process().children(recursive=True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    port = free_port()
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+
+        from tests.support.deployed import deploy
+
+        ray.init("local", num_cpus=16, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+        deploy(config(port, REPLICAS))
+        seen = asyncio.run(measure(port, args.minutes, args.seed))
+        print(json.dumps(_line(seen)), flush=True)
+        ray.shutdown()
+    sys.exit(1 if seen.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
