@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from raylm.core.request import Request, Status
 from raylm.core.sampling import ALL_TOKENS
-from raylm.core.step import Candidates, Logprobs, TokenDelta
+from raylm.core.step import Candidates, Logprobs, TokenDelta, Waited
 
 TextEnds = Callable[[list[int]], bool]
 """Whether the last of an output's tokens completes a stop string; those before it have been asked about."""
@@ -65,6 +65,7 @@ class BeamSearch:
         self._says_nothing = params.max_tokens == 0
         self._num_cached = 0
         self._prompt_logprobs: Logprobs | None = None
+        self._waited: Waited | None = None
         self.num_beams_made = 0
         self._num_prompt = first.num_prompt
         self._max_len = first.max_len
@@ -87,11 +88,12 @@ class BeamSearch:
         """Whether the beam waits for the others."""
         return beam in self._reports
 
-    def report(self, beam: Request, candidates: Candidates) -> bool:
+    def report(self, beam: Request, candidates: Candidates, now: float) -> bool:
         """Take a beam's candidates; True when every beam has reported and advance() is due."""
-        num_cached, prompt_logprobs = beam.take_news()
+        num_cached, prompt_logprobs, waited = beam.take_news(now)
         self._num_cached = self._num_cached or num_cached
         self._prompt_logprobs = self._prompt_logprobs or prompt_logprobs
+        self._waited = self._waited or waited
         self._reports[beam] = candidates
         return len(self._reports) == len(self._scores)
 
@@ -131,7 +133,7 @@ class BeamSearch:
         # Every token may be a stop token: then there are fewer sequences than were asked for.
         deltas += [TokenDelta(id, [], "stop") for id in self.ids[len(best) :]]
         deltas[0] = deltas[0]._replace(num_cached_tokens=self._num_cached, prompt_logprobs=self._prompt_logprobs)
-        return deltas
+        return [delta._replace(waited=self._waited) for delta in deltas]
 
     def _delta(self, id: str, found: _Hypothesis) -> TokenDelta:
         if self._says_nothing:
@@ -244,7 +246,7 @@ class Beams:
         """Whether it is a beam that waits for the others of its search."""
         return request.search is not None and request.search.has_reported(request)
 
-    def take(self, beams: list[Request], candidates: list[Candidates]) -> list[TokenDelta]:
+    def take(self, beams: list[Request], candidates: list[Candidates], now: float) -> list[TokenDelta]:
         """What a step reported of these beams; the results of the searches that it ends."""
         deltas = []
         for beam, report in zip(beams, candidates, strict=True):
@@ -252,7 +254,7 @@ class Beams:
             if search is None or beam.status is Status.FINISHED:
                 continue
             beam.is_reporting = False
-            if search.report(beam, report):
+            if search.report(beam, report, now):
                 deltas += self._advance(search)
         return deltas
 

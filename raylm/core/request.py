@@ -10,7 +10,7 @@ from raylm.core.block_hash import BlockKey
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import ALL_TOKENS, SamplingParams
 from raylm.core.sampling_checks import MAX_TOKEN_ID
-from raylm.core.step import Forced, Logprobs, RowSampling
+from raylm.core.step import Forced, Logprobs, RowSampling, Waited
 
 if TYPE_CHECKING:
     from raylm.core.beam import BeamSearch
@@ -70,6 +70,7 @@ class Request:
         "row",
         "sampling",
         "search",
+        "started",
         "status",
         "stop_ids",
         "token_ids",
@@ -116,6 +117,8 @@ class Request:
         """The step in which it last decoded, where running requests take turns."""
         self.is_new = False
         """It waits for its first step. Forks and beams never are: their prompt has had its turn."""
+        self.started: float | None = None
+        """When its first step was planned."""
         self.num_charged = 0
         """Tokens of the prompt that the policy has counted."""
 
@@ -203,9 +206,21 @@ class Request:
         """The first `num_computed` tokens need not be computed (again)."""
         self.num_computed = num_computed
 
-    def take_news(self) -> tuple[int, Logprobs | None]:
-        """What the next delta says beside tokens: tokens found in the cache, log probabilities of the prompt."""
-        news = self.num_cached, self.prompt_logprobs
+    def begin(self, started: float) -> None:
+        """Its first step, or that of the sequence which computes its prompt, was planned then."""
+        if self.started is None:
+            self.started = started
+            self.has_news = True
+
+    def take_news(self, now: float) -> tuple[int, Logprobs | None, Waited | None]:
+        """What the next delta says beside tokens: tokens found in the cache, log probabilities of the prompt, and how
+        long the first token took."""
+        if not self.has_news:
+            return 0, None, None
+        waited = None
+        if self.started is not None:
+            waited = Waited(self.started - self.arrived, now - self.started)
+        news = self.num_cached, self.prompt_logprobs, waited
         self.num_cached, self.prompt_logprobs, self.has_news = 0, None, False
         return news
 

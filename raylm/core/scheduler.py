@@ -90,6 +90,8 @@ class Scheduler:
         self._num_decodes = 0
         self._num_orders = 0
         self._step = 0
+        self._now = 0.0
+        """When the plan in hand is made."""
         self._num_preemptions = 0
         self._num_swaps = 0
 
@@ -193,6 +195,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None when nothing can run now."""
+        self._now = now
         self._fork_off()
         bounds = [(request.row, request.num_known) for request in self._settler.rejected if request.row >= 0]
         prefill_budget = self._pacer.prefill_budget(self._num_decodes)
@@ -225,7 +228,7 @@ class Scheduler:
         self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
         if self._drafter is not None and len(builder.sampling) == len(builder.rows) and not builder.num_prefill:
             self._drafter.observe(len(builder.rows), num_tokens, num_sampled, seconds)
-        deltas = self._settler.settle(builder, result)
+        deltas = self._settler.settle(builder, result, now)
         for delta in deltas:
             if delta.finish_reason is not None:
                 request = self._requests[delta.request_id]
@@ -233,7 +236,7 @@ class Scheduler:
                 self.finish(request)
         if builder.reporting:
             self._settler.charge(builder.reporting)
-            deltas += self._beams.take(builder.reporting, result.candidates)
+            deltas += self._beams.take(builder.reporting, result.candidates, now)
         return deltas
 
     def check(self) -> None:
@@ -383,6 +386,7 @@ class Scheduler:
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
         request.last_turn = self._step + 1
+        request.begin(self._now)
         request.rank = self._policy.rank(request)
         insort(self._running, request, key=_rank)
         if request.is_new:
@@ -390,7 +394,6 @@ class Scheduler:
             self._admission.started(request)
             self._cache.count_hits(request)
             request.num_cached = request.num_charged = request.num_computed
-            request.has_news = request.num_cached > 0
         if self._drafter is not None and request.search is None:
             self._drafter.begin(request)
         builder.add_row(request)
@@ -437,6 +440,8 @@ class Scheduler:
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Let a waiting child hold the parent's first `num_tokens` tokens, as long as nobody needs the blocks more."""
         self._cache.fork(parent, child, num_tokens)
+        if parent.started is not None:
+            child.begin(parent.started)
         self._forked[child] = None
 
     def enlist(self, request: Request) -> None:

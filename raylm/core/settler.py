@@ -22,20 +22,20 @@ class Settler:
         """Requests of which a step rejected drafts: the workers' bounds on what they know are too high, until a plan
         says the new ones."""
 
-    def settle(self, builder: PlanBuilder, result: Sampled) -> list[TokenDelta]:
+    def settle(self, builder: PlanBuilder, result: Sampled, now: float) -> list[TokenDelta]:
         """The deltas of all requests that sampled and live. One with a finish reason has still to be ended."""
         self._take_prompt_logprobs(builder, result)
         if builder.verifying:
-            deltas = self._take_several(builder, result)
+            deltas = self._take_several(builder, result, now)
         else:
-            deltas = self._take_one_each(builder.sampling, result.token_ids)
+            deltas = self._take_one_each(builder.sampling, result.token_ids, now)
         for forced in result.forced:
             builder.sampling[forced.nth].forced = forced
         if result.logprobs:
             deltas = _with_logprobs(deltas, builder.sampling, result.logprobs)
         return _with_failures(deltas, builder.sampling, result.failed) if result.failed else deltas
 
-    def _take_one_each(self, sampling: list[Request], token_ids: list[int]) -> list[TokenDelta]:
+    def _take_one_each(self, sampling: list[Request], token_ids: list[int], now: float) -> list[TokenDelta]:
         """Every request has one token, as its plan said: its counts stand."""
         deltas = []
         finished = Status.FINISHED
@@ -46,13 +46,13 @@ class Settler:
             tokens = request.token_ids
             tokens.append(token_id)
             if token_id in request.stop_ids or len(tokens) >= request.max_len or request.has_news:
-                deltas.append(_notable(request, [token_id]))
+                deltas.append(_notable(request, [token_id], now))
             else:
                 # As TokenDelta(request.id, [token_id]), whose own constructor costs as much as the rest of this loop.
-                deltas.append(_new(TokenDelta, (request.id, [token_id], None, None, 0, None, None)))
+                deltas.append(_new(TokenDelta, (request.id, [token_id], None, None, 0, None, None, None)))
         return deltas
 
-    def _take_several(self, builder: PlanBuilder, result: Sampled) -> list[TokenDelta]:
+    def _take_several(self, builder: PlanBuilder, result: Sampled, now: float) -> list[TokenDelta]:
         """Every request has the drafts that were accepted, and one token more."""
         deltas, end = [], 0
         for index, request in enumerate(builder.sampling):
@@ -68,7 +68,7 @@ class Settler:
             if self._drafter is not None and proposal is not None:
                 self._drafter.settle(request, proposal, len(token_ids) - 1)
             self.charge([request], len(token_ids))
-            deltas.append(_notable(request, token_ids))
+            deltas.append(_notable(request, token_ids, now))
         return deltas
 
     def _take_prompt_logprobs(self, builder: PlanBuilder, result: Sampled) -> None:
@@ -89,14 +89,14 @@ class Settler:
                     self._policy.served(request, 0, num_tokens)
 
 
-def _notable(request: Request, token_ids: list[int]) -> TokenDelta:
-    """The delta of tokens that are the first after a hit in the cache, or the last, or several."""
-    num_cached, prompt_logprobs = request.take_news()
+def _notable(request: Request, token_ids: list[int], now: float) -> TokenDelta:
+    """The delta of tokens that are the first, or the last, or several."""
+    num_cached, prompt_logprobs, waited = request.take_news(now)
     reason = request.finish_reason(token_ids[-1])
     if request.params.max_tokens == 0:
         # The step that computed the prompt sampled a token that nobody wants.
         token_ids, reason = [], "length"
-    return TokenDelta(request.id, token_ids, reason, num_cached_tokens=num_cached, prompt_logprobs=prompt_logprobs)
+    return TokenDelta(request.id, token_ids, reason, None, num_cached, None, prompt_logprobs, waited)
 
 
 def _up_to_stop(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:

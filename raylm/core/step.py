@@ -222,6 +222,14 @@ class ModelInfo(NamedTuple):
     """Start-up phases in seconds: import, weights, memory ..."""
 
 
+class Waited(NamedTuple):
+    """What came before a sequence's first token, in seconds: from the engine's taking it in to its first step, and
+    from there to the token. Sequences of one prompt share its first step."""
+
+    queue_s: float
+    prefill_s: float
+
+
 class TokenDelta(NamedTuple):
     """What one step gave one sequence.
 
@@ -240,3 +248,5 @@ class TokenDelta(NamedTuple):
     prompt_logprobs: Logprobs | None = None
     """Of the prompt's second token and all after it: on the first delta of a prompt's first sequence, and of others of
     its sequences that had to compute the prompt themselves."""
+    waited: Waited | None = None
+    """On a sequence's first delta."""

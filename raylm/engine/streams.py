@@ -109,6 +109,7 @@ def merged(deltas: list[TokenDelta]) -> TokenDelta:
         num_cached_tokens=deltas[0].num_cached_tokens,
         logprobs=join_logprobs(delta.logprobs for delta in deltas),
         prompt_logprobs=deltas[0].prompt_logprobs,
+        waited=deltas[0].waited,
     )
 
 

@@ -77,6 +77,32 @@ def _first_tokens(prompt, count):
     return expected_tokens(prompt, SamplingParams(max_tokens=count), 64)[0]
 
 
+def test_a_first_delta_says_how_long_its_request_waited_and_was_prefilled():
+    now = [10.0]
+    engine = make_engine(FakeExecutor(num_blocks=64, block_size=4), budget=8, max_num_seqs=2, clock=lambda: now[0])
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add(["both-0", "both-1"], [1] * 16, replace(params, n=2))
+    engine.add(["late"], [2] * 3, params)
+    collected = Collected()
+    while engine.has_work:
+        collected.take(engine.step())
+        now[0] += 1.0
+    assert list(collected.waited["both-0"]) == [0, 1], "its prompt takes two steps"
+    assert list(collected.waited["both-1"]) == [0, 2], "it shares the steps of its prompt, and adds one"
+    assert list(collected.waited["late"]) == [4, 0], "rows are free when the others have ended"
+
+
+def test_sequences_of_a_beam_search_say_how_long_it_waited():
+    now = [0.0]
+    engine = make_engine(FakeExecutor(num_blocks=64, block_size=4), budget=8, clock=lambda: now[0])
+    engine.add(["a", "b"], [1] * 15, SamplingParams(beam_width=2, n=2, max_tokens=4))
+    collected = Collected()
+    while engine.has_work:
+        now[0] += 1.0
+        collected.take(engine.step())
+    assert {name: list(waited) for name, waited in collected.waited.items()} == {"a": [1, 1], "b": [1, 1]}
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_back():
     engine = make_engine(FakeExecutor(), queue=2)
     params = SamplingParams(max_tokens=4)

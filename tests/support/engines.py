@@ -7,7 +7,7 @@ from collections import Counter
 from raylm.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.drafting import Drafter
-from raylm.core.step import Logprobs, join_logprobs
+from raylm.core.step import Logprobs, Waited, join_logprobs
 from raylm.engine.engine import Engine
 from tests.support.fakes import FakeExecutor
 
@@ -48,10 +48,14 @@ class Collected:
         self.prompts: dict[str, Logprobs] = {}
         self.reasons: dict[str, str] = {}
         self.cached: Counter[str] = Counter()
+        self.waited: dict[str, Waited] = {}
 
     def take(self, deltas) -> None:
         for delta in deltas:
             assert delta.request_id not in self.reasons, "a token after the end"
+            if delta.waited is not None:
+                assert not self.tokens.get(delta.request_id), "the wait is told once, with the first token"
+                self.waited[delta.request_id] = delta.waited
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.cached[delta.request_id] += delta.num_cached_tokens
             self.logprobs[delta.request_id] = join_logprobs([self.logprobs.get(delta.request_id), delta.logprobs])
