@@ -57,7 +57,13 @@ ONLY_IN = {
     "starlette": ["raylm/serving/"],
 }  # fmt: skip
 # raylm.worker meets raylm.core only in the values of a step, and in how they are counted.
-WORKER_MAY_USE = {"raylm.core.step", "raylm.core.sampling", "raylm.core.structure", "raylm.core.rows"}
+WORKER_MAY_USE = {
+    "raylm.core.control",
+    "raylm.core.rows",
+    "raylm.core.sampling",
+    "raylm.core.step",
+    "raylm.core.structure",
+}
 
 
 def problems() -> list[str]:

@@ -136,7 +136,7 @@ def _work(address: StepAddress, answers: bool, device_us: float) -> None:
         return _Step(plan, free)
 
     try:
-        serve(channel, submit)
+        serve(channel, submit, lambda op: "")
     finally:
         channel.close()
 

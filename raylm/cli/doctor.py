@@ -121,7 +121,7 @@ def examine() -> Findings:
 
 def choices(config: EngineConfig | None) -> list[Choice]:
     """What one engine would run on, for a configuration or for the defaults. Raises ConfigError."""
-    from raylm.worker.worker import choose_device
+    from raylm.worker.device import choose_device
 
     wanted = config.runtime.device if config is not None else "auto"
     device = choose_device(wanted)
@@ -137,7 +137,7 @@ def choices(config: EngineConfig | None) -> list[Choice]:
 def _resolved(config: EngineConfig) -> dict[str, Any]:
     """The configuration as an engine here would have it; what it leaves open is left out. Raises ConfigError."""
     from raylm.config.resolve import resolve
-    from raylm.worker.worker import choose_device
+    from raylm.worker.device import choose_device
 
     wanted = config.runtime.device
     kind = choose_device(wanted).type if wanted == "auto" else wanted
@@ -150,7 +150,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     from raylm.config.source import locate
     from raylm.layers.attention_backends import Setting
     from raylm.models.check import check_model
-    from raylm.worker.worker import choose_dtype
+    from raylm.worker.device import choose_dtype
 
     arch, source = check_model(config), locate(config.model.path)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
@@ -208,7 +208,7 @@ def _attention(wanted: str, setting: Setting) -> Choice:
 def _attention_of_a_usual_model(device: torch.device) -> Choice:
     from raylm.config.engine import CacheConfig
     from raylm.layers.attention_backends import Setting
-    from raylm.worker.worker import choose_dtype
+    from raylm.worker.device import choose_dtype
 
     dtype = choose_dtype("auto", "bfloat16", device)
     return _attention("auto", Setting(device, dtype, head_dim=128, block_size=CacheConfig().block_size))

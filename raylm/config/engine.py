@@ -135,6 +135,9 @@ class RuntimeConfig(FrozenConfig):
     """A step without a result for this long counts as the engine's death; by default 10 s on a GPU, 60 s on a CPU.
     Requests wait this long for the error when a worker hangs, so it is short where the largest step takes a second or
     two; on a CPU a step of a long prompt may take half a minute."""
+    profile_folder: str | None = None
+    """Where workers put traces of their steps when POST /start_profile asks for them, each on its own node. Without a
+    folder none can be asked for."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Loading a model may take this long; so may a worker wait for another one in a collective."""
 

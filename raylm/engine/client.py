@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 import zmq
 
+from raylm.core.control import Control
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
@@ -17,17 +18,19 @@ from raylm.engine.link import ANSWER_S, SILENCE_S, EngineAt, KeyPair, Link, Outc
 from raylm.engine.messages import (
     Abort,
     BlockSnapshot,
+    Controlled,
     Deltas,
     Follow,
     FromEngine,
     LossKind,
     Lost,
+    Order,
     Refused,
     Submit,
     Taken,
     ToEngine,
 )
-from raylm.engine.streams import ChannelError, EventFeed, Sequences
+from raylm.engine.streams import ChannelError, EventFeed, OrderAnswer, Sequences
 from raylm.errors import (
     ConnectionLost,
     EngineDeadError,
@@ -69,6 +72,7 @@ class EngineClient:
         self._keys = keys
         self._sequences: dict[str, Sequences] = {}
         self._feeds: dict[str, EventFeed] = {}
+        self._orders: dict[str, OrderAnswer] = {}
         self._unanswered: dict[str, int] = {}
         """Bytes of each Submit on its way, by its first id."""
         self._encode = msgspec.msgpack.Encoder().encode
@@ -135,6 +139,19 @@ class EngineClient:
             del self._feeds[follow_id]
             self._send(Abort(follow_id))
 
+    async def control(self, op: Control) -> list[str]:
+        """Have the engine do this between two steps. What each of its workers says of it; nothing where they have no
+        part in it. Raises RequestRejected, Overloaded, RequestLost."""
+        if self._link.is_lost:
+            raise Overloaded("the engine cannot be reached at the moment", retry_after=_RETRY_AFTER_S)
+        order_id = uuid4().hex
+        answer = self._orders[order_id] = OrderAnswer()
+        self._send(Order(order_id, op))
+        try:
+            return await answer.wait()
+        finally:
+            del self._orders[order_id]
+
     def end_all(self, error: RequestLost) -> None:
         """End the live requests with an error; the engine frees them."""
         live = self._live()
@@ -169,12 +186,12 @@ class EngineClient:
             self._send(Abort(request_id))
 
     def _live(self) -> list[str]:
-        return [*self._sequences, *self._feeds]
+        return [*self._sequences, *self._feeds, *self._orders]
 
     def _fail(self, request_ids: list[str], error: ChannelError) -> None:
         for request_id in request_ids:
-            failed: Sequences | EventFeed | None
-            failed = self._sequences.get(request_id) or self._feeds.get(request_id)
+            failed: Sequences | EventFeed | OrderAnswer | None
+            failed = self._sequences.get(request_id) or self._feeds.get(request_id) or self._orders.get(request_id)
             if failed is not None:
                 failed.fail(error)
 
@@ -259,6 +276,9 @@ class EngineClient:
             if not isinstance(error, IngressStalled):
                 self._farewell = error
             self._fail(message.request_ids, error)
+        elif isinstance(message, Controlled):
+            if (answer := self._orders.get(message.request_id)) is not None:
+                answer.give(message.answers)
         elif (feed := self._feeds.get(message.request_id)) is not None:
             if isinstance(message, BlockSnapshot):
                 feed.begin(message.snapshot)

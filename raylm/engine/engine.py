@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.beam import TextEnds
 from raylm.core.block_hash import HASHES
+from raylm.core.control import Control, ResetCache
 from raylm.core.drafting import Drafter
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
@@ -61,6 +62,7 @@ class Engine:
         self.limits = config.scheduler
         """What one step may hold and how many requests may wait."""
         self._generation = config.generation
+        self._profile_folder = config.runtime.profile_folder
         self._eos = frozenset(self.info.eos_token_ids)
         self._grammars = HeldForGrammars(executor.prepare)
         self._text_ends = text_ends or StopStrings(config.model.path).of
@@ -171,6 +173,16 @@ class Engine:
         result = self._executor.result()
         self._num_in_flight -= 1
         return expired + self._scheduler.update(result, self._clock())
+
+    def control(self, op: Control) -> list[str]:
+        """Do it between the steps planned so far and those to come. What each worker says of it; of what workers have
+        no part in, nothing. Raises RequestRejected where the configuration rules it out, EngineDeadError."""
+        if isinstance(op, ResetCache):
+            self.reset_prefix_cache()
+            return []
+        if self._profile_folder is None:
+            raise RequestRejected("runtime.profile_folder is not set: there is no place for a profile of this model")
+        return self._executor.control(op)
 
     def check(self) -> None:
         """Look after the workers while there is no step to wait for. Raises EngineDeadError when one has gone."""

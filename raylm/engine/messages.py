@@ -1,5 +1,5 @@
-"""What travels between an ingress and an engine: requests and cancels in, their admission, token deltas, refusals and
-block events out.
+"""What travels between an ingress and an engine: requests, cancels and orders in, their admission, token deltas,
+refusals and block events out.
 
 msgpack arrays over ZeroMQ. One `Deltas` message per step and ingress, however many requests it carries.
 """
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from raylm.core.control import Control
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
@@ -32,6 +33,13 @@ class Follow(msgspec.Struct, tag="follow", array_like=True, frozen=True):
     request_id: str
 
 
+class Order(msgspec.Struct, tag="order", array_like=True, frozen=True):
+    """Have the engine do something besides requests. Answered with Controlled or Refused; never lasts beyond that."""
+
+    request_id: str
+    op: Control
+
+
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     """The client has gone: free this sequence's blocks now, or end this Follow. Nothing is answered."""
 
@@ -51,6 +59,13 @@ class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
     load: Load
 
 
+class Controlled(msgspec.Struct, tag="controlled", array_like=True, frozen=True):
+    """An Order has been carried out: what each worker says of it, by rank; nothing where workers have no part in it."""
+
+    request_id: str
+    answers: list[str]
+
+
 class BlockSnapshot(msgspec.Struct, tag="snapshot", array_like=True, frozen=True):
     """The blocks that can be found now, for one Follow; it replaces what was sent before."""
 
@@ -66,8 +81,8 @@ class BlockEvents(msgspec.Struct, tag="events", array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A Submit (named by its first id) or a Follow was not taken. `retry_after` is in seconds and set for "overloaded"
-    only."""
+    """A Submit (named by its first id), a Follow or an Order was not taken. `retry_after` is in seconds and set for
+    "overloaded" only."""
 
     request_id: str
     kind: Literal["rejected", "overloaded"]
@@ -88,5 +103,5 @@ class Lost(msgspec.Struct, tag="lost", array_like=True, frozen=True):
     message: str
 
 
-ToEngine = Submit | Follow | Abort
-FromEngine = Taken | Lost | Deltas | BlockSnapshot | BlockEvents | Refused
+ToEngine = Submit | Follow | Order | Abort
+FromEngine = Taken | Lost | Deltas | Controlled | BlockSnapshot | BlockEvents | Refused

@@ -11,7 +11,7 @@ import zmq
 
 from raylm.core.load import Load
 from raylm.core.step import TokenDelta
-from raylm.engine.messages import BlockEvents, BlockSnapshot, Deltas, Lost, Refused, Taken
+from raylm.engine.messages import BlockEvents, BlockSnapshot, Controlled, Deltas, Lost, Refused, Taken
 from raylm.engine.streams import merged
 
 MAX_UNREAD_MESSAGES = 1000
@@ -85,7 +85,7 @@ class Outbox:
         """Send now or not at all; False where the connection is full."""
         return client not in self._backlogs and self._try(client, self._encode(message))
 
-    def post(self, client: bytes, message: Taken | Refused | Lost) -> None:
+    def post(self, client: bytes, message: Taken | Refused | Controlled | Lost) -> None:
         """Send, or keep until there is room."""
         data = self._encode(message)
         if client not in self._backlogs and self._try(client, data):

@@ -16,16 +16,18 @@ from raylm.engine.engine import Engine
 from raylm.engine.followers import Followers
 from raylm.engine.messages import (
     Abort,
+    Controlled,
     Follow,
     LossKind,
     Lost,
+    Order,
     Refused,
     Submit,
     Taken,
     ToEngine,
 )
 from raylm.engine.outbox import MAX_UNREAD_MESSAGES, Outbox
-from raylm.errors import Overloaded, RequestRejected
+from raylm.errors import EngineDeadError, Overloaded, RequestRejected
 from raylm.log import get_logger
 
 logger = get_logger(__name__)
@@ -144,7 +146,7 @@ class EngineServer:
             if isinstance(message, Submit):
                 for request_id in message.request_ids:
                     self._owner.setdefault(request_id, client)
-            elif isinstance(message, Follow):
+            elif isinstance(message, Follow | Order):
                 self._owner.setdefault(message.request_id, client)
 
     def _lose_all(self, kind: LossKind, reason: str) -> None:
@@ -168,6 +170,8 @@ class EngineServer:
         try:
             if isinstance(message, Follow):
                 self._follow(client, message)
+            elif isinstance(message, Order):
+                self._carry_out(client, message)
             else:
                 self._submit(client, message)
         except (RequestRejected, Overloaded) as error:
@@ -191,6 +195,14 @@ class EngineServer:
         if message.request_id in self._owner:
             raise _in_use([message.request_id])
         self._followers.add(message.request_id, client)
+
+    def _carry_out(self, client: bytes, order: Order) -> None:
+        try:
+            answers = self._engine.control(order.op)
+        except EngineDeadError:
+            self._owner[order.request_id] = client  # so that it learns of it
+            raise
+        self._outbox.post(client, Controlled(order.request_id, answers))
 
     def _is_taken(self, request_id: str) -> bool:
         return request_id in self._owner or request_id in self._followers
@@ -241,9 +253,9 @@ def _in_use(ids: list[str]) -> RequestRejected:
     return RequestRejected(f"the request ids {ids!r:.200} are already in use or given twice", param="request_ids")
 
 
-def _refusal(message: Submit | Follow, error: RequestRejected | Overloaded) -> Refused:
+def _refusal(message: Submit | Follow | Order, error: RequestRejected | Overloaded) -> Refused:
     """The answer to a message that was not taken; a Submit is named by its first id."""
-    name = message.request_id if isinstance(message, Follow) else message.request_ids[0]
+    name = message.request_ids[0] if isinstance(message, Submit) else message.request_id
     if isinstance(error, Overloaded):
         return Refused(name, "overloaded", str(error), retry_after=error.retry_after)
     return Refused(name, "rejected", str(error), error.param, error.code)

@@ -113,6 +113,25 @@ def merged(deltas: list[TokenDelta]) -> TokenDelta:
     )
 
 
+class OrderAnswer:
+    """What an engine says of an order that it was given."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> list[str]:
+        """Raises RequestRejected, Overloaded, RequestLost."""
+        return await self._future
+
+    def give(self, answers: list[str]) -> None:
+        if not self._future.done():
+            self._future.set_result(answers)
+
+    def fail(self, error: ChannelError) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)
+
+
 class EventFeed:
     """A snapshot of the engine's cached blocks, then every event after it: no gap and nothing twice.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from raylm.core.control import WorkerControl
 from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 
@@ -42,6 +43,11 @@ class Executor(Protocol):
 
     def result(self) -> Sampled:
         """The result of the oldest plan not answered yet. Raises EngineDeadError."""
+        ...
+
+    def control(self, op: WorkerControl) -> list[str]:
+        """Have every worker do it, after the plans sent before and ahead of those sent later. What each of them says
+        of it, by rank. Raises EngineDeadError."""
         ...
 
     def prepare(self, structure: StructuredOutput) -> Preparation | None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import DeviceKind, ResolvedEngine
+from raylm.core.control import WorkerControl
 from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.executor.base import Preparation, StepOnItsWay
-from raylm.worker.worker import Worker, choose_device
+from raylm.worker.device import choose_device
+from raylm.worker.worker import Worker
 
 
 class LocalExecutor:
@@ -22,6 +24,8 @@ class LocalExecutor:
     def __init__(self, config: ResolvedEngine, *, progress: bool) -> None:
         self._worker: Worker | None = Worker(config, progress=progress)
         self._steps: deque[StepOnItsWay] = deque()
+        self._results: deque[Sampled] = deque()
+        """Of steps that had to end before something else was done."""
         self.overlaps = self._worker.overlaps
         """Whether a step runs while this process does something else."""
 
@@ -32,10 +36,18 @@ class LocalExecutor:
         self._steps.append(self._live_worker().submit(plan))
 
     def result(self) -> Sampled:
+        if self._results:
+            return self._results.popleft()
         # It leaves the queue once it is here: who interrupts the wait may ask again.
         result = self._steps[0].result()
         self._steps.popleft()
         return result
+
+    def control(self, op: WorkerControl) -> list[str]:
+        while self._steps:
+            self._results.append(self._steps[0].result())
+            self._steps.popleft()
+        return [self._live_worker().control(op)]
 
     def prepare(self, structure: StructuredOutput) -> Preparation | None:
         future = self._live_worker().prepare(structure)

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config.resolve import ResolvedEngine
+from raylm.core.control import WorkerControl
 from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, EngineDeadError, TransferError
@@ -32,6 +33,9 @@ logger = get_logger(__name__)
 _GRAMMARS = "grammars"
 _POLL_MS = 100
 """How often a wait for a result looks whether the workers still live."""
+
+CONTROL_LIMIT_S = 300.0
+"""What workers may take for what they are told beside plans: writing the trace of a thousand steps takes long."""
 
 _DEATH_NEWS_S = 0.5
 """How much later than its peers' errors the news of a worker's death may come."""
@@ -113,7 +117,7 @@ class WorkerActor:
         gc.freeze()
         channel = PlanReceiver(address, answers=answers)
         try:
-            serve(channel, self._worker.submit)
+            serve(channel, self._worker.submit, self._worker.control)
         except Exception as error:
             logger.exception("a step failed")
             channel.fail(error)
@@ -199,6 +203,11 @@ class RayExecutor:
                 raise EngineDeadError(
                     f"the workers hang: a step had no result after runtime.step_timeout_s, {timeout:g} s"
                 )
+
+    def control(self, op: WorkerControl) -> list[str]:
+        # The plans before it come first, and a trace takes its time.
+        limit_s = CONTROL_LIMIT_S + self._config.runtime.step_timeout_s
+        return self._started().tell(op, look=self.check, deadline=time.monotonic() + limit_s)
 
     def prepare(self, structure: StructuredOutput) -> _Preparing:
         # The workers of the last stage alone sample, and keep grammars.

@@ -1,4 +1,5 @@
-"""The step channel: plans from the engine to all its workers at once, results back from the one that answers.
+"""The step channel: plans from the engine to all its workers at once, results back from the one that answers; and,
+between plans, what else workers are told, which each of them answers.
 
 A ZeroMQ pair for each worker: over a Unix socket in a folder that only this user can enter for workers of the
 engine's node, over TCP with CURVE keys for those of other nodes. Messages are msgpack, a plan is encoded once; a
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
+from raylm.core.control import StartProfile, StopProfile, WorkerControl
 from raylm.core.step import Sampled, StepPlan
 from raylm.errors import EngineDeadError
 from raylm.executor.base import StepOnItsWay
@@ -37,6 +39,14 @@ class _Done(msgspec.Struct, tag="done", array_like=True):
     result: Sampled
 
 
+class _Told(msgspec.Struct, tag="told", array_like=True):
+    answer: str
+
+
+_ToWorker = StepPlan | StartProfile | StopProfile
+_FromWorker = _Done | _Failure | _Told
+
+
 class StepAddress(NamedTuple):
     """Where one worker gets its plans. The keys are empty on a Unix socket."""
 
@@ -54,9 +64,13 @@ class PlanSender:
         self._folder = Path(tempfile.mkdtemp(prefix="raylm-steps-"))
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[_Done | _Failure] = msgspec.msgpack.Decoder(_Done | _Failure)
+        self._decoder: msgspec.msgpack.Decoder[_FromWorker] = msgspec.msgpack.Decoder(_FromWorker)
         self._sockets: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
+        self._results: deque[Sampled] = deque()
+        """Those that came while an answer was waited for."""
+        self._answers: dict[int, str] = {}
+        """By rank, to what all workers were told last."""
         self.addresses = [self._bind(rank, host) for rank, host in enumerate(hosts)]
 
     def wait_for_workers(self, *, look: Callable[[], None], deadline: float) -> None:
@@ -75,7 +89,22 @@ class PlanSender:
     def send(self, plan: StepPlan, *, look: Callable[[], None] = lambda: None) -> None:
         """Send a plan to every worker. While one takes none, `look` is called again and again: it raises when the
         worker has gone, for then there is nobody who ever will."""
-        message = self._encoder.encode(plan)
+        self._send(self._encoder.encode(plan), look)
+
+    def tell(self, op: WorkerControl, *, look: Callable[[], None], deadline: float) -> list[str]:
+        """Have every worker do it between the plans sent before and those sent later. Returns their answers, by rank;
+        until then `look` is called again and again. Raises EngineDeadError at `deadline` (time.monotonic())."""
+        self._answers.clear()
+        self._send(self._encoder.encode(op), look)
+        while len(self._answers) < len(self._sockets):
+            self._read(_LOOK_MS)
+            look()
+            if time.monotonic() > deadline:
+                silent = sorted(set(range(len(self._sockets))) - self._answers.keys())
+                raise EngineDeadError(f"the workers {silent} hang: {type(op).__name__} was not done in time")
+        return [answer for _, answer in sorted(self._answers.items())]
+
+    def _send(self, message: bytes, look: Callable[[], None]) -> None:
         for socket in self._sockets:
             while not socket.poll(0, zmq.POLLOUT):
                 look()
@@ -84,13 +113,22 @@ class PlanSender:
 
     def receive(self, timeout_ms: int) -> Sampled | None:
         """The next result, or None after `timeout_ms`. Raises EngineDeadError with what a worker said."""
+        if not self._results:
+            self._read(timeout_ms)
+        return self._results.popleft() if self._results else None
+
+    def _read(self, timeout_ms: int) -> None:
+        """Take in one message, if one comes within `timeout_ms`."""
         for socket, _ in self._poller.poll(timeout_ms):
             message = self._decoder.decode(socket.recv())
+            rank = self._sockets.index(socket)
             if isinstance(message, _Failure):
-                rank = self._sockets.index(socket)
                 raise EngineDeadError(f"worker {rank} of {len(self._sockets)} failed in a step: {message.message}")
-            return message.result
-        return None
+            if isinstance(message, _Told):
+                self._answers[rank] = message.answer
+            else:
+                self._results.append(message.result)
+            return
 
     def close(self) -> None:
         """Close the channel; the workers' loops end with the empty message that goes first."""
@@ -137,20 +175,24 @@ class PlanReceiver:
             self._socket.curve_secretkey = address.secret_key
         self._socket.connect(address.address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(StepPlan)
+        self._decoder: msgspec.msgpack.Decoder[_ToWorker] = msgspec.msgpack.Decoder(_ToWorker)
 
-    def receive(self) -> StepPlan | None:
-        """Wait for the next plan; None when the engine has closed the channel."""
+    def receive(self) -> _ToWorker | None:
+        """Wait for the next plan, or what else is to be done; None when the engine has closed the channel."""
         message = self._socket.recv()
         return self._decoder.decode(message) if message else None
 
-    def has_plan(self) -> bool:
+    def has_message(self) -> bool:
         """Whether `receive` returns at once."""
         return bool(self._socket.poll(0))
 
     def send(self, result: Sampled) -> None:
         if self._answers:
             self._socket.send(self._encoder.encode(_Done(result)))
+
+    def answer(self, text: str) -> None:
+        """Say that what the workers were told is done."""
+        self._socket.send(self._encoder.encode(_Told(text)))
 
     def fail(self, error: Exception) -> None:
         """Tell the engine why no more results will come."""
@@ -161,17 +203,24 @@ class PlanReceiver:
         self._context.term()
 
 
-def serve(channel: PlanReceiver, submit: Callable[[StepPlan], StepOnItsWay]) -> None:
+def serve(
+    channel: PlanReceiver, submit: Callable[[StepPlan], StepOnItsWay], control: Callable[[WorkerControl], str]
+) -> None:
     """Run plans until the engine closes the channel: each is submitted when it comes, while earlier ones compute, and
-    results go back in order."""
+    results go back in order. What else comes is done when no step is under way."""
     steps: deque[StepOnItsWay] = deque()
     while True:
         if steps and steps[0].done:
             channel.send(steps.popleft().result())
-        elif not steps or channel.has_plan():
-            plan = channel.receive()
-            if plan is None:
+        elif not steps or channel.has_message():
+            message = channel.receive()
+            if message is None:
                 return
-            steps.append(submit(plan))
+            if isinstance(message, StepPlan):
+                steps.append(submit(message))
+                continue
+            while steps:
+                channel.send(steps.popleft().result())
+            channel.answer(control(message))
         else:
             time.sleep(_NAP_S)

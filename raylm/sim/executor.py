@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from raylm.core.control import WorkerControl
 from raylm.core.rows import RowCounts
 from raylm.core.step import CacheLayout, ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
@@ -67,6 +68,9 @@ class SimulatedExecutor:
     def result(self) -> Sampled:
         self.now, result = self._done.popleft()
         return result
+
+    def control(self, op: WorkerControl) -> list[str]:
+        return ["there is nothing to record"]
 
     def check(self) -> None:
         """Nobody here can die."""

@@ -16,9 +16,9 @@ from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.device import choose_dtype
 from raylm.worker.drafting import outline_drafting
 from raylm.worker.gpus import Gpu
-from raylm.worker.worker import choose_dtype
 
 GIB = 1 << 30
 CUDA_BYTES = 2 * GIB

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import (
     Candidates,
@@ -28,11 +29,11 @@ LOGPROBS = Logprobs([-0.5], [2], [[7, 1]], [[-0.25, -0.5]])
 SAMPLING = RowSampling(SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05), 2**62, 3)
 
 
-def worker(address: StepAddress, step) -> threading.Thread:
+def worker(address: StepAddress, step, control=lambda op: "") -> threading.Thread:
     def loop() -> None:
         channel = PlanReceiver(address)
         try:
-            serve(channel, step)
+            serve(channel, step, control)
         except Exception as error:
             channel.fail(error)
         finally:
@@ -155,6 +156,56 @@ def test_the_next_plan_is_taken_while_a_step_computes():
     sender.close()
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_what_workers_are_told_is_done_between_the_plans_before_and_after():
+    """By every worker, which has ended all steps that it was given before; the results are not lost."""
+    sender = PlanSender([None, None])
+    done: list[list[object]] = [[], []]
+
+    def worker_of(rank: int) -> threading.Thread:
+        def step(plan: StepPlan) -> Step:
+            done[rank].append(plan.step)
+            return Step(result_of(plan), done=False)
+
+        def control(op: object) -> str:
+            done[rank].append(op)
+            return f"rank {rank} has done it"
+
+        return worker(sender.addresses[rank], step, control)
+
+    threads = [worker_of(0), worker_of(1)]
+    for number in (1, 2):
+        sender.send(StepPlan(number, [], [], [0], [1]))
+    order = StartProfile(num_steps=7)
+    answers = sender.tell(order, look=lambda: None, deadline=time.monotonic() + 10)
+    assert answers == ["rank 0 has done it", "rank 1 has done it"]
+    assert done == [[1, 2, order], [1, 2, order]]
+    # Both answer here. What came before the order is not lost.
+    results = [sender.receive(0) for _ in range(4)]
+    assert sorted(result.step for result in results if result is not None) == [1, 1, 2, 2]
+    sender.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_worker_that_does_not_do_it_is_named():
+    sender = PlanSender([None, None])
+    gate = threading.Event()
+
+    def hang(op: object) -> str:
+        gate.wait(10)
+        return ""
+
+    answers = lambda plan: Step(result_of(plan))  # noqa: E731
+    threads = [worker(sender.addresses[0], answers), worker(sender.addresses[1], answers, hang)]
+    with pytest.raises(EngineDeadError, match=r"the workers \[1\] hang: StopProfile was not done in time"):
+        sender.tell(StopProfile(), look=lambda: None, deadline=time.monotonic() + 0.5)
+    gate.set()
+    sender.close()
+    for thread in threads:
+        thread.join(5)
 
 
 def test_a_failure_arrives_as_the_engines_death():

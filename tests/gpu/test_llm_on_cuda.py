@@ -262,7 +262,7 @@ def test_a_worker_takes_the_next_plan_while_its_gpu_computes(folder: Path) -> No
 
     def work() -> None:
         channel = PlanReceiver(sender.addresses[0])
-        serve(channel, worker.submit)
+        serve(channel, worker.submit, worker.control)
         channel.close()
 
     thread = threading.Thread(target=work)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
-from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from raylm.config.engine import CacheConfig, EngineConfig, ModelConfig, RuntimeConfig, SchedulerConfig
 from raylm.config.resolve import resolve
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -26,11 +26,14 @@ OPTIONS = RequestOptions()
 class Served:
     """An engine server in a thread."""
 
-    def __init__(self, executor: FakeExecutor, *, queue: int = 1024, events: bool = False) -> None:
+    def __init__(
+        self, executor: FakeExecutor, *, queue: int = 1024, events: bool = False, profile_folder: str | None = None
+    ) -> None:
         config = EngineConfig(
             model=ModelConfig(path="fake"),
             cache=CacheConfig(block_size=executor.block_size, events=events),
             scheduler=SchedulerConfig(max_queued_requests=queue),
+            runtime=RuntimeConfig(profile_folder=profile_folder),
         )
         self.executor = executor
         self.engine = Engine(resolve(config, "cpu"), executor, plans_in_flight=2)

@@ -24,6 +24,7 @@ def make_engine(
     clock=lambda: 0.0,
     text_ends=None,
     drafter: Drafter | None = None,
+    profile_folder: str | None = None,
     **scheduler,
 ) -> Engine:
     executor.budget = budget
@@ -34,7 +35,7 @@ def make_engine(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_queued_requests=queue, **scheduler
         ),
         parallel=ParallelConfig(pipeline=num_stages),
-        runtime=ResolvedRuntime(step_timeout_s=60.0),
+        runtime=ResolvedRuntime(step_timeout_s=60.0, profile_folder=profile_folder),
     )
     return Engine(config, executor, plans_in_flight=window, clock=clock, text_ends=text_ends, drafter=drafter)
 

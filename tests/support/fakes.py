@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from raylm.core.control import WorkerControl
 from raylm.core.rows import RowCounts, RowStep
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import (
@@ -201,6 +202,8 @@ class FakeExecutor:
         """Of each block, by offset: group, position, token."""
         self.host: dict[int, dict[int, tuple[int, int, int]]] = {}
         self.plans: deque[StepPlan] = deque()
+        self.orders: list[tuple[int, WorkerControl]] = []
+        """What it was told, each with the number of steps before it."""
         self.num_steps = 0
         self.num_computed = 0
         self.fail_at: int | None = None
@@ -219,6 +222,10 @@ class FakeExecutor:
         if self.fail_at is not None and self.num_steps >= self.fail_at:
             raise RuntimeError("the fake worker was told to fail")
         return self._execute(self.plans.popleft())
+
+    def control(self, op: WorkerControl) -> list[str]:
+        self.orders.append((self.num_steps + len(self.plans), op))
+        return ["done"]
 
     def check(self) -> None:
         """Nobody here can die."""

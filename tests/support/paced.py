@@ -20,6 +20,7 @@ from raylm.config.application import ModelDeployment, load_model
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import ResolvedEngine, resolve
 from raylm.config.source import locate
+from raylm.core.control import WorkerControl
 from raylm.core.rows import RowCounts
 from raylm.core.step import CacheLayout, ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
@@ -96,6 +97,9 @@ class PacedExecutor:
         if (wait := at - time.monotonic()) > 0:
             time.sleep(wait)
         return result
+
+    def control(self, op: WorkerControl) -> list[str]:
+        return []
 
     def check(self) -> None:
         """There are no workers."""

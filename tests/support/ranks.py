@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
+from raylm.core.control import WorkerControl
 from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.errors import EngineDeadError
@@ -40,7 +42,7 @@ def _work(control: Connection) -> None:
         try:
             worker = Worker(job.config, seat=job.seat, progress=False)
             control.send(worker.start())
-            serve(channel, worker.submit)
+            serve(channel, worker.submit, worker.control)
         except Exception as error:
             control.send(error)
             channel.fail(error)
@@ -110,6 +112,9 @@ class ProcessExecutor:
         if result is None:
             raise EngineDeadError("no result")
         return result
+
+    def control(self, op: WorkerControl) -> list[str]:
+        return self._sender.tell(op, look=self.check, deadline=time.monotonic() + _TIMEOUT_S)
 
     def check(self) -> None:
         """Whoever asks looks at the results."""

@@ -17,7 +17,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import NewBlocks, NewRow, RowSampling, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
-from raylm.worker import worker as worker_module
+from raylm.worker import building, loading
 from raylm.worker.worker import Worker
 from tests.support import checkpoints, draft_references
 
@@ -76,8 +76,8 @@ def started(target: Path, speculation: dict[str, object] | None = None) -> Worke
 def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether steps and drafts run through something that behaves like CUDA graphs, up to their tokens."""
     if request.param:
-        monkeypatch.setattr(worker_module, "captures_graphs", lambda *_: True)
-        monkeypatch.setattr(worker_module, "CudaCapture", lambda _: lambda run: run)
+        monkeypatch.setattr(loading, "captures_graphs", lambda *_: True)
+        monkeypatch.setattr(building, "CudaCapture", lambda _: lambda run: run)
         monkeypatch.setattr(ops, "sample_is_async", lambda _: True)
     return request.param
 

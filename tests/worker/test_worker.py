@@ -23,7 +23,8 @@ from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.models.arch import ArchConfig
 from raylm.ops import extension
 from raylm.worker.kv_store import KVStore
-from raylm.worker.worker import Worker, captures_graphs
+from raylm.worker.loading import captures_graphs, choose_attention
+from raylm.worker.worker import Worker
 from tests.support import checkpoints
 
 SAMPLING = RowSampling(SamplingParams(temperature=0.0))
@@ -132,8 +133,8 @@ def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(
     monkeypatch.setattr(extension, "load", lambda: extension.ExtensionStatus(None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = EngineConfig.model_validate({"model": {"path": str(folder)}, "runtime": {"device": "cuda"}})
-    worker = Worker(resolve(config, "cuda"))
-    attention = worker._choose_attention(ArchConfig.from_source(locate(str(folder))), torch.float32)
+    arch = ArchConfig.from_source(locate(str(folder)))
+    attention = choose_attention(resolve(config, "cuda"), torch.device("cuda"), arch, torch.float32)
     assert attention.name == "torch"
     [line] = caplog.messages
     assert line == (
