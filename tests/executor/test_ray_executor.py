@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raylm import LLM, SamplingParams
+from raylm import LLM, EngineConfig, SamplingParams
+from raylm.core.control import StartProfile, StopProfile
 from raylm.errors import ConfigError
 from tests.support import checkpoints
 
@@ -47,10 +48,24 @@ def live_groups() -> set[str]:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_workers_of_one_node_give_the_same_tokens(shape, folder, expected, groups_before):
+def test_workers_of_one_node_give_the_same_tokens(shape, folder, expected, groups_before, tmp_path):
     tensor, pipeline = shape
-    llm = LLM(str(folder), tensor=tensor, pipeline=pipeline, progress=False, **SMALL)
+    config = {
+        "model": {"path": str(folder), "max_model_len": 64},
+        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        "parallel": {"tensor": tensor, "pipeline": pipeline},
+        "runtime": {"device": "cpu", "num_threads": 1, "profile_folder": str(tmp_path)},
+    }
+    llm = LLM(EngineConfig.model_validate(config), progress=False)
     phases = llm.info.phases
+    engine = llm._engine
+    engine.add(["a"], PROMPTS[0], GREEDY)
+    engine.step()
+    # Between steps, with plans in flight.
+    assert engine.control(StartProfile()) == ["recording", "recording"]
+    while engine.has_work:
+        engine.step()
+    assert engine.control(StopProfile()) == sorted(map(str, tmp_path.iterdir()))
     assert tokens(llm) == expected
     assert {"workers", "import", "weights"} <= set(phases)
 
