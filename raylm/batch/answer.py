@@ -46,6 +46,12 @@ class OneModel:
     def ready(self) -> bool:
         return True
 
+    def unready(self) -> dict[str, str]:
+        return {}
+
+    def alive(self) -> bool:
+        return True
+
     def stats(self) -> list[EngineStats]:
         return []
 

@@ -27,6 +27,20 @@ _LAST_STEP_S = 5.0
 """How long the step in hand may take when the engine is stopped."""
 
 
+_TURN_S = 20.0
+"""What a turn of the engine's loop may take besides its step, on a machine with too much to do."""
+
+
+def check_progress(stalled_s: float, patience_s: float) -> None:
+    """Raise EngineDeadError where an engine has not got on for longer than its workers may take. An engine whose
+    workers hang finds that itself, at the end of their time."""
+    limit_s = patience_s + _TURN_S
+    if stalled_s > limit_s:
+        raise EngineDeadError(
+            f"the engine hangs: it has had work for {stalled_s:.0f} s and finished no step (limit {limit_s:.0f} s)"
+        )
+
+
 class EngineAddress(NamedTuple):
     """Where a started engine listens, and what it serves."""
 
@@ -68,9 +82,11 @@ class EngineActor:
         self._server.clients.allow(public_key)
 
     def load(self) -> Load:
-        """How busy the engine is. Raises EngineDeadError when it has stopped."""
+        """How busy the engine is. Raises EngineDeadError when it has stopped, and when its thread hangs: it has work
+        and finishes no step, however long its workers may take."""
         if not self._thread.is_alive():
             raise EngineDeadError(self._error or "the engine has stopped")
+        check_progress(self._engine.stalled_s, self._executor.patience_s)
         return self._server.load()
 
     def num_live(self) -> int:

@@ -52,6 +52,7 @@ class Engine:
         self.info: ModelInfo = executor.start()
         self._events = EventLog() if config.cache.events else None
         self._cache = make_cache(config, self.info, self._events)
+        self._got_on = clock()
         self._scheduler = Scheduler(
             config.scheduler,
             self._cache,
@@ -70,6 +71,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the engine has not got on: since it last finished a step, or had nothing to do but to wait for
+        requests or their grammars. Asked by any thread."""
+        return self._clock() - self._got_on
 
     def stats(self) -> Load:
         return self._scheduler.stats()
@@ -168,10 +175,12 @@ class Engine:
             self._executor.submit(plan)
             self._num_in_flight += 1
         if not self._num_in_flight:
-            self._grammars.wait()
+            if not self.has_work or self._grammars.wait():
+                self._got_on = self._clock()
             return expired
         result = self._executor.result()
         self._num_in_flight -= 1
+        self._got_on = self._clock()
         return expired + self._scheduler.update(result, self._clock())
 
     def control(self, op: Control) -> list[str]:
@@ -182,7 +191,9 @@ class Engine:
             return []
         if self._profile_folder is None:
             raise RequestRejected("runtime.profile_folder is not set: there is no place for a profile of this model")
-        return self._executor.control(op)
+        answers = self._executor.control(op)
+        self._got_on = self._clock()
+        return answers
 
     def check(self) -> None:
         """Look after the workers while there is no step to wait for. Raises EngineDeadError when one has gone."""

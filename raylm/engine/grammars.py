@@ -59,7 +59,9 @@ class HeldForGrammars:
             del self._held[preparing.key]
         return [request_id for preparing in ready for request_id in preparing.request_ids]
 
-    def wait(self) -> None:
-        """Wait a moment for the oldest; not at all where none is held."""
-        if self._held:
-            next(iter(self._held.values())).work.wait(_IDLE_WAIT_S)
+    def wait(self) -> bool:
+        """Wait a moment for the oldest; False where none is held."""
+        if not self._held:
+            return False
+        next(iter(self._held.values())).work.wait(_IDLE_WAIT_S)
+        return True

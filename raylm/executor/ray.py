@@ -18,6 +18,7 @@ from raylm.core.control import WorkerControl
 from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, EngineDeadError, TransferError
+from raylm.executor.patience import Patience
 from raylm.executor.peers import WEIGHTS, PeerWorker, ask, watch
 from raylm.executor.placement import Bundle, WorkerPlace, WorkerSeat, bundle_of_worker, rank_order, seat_of
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
@@ -149,6 +150,9 @@ class RayExecutor:
         self._places: list[WorkerPlace] = []
         self._channel: PlanSender | None = None
         self._serving: list[ray.ObjectRef[None]] = []
+        self._patience = Patience(config.runtime.step_timeout_s)
+        self._order_limit_s = 0.0
+        """What the order in hand may take; 0 while there is none."""
 
     def start(self) -> ModelInfo:
         begin = time.monotonic()
@@ -186,9 +190,16 @@ class RayExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._started().send(plan, look=self.check)
+        self._patience.sent(plan.total_tokens, time.monotonic())
+
+    @property
+    def patience_s(self) -> float:
+        """How long the workers may take for what they have been given, before they count as hung. Asked by any
+        thread."""
+        return max(self._patience.limit_s, self._order_limit_s)
 
     def result(self) -> Sampled:
-        channel, timeout = self._started(), self._config.runtime.step_timeout_s
+        channel, timeout = self._started(), self._patience.limit_s
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -197,17 +208,22 @@ class RayExecutor:
                 # Ranks fail when another one dies, and they are heard first.
                 raise self._death(_DEATH_NEWS_S) or failure from None
             if result is not None:
+                self._patience.answered(time.monotonic())
                 return result
             self.check()
             if time.monotonic() > deadline:
                 raise EngineDeadError(
-                    f"the workers hang: a step had no result after runtime.step_timeout_s, {timeout:g} s"
+                    f"the workers hang: a step had no result after {timeout:.3g} s (runtime.step_timeout_s, or more "
+                    "where such steps have taken longer)"
                 )
 
     def control(self, op: WorkerControl) -> list[str]:
         # The plans before it come first, and a trace takes its time.
-        limit_s = CONTROL_LIMIT_S + self._config.runtime.step_timeout_s
-        return self._started().tell(op, look=self.check, deadline=time.monotonic() + limit_s)
+        self._order_limit_s = CONTROL_LIMIT_S + self._patience.limit_s
+        try:
+            return self._started().tell(op, look=self.check, deadline=time.monotonic() + self._order_limit_s)
+        finally:
+            self._order_limit_s = 0.0
 
     def prepare(self, structure: StructuredOutput) -> _Preparing:
         # The workers of the last stage alone sample, and keep grammars.

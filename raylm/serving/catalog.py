@@ -68,10 +68,30 @@ class LiveCatalog:
         return sorted({name for name, *_ in list(self._texts)})
 
     def ready(self) -> bool:
-        if self._closed is not None or not self._texts:
-            return False
+        return self._closed is None and bool(self._texts) and not self.unready()
+
+    def unready(self) -> dict[str, str]:
+        if self._closed is not None:
+            return dict.fromkeys(self.names(), self._closed)
         usable = {version[0] for version in self._models if self._routers[version].usable}
-        return usable.issuperset(self.names())
+        return {name: self._lack(name) for name in self.names() if name not in usable}
+
+    def _lack(self, name: str) -> str:
+        """What a model needs before it can take requests."""
+        versions = [version for version in self._texts if version[0] == name]
+        engines = [engine for version in versions for engine in self._routers[version].engines.values()]
+        if not engines:
+            return "no engine is up"
+        if all(engine.entry.state == "draining" for engine in engines):
+            return "its engines end: none takes new requests"
+        if not any(engine.client.is_connected for engine in engines):
+            return "no engine can be reached"
+        if not any(version in self._models for version in versions):
+            return "its tokenizer is not loaded"
+        return "no engine that can be reached takes new requests"
+
+    def alive(self) -> bool:
+        return self._closed is None and not self._watcher.done()
 
     def stats(self) -> list[EngineStats]:
         return [

@@ -103,12 +103,27 @@ class Health(msgspec.Struct):
     status: str
 
 
+class Readiness(msgspec.Struct):
+    """models: "ready" by each name, or why it cannot be asked now."""
+
+    status: str
+    models: dict[str, str]
+
+
 class Version(msgspec.Struct):
     version: str
 
 
 _SERVER = "Server"
-_HEALTH = About("Whether every model has an engine.", _SERVER, answer=Health, errors=frozenset({503}), error=Health)
+_HEALTH = About("Whether the server lives.", _SERVER, answer=Health, errors=frozenset({503}), error=Health)
+_READY = About(
+    "Whether every model, or one of them, can be asked now.",
+    _SERVER,
+    answer=Readiness,
+    query={"model": "the name of the only one that is asked about; 404 where it is unknown"},
+    errors=frozenset({404, 503}),
+    error=Readiness,
+)
 _VERSION = About("raylm's version.", _SERVER, answer=Version)
 _METRICS = About("Counts for Prometheus.", _SERVER, media="text/plain")
 _STATE = About("Models, replicas, load and tokens a second.", _SERVER, answer=State)
@@ -118,9 +133,13 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
     """How the server is. Probes and Prometheus have no key, and nothing of what is asked or answered is in these."""
 
     async def health(call: Call) -> Answer:
-        ready = models.ready()
-        status = "ok" if ready else "not ready: a model has no engine"
-        return Answer(msgspec.json.encode(Health(status)), 200 if ready else 503)
+        alive = models.alive()
+        status = "ok" if alive else "the server ends, or has lost sight of its engines"
+        return Answer(msgspec.json.encode(Health(status)), 200 if alive else 503)
+
+    async def ready(call: Call) -> Answer:
+        readiness, status = _readiness(models, call.query.get("model"))
+        return Answer(msgspec.json.encode(readiness), status)
 
     async def version(call: Call) -> Answer:
         return Answer(msgspec.json.encode(Version(__version__)))
@@ -135,7 +154,24 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
 
     return [
         HttpRoute("GET", "/health", None, health, about=_HEALTH),
+        HttpRoute("GET", "/ready", None, ready, about=_READY),
         HttpRoute("GET", "/version", None, version, about=_VERSION),
         HttpRoute("GET", "/metrics", None, counts, about=_METRICS),
         HttpRoute("GET", "/state", None, state, about=_STATE),
     ]
+
+
+def _readiness(models: ModelCatalog, name: str | None) -> tuple[Readiness, int]:
+    """Of one model, or of all, and the status that says so."""
+    names, unready = models.names(), models.unready()
+    if name is not None:
+        if name not in names:
+            return Readiness(f"the model {name!r:.200} does not exist", {}), 404
+        names = [name]
+    reasons = {each: unready.get(each, "ready") for each in names}
+    if not names:
+        return Readiness("no model is known", reasons), 503
+    waiting = [each for each in names if each in unready]
+    if not waiting:
+        return Readiness("ready", reasons), 200
+    return Readiness(f"not ready: {', '.join(waiting)}", reasons), 503

@@ -62,7 +62,6 @@ class ModelReplica:
         finally:
             starting.cancel()
         self._load = Load(0, 0, 0.0)
-        self._heard = time.monotonic()
         self._dead: str | None = None
         self._draining = False
         await self._report()
@@ -71,8 +70,6 @@ class ModelReplica:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if self._dead is None and time.monotonic() - self._heard > _STALE_AFTER_S:
-            self._dead = f"the engine actor has not answered for {_STALE_AFTER_S:g} s"
         if self._dead is not None:
             raise EngineDeadError(self._dead)
 
@@ -152,15 +149,20 @@ class ModelReplica:
         while self._dead is None:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
-                self._load = await self._engine.load.remote()
-                self._heard = time.monotonic()
+                async with asyncio.timeout(_STALE_AFTER_S):
+                    self._load = await self._engine.load.remote()
                 await self._report()
+            except TimeoutError:
+                self._dead = f"the engine hangs: its process has not answered for {_STALE_AFTER_S:g} s"
             except EngineDeadError as error:
                 self._dead = str(error)
             except ray.exceptions.RayActorError as error:
                 await self._engine_may_be_dead(error)
             except (ray.exceptions.RayError, ValueError) as error:
                 logger.warning("engine %s could not be reported: %s", self._engine_id, error)
+        logger.error("engine %s is dead: %s", self._engine_id, self._dead)
+        # One that hangs still has its connections: its clients learn of its end by theirs.
+        ray.kill(self._engine)
         await self._directory.ask(lambda directory: directory.remove.remote(self._engine_id))
 
     async def _engine_may_be_dead(self, error: ray.exceptions.RayActorError) -> None:

@@ -159,7 +159,7 @@ def test_where_models_lie(volume, source):
     assert made == (["demo-raylm-models"] if volume == {"type": "pvc"} else [])
 
 
-@pytest.mark.parametrize(("choice", "path"), [("serve", "/-/healthz"), ("model", "/health")])
+@pytest.mark.parametrize(("choice", "path"), [("serve", "/-/healthz"), ("model", "/ready")])
 def test_what_makes_a_worker_ready(choice, path):
     service = next(one for one in rendered.documents({"readiness": choice}) if one["kind"] == "RayService")
     cluster = service["spec"]["rayClusterConfig"]

@@ -192,7 +192,7 @@ def test_a_model_comes_changes_and_goes_alone(
             threading.Event().wait(0.1)
         assert status_of(served.url, "tiny") == 404 and names(served.url) == [DEMO]
     assert replicas() == before and engines() == kept
-    assert httpx.get(f"{served.url}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{served.url}/ready", timeout=30).status_code == 200
 
 
 def test_an_ingress_that_goes_tells_the_streams_that_outlive_its_drain(

@@ -121,7 +121,7 @@ def test_replicas_start_while_the_proxies_do(built_here, monkeypatch):
     fake = FakeServe(monkeypatch, [deploying, deploying, deploying, running])
     laps = Laps()
     deploy.deploy(CONFIG, laps)
-    assert fake.events == ["controller", ["f", "m"], "front", "front", "http://127.0.0.1:8123/health"]
+    assert fake.events == ["controller", ["f", "m"], "front", "front", "http://127.0.0.1:8123/ready"]
     assert "applications submitted" in str(laps)
 
 

@@ -142,8 +142,28 @@ async def test_health_and_version() -> None:
     server = Server()
     assert (await server.http.get("/health")).status_code == 200
     server.catalog.is_ready = False
+    assert (await server.http.get("/health")).status_code == 200, "it lives without engines"
+    server.catalog.is_alive = False
     assert (await server.http.get("/health")).status_code == 503
     assert (await server.http.get("/version")).json() == {"version": raylm.__version__}
+
+
+async def test_ready_says_which_models_can_be_asked() -> None:
+    server = Server()
+    response = await server.http.get("/ready")
+    assert (response.status_code, response.json()) == (
+        200,
+        {"status": "ready", "models": {"tiny": "ready", "late": "ready"}},
+    )
+    server.catalog.is_ready = False
+    response = await server.http.get("/ready")
+    assert response.status_code == 503
+    assert response.json() == {"status": "not ready: late", "models": {"tiny": "ready", "late": "no engine is up"}}
+    response = await server.http.get("/ready?model=tiny")
+    assert (response.status_code, response.json()) == (200, {"status": "ready", "models": {"tiny": "ready"}})
+    assert (await server.http.get("/ready?model=late")).status_code == 503
+    response = await server.http.get("/ready?model=other")
+    assert response.status_code == 404 and "'other' does not exist" in response.json()["status"]
 
 
 CARD = {
@@ -181,7 +201,7 @@ async def test_models() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/version", "/metrics", "/state", "/v1/models", "/v1/models/", "/v1/models/tiny"]
+    "path", ["/health", "/ready", "/version", "/metrics", "/state", "/v1/models", "/v1/models/", "/v1/models/tiny"]
 )
 async def test_head_is_get_without_the_body(path: str) -> None:
     http = Server().http

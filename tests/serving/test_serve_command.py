@@ -43,7 +43,7 @@ def test_serve_answers_and_leaves_nothing_behind(tmp_path):
                 client.models.list()
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.headers.get_list("x-request-id")) == (401, ["mine"])
-        for probe in ("/health", "/-/healthz"):
+        for probe in ("/health", "/ready", "/-/healthz"):
             assert httpx.get(f"http://127.0.0.1:{port}{probe}").status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("haproxy" in child.name() for child in family)

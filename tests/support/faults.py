@@ -155,7 +155,7 @@ class Witness:
         return answer.choices[0].finish_reason in ("stop", "length")
 
     def is_healthy(self) -> bool:
-        return httpx.get(f"{self._url}/health", timeout=30).status_code == 200
+        return httpx.get(f"{self._url}/ready", timeout=30).status_code == 200
 
     def measure(self, inject: Callable[[], None]) -> Measured:
         """Two streams, a chat and a whole answer run when the fault comes."""

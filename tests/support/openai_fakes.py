@@ -282,7 +282,7 @@ class Catalog:
         self.alone = alone
         ability = ability_of(text.chat_template, ChatConfig())
         self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, text, generator, ability=ability)
-        self.is_ready = True
+        self.is_ready = self.is_alive = True
         self.engine_stats = [
             EngineStats(
                 "tiny",
@@ -309,6 +309,12 @@ class Catalog:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def unready(self) -> dict[str, str]:
+        return {} if self.is_ready else {"late": "no engine is up"}
+
+    def alive(self) -> bool:
+        return self.is_alive
 
     def stats(self) -> list[EngineStats]:
         return self.engine_stats

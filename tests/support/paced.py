@@ -67,6 +67,7 @@ class PacedExecutor:
             dtype="none",
             phases={},
         )
+        self.patience_s = config.runtime.step_timeout_s
         self._rows = RowCounts()
         self._done: deque[tuple[float, Sampled]] = deque()
         self._free_at = 0.0

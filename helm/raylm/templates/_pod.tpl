@@ -137,7 +137,7 @@ livenessProbe:
   failureThreshold: 12
 readinessProbe:
   {{- if and (eq .workload "service") (eq .role "worker") }}
-  httpGet: {path: {{ ternary "/health" "/-/healthz" (eq .root.Values.readiness "model") }}, port: serve}
+  httpGet: {path: {{ ternary "/ready" "/-/healthz" (eq .root.Values.readiness "model") }}, port: serve}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 1

@@ -116,7 +116,7 @@ def set_front(folder: Path, path: str | None) -> PortBlock:
         )
     if limits.proxy_protocol and any(_OWN_ADDRESS in ip_network(one) for one in limits.trusted_proxies):
         raise ConfigError(
-            f"{path}: trusted_proxies holds {_OWN_ADDRESS}, from which `raylm serve` asks its own /health, without the "
+            f"{path}: trusted_proxies holds {_OWN_ADDRESS}, from which `raylm serve` asks its own /ready, without the "
             "PROXY protocol; let the proxy come from another address, such as 127.0.0.2"
         )
     ports = PortBlock()

@@ -32,7 +32,7 @@ from raylm.serving.front.install import front_failure
 
 _POLL_S = 0.1
 _FRONT_S = 60.0
-_HEALTH_S = 5.0
+_READY_S = 5.0
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
 """An error of raylm at the end of a traceback."""
@@ -65,8 +65,8 @@ def deploy(config: dict[str, Any], laps: Laps) -> None:
 
 def wait_until_ready(client: ServeControllerClient, config: dict[str, Any]) -> None:
     """Return when all applications run and every model answers. Raises RaylmError when one has failed."""
-    healths = _health_urls(config)
-    while not (_all_run(client.list_serve_statuses()) and all(map(_is_ready, healths))):
+    urls = _ready_urls(config)
+    while not (_all_run(client.list_serve_statuses()) and all(map(_is_ready, urls))):
         time.sleep(_POLL_S)
 
 
@@ -123,7 +123,7 @@ def _all_run(overviews: Sequence[StatusOverview]) -> bool:
     return bool(overviews) and all(each.app_status.status.value == "RUNNING" for each in overviews)
 
 
-def _health_urls(config: dict[str, Any]) -> list[str]:
+def _ready_urls(config: dict[str, Any]) -> list[str]:
     """Where raylm's ingresses say whether every model can be asked."""
     options = config["http_options"]
     # A server that listens on all addresses listens on this one.
@@ -134,13 +134,13 @@ def _health_urls(config: dict[str, Any]) -> list[str]:
         for application in config["applications"]
         if application["import_path"] == INGRESS_PATH
     ]
-    return [f"{address}:{options['port']}{options.get('root_path', '')}{prefix}/health" for prefix in prefixes]
+    return [f"{address}:{options['port']}{options.get('root_path', '')}{prefix}/ready" for prefix in prefixes]
 
 
 def _is_ready(url: str) -> bool:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Whatever proxies the environment names.
     try:
-        with direct.open(url, timeout=_HEALTH_S) as answer:
+        with direct.open(url, timeout=_READY_S) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False  # 503 too: no tokenizer yet, or no engine.
