@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from typing import NamedTuple, Protocol
 from uuid import uuid4
 
@@ -13,6 +13,7 @@ from raylm.api.errors import http_error
 from raylm.api.interval import Interval
 from raylm.api.metrics import HttpMetrics
 from raylm.api.params import Asking
+from raylm.api.quota import reserved
 from raylm.api.running_requests import RunningRequests
 from raylm.api.wire import Reply
 from raylm.generation.choices import ChoiceDelta, Tally, Whole, gather
@@ -86,10 +87,11 @@ class Answering:
         encoder = draft.encoder(reply, job)
         names = (reply.id, answer.name.given, call.request_id)
         entry = self._requests.entered(call.identity.tenant, names, generation)
+        room = reserved(call.identity.quota, job, draft.asked.wanted.limit, tally)
         if answer.stream:
-            return _events(encoder, generation, tally, Interval(answer.interval), entry, call.request_id)
-        with entry:
-            async with aclosing(generation):
+            return _events(encoder, generation, tally, Interval(answer.interval), entry, room, call.request_id)
+        async with room, aclosing(generation):
+            with entry:
                 chosen = await gather(job, generation.deltas(), tally)
         return encoder.answer(chosen, tally)
 
@@ -100,14 +102,15 @@ async def _events(
     tally: Tally,
     interval: Interval,
     entry: AbstractContextManager[None],
+    room: AbstractAsyncContextManager[None],
     request_id: str,
 ) -> Events:
     """SSE events, the first as soon as the engine has taken the request, though it may wait for its turn there.
 
     An error before that is raised, a later one becomes an event; `request_id` is what the log calls it by.
     """
-    with entry:
-        async with aclosing(generation):
+    async with room, aclosing(generation):
+        with entry:
             await generation.admitted()
             yield encoder.opening()
             try:

@@ -32,6 +32,10 @@ class HttpMetrics(Collector):
             metrics = self._by_model[name] = ModelMetrics()
         return metrics
 
+    def also(self, collector: Collector) -> None:
+        """Show what it collects, too."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -16,7 +16,7 @@ from raylm.api.call import Call, Events
 from raylm.api.completions import Completions
 from raylm.api.dialect import ANTHROPIC, OLLAMA, OPENAI, Dialect
 from raylm.api.errors import HttpError
-from raylm.api.identity import ADMIN, INFERENCE
+from raylm.api.identity import ADMIN, INFERENCE, Identity
 from raylm.api.messages import operation as messages_api
 from raylm.api.messages.operation import Messages, count_tokens
 from raylm.api.metrics import HttpMetrics
@@ -63,6 +63,8 @@ class Operation(NamedTuple):
     in_batches: bool = False
     dialect: Dialect = OPENAI
     is_refused: bool = False
+    is_counted: bool = False
+    """It generates: a tenant has only so many of it."""
 
 
 def operations(
@@ -71,9 +73,11 @@ def operations(
     metrics: HttpMetrics,
     keeper: Keeper | None = None,
     mcp: McpConfig | None = None,
+    *,
+    identity_of: Callable[[str], Identity] = Identity,
 ) -> list[Operation]:
     """All operations on the models of a catalog. Without a keeper no response is stored, without `mcp` none uses MCP
-    servers' tools."""
+    servers' tools. `identity_of`: a tenant as it is known now."""
     models = Models(catalog)
     requests = RunningRequests()
     preparation, answering = Preparation(config), Answering(metrics, requests)
@@ -81,17 +85,18 @@ def operations(
     listing = ModelListing(models)
     machine = Machine(preparation, metrics, requests)
     sagemaker = SageMaker(catalog, chat, completions)
+    tools = RemoteTools(mcp or McpConfig())
 
     def generating(path: str, parse: Parse, about: About, *, in_batches: bool = False) -> Operation:
         run = partial(generate, preparation, answering, parse)
-        return Operation("POST", path, INFERENCE, run, about, in_batches)
+        return Operation("POST", path, INFERENCE, run, about, in_batches, is_counted=True)
 
     return [
         generating("/v1/chat/completions", chat.parse, openai_chat.ABOUT, in_batches=True),
         generating("/v1/completions", completions.parse, completions_api.ABOUT, in_batches=True),
         *_messages(models, config, preparation, answering),
         *_ollama(models, config, preparation, answering),
-        *_responses(Responses(models, machine, config, RemoteTools(mcp or McpConfig()), keeper)),
+        *_responses(Responses(models, machine, config, tools, keeper, identity_of=identity_of)),
         Operation("GET", "/v1/models", INFERENCE, listing.list, models_api.ABOUT_LIST),
         Operation("GET", "/v1/models/{model:path}", INFERENCE, listing.describe, models_api.ABOUT_ONE),
         *_tokenising(Tokenising(models, config, preparation)),
@@ -108,7 +113,9 @@ def _messages(models: Models, config: HttpConfig, preparation: Preparation, answ
     create = partial(generate, preparation, answering, messages.parse)
     count = partial(count_tokens, preparation, messages)
     return [
-        Operation("POST", "/v1/messages", INFERENCE, create, messages_api.ABOUT_CREATE, dialect=ANTHROPIC),
+        Operation(
+            "POST", "/v1/messages", INFERENCE, create, messages_api.ABOUT_CREATE, dialect=ANTHROPIC, is_counted=True
+        ),
         Operation("POST", "/v1/messages/count_tokens", INFERENCE, count, messages_api.ABOUT_COUNT, dialect=ANTHROPIC),
         refused("POST", "/v1/messages/batches", ANTHROPIC, "send the requests of a batch one by one"),
         refused("GET", "/v1/messages/batches", ANTHROPIC, "send the requests of a batch one by one"),
@@ -131,7 +138,10 @@ def _ollama(models: Models, config: HttpConfig, preparation: Preparation, answer
     not_done = {"/api/pull": "POST", "/api/push": "POST", "/api/create": "POST", "/api/copy": "POST"}
     not_done |= {"/api/delete": "DELETE", "/api/blobs/{digest}": "POST"}
     return [
-        *(Operation(method, path, INFERENCE, run, about, dialect=OLLAMA) for method, path, run, about in done),
+        *(
+            Operation(method, path, INFERENCE, run, about, dialect=OLLAMA, is_counted=run in (chat, generates))
+            for method, path, run, about in done
+        ),
         *(refused(method, path, OLLAMA, models_said) for path, method in not_done.items()),
         *(refused("POST", path, OLLAMA, "it has no models that embed") for path in ("/api/embed", "/api/embeddings")),
     ]
@@ -150,7 +160,7 @@ def refused(method: str, path: str, dialect: Dialect, reason: str) -> Operation:
 def _responses(responses: Responses) -> list[Operation]:
     one = "/v1/responses/{response}"
     return [
-        Operation("POST", "/v1/responses", INFERENCE, responses.create, responses_about.CREATE, in_batches=True),
+        Operation("POST", "/v1/responses", INFERENCE, responses.create, responses_about.CREATE, True, is_counted=True),
         Operation("GET", one, INFERENCE, responses.retrieve, responses_about.RETRIEVE),
         Operation("DELETE", one, INFERENCE, responses.delete, responses_about.DELETE),
         Operation("POST", f"{one}/cancel", INFERENCE, responses.cancel, responses_about.CANCEL),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from raylm.api.identity import Identity
 from raylm.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from raylm.api.scheduling import request_options
 from raylm.api.structure import Asked, structure_of
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.options import RequestOptions
@@ -244,13 +245,13 @@ def _check_together(request: GenerationRequest, params: SamplingParams, n: int) 
 
 
 def _options(request: GenerationRequest, identity: Identity) -> RequestOptions:
-    return RequestOptions(
-        # Where keys have tenants nobody else's can be claimed.
-        tenant=identity.tenant or request.user or "",
-        priority=0 if request.priority is None else request.priority,
+    return request_options(
+        identity,
+        user=request.user,
+        priority=request.priority,
         deadline_s=request.deadline_s,
         queue_timeout_s=request.queue_timeout_s,
-        cache_salt=request.cache_salt or "",
+        cache_salt=request.cache_salt,
     )
 
 

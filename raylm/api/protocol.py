@@ -226,7 +226,7 @@ class GenerationRequest(Body):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     user: _Name | None = None
-    """The tenant, where the scheduler's policy is fair."""
+    """The tenant, where the server has no keys and says so (http.user_is_tenant); else it names nobody."""
     priority: int | None = None
     deadline_s: float | None = None
     queue_timeout_s: float | None = None

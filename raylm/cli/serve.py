@@ -23,6 +23,12 @@ def add_parser(commands: Subparsers) -> None:
         metavar="FILE",
         help="one API key a line; clients must send one of them (default: the configuration's, or nobody is asked)",
     )
+    parser.add_argument(
+        "--tenants-file",
+        type=_absolute,
+        metavar="FILE",
+        help="limits and terms of the keys' tenants (.yaml): requests_per_minute, tokens_per_minute, ...",
+    )
     parser.add_argument("--api-key", "--api-keys", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
     add_front(parser)
     parser.set_defaults(run=run, default_log_level="INFO")
@@ -44,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if (code := fork_keeper()) is not None:
             return code
         from raylm.serving.program.run import serve_command
+        from raylm.serving.program.serve_file import IdentityFiles
 
         serve_command(
             args.target,
@@ -51,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             front=args.front,
             host=args.host,
             port=args.port,
-            api_keys_file=args.api_keys_file,
+            files=IdentityFiles(args.api_keys_file, args.tenants_file),
         )
         return 0
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raylm.config.base import FrozenConfig
 
@@ -43,6 +43,10 @@ class HttpConfig(FrozenConfig):
     """A file with API keys, one a line, on every node; a line is a key, or JSON with key, tenant and scopes; lines that
     begin with # are comments. It is read again when it changes. With it, every route but probes and
     pages wants the header `Authorization: Bearer KEY`; without it, nothing does."""
+    tenants_file: str | None = None
+    """A file (.yaml) with the limits and terms of the keys' tenants, on every node, read again when it changes."""
+    user_is_tenant: bool = False
+    """Without keys: a request's field `user` names its tenant, for fair scheduling; any client can claim any name."""
 
     max_structure_bytes: int = Field(default=2**18, ge=64, le=2**20)
     """Bytes of one schema, regex, grammar or tag of structured output."""
@@ -74,9 +78,17 @@ class HttpConfig(FrozenConfig):
                 raise ValueError(f"{origin!r} is no origin: scheme://host[:port] in small letters, without a path")
         return origins
 
-    @field_validator("api_keys_file")
+    @field_validator("api_keys_file", "tenants_file")
     @classmethod
     def _is_the_same_for_all(cls, path: str | None) -> str | None:
         if path is not None and not Path(path).is_absolute():
             raise ValueError("must be an absolute path, because every ingress replica reads it, wherever it runs")
         return path
+
+    @model_validator(mode="after")
+    def _has_tenants(self) -> HttpConfig:
+        if self.tenants_file is not None and self.api_keys_file is None:
+            raise ValueError("tenants_file wants api_keys_file: it is a key that says which tenant asks")
+        if self.user_is_tenant and self.api_keys_file is not None:
+            raise ValueError("user_is_tenant is for servers without api_keys_file: with keys, tenants are theirs")
+        return self

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
 from raylm.config.engine import SchedulerConfig
+from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 
 PROMPT_TOKEN_COST = 1.0
@@ -154,7 +155,8 @@ class FairPolicy:
     """The tenant that was given least goes first, each tenant's requests in their order: the weighted Virtual Token
     Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
-    A tenant's counter grows by the cost of its tokens over its weight. When it begins to wait, the counter is lifted to
+    A tenant's counter grows by the cost of its tokens over its weight, which is that of its latest request that has
+    one, else that of the engine's configuration. When it begins to wait, the counter is lifted to
     the least of those that wait (or, where none does, to that of the last one that did): time away earns nothing.
     While two tenants have requests waiting all the time, what they were given, each over its weight, differs by at most
     2 * max(w_p * L, w_q * M) / (the lesser weight), L being the longest prompt in tokens and M the most tokens that the
@@ -203,7 +205,7 @@ class FairPolicy:
             self._last_to_leave = tenant
 
     def served(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        tenant = self._tenant(request.options.tenant)
+        tenant = self._tenant(request.options)
         tenant.counter += (PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens) / tenant.weight
 
     def rank(self, request: Request) -> tuple[int, ...]:
@@ -213,18 +215,22 @@ class FairPolicy:
     def _enqueue(self, request: Request) -> _Tenant:
         # First the floor: to find it may forget this very tenant.
         floor = self._floor()
-        tenant = self._tenant(request.options.tenant)
+        tenant = self._tenant(request.options)
+        if request.options.weight is not None:
+            tenant.weight = request.options.weight
         if not tenant.queue:
             tenant.counter = max(tenant.counter, floor)
         tenant.queue[request] = None
         self._num_waiting += 1
         return tenant
 
-    def _tenant(self, name: str) -> _Tenant:
+    def _tenant(self, options: RequestOptions) -> _Tenant:
+        name = options.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
             # One that was forgotten while its requests ran goes on from where it would be lifted to.
-            tenant = _Tenant(name, self._weights.get(name, 1.0), self._floor())
+            weight = self._weights.get(name, 1.0) if options.weight is None else options.weight
+            tenant = _Tenant(name, weight, self._floor())
             self._tenants[name] = tenant
             self._num_entries += 1
             heappush(self._heap, (tenant.counter, self._num_entries, tenant))

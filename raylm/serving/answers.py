@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class Responder:
         errors and streams are written."""
         self.request_id = request_id
         self.started = False
+        self.also: Callable[[], Headers] = tuple
+        """Headers that any answer has, asked for when it begins."""
         self._send = send
         self._without_body = without_body
         self._keep_alive_s = keep_alive_s
@@ -86,4 +88,4 @@ class Responder:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.also()]})

@@ -17,7 +17,9 @@ from ray.serve._private.constants import (
 )
 
 from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
+from raylm.config.base import load_yaml
 from raylm.config.source import locate
+from raylm.config.tenants import TenantsConfig
 from raylm.executor.cluster import plan_worker, wait_for_room
 from raylm.executor.placement import REPLICA_CPUS
 from raylm.serving.identity.keys import read_keys
@@ -50,6 +52,8 @@ def ingress_application(config: IngressConfig) -> Application:
     """The HTTP face of one endpoint."""
     if (keys := config.http.api_keys_file) is not None:
         read_keys(keys)
+    if (tenants := config.http.tenants_file) is not None:
+        load_yaml(TenantsConfig, tenants)
     if config.responses.enabled:
         # An unreadable url_file is told before anything starts.
         config.responses.database_url()

@@ -12,7 +12,10 @@ from raylm.serving.answers import Responder
 from raylm.serving.request_id import request_id
 
 METHODS = ("GET", "HEAD", "POST", "DELETE")
-EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
+EXPOSED = (
+    *("x-request-id", "retry-after", "x-should-retry"),
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 """Headers of an answer that a page's script may read."""
 _VARY = ((b"vary", b"origin"),)
 _FORM_TYPES = frozenset({b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"})

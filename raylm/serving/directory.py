@@ -21,6 +21,7 @@ from raylm.config.sampling import SamplingDefaults
 from raylm.core.load import Load
 from raylm.engine.link import KeyPair
 from raylm.log import get_logger
+from raylm.serving.identity.ledger import Claim, Ledger, Reply
 from raylm.text.chat_settings import ChatSettings
 
 logger = get_logger(__name__)
@@ -94,6 +95,7 @@ class Directory:
         self._version = time.time_ns()
         self._changed = asyncio.Event()
         self._closing: str | None = None
+        self._ledger = Ledger()
         self._waiting = 0
         self._told = 0
         self._made = self._last_call = time.monotonic()
@@ -141,6 +143,10 @@ class Directory:
         settled = time.monotonic() - self._made > EXPIRE_AFTER_S
         models, entries = list(self._models.values()), list(self._entries.values())
         return Snapshot(self._version, models, entries, self._keys, settled, self._closing)
+
+    async def share(self, ingress: str, claims: list[Claim], all_of_them: bool) -> Reply:
+        """What an ingress has used of the tenants' limits, and what it may use."""
+        return self._ledger.exchange(ingress, claims, all_of_them=all_of_them)
 
     async def close(self, reason: str, limit_s: float) -> None:
         """Have every ingress end its requests with `reason` and take no more. Returns when those that listen have done

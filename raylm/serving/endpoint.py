@@ -17,7 +17,8 @@ from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
 from raylm.config.serving import HttpConfig
 from raylm.serving.answers import Answer, Responder
-from raylm.serving.identity.keys import ApiKeys, check_scope
+from raylm.serving.identity.callers import Callers
+from raylm.serving.identity.keys import check_scope
 from raylm.serving.request_id import request_id
 from raylm.serving.streams import DisconnectGuard
 
@@ -30,7 +31,7 @@ class HttpRoute(NamedTuple):
 
     path: starlette's, with its parameters in braces. scope: what a key must be good for; None: no key is wanted.
     dialect: how the route's API writes errors and streams. is_listed: the answer to an unknown path names it.
-    about: what the OpenAPI document says of it; None: nothing.
+    about: what the OpenAPI document says of it; None: nothing. is_counted: it generates, and counts for its tenant.
     """
 
     method: str
@@ -40,6 +41,7 @@ class HttpRoute(NamedTuple):
     dialect: Dialect = OPENAI
     is_listed: bool = True
     about: About | None = None
+    is_counted: bool = False
 
 
 class ClientGone(Exception):
@@ -48,9 +50,9 @@ class ClientGone(Exception):
 
 class Endpoint:
     """The routes of one path: it reads the body, runs the method's route and sends what that returns or raises.
-    With `keys`, nothing of a request counts before its key has been seen."""
+    Where `callers` have keys, nothing of a request counts before its key has been seen."""
 
-    def __init__(self, routes: Sequence[HttpRoute], config: HttpConfig, keys: ApiKeys | None) -> None:
+    def __init__(self, routes: Sequence[HttpRoute], config: HttpConfig, callers: Callers) -> None:
         self.routes = {route.method: route for route in routes}
         self.methods = tuple(self.routes)
         if "GET" in self.routes:
@@ -58,7 +60,7 @@ class Endpoint:
             self.methods = ("GET", "HEAD", *(method for method in self.methods if method != "GET"))
         self._first = routes[0]
         self._config = config
-        self._keys = keys
+        self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -96,6 +98,9 @@ class Endpoint:
             query=dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)),
             request_id=responder.request_id,
         )
+        responder.also = identity.quota.headers
+        if route.is_counted:
+            await identity.quota.begin()
         if method == "POST":
             call.body = await read_body(receive, headers, self._config.max_body_bytes)
             async with DisconnectGuard(receive):
@@ -111,9 +116,9 @@ class Endpoint:
     def _identify(self, headers: Mapping[bytes, bytes], route: HttpRoute | None) -> Identity:
         """Who asks; where the method has no route, whoever may ask the path's first one."""
         scope = (route or self._first).scope
-        if self._keys is None or scope is None:
+        if scope is None:
             return Identity()
-        identity = self._keys.identify(headers)
+        identity = self._callers.identify(headers)
         if route is not None:
             check_scope(identity, scope)
         return identity
@@ -149,8 +154,8 @@ def _too_large(limit: int) -> HttpError:
 class NotFound:
     """What is no route: it says which there are. Under /v1 nobody learns so without a key, where there are any."""
 
-    def __init__(self, keys: ApiKeys | None, routes: Sequence[HttpRoute]) -> None:
-        self._keys = keys
+    def __init__(self, callers: Callers, routes: Sequence[HttpRoute]) -> None:
+        self._callers = callers
         self._paths = ", ".join(dict.fromkeys(each.path.replace(":path}", "}") for each in routes if each.is_listed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,8 +166,8 @@ class NotFound:
         responder = Responder(send, request_id(headers), without_body=scope["method"] == "HEAD")
         try:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if self._keys is not None and f"{path}/".startswith("/v1/"):
-                self._keys.identify(headers)
+            if f"{path}/".startswith("/v1/"):
+                self._callers.check_key(headers)
             asked = f"{scope['method']} {scope['path'][:MAX_PATH_CHARS]}"
             raise HttpError(404, f"{asked} is not supported; this server has {self._paths}", code="not_found")
         except HttpError as error:

@@ -26,7 +26,8 @@ from raylm.generation.served_model import ModelCatalog
 from raylm.serving.answers import Answer
 from raylm.serving.cors import Cors
 from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
-from raylm.serving.identity.keys import ApiKeys
+from raylm.serving.identity.callers import Callers
+from raylm.serving.identity.shares import Shares
 from raylm.serving.loop import LoopWatch
 from raylm.serving.pages import page_routes
 from raylm.serving.state import ServerState, State
@@ -37,12 +38,15 @@ def build_http_app(
     config: HttpConfig,
     responses: ResponsesConfig | None = None,
     mcp: McpConfig | None = None,
+    shares: Shares | None = None,
 ) -> ASGIApp:
     """OpenAI's API for the models of a catalog, as an ASGI application; without `responses` none are stored, without
-    `mcp` there are no tools of MCP servers. Raises ConfigError when there are no keys in `config.api_keys_file`."""
+    `mcp` there are no tools of MCP servers. `shares`: what this ingress may give of tenants' limits; all of them where
+    there is none but this one. Raises ConfigError when there are no keys in `config.api_keys_file`."""
     metrics = HttpMetrics(models)
     keeper = None if responses is None or not responses.enabled else Keeper(responses)
-    return LoopWatch(Cors(build_router(models, config, metrics, keeper, mcp), config.cors_origins), metrics.loop_lag)
+    router = build_router(models, config, metrics, keeper, mcp, shares)
+    return LoopWatch(Cors(router, config.cors_origins), metrics.loop_lag)
 
 
 def build_router(
@@ -51,30 +55,36 @@ def build_router(
     metrics: HttpMetrics,
     keeper: Keeper | None = None,
     mcp: McpConfig | None = None,
+    shares: Shares | None = None,
 ) -> Router:
     """The routes alone. Raises as build_http_app does."""
+    kept = Shares() if shares is None else shares
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if keeper is None:
-            yield
-            return
-        keeper.start()
+        exchanging = asyncio.create_task(kept.run()) if config.tenants_file is not None else None
+        if keeper is not None:
+            keeper.start()
         yield
-        await keeper.stop()
+        if keeper is not None:
+            await keeper.stop()
+        if exchanging is not None:
+            exchanging.cancel()
 
-    keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
-    table = [*map(_route, operations(models, config, metrics, keeper, mcp)), *_looks(models, metrics)]
+    callers = Callers(config, kept)
+    metrics.also(callers.counts)
+    asked = operations(models, config, metrics, keeper, mcp, identity_of=callers.named)
+    table = [*map(_route, asked), *_looks(models, metrics)]
     if config.page:
         table += page_routes()
     table.append(_described(table))
     paths = dict.fromkeys(route.path for route in table)
-    endpoints = {path: Endpoint([each for each in table if each.path == path], config, keys) for path in paths}
+    endpoints = {path: Endpoint([each for each in table if each.path == path], config, callers) for path in paths}
     # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
     return Router(
         [Route(path, endpoint) for path, endpoint in endpoints.items()],
         redirect_slashes=False,
-        default=NotFound(keys, table),
+        default=NotFound(callers, table),
         lifespan=lifespan,
     )
 
@@ -82,7 +92,14 @@ def build_router(
 def _route(operation: Operation) -> HttpRoute:
     method, path, scope, run = operation[:4]
     return HttpRoute(
-        method, path, scope, run, operation.dialect, is_listed=not operation.is_refused, about=operation.about
+        method,
+        path,
+        scope,
+        run,
+        operation.dialect,
+        is_listed=not operation.is_refused,
+        about=operation.about,
+        is_counted=operation.is_counted,
     )
 
 

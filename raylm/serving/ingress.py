@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from ray import serve
 
@@ -16,6 +18,8 @@ from raylm.config.source import locate
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import DirectoryClient, ModelEntry
+from raylm.serving.identity.ledger import Claim, Reply
+from raylm.serving.identity.shares import Exchange, Shares
 from raylm.serving.replica_state import is_stopping
 from raylm.text.processor import TextProcessor
 
@@ -46,7 +50,9 @@ class OpenAIIngress:
     def __serve_build_asgi_app__(self) -> Any:
         from raylm.serving.http import build_http_app
 
-        return build_http_app(self._catalog, self._config.http, self._config.responses, self._config.mcp)
+        config = self._config
+        shares = Shares(directory_exchange(config.endpoint))
+        return build_http_app(self._catalog, config.http, config.responses, config.mcp, shares)
 
     async def _watch_for_drain(self) -> None:
         """End the requests that outlive the drain with an error. Serve tells a replica nothing of its drain: it only
@@ -59,6 +65,16 @@ class OpenAIIngress:
         limit = self._config.drain_timeout_s
         await asyncio.sleep(max(0.0, limit - unchecked))
         self._catalog.close(f"the ingress is being stopped, and its drain of {limit:g} s is over")
+
+
+def directory_exchange(endpoint: str) -> Exchange:
+    """The ledger of all ingresses, which the endpoint's Directory keeps."""
+    directory, own_name = DirectoryClient(endpoint), uuid4().hex
+
+    async def exchange(claims: Sequence[Claim], all_of_them: bool) -> Reply:
+        return await directory.ask(lambda actor: actor.share.remote(own_name, list(claims), all_of_them))
+
+    return exchange
 
 
 def load_grammars(http: HttpConfig, path: str) -> GrammarCompiler:

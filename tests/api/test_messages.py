@@ -244,7 +244,7 @@ async def test_arguments_that_are_cut_are_closed() -> None:
 
 
 async def test_sampling_and_the_tenant() -> None:
-    server = scripted(b"a", ended())
+    server = scripted(b"a", ended(), user_is_tenant=True)
     await post(server, temperature=0.5, top_p=0.25, top_k=7, metadata={"user_id": "me"}, stop_sequences=["x"])
     asked = server.generator.requests[0]
     assert (asked.params.temperature, asked.params.top_p, asked.params.top_k) == (0.5, 0.25, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -278,6 +279,22 @@ def test_weights_are_respected():
         machine.step()
     assert machine.given["b"] / machine.given["a"] == pytest.approx(2, rel=0.05)
     assert machine.given["c"] / machine.given["a"] == pytest.approx(1, rel=0.05)
+
+
+def test_a_requests_weight_is_its_tenants_from_then_on():
+    policy = FairPolicy({"a": 4.0})
+    a, b = make_request("a"), make_request("b")
+    b.options = replace(b.options, weight=4.0)
+    add(policy, a, b)
+    for request, cost in ((a, 40), (b, 36)):
+        policy.served(request, cost, 0)
+    assert take(policy) is b
+    again = make_request("a")
+    again.options = replace(again.options, weight=0.1)
+    add(policy, again)
+    add(policy, later := make_request("b"))
+    policy.served(again, 1, 0)
+    assert take(policy) is later and take(policy) is a and take(policy) is again
 
 
 def test_the_least_served_tenant_goes_first_and_its_requests_in_order():

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from raylm.api.call import Call
 from raylm.config.serving import HttpConfig
 from raylm.serving.endpoint import Endpoint, HttpRoute
+from raylm.serving.identity.callers import Callers
 from raylm.serving.pages import page_routes
 
 
@@ -32,7 +33,9 @@ class Scripted:
             HttpRoute("GET", "/v1/models", None, self._list),
             HttpRoute("GET", "/state", None, self._state),
         ]
-        return Starlette(routes=[Route(route.path, Endpoint([route], HttpConfig(), None)) for route in table])
+        return Starlette(
+            routes=[Route(route.path, Endpoint([route], HttpConfig(), Callers(HttpConfig()))) for route in table]
+        )
 
     async def _chat(self, call: Call) -> AsyncGenerator[bytes, None]:
         self.bodies.append(json.loads(call.body))

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from raylm.api.call import Call
 from raylm.config.serving import HttpConfig
 from raylm.serving.endpoint import Endpoint, HttpRoute
+from raylm.serving.identity.callers import Callers
 from raylm.serving.pages import page_routes
 from tests.support.live_http import listening
 from tests.support.openai_fakes import Server
@@ -77,7 +78,9 @@ def app(document: object) -> Starlette:
         return json.dumps(document).encode()
 
     table = [*page_routes(), HttpRoute("GET", "/openapi.json", None, openapi)]
-    return Starlette(routes=[Route(route.path, Endpoint([route], HttpConfig(), None)) for route in table])
+    return Starlette(
+        routes=[Route(route.path, Endpoint([route], HttpConfig(), Callers(HttpConfig()))) for route in table]
+    )
 
 
 def test_routes_fields_and_types(page: Page) -> None:

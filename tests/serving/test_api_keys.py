@@ -22,8 +22,10 @@ from raylm.errors import ConfigError
 from raylm.serving.app import ingress_application
 from raylm.serving.endpoint import Endpoint, HttpRoute
 from raylm.serving.http import build_router
-from raylm.serving.identity.keys import LOOK_EVERY_S, ApiKeys, read_keys
-from raylm.serving.program.serve_file import serve_config
+from raylm.serving.identity.callers import Callers
+from raylm.serving.identity.keys import ApiKeys, read_keys
+from raylm.serving.identity.watch import LOOK_EVERY_S
+from raylm.serving.program.serve_file import IdentityFiles, serve_config
 from tests.support.openai_fakes import Server
 
 KEYS = "# who has which\n\nkey-of-anna\n  key-of-ben\t# until May\r\n#key-of-carl\nkey#4\n"
@@ -295,14 +297,14 @@ async def test_a_call_carries_who_asks(path: Path) -> None:
         calls.append(call)
         return b"{}"
 
-    for keys in (ApiKeys(str(path)), None):
-        endpoint = Endpoint([HttpRoute("GET", "/things/{name}", "batch", run)], HttpConfig(), keys)
+    for config in (HttpConfig(api_keys_file=str(path)), HttpConfig()):
+        endpoint = Endpoint([HttpRoute("GET", "/things/{name}", "batch", run)], config, Callers(config))
         transport = httpx.ASGITransport(Router([Route("/things/{name}", endpoint)]))
         async with httpx.AsyncClient(transport=transport, base_url="http://raylm") as http:
             headers = {"authorization": "Bearer nightly", "x-request-id": "mine"}
             assert (await http.get("/things/a?b=c&d=", headers=headers)).status_code == 200
     with_keys, without = calls
-    assert with_keys.identity == Identity("team-a", frozenset({"batch"}))
+    assert with_keys.identity[:2] == ("team-a", frozenset({"batch"}))
     assert without.identity == Identity("", SCOPES)
     assert (with_keys.path, with_keys.query, with_keys.request_id) == ({"name": "a"}, {"b": "c", "d": ""}, "mine")
     assert with_keys.headers[b"authorization"] == b"Bearer nightly"
@@ -339,7 +341,7 @@ def test_a_wrong_file_is_refused_before_anything_starts(
     for start in (
         lambda: ingress_application(config),
         lambda: guarded(path),
-        lambda: serve_config("smollm2-135m", host=None, port=None, api_keys_file=str(path)),
+        lambda: serve_config("smollm2-135m", host=None, port=None, files=IdentityFiles(str(path))),
     ):
         with pytest.raises(ConfigError) as caught:
             start()
@@ -357,7 +359,7 @@ def test_a_folder_is_no_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["smollm2-135m", "deployments/llm.yaml", "deployments/multi-model.yaml"])
 def test_the_option_of_raylm_serve_is_the_configurations_key(path: Path, target: str) -> None:
     def keys(api_keys_file: str | None) -> str | None:
-        face, *_ = serve_config(target, host=None, port=None, api_keys_file=api_keys_file)["applications"]
+        face, *_ = serve_config(target, host=None, port=None, files=IdentityFiles(api_keys_file))["applications"]
         return load_ingress(face.get("args", {}), source="test").http.api_keys_file
 
     assert (keys(str(path)), keys(None)) == (str(path), None)

@@ -103,10 +103,13 @@ async def test_values_that_ask_for_no_beam_search() -> None:
 
 @pytest.mark.parametrize("kind", ["chat", "complete"])
 async def test_scheduling_reaches_the_engine(kind: str) -> None:
-    server = Server(ended(), strict=True)
+    server = Server(ended(), strict=True, user_is_tenant=True)
     fields: dict[str, Any] = {"priority": -3, "deadline_s": 2.5, "queue_timeout_s": 1, "cache_salt": "s"}
     assert (await getattr(server, kind)(**fields, user="anna", n=2)).status_code == 200
     assert server.generator.requests[0].options == RequestOptions(tenant="anna", **fields)
+    server = Server(ended())
+    assert (await getattr(server, kind)(user="anna")).status_code == 200
+    assert server.generator.requests[0].options == RequestOptions(), "any client can write any name"
 
 
 @pytest.mark.parametrize("stream", [False, True])

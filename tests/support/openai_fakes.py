@@ -23,6 +23,7 @@ from raylm.errors import Overloaded
 from raylm.generation.ability import ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
+from raylm.serving.identity.shares import Shares
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions
 from raylm.text.definition import TokenizerInfo
@@ -332,11 +333,12 @@ class Server:
         text: Text | None = None,
         responses: ResponsesConfig | None = None,
         mcp: McpConfig | None = None,
+        shares: Shares | None = None,
         **config: Any,
     ) -> None:
         self.generator = ScriptedGenerator(script or None)
         self.catalog = Catalog(self.generator, text or ByteText(template), max_model_len, alone=alone)
-        self.app = build_http_app(self.catalog, HttpConfig(**config), responses, mcp)
+        self.app = build_http_app(self.catalog, HttpConfig(**config), responses, mcp, shares)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://raylm")
 
     async def chat(self, **fields: Any) -> httpx.Response:

@@ -27,6 +27,7 @@ from raylm.api.messages.tools import read_tools
 from raylm.api.params import AnswerForm, Asking, PromptForm, check_num_sequences
 from raylm.api.parser import read_fields, validated
 from raylm.api.preparation import Models, Preparation
+from raylm.api.scheduling import request_options
 from raylm.api.structure import Asked
 from raylm.api.wire import Reply
 from raylm.config.serving import HttpConfig
@@ -135,7 +136,7 @@ def _asked(request: MessagesRequest, model: ServedModel, thinking: Thinking, ide
     user = None if request.metadata is None else request.metadata.user_id
     # The answer ends where the model is full, as with Anthropic's models; its stop_reason says so.
     limit = TokenLimit("max_tokens", None, request.max_tokens)
-    return _asking(params, RequestOptions(tenant=identity.tenant or user or ""), limit, stream=bool(request.stream))
+    return _asking(params, request_options(identity, user=user), limit, stream=bool(request.stream))
 
 
 def _asking(params: SamplingParams, options: RequestOptions, limit: TokenLimit, *, stream: bool) -> Asking:

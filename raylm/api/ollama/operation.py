@@ -27,9 +27,9 @@ from raylm.api.ollama.request import (
 from raylm.api.params import AnswerForm, Asking, PromptForm
 from raylm.api.parser import check_names, read_fields, validated
 from raylm.api.preparation import Models, Preparation
+from raylm.api.scheduling import request_options
 from raylm.api.wire import Reply
 from raylm.config.serving import HttpConfig
-from raylm.core.options import RequestOptions
 from raylm.errors import RequestRejected
 from raylm.generation.chat import Chat
 from raylm.generation.job import Job, TokenLimit, Wanted
@@ -124,7 +124,7 @@ def _asked(request: OllamaRequest, model: ServedModel, call: Call) -> Asking:
     options = request.options or Options()
     params = read_options(options, model.sampling)
     limit = TokenLimit("options.num_predict", None, num_predict(options))
-    wanted = Wanted(params, RequestOptions(tenant=call.identity.tenant), limit, 1)
+    wanted = Wanted(params, request_options(call.identity), limit, 1)
     raw = isinstance(request, GenerateRequest) and bool(request.raw)
     stream = request.stream is not False
     answer = AnswerForm(stream, include_usage=False, continuous_usage=False, interval=1, token_ids=False)

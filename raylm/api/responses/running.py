@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from raylm.api.call import Events
 from raylm.api.errors import HttpError, http_error
 from raylm.api.metrics import HttpMetrics
 from raylm.api.preparation import Preparation
+from raylm.api.quota import reserved
 from raylm.api.responses.approvals import ApprovedCall
 from raylm.api.responses.open_items import ListedTools, OpenRemoteCall
 from raylm.api.responses.prompting import FIELD, Asked, Prompt, prompt_of
@@ -55,6 +56,8 @@ class ResponseRun:
         self._tallies: list[Tally] = []
         self._generation: Generation | None = None
         self._num_calls = 0
+        self._room = AsyncExitStack()
+        """What the round in hand has reserved of the tenant's limits."""
         self.response = response
         self.error: HttpError | None = None
         """What ended it, if anything did."""
@@ -71,6 +74,9 @@ class ResponseRun:
         asking, job = await self._machine.preparation.job_of(model, prompt.asked, [prompt.text], FIELD)
         number = len(self._tallies)
         self._tallies.append(Tally(job.prompt_tokens))
+        await self._room.enter_async_context(
+            reserved(self._asked.identity.quota, job, asking.wanted.limit, self._tallies[-1])
+        )
         name = f"{self.response.id}-{number}" if number else self.response.id
         origin = Origin(name, self._started, False, asking.answer.logprobs, prompt.reading)
         generation = Generation(model, job, self._machine.metrics.model(model.name), origin)
@@ -169,3 +175,4 @@ class ResponseRun:
     async def aclose(self) -> None:
         if self._generation is not None:
             await self._generation.aclose()
+        await self._room.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
@@ -44,7 +45,11 @@ class Responses:
         config: HttpConfig,
         remote: RemoteTools,
         keeper: Keeper | None = None,
+        *,
+        identity_of: Callable[[str], Identity] = Identity,
     ) -> None:
+        """`identity_of`: a tenant as it is known now, for its stored responses that are gone on with."""
+        self._identity_of = identity_of
         self._machine = machine
         self._preparation = machine.preparation
         self._keeper = keeper
@@ -129,7 +134,7 @@ class Responses:
             return
         assert self._keeper is not None, "there is a store"
         created_at = msgspec.json.decode(stored.body, type=_Created).created_at
-        origin = Origin(stored.id, Identity(stored.tenant), created_at, perf_counter())
+        origin = Origin(stored.id, self._identity_of(stored.tenant), created_at, perf_counter())
         try:
             created = await self._creation.created(stored.request, origin)
             run = created.run

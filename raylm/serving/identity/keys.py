@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hmac
-import os
 import time
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
 from raylm.api.errors import HttpError
 from raylm.api.identity import INFERENCE, SCOPES, Identity
 from raylm.errors import ConfigError
-from raylm.log import get_logger
-
-logger = get_logger(__name__)
+from raylm.serving.identity.watch import WatchedFile
 
 FIELD = "http.api_keys_file"
-LOOK_EVERY_S = 1.0
 _CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 _TENANT_DIGITS = 16
 """Hexadecimal digits of a key's hash that make the tenant of a key whose line names none."""
@@ -36,40 +32,23 @@ class ApiKeys:
     def __init__(self, path: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds. Raises ConfigError when the file holds no keys."""
         self._path = path
-        self._clock = clock
-        self._look_at = clock() + LOOK_EVERY_S
-        self._problem = ""
-        self._take(_read(path, FIELD))
+        self._identities: dict[bytes, Identity] = {}
+        self._file = WatchedFile(path, "API keys", self._take, clock=clock)
 
     def identify(self, headers: Mapping[bytes, bytes]) -> Identity:
         """Whose key a request brings: the header Authorization is `Bearer KEY`, or x-api-key is KEY, as Anthropic's
         clients write it. Raises HttpError 401 where it is none of the keys."""
         digest = sha256(_given(headers)).digest()
-        self._look()
+        self._file.look()
         # All are compared, whichever it is, and in constant time: how long it takes tells nothing of the keys.
         found = [who for known, who in self._identities.items() if hmac.compare_digest(digest, known)]
         if not found:
             raise _unauthorized("Incorrect API key: it is none of this server's keys")
         return found[0]
 
-    def _look(self) -> None:
-        now = self._clock()
-        if now < self._look_at:
-            return
-        self._look_at = now + LOOK_EVERY_S
-        try:
-            if _version(self._path) != self._seen:
-                self._take(_read(self._path, FIELD))
-                logger.info("the API keys have changed: %d in %s", len(self._identities), self._path)
-            self._problem = ""
-        except (ConfigError, OSError) as error:
-            if str(error) != self._problem:
-                logger.warning("the API keys are still those of before: %s", error)
-            self._problem = str(error)
-
-    def _take(self, reading: _Reading) -> None:
-        self._seen = reading.version
-        self._identities = {sha256(key).digest(): who for key, who in reading.keys.items()}
+    def _take(self) -> int:
+        self._identities = {sha256(key).digest(): who for key, who in _read(self._path, FIELD).items()}
+        return len(self._identities)
 
 
 def check_scope(identity: Identity, scope: str) -> None:
@@ -82,7 +61,7 @@ def check_scope(identity: Identity, scope: str) -> None:
 
 def read_keys(path: str, *, field: str = FIELD) -> list[str]:
     """The keys in a file. Raises ConfigError, which names the `field` that the path comes from, when there are none."""
-    return [key.decode() for key in _read(path, field).keys]
+    return [key.decode() for key in _read(path, field)]
 
 
 def _given(headers: Mapping[bytes, bytes]) -> bytes:
@@ -109,15 +88,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,100}\Z")] | None = None
 
 
-class _Reading(NamedTuple):
-    version: tuple[int, ...]
-    keys: dict[bytes, Identity]
-
-
-def _read(path: str, field: str) -> _Reading:
+def _read(path: str, field: str) -> dict[bytes, Identity]:
     try:
-        # Asked before the file is read: if it changes in between, it is read once more, not once too few.
-        version = _version(path)
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{field} is {path!r}, which cannot be read: {error.strerror}") from None
@@ -134,7 +106,7 @@ def _read(path: str, field: str) -> _Reading:
             raise ConfigError(f"{field} is {path!r}, whose line {number} {error}") from None
     if not keys:
         raise ConfigError(f"{field} is {path!r}, which holds no keys; it must hold one at least, one a line")
-    return _Reading(version, keys)
+    return keys
 
 
 def _plain(line: bytes) -> tuple[bytes, Identity]:
@@ -162,12 +134,6 @@ def _entry(line: bytes) -> tuple[bytes, Identity]:
 
 def _own_tenant(key: bytes) -> str:
     return f"key-{sha256(key).hexdigest()[:_TENANT_DIGITS]}"
-
-
-def _version(path: str) -> tuple[int, ...]:
-    """What changes with the file: a Secret of Kubernetes is a link that comes to point to another one."""
-    status = os.stat(path)
-    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _unauthorized(message: str) -> HttpError:

@@ -22,7 +22,7 @@ from raylm.log import Laps, get_logger
 from raylm.serving.front.install import set_front
 from raylm.serving.program.address import check_address
 from raylm.serving.program.keeper import interrupt, on_signals
-from raylm.serving.program.serve_file import serve_config
+from raylm.serving.program.serve_file import NO_FILES, IdentityFiles, serve_config
 
 logger = get_logger(__name__)
 
@@ -43,10 +43,11 @@ def serve_command(
     front: str | None = None,
     host: str | None = None,
     port: int | None = None,
-    api_keys_file: str | None = None,
+    files: IdentityFiles = NO_FILES,
 ) -> None:
     """Serve a Serve config file, an engine config file, a model folder, a .gguf file or a demo name until Ctrl-C.
-    `folder` is this server's alone; `front` names a file of FrontConfig.
+    `folder` is this server's alone; `front` names a file of FrontConfig, `files` are
+    those of keys and tenants.
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
@@ -55,7 +56,7 @@ def serve_command(
     importlib.import_module(_LEAN)
     _set_serve_defaults()
     with closing(set_front(folder, front)):
-        config = serve_config(target, host=host, port=port, api_keys_file=api_keys_file)
+        config = serve_config(target, host=host, port=port, files=files)
         options = config["http_options"]
         check_address(options["host"], options["port"])
         _set_preloaded()

@@ -9,12 +9,13 @@ import difflib
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
-from raylm.config.base import parse, parse_foreign
+from raylm.config.base import load_yaml, parse, parse_foreign
 from raylm.config.engine import EngineConfig
 from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
+from raylm.config.tenants import TenantsConfig
 from raylm.errors import ConfigError
 from raylm.models.check import check_model
 from raylm.serving.identity.keys import read_keys
@@ -32,9 +33,17 @@ def is_serve_file(data: object) -> bool:
     return bool(_OF_SERVE & data.keys() or difflib.get_close_matches("applications", map(str, data)))
 
 
-def serve_config(
-    target: str, *, host: str | None, port: int | None, api_keys_file: str | None = None
-) -> dict[str, Any]:
+class IdentityFiles(NamedTuple):
+    """What the command line says of HttpConfig's files of keys and of tenants; None: nothing."""
+
+    api_keys_file: str | None = None
+    tenants_file: str | None = None
+
+
+NO_FILES = IdentityFiles()
+
+
+def serve_config(target: str, *, host: str | None, port: int | None, files: IdentityFiles = NO_FILES) -> dict[str, Any]:
     """The Serve config file's content for whatever `raylm serve` was given, checked. What is None is the file's own, or
     a default. Raises ConfigError."""
     data = read_config(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
@@ -45,7 +54,7 @@ def serve_config(
         options.update(_check_serve_keys(data, source=target))
     else:
         data = _applications_of(parse(EngineConfig, data, source=target))
-    _check_applications(data["applications"], api_keys_file, source=target)
+    _check_applications(data["applications"], files, source=target)
     options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
     return {**data, "http_options": options}
 
@@ -62,15 +71,15 @@ def _check_serve_keys(data: dict[str, Any], *, source: str) -> dict[str, Any]:
     return given
 
 
-def _check_applications(applications: list[dict[str, Any]], api_keys_file: str | None, *, source: str) -> None:
-    """Check each application, and all of raylm's together. With `api_keys_file`, ingresses get it as their keys."""
+def _check_applications(applications: list[dict[str, Any]], files: IdentityFiles, *, source: str) -> None:
+    """Check each application, and all of raylm's together. Ingresses get the `files`."""
     ingresses: dict[str, IngressConfig] = {}
     models: dict[str, ModelDeployment] = {}
     for application in applications:
         name, path = application.get("name", "default"), application["import_path"]
         place = f"{source}: application {name!r}"
         if path == INGRESS_PATH:
-            ingresses[name] = _check_ingress(application, api_keys_file, source=place)
+            ingresses[name] = _check_ingress(application, files, source=place)
         elif path == MODEL_PATH:
             models[name] = _check_model(application, source=place)
         elif path == _OLD_PATH:
@@ -84,15 +93,18 @@ def _check_applications(applications: list[dict[str, Any]], api_keys_file: str |
     _check_endpoints(ingresses, models, source=source)
 
 
-def _check_ingress(application: dict[str, Any], api_keys_file: str | None, *, source: str) -> IngressConfig:
+def _check_ingress(application: dict[str, Any], files: IdentityFiles, *, source: str) -> IngressConfig:
+    if given := {name: path for name, path in files._asdict().items() if path is not None}:
+        args = application.get("args") or {}
+        application["args"] = {**args, "http": {**args.get("http", {}), **given}}
     config = load_ingress(application.get("args") or {}, source=source)
     check_deployments(application, "OpenAIIngress", source=source)
     if application.get("route_prefix", "/") is None:
         raise ConfigError(f"{source}: route_prefix is null; an ingress needs one, such as /")
-    if (keys := api_keys_file or config.http.api_keys_file) is not None:
-        read_keys(keys)
-        args = application.get("args") or {}
-        application["args"] = {**args, "http": {**args.get("http", {}), "api_keys_file": keys}}
+    if config.http.api_keys_file is not None:
+        read_keys(config.http.api_keys_file)
+    if config.http.tenants_file is not None:
+        load_yaml(TenantsConfig, config.http.tenants_file)
     return config
 
 
