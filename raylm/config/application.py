@@ -12,6 +12,7 @@ from raylm.config.engine import EngineConfig
 from raylm.config.files import find_config, read_config
 from raylm.config.mcp import McpConfig
 from raylm.config.responses import ResponsesConfig
+from raylm.config.routing import RoutingConfig
 from raylm.config.serving import HttpConfig
 
 Endpoint = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -25,6 +26,7 @@ class IngressConfig(FrozenConfig):
     http: HttpConfig = HttpConfig()
     responses: ResponsesConfig = ResponsesConfig()
     mcp: McpConfig = McpConfig()
+    routing: RoutingConfig = RoutingConfig()
     drain_timeout_s: float = Field(default=60.0, ge=0)
     """An ingress that is going lets its requests end for this many seconds, then ends them with an error."""
 

@@ -112,7 +112,8 @@ class Admission:
     def _check_wait(self, wait: float, place_s: float, most: float, num_waiting: int, now: float) -> None:
         if wait > most:
             raise Overloaded(
-                f"{wait:.2f} s in the queue are predicted, behind {num_waiting} requests; max_queue_s allows {most:g} s",
+                f"{wait:.2f} s in the queue are predicted, behind {num_waiting} requests; "
+                f"max_queue_s allows {most:g} s",
                 retry_after=self._places.promise(now, place_s, wait - most, wait),
             )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from raylm.core.block_hash import BlockKey
 from raylm.core.options import RequestOptions
@@ -14,6 +15,13 @@ from raylm.core.step import Forced, Logprobs, RowSampling, Waited
 
 if TYPE_CHECKING:
     from raylm.core.beam import BeamSearch
+
+
+class Begun(NamedTuple):
+    """A sequence that another engine began: its number among those of its prompt, and the tokens that it has."""
+
+    number: int
+    token_ids: list[int]
 
 
 class Status(Enum):
@@ -87,9 +95,11 @@ class Request:
         max_len: int,
         options: RequestOptions | None = None,
         arrived: float = 0.0,
+        generated: Sequence[int] = (),
     ) -> None:
+        """`generated`: tokens that another engine gave it."""
         self.id = id
-        self.token_ids = list(prompt_ids)
+        self.token_ids = [*prompt_ids, *generated]
         self.num_prompt = len(prompt_ids)
         self.params = params
         self.options = options or RequestOptions()
@@ -105,7 +115,7 @@ class Request:
         self.max_len = max_len
         self.status = Status.WAITING
         self.row = -1
-        self.num_known = len(prompt_ids)
+        self.num_known = len(self.token_ids)
         self.num_computed = 0
         self.num_unsure = 0
         """Drafts being verified by steps in flight. num_known and num_computed may each turn out lower by as many."""

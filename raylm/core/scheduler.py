@@ -135,19 +135,28 @@ class Scheduler:
         if first.params.beam_width:
             self._beams.begin(first, [request.id for request in requests], text_ends)
             others = []
-        self.enlist(first)
-        if held:
-            first.status = Status.PARKED
-        else:
-            self._policy.add(first)
-        first.is_new = True
-        self._num_new += 1
-        self._new_tokens += first.num_prompt
+        self._queue(first, held)
         for request in others:
             self.enlist(request)
             request.num_charged = request.num_prompt
             request.status = Status.PARKED
         first.forks = others
+
+    def resume(self, request: Request, *, held: bool = False) -> None:
+        """Queue a sequence that another engine began. It was admitted there: it finds room, whatever waits."""
+        if request.id in self._requests or request.id in self._beams:
+            raise ValueError(f"request id {request.id!r} is already in use")
+        self._queue(request, held)
+
+    def _queue(self, request: Request, held: bool) -> None:
+        self.enlist(request)
+        if held:
+            request.status = Status.PARKED
+        else:
+            self._policy.add(request)
+        request.is_new = True
+        self._num_new += 1
+        self._new_tokens += request.num_prompt
 
     def release(self, request_id: str) -> None:
         """The sequences that were added with this first id and held are in the queue from here on. Nothing where they

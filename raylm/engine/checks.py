@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raylm.config.sampling import GenerationConfig
+from raylm.core.request import Begun
 from raylm.core.sampling import ALL_TOKENS, SamplingParams
 from raylm.errors import RequestRejected
 
@@ -34,6 +37,22 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, *, max_model_len
         raise RequestRejected(
             f"the prompt holds the token id {worst}; this model has 0 to {vocab_size - 1}", param="prompt"
         )
+
+
+def check_begun(
+    ids: Sequence[str], begun: Sequence[Begun], params: SamplingParams, *, room: int, vocab_size: int
+) -> None:
+    """Refuse sequences that another engine cannot have begun: no more than `room` tokens may follow the prompt. Raises
+    RequestRejected."""
+    if len(begun) != len(ids) or params.beam_width:
+        raise RequestRejected(f"{len(begun)} sequences were begun, but {len(ids)} are to go on", param="begun")
+    for number, token_ids in begun:
+        if not 0 <= number < params.n or len(token_ids) >= room:
+            raise RequestRejected(
+                f"sequence {number} of {params.n} has {len(token_ids)} tokens; it may have {room - 1}", param="begun"
+            )
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise RequestRejected(f"sequence {number} has tokens outside of 0 to {vocab_size - 1}", param="begun")
 
 
 def check_params(

@@ -13,6 +13,7 @@ from raylm.core.control import Control
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
+from raylm.core.request import Begun
 from raylm.core.sampling import SamplingParams
 from raylm.engine.link import ANSWER_S, SILENCE_S, EngineAt, KeyPair, Link, Outcome, silence
 from raylm.engine.messages import (
@@ -100,16 +101,22 @@ class EngineClient:
         self._others = max(0, load.running + load.waiting - len(self._sequences))
 
     def generate(
-        self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
+        self,
+        request_ids: Sequence[str],
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        begun: Sequence[Begun] = (),
     ) -> Sequences:
-        """One sequence for each id from the same prompt; the caller closes what this returns.
+        """One sequence for each id from the same prompt, or what follows in each that another engine has `begun`; the
+        caller closes what this returns.
 
         Raises Overloaded where the engine is away or too much is on its way to it, RequestRejected for what cannot be
         sent; the rest is raised by what this returns.
         """
         if self._link.is_lost:
             raise Overloaded("the engine cannot be reached at the moment", retry_after=_RETRY_AFTER_S)
-        message = self._encoded(Submit(list(request_ids), prompt_ids, params, options))
+        message = self._encoded(Submit(list(request_ids), prompt_ids, params, options, list(begun)))
         on_the_way = sum(self._unanswered.values())
         if len(self._unanswered) >= _MAX_UNANSWERED or (
             on_the_way and on_the_way + len(message) > _MAX_UNANSWERED_BYTES

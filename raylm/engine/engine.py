@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.beam import TextEnds
@@ -14,18 +15,43 @@ from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
-from raylm.core.request import Request
+from raylm.core.request import Begun, Request
 from raylm.core.sampling import MAX_SEED, SamplingParams, draw_seed
 from raylm.core.scheduler import Scheduler
 from raylm.core.speculation import make_drafter
 from raylm.core.step import ModelInfo, TokenDelta
-from raylm.engine.checks import check_params, check_prompt
+from raylm.engine.checks import check_begun, check_params, check_prompt
 from raylm.engine.grammars import HeldForGrammars
 from raylm.engine.stop_strings import StopStrings
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.executor.base import Executor
 
 _DEFAULT_OPTIONS = RequestOptions()
+
+
+class _Wanted(NamedTuple):
+    """What the sequences of one prompt have in common."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    options: RequestOptions
+    seed: int
+    stop_ids: frozenset[int]
+    max_len: int
+    arrived: float
+
+    def request(self, id: str, begun: Begun) -> Request:
+        return Request(
+            id,
+            self.prompt_ids,
+            self.params,
+            seed=_wrapped(self.seed + begun.number),
+            stop_ids=self.stop_ids,
+            max_len=self.max_len,
+            options=self.options,
+            arrived=self.arrived,
+            generated=begun.token_ids,
+        )
 
 
 class Engine:
@@ -105,6 +131,34 @@ class Engine:
     ) -> None:
         """As add, for a request that check_request has let pass. Raises Overloaded, and RequestRejected for a beam
         search with stop strings of a model whose text cannot be searched."""
+        wanted = self._wanted(prompt_ids, params, options)
+        requests = [wanted.request(id, Begun(index, [])) for index, id in enumerate(ids)]
+        text_ends = self._text_ends(params) if params.beam_width and params.stop else None
+        preparing = self._grammars.begin(params)
+        self._scheduler.add(requests, wanted.arrived, text_ends=text_ends, held=preparing is not None)
+        if preparing is not None:
+            self._grammars.hold(requests[0].id, preparing)
+
+    def resume(
+        self,
+        ids: Sequence[str],
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        begun: Sequence[Begun],
+    ) -> None:
+        """Go on with sequences of one prompt that another engine began, one an id: what they get is what they would
+        have got there. Raises RequestRejected."""
+        self.check_request(prompt_ids, params)
+        wanted = self._wanted(prompt_ids, params, options)
+        check_begun(ids, begun, params, room=wanted.max_len - len(prompt_ids), vocab_size=self.info.vocab_size)
+        for id, each in zip(ids, begun, strict=True):
+            request, preparing = wanted.request(id, each), self._grammars.begin(params)
+            self._scheduler.resume(request, held=preparing is not None)
+            if preparing is not None:
+                self._grammars.hold(id, preparing)
+
+    def _wanted(self, prompt_ids: list[int], params: SamplingParams, options: RequestOptions) -> _Wanted:
         max_len = self.info.max_model_len
         if params.max_tokens is not None:
             # With max_tokens 0 the step that computes the prompt samples a token too, which nobody gets.
@@ -114,25 +168,7 @@ class Engine:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         # No step samples a token beyond the vocabulary, nor need one be kept from it.
         stop_ids = frozenset(token for token in ends if token < self.info.vocab_size)
-        now = self._clock()
-        requests = [
-            Request(
-                id,
-                prompt_ids,
-                params,
-                seed=_wrapped(seed + index),
-                stop_ids=stop_ids,
-                max_len=max_len,
-                options=options,
-                arrived=now,
-            )
-            for index, id in enumerate(ids)
-        ]
-        text_ends = self._text_ends(params) if params.beam_width and params.stop else None
-        preparing = self._grammars.begin(params)
-        self._scheduler.add(requests, now, text_ends=text_ends, held=preparing is not None)
-        if preparing is not None:
-            self._grammars.hold(requests[0].id, preparing)
+        return _Wanted(prompt_ids, params, options, seed, stop_ids, max_len, self._clock())
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Refuse what `add` would refuse of any request, however busy the engine is. Raises RequestRejected."""

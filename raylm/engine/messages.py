@@ -14,17 +14,23 @@ from raylm.core.control import Control
 from raylm.core.events import EventBatch, EventSnapshot
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
+from raylm.core.request import Begun
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """Generate one sequence for each id from the same prompt. Ids are unique among all clients of the engine."""
+    """Generate one sequence for each id from the same prompt. Ids are unique among all clients of the engine.
+
+    `begun`: what each of them has from another engine; empty where none has begun. Those that have were admitted there,
+    and find room here whatever waits.
+    """
 
     request_ids: Annotated[list[str], msgspec.Meta(min_length=1)]
     prompt_ids: list[int]
     params: SamplingParams
     options: RequestOptions
+    begun: list[Begun] = []
 
 
 class Follow(msgspec.Struct, tag="follow", array_like=True, frozen=True):

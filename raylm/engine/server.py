@@ -188,7 +188,10 @@ class EngineServer:
         ids = message.request_ids
         if len(set(ids)) < len(ids) or any(self._is_taken(request_id) for request_id in ids):
             raise _in_use(ids)
-        self._engine.add(ids, message.prompt_ids, message.params, message.options)
+        if message.begun:
+            self._engine.resume(ids, message.prompt_ids, message.params, message.options, message.begun)
+        else:
+            self._engine.add(ids, message.prompt_ids, message.params, message.options)
         self._owner.update(dict.fromkeys(ids, client))
 
     def _follow(self, client: bytes, message: Follow) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import ray
 import zmq
 
+from raylm.config.routing import RoutingConfig
 from raylm.engine.client import EngineClient
 from raylm.errors import RaylmError, ServerStopped
 from raylm.generation.ability import Ability, ability_of
@@ -45,12 +46,14 @@ class LiveCatalog:
         directory: DirectoryClient,
         load_text: Callable[[ModelEntry], Text],
         load_grammars: Callable[[str], GrammarCompiler] | None = None,
+        routing: RoutingConfig | None = None,
     ) -> None:
         """`load_text` makes a model's text side; `load_grammars`, from model.path, its compiler of structured output.
         Both run in a thread and raise ConfigError."""
         self._directory = directory
         self._load_text = load_text
         self._load_grammars = load_grammars
+        self._routing = routing
         self._created = int(time.time())
         self._routers: dict[_Version, ModelRouter] = {}
         self._texts: dict[_Version, _TextSide] = {}
@@ -161,7 +164,7 @@ class LiveCatalog:
 
     def _know(self, model: ModelEntry) -> None:
         version = _version(model)
-        router = self._routers.setdefault(version, ModelRouter(model.name))
+        router = self._routers.setdefault(version, ModelRouter(model.name, self._routing))
         router.since = max(router.since, model.since)
         router.closed = self._closed
         if version not in self._texts:

@@ -36,7 +36,9 @@ class OpenAIIngress:
     async def __init__(self, config: IngressConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         log.configure()
         self._config = config
-        self._catalog = LiveCatalog(DirectoryClient(config.endpoint), _load_text, partial(load_grammars, config.http))
+        self._catalog = LiveCatalog(
+            DirectoryClient(config.endpoint), _load_text, partial(load_grammars, config.http), config.routing
+        )
         self._replica = serve.get_replica_context().replica_id
         await self._catalog.caught_up(_CATCH_UP_S)
         self._checked = time.monotonic()

@@ -225,11 +225,16 @@ async def test_in_an_upgrade_each_tokenizer_speaks_to_its_own_engines(catalogs) 
     assert catalog.get("a").sampling.temperature == 0.5 and catalog.names() == ["a"]
     # A request that was read before goes to an engine of its own, each other one to the least busy engine of both.
     streams = [serving.generator.generate(["0"], [1], SamplingParams(max_tokens=1), OPTIONS)]
+    sent = [asyncio.create_task(streams[0].admitted())]
+    await asyncio.sleep(0)
     for number in range(1, 4):
         chosen = catalog.get("a").generator
         streams.append(chosen.generate([str(number)], [1], SamplingParams(max_tokens=1), OPTIONS))
+        sent.append(asyncio.create_task(streams[-1].admitted()))
+        await asyncio.sleep(0)
     live = {path: router.engines for (_, path, _), router in catalog._routers.items()}
     assert live["old"]["1"].client.num_live == live["new"]["2"].client.num_live == 2
+    await asyncio.gather(*sent)
     for stream in streams:
         await stream.aclose()
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 
+from raylm.config.routing import RoutingConfig
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.engine.streams import Sequences
 from raylm.errors import Overloaded
+from raylm.serving.routing.choice import Ask, Choice
 from raylm.serving.routing.engines import RoutedEngine
+from raylm.serving.routing.failover import Journey
 
 _RETRY_AFTER_S = 5.0
+_LOOK_EVERY_S = 0.05
 
 
 class ModelRouter:
     """Chooses an engine for each request of one version of a model."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, config: RoutingConfig | None = None) -> None:
         self.name = name
+        self.config = config or RoutingConfig()
         self.since = 0.0
         """When the youngest replica of this version began."""
         self.engines: dict[str, RoutedEngine] = {}
         self.closed: str | None = None
         """Why no more requests are taken."""
+        self.num_held = 0
+        """New requests that wait for an engine now."""
+        self.num_resumed = 0
+        """Live requests that went on at another engine, since the start."""
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def usable(self) -> list[RoutedEngine]:
@@ -37,13 +48,47 @@ class ModelRouter:
 
     def generate(
         self, request_ids: Sequence[str], prompt_ids: list[int], params: SamplingParams, options: RequestOptions
-    ) -> Sequences:
-        """Generate on the least busy engine. Raises Overloaded when no engine is up or the router is closed, else as
-        EngineClient does."""
+    ) -> Journey:
+        """Generate on engines that are chosen; what this returns raises what goes wrong. Raises Overloaded when the
+        router is closed."""
         if self.closed is not None:
             raise Overloaded(self.closed, retry_after=_RETRY_AFTER_S)
-        engines = self.usable
+        return Journey(self, request_ids, prompt_ids, params, options)
+
+    def choose(self, ask: Ask, *, avoid: Set[str] = frozenset()) -> Choice | None:
+        """The least busy engine, none of those to `avoid` (ids); None where there is none."""
+        engines = [engine for engine in self.usable if engine.entry.engine_id not in avoid]
         if not engines:
-            raise Overloaded(f"no engine serves {self.name!r} at the moment", retry_after=_RETRY_AFTER_S)
-        chosen = min(engines, key=lambda engine: engine.client.pressure)
-        return chosen.client.generate(request_ids, prompt_ids, params, options)
+            return None
+        return Choice(min(engines, key=lambda engine: engine.client.pressure))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around the wait of a new request. Raises Overloaded where max_held_requests wait."""
+        if self.num_held >= self.config.max_held_requests:
+            raise Overloaded(
+                f"no engine serves {self.name!r} at the moment, and {self.num_held} requests wait for one; "
+                f"routing.max_held_requests allows {self.config.max_held_requests}",
+                retry_after=_RETRY_AFTER_S,
+            )
+        self.num_held += 1
+        try:
+            yield
+        finally:
+            self.num_held -= 1
+
+    async def engine_there(self, limit_s: float) -> None:
+        """Return when an engine is there, after a moment at least, or after so many seconds."""
+        if self._looking is None or self._looking.done():
+            # One look for all who wait.
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.wait((self._looking,), timeout=limit_s)
+
+    def resumed(self) -> None:
+        """A live request goes on at another engine."""
+        self.num_resumed += 1
+
+    async def _look(self) -> None:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        while not self.usable and self.closed is None:
+            await asyncio.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,294 @@
+"""Requests that outlive the engines they run on."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from raylm.config.routing import RoutingConfig
+from raylm.core.options import RequestOptions
+from raylm.core.request import Begun
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import TokenDelta
+from raylm.engine.streams import Sequences
+from raylm.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    EngineDeadError,
+    EngineStopped,
+    GenerationFailed,
+    Overloaded,
+    RequestLost,
+    ServerStopped,
+)
+from raylm.log import get_logger
+from raylm.serving.routing.choice import Ask, Choice
+
+logger = get_logger(__name__)
+
+_SILENT_S = 2.0
+"""After so long in waiting for an engine a stream begins nevertheless: its comments tell the client that it lives."""
+_AVOID_S = 3.0
+"""An engine that was lost is not asked again for so long, however well it looks."""
+_TURN_S = 0.25
+"""Between looks whether a request that waits was aborted, or its time is up."""
+_RETRY_AFTER_S = 5.0
+_SURVIVABLE = (EngineDeadError, EngineStopped, ConnectionLost)
+
+
+class Router(Protocol):
+    """What chooses engines."""
+
+    @property
+    def config(self) -> RoutingConfig: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def closed(self) -> str | None:
+        """Why no more requests are taken."""
+        ...
+
+    def choose(self, ask: Ask, *, avoid: Set[str] = frozenset()) -> Choice | None:
+        """An engine for a request, none of those to `avoid` (ids); None where there is none."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Around the wait of a new request. Raises Overloaded where too many wait."""
+        ...
+
+    async def engine_there(self, limit_s: float) -> None:
+        """Return when an engine can be chosen, or after so many seconds."""
+        ...
+
+    def resumed(self) -> None:
+        """A live request goes on at another engine."""
+        ...
+
+
+class _Live:
+    """A sequence that has not ended: its number among those of its prompt, and the tokens that have come."""
+
+    __slots__ = ("has_begun", "index", "token_ids")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.has_begun = False
+        """Its first delta has come."""
+
+
+class _Waiting(NamedTuple):
+    since: float
+    limit_s: float
+
+    @property
+    def left(self) -> float:
+        return self.since + self.limit_s - time.monotonic()
+
+
+class Journey:
+    """The deltas of one prompt's sequences, from one engine after the other.
+
+    Where an engine is lost, what has not ended goes on at another one from the prompt and the tokens that have come.
+    Every token's random number follows from its seed and position alone, and penalties, grammars and budgets from the
+    tokens before it: so no token is missing, none comes twice, and all are those that the first engine would have
+    given. Sequences of a beam search begin anew: none of their tokens has come before the end.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        request_ids: Sequence[str],
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> None:
+        self._router = router
+        self._ask = Ask(prompt_ids, options, len(request_ids))
+        self._params = params
+        self._live = {request_id: _Live(index) for index, request_id in enumerate(request_ids)}
+        self._arrived = time.monotonic()
+        self._current: Sequences | None = None
+        self._choice: Choice | None = None
+        self._is_admitted = False
+        self._waiting: _Waiting | None = None
+        self._avoid: dict[str, float] = {}
+        self._deaths = 0
+        self._loss: RequestLost | None = None
+        self._farewell: deque[TokenDelta] = deque()
+
+    async def admitted(self) -> None:
+        """Return once an engine has taken the request into its queue; while there is none, after two seconds.
+
+        Raises RequestRejected, Overloaded where no engine takes it, GenerationFailed, DeadlineExceeded, RequestLost.
+        """
+        if not self._is_admitted:
+            await self._find(time.monotonic() + _SILENT_S)
+
+    def __aiter__(self) -> Journey:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while True:
+            if self._farewell:
+                return self._farewell.popleft()
+            if not self._live:
+                raise StopAsyncIteration
+            if self._current is None:
+                await self._find()
+                continue
+            try:
+                return self._noted(await self._current.__anext__())
+            except _SURVIVABLE as loss:
+                self._lost(loss)
+
+    def end(self, request_id: str) -> None:
+        """The reader needs no more of this sequence."""
+        if self._current is not None:
+            self._current.end(request_id)
+        self._live.pop(request_id, None)
+
+    def abort(self) -> None:
+        """End the sequences that have not ended; the reader gets what has come, and the finish reason "abort"."""
+        if self._current is not None:
+            self._current.abort()
+            return
+        self._farewell.extend(TokenDelta(request_id, [], "abort") for request_id in self._live)
+        self._live.clear()
+        self._is_admitted = True
+
+    async def aclose(self) -> None:
+        """Abort the sequences that have not ended."""
+        if self._current is not None:
+            await self._current.aclose()
+        self._live.clear()
+
+    def _noted(self, delta: TokenDelta) -> TokenDelta:
+        """A delta on its way to the reader. What an engine says of the prompt is told once."""
+        live = self._live.get(delta.request_id)
+        if live is None:
+            return delta
+        if live.has_begun and self._loss is not None:
+            delta = delta._replace(num_cached_tokens=0, prompt_logprobs=None, waited=None)
+        if delta.finish_reason is None:
+            live.token_ids += delta.token_ids
+            live.has_begun = True
+        else:
+            del self._live[delta.request_id]
+        return delta
+
+    def _lost(self, loss: RequestLost) -> None:
+        """The engine has gone with what was live. Raises the loss where nothing can go on."""
+        self._current = None
+        self._loss = loss
+        if self._choice is not None and not isinstance(loss, ConnectionLost):
+            self._avoid[self._choice.engine.entry.engine_id] = time.monotonic() + _AVOID_S
+        self._deaths += isinstance(loss, EngineDeadError)
+        config = self._router.config
+        if self._deaths >= config.max_engine_deaths:
+            message = (
+                f"The request was on {self._deaths} engines when they died, the most that it may; the last: {loss}"
+            )
+            raise GenerationFailed(message) from loss
+        if config.failover_wait_s == 0 and self._is_admitted:
+            raise loss
+
+    async def _find(self, until: float = float("inf")) -> None:
+        """Have an engine take what is live; return when it has, or at `until`. Raises what `admitted` says."""
+        refusal: Overloaded | None = None
+        full: set[str] = set()
+        while self._live and time.monotonic() < until:
+            if self._router.closed is not None:
+                raise self._stopped(self._router.closed)
+            choice = self._router.choose(self._ask, avoid=self._avoided() | full)
+            if choice is None and refusal is not None and not self._is_admitted:
+                raise refusal
+            if choice is None:
+                full.clear()
+                await self._wait(until)
+                continue
+            try:
+                await self._begin(choice)
+            except Overloaded as error:
+                # The others may have room.
+                full.add(choice.engine.entry.engine_id)
+                refusal = error if refusal is None or error.retry_after < refusal.retry_after else refusal
+                self._current = None
+            except _SURVIVABLE as loss:
+                self._lost(loss)
+            else:
+                return
+
+    async def _begin(self, choice: Choice) -> None:
+        """Send what is live to an engine. Raises what it refuses it with, and its loss."""
+        prompt_ids, client = self._ask.prompt_ids, choice.engine.client
+        self._choice = choice
+        if self._is_admitted and not self._params.beam_width:
+            begun = [Begun(live.index, live.token_ids) for live in self._live.values()]
+            params, options = self._rest(), self._options()
+            self._current = client.generate(list(self._live), prompt_ids, params, options, begun)
+            self._router.resumed()
+            logger.info("%d sequences go on at engine %s: %s", len(begun), choice.engine.entry.engine_id, self._loss)
+        else:
+            self._current = client.generate(list(self._live), prompt_ids, self._params, self._options())
+            await self._current.admitted()
+        self._is_admitted = True
+        self._waiting = None
+
+    def _rest(self) -> SamplingParams:
+        """What an engine that goes on is asked. The prompt's log probabilities come with the first sequence, once."""
+        first = next(iter(self._live.values()))
+        if self._params.prompt_logprobs is None or not (first.has_begun or first.index):
+            return self._params
+        return replace(self._params, prompt_logprobs=None)
+
+    def _options(self) -> RequestOptions:
+        """With the time that is left. One that has run has done with the queue. Raises DeadlineExceeded."""
+        options = self._ask.options
+        if options.deadline_s is None and options.queue_timeout_s is None:
+            return options
+        passed = time.monotonic() - self._arrived
+        deadline, in_queue = options.deadline_s, options.queue_timeout_s
+        if deadline is not None and passed >= deadline:
+            raise DeadlineExceeded(f"deadline_s is {deadline:g}, which was up while the request waited for an engine")
+        if in_queue is not None and passed >= in_queue and not self._is_admitted:
+            raise DeadlineExceeded(f"queue_timeout_s is {in_queue:g}, which was up while no engine took the request")
+        return replace(
+            options,
+            deadline_s=None if deadline is None else deadline - passed,
+            queue_timeout_s=None if in_queue is None or self._is_admitted else in_queue - passed,
+        )
+
+    async def _wait(self, until: float) -> None:
+        """Wait a while for an engine. Raises what ends the request where none has come in time."""
+        self._options()
+        config = self._router.config
+        if self._waiting is None:
+            limit_s = config.failover_wait_s if self._is_admitted else config.hold_s
+            self._waiting = _Waiting(time.monotonic(), limit_s)
+        if self._waiting.left <= 0:
+            raise self._gone()
+        limit_s = min(self._waiting.left, until - time.monotonic(), _TURN_S)
+        if self._is_admitted:
+            await self._router.engine_there(limit_s)
+            return
+        with self._router.held():
+            await self._router.engine_there(limit_s)
+
+    def _avoided(self) -> set[str]:
+        now = time.monotonic()
+        return {engine_id for engine_id, until in self._avoid.items() if until > now}
+
+    def _gone(self) -> Exception:
+        """Why a request ends for which there was no engine."""
+        if self._is_admitted and self._loss is not None:
+            waited = self._router.config.failover_wait_s
+            return type(self._loss)(f"{self._loss}; no other engine could go on within {waited:g} s")
+        return Overloaded(f"no engine serves {self._router.name!r} at the moment", retry_after=_RETRY_AFTER_S)
+
+    def _stopped(self, reason: str) -> Exception:
+        return ServerStopped(reason) if self._is_admitted else Overloaded(reason, retry_after=_RETRY_AFTER_S)
