@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _WORDS = """
     hand part place case week company system program question work government number night point home water room
     mother area money story fact month lot right study book eye job word business issue side kind head house
 """
+_WORD_LIST = _WORDS.split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,40 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user says once the answer before is there and `think_s` seconds are over."""
+
+    text: str
+    output_len: int
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a benchmark: token ids, a text or a conversation, and how many tokens to generate."""
+    """One request of a benchmark: token ids, a text or a conversation, and how many tokens to generate. The turns
+    behind it are further requests, each with the conversation so far."""
 
     prompt: list[int] | str | list[Message]
     output_len: int
+    turns: tuple[Turn, ...] = ()
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], dict)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens to generate, of it and of its turns."""
+        return [self.output_len, *(turn.output_len for turn in self.turns)]
+
+    def following(self, answer: str) -> Request | None:
+        """The next turn of a conversation whose last message was answered so; None at its end."""
+        if not self.turns:
+            return None
+        turn, *rest = self.turns
+        assert isinstance(self.prompt, list)
+        said = ({"role": "assistant", "content": answer}, {"role": "user", "content": turn.text})
+        return Request([*self.prompt, *said], turn.output_len, tuple(rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +102,7 @@ class Case:
         """Conversations of one message of `input_len` random words (about a token a word; usage tells the truth)."""
         rng = random.Random(f"{self.name}:{seed}")
         lengths = self.output_len.spread(self.requests, rng)
-        words = _WORDS.split()
-        texts = (" ".join(rng.choices(words, k=self.input_len)) for _ in lengths)
+        texts = (random_text(rng, self.input_len) for _ in lengths)
         return [Request([{"role": "user", "content": text}], n) for text, n in zip(texts, lengths, strict=True)]
 
 
@@ -87,15 +112,22 @@ class Dataset:
 
     name: str
     entries: tuple[Request, ...]
+    redraw: Callable[[int], Dataset] | None = None
+    """As many others of the same kind, by a seed; None for a file's own."""
 
     @property
     def requests(self) -> int:
-        return len(self.entries)
+        return sum(len(entry.lengths) for entry in self.entries)
 
     @property
     def output_label(self) -> int | str:
-        lengths = [entry.output_len for entry in self.entries]
+        lengths = [length for entry in self.entries for length in entry.lengths]
         return Lengths(min(lengths), max(lengths)).label
+
+
+def random_text(rng: random.Random, words: int) -> str:
+    """Common words, about a token each."""
+    return " ".join(rng.choices(_WORD_LIST, k=words))
 
 
 def parse_case(text: str) -> Case:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Mapping
 from time import perf_counter
+from types import MappingProxyType
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,6 +20,7 @@ from raylm.bench.sse import Answer, Body, ClientError
 from raylm.errors import ConfigError
 
 _MAX_HEAD = 64 * 1024
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class _Connection(asyncio.Protocol):
@@ -151,10 +154,12 @@ class Client:
         self._auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: list[_Connection] = []
 
-    async def stream(self, path: str, body: object, *, timeout_s: float) -> Answer:
+    async def stream(
+        self, path: str, body: object, *, timeout_s: float, headers: Mapping[str, str] = _NONE, keep_text: bool = False
+    ) -> Answer:
         """POST `body` as JSON to base + `path` and read the stream of events. Raises ClientError."""
-        request = self._encode(path, msgspec.json.encode(body))
-        answer = Answer()
+        request = self._encode(path, msgspec.json.encode(body), headers)
+        answer = Answer(text=[] if keep_text else None)
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await self._post(request, answer)
@@ -203,10 +208,11 @@ class Client:
         _, connection = await loop.create_connection(_Connection, self._host, port, ssl=context)
         return connection
 
-    def _encode(self, path: str, body: bytes) -> bytes:
+    def _encode(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = (
             f"POST {self._parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {self._parts.netloc}\r\n"
-            f"{self._auth}Content-Type: application/json\r\nAccept: text/event-stream\r\n"
+            f"{self._auth}{more}Content-Type: application/json\r\nAccept: text/event-stream\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

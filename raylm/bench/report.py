@@ -71,6 +71,8 @@ class ServeResult(OfflineResult):
     e2e_ms_p99: float | None = None
     goodput: float | None = None
     failed: int = 0
+    hit_rate: float | None = None
+    """Of the prompts' tokens those that the server had in its prefix cache, where it says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ Result = (
 def as_json(result: Result) -> dict[str, Cell]:
     """The keys of one JSON line: every field of the result, less the optional ones that say nothing here."""
     row: dict[str, Cell] = dataclasses.asdict(result)
-    for optional in ("output_len_mean", "sampling", "unavailable"):
+    for optional in ("output_len_mean", "sampling", "unavailable", "hit_rate"):
         if row.get(optional, ...) is None:
             del row[optional]
     return {key: _rounded(value) for key, value in row.items()}

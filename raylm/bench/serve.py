@@ -10,7 +10,6 @@ no part of a request's times; it is the client that waits.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -21,6 +20,7 @@ from raylm.bench.client import Client
 from raylm.bench.report import ServeResult, percentile
 from raylm.bench.sse import Answer, ClientError
 from raylm.errors import ConfigError, RaylmError
+from raylm.sim.arrivals import Ramp, arrivals
 
 Endpoint = Literal["completions", "chat"]
 WARMUP_REQUESTS = 4
@@ -31,10 +31,18 @@ _DATASET_WARMUP = Case("warmup", WARMUP_REQUESTS, 64, Lengths(16, 16))
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests are sent: at most `concurrency` at a time (None: no limit), `rate` a second (None: at once)."""
+    """How requests are sent: at most `concurrency` at a time (None: no limit), `rate` a second (None: at once), with
+    gaps of a gamma distribution of the shape `burstiness`. Of conversations this is their first turns; one counts as
+    running until its last answer."""
 
     concurrency: int | None = None
-    rate: float | None = None
+    rate: float | Ramp | None = None
+    burstiness: float = 1.0
+
+    @property
+    def rate_label(self) -> float | str:
+        rate = "inf" if self.rate is None else self.rate.label if isinstance(self.rate, Ramp) else self.rate
+        return rate if self.burstiness == 1 else f"{rate} gamma {self.burstiness:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class Timing:
     tpot: float | None
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> Timing:
@@ -79,7 +88,7 @@ class Timing:
         # Without usage, chunks are the best count there is.
         tokens = len(answer.arrivals) if answer.output_tokens is None else answer.output_tokens
         tpot = (e2e - ttft) / (tokens - 1) if tokens > 1 else None
-        return cls(ttft, e2e, gaps, tpot, answer.prompt_tokens or 0, tokens)
+        return cls(ttft, e2e, gaps, tpot, answer.prompt_tokens or 0, tokens, answer.cached_tokens)
 
     def meets(self, limits: Goodput) -> bool:
         seen = {"ttft": self.ttft, "itl": max(self.gaps, default=None), "tpot": self.tpot, "e2e": self.e2e}
@@ -111,6 +120,8 @@ class Target:
     """Random prompts are token ids below this."""
     ignore_eos: bool = True
     timeout_s: float = 600.0
+    session_header: str | None = None
+    """A header that names the conversation, in each of its requests."""
 
 
 def sweep(
@@ -145,6 +156,7 @@ class LoadGenerator:
         self._target = target
         self._seed = seed
         self._draws = 0
+        self._sent = 0
         self._token_ids = prompt_token_ids(target.vocab_size)
 
     async def measure(self, case: Case | Dataset, load: Load, *, goodput: Goodput | None = None) -> ServeResult:
@@ -161,7 +173,7 @@ class LoadGenerator:
         slots = asyncio.Semaphore(load.concurrency or len(requests))
         start = perf_counter()
         async with asyncio.TaskGroup() as group:
-            for request, arrival in zip(requests, arrivals(len(requests), load.rate, self._seed), strict=True):
+            for request, arrival in zip(requests, self._arrivals(len(requests), load), strict=True):
                 if (wait := start + arrival - perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 await slots.acquire()
@@ -170,15 +182,32 @@ class LoadGenerator:
         run.seconds = perf_counter() - start
         return run
 
+    def _arrivals(self, count: int, load: Load) -> list[float]:
+        return arrivals(count, load.rate, self._seed, load.burstiness)
+
     async def _send(self, request: Request, run: Run) -> None:
-        chat = request.is_chat
-        try:
-            answer = await self._client.stream(
-                "/chat/completions" if chat else "/completions", self._body(request), timeout_s=self._target.timeout_s
-            )
-            run.timings.append(Timing.of(answer))
-        except ClientError as error:
-            run.errors.append(str(error))
+        """A request and the turns behind it. One that fails is the last of its conversation."""
+        self._sent += 1
+        header = self._target.session_header
+        headers = {header: f"{self._seed}-{self._sent}"} if header else {}
+        following: Request | None = request
+        while following is not None:
+            request = following
+            try:
+                answer = await self._client.stream(
+                    "/chat/completions" if request.is_chat else "/completions",
+                    self._body(request),
+                    timeout_s=self._target.timeout_s,
+                    headers=headers,
+                    keep_text=bool(request.turns),
+                )
+                run.timings.append(Timing.of(answer))
+            except ClientError as error:
+                run.errors.extend([str(error)] + ["the turn before failed"] * len(request.turns))
+                return
+            if request.turns:
+                await asyncio.sleep(request.turns[0].think_s)
+            following = request.following("".join(answer.text or []))
 
     def _body(self, request: Request) -> dict[str, object]:
         return {
@@ -197,23 +226,12 @@ class LoadGenerator:
         seed = self._seed + _SEED_STEP * self._draws
         chat = self._target.endpoint == "chat"
         if isinstance(case, Dataset):
+            if case.redraw is not None:
+                case = case.redraw(seed)
             return [_as_chat(request) for request in case.entries] if chat else list(case.entries)
         if chat:
             return case.chat_requests(seed)
         return case.token_requests(seed, self._token_ids)
-
-
-def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds after the start at which requests are sent: a Poisson process, or all at 0 without a rate."""
-    if rate is None:
-        return [0.0] * count
-    rng = random.Random(seed)
-    times: list[float] = []
-    now = 0.0
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        times.append(now)
-    return times
 
 
 def summarize(run: Run, case: Case | Dataset, load: Load, *, model: str, goodput: Goodput | None = None) -> ServeResult:
@@ -240,12 +258,19 @@ def summarize(run: Run, case: Case | Dataset, load: Load, *, model: str, goodput
         output_tokens_per_s=output / run.seconds,
         total_tokens_per_s=(output + prompt) / run.seconds,
         output_len_mean=output / len(timings) if mixed else None,
-        concurrency=load.concurrency or case.requests,
-        request_rate="inf" if load.rate is None else load.rate,
+        concurrency=load.concurrency or (len(case.entries) if isinstance(case, Dataset) else case.requests),
+        request_rate=load.rate_label,
         goodput=sum(timing.meets(goodput) for timing in timings) / run.seconds if goodput else None,
         failed=len(run.errors),
+        hit_rate=_hit_rate(timings),
         **shares,
     )
+
+
+def _hit_rate(timings: Sequence[Timing]) -> float | None:
+    told = [timing for timing in timings if timing.cached_tokens is not None]
+    prompts = sum(timing.prompt_tokens for timing in told)
+    return sum(timing.cached_tokens or 0 for timing in told) / prompts if prompts else None
 
 
 def _run_async(main: Callable[[], Coroutine[None, None, None]]) -> None:

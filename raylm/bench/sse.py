@@ -33,10 +33,19 @@ class _Choice(msgspec.Struct):
             return bool(self.text)
         return bool(delta.content or delta.reasoning_content or _is_given(delta.tool_calls))
 
+    @property
+    def said(self) -> str:
+        return (self.text if self.delta is None else self.delta.content) or ""
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -57,7 +66,8 @@ class Answer:
     """What one request saw. Times are perf_counter seconds.
 
     `arrivals` holds the time of every chunk with content, where a chunk may carry several tokens; the count of
-    tokens comes from the server's usage (None where it sent none).
+    tokens comes from the server's usage (None where it sent none), and so do those of the prompt that its prefix cache
+    had. `text` is what was said, where it is kept: a list, which it is not from the start.
     """
 
     sent: float = 0.0
@@ -66,6 +76,8 @@ class Answer:
     first_choice: float | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None
+    text: list[str] | None = None
     complete: bool = False
 
     def take(self, data: bytes, now: float) -> None:
@@ -82,11 +94,15 @@ class Answer:
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.output_tokens = chunk.usage.completion_tokens
+            if chunk.usage.prompt_tokens_details is not None:
+                self.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
         for choice in chunk.choices:
             if self.first_choice is None:
                 self.first_choice = now
             if choice.has_content():
                 self.arrivals.append(now)
+                if self.text is not None:
+                    self.text.append(choice.said)
                 return
 
 

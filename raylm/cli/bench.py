@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylm.bench.shapes import SHAPES
+from raylm.cli.bench_serve import add_cases, add_report, add_serve
+from raylm.cli.bench_serve import cases as cases_of
 from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.errors import ConfigError
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     Emit = Callable[[Result], None]
 
-_CASE_HELP = "name:requests:input_len:output_len, where output_len may be a range such as 8-128; repeatable"
-
 
 def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("bench", help="measure throughput, latency, a server under load, or start-up")
@@ -29,7 +28,7 @@ def add_parser(commands: Subparsers) -> None:
         _add_offline(kinds.add_parser(mode, help=text), mode)
     _add_speculation(kinds.add_parser("speculation", help="plain against speculative decoding, offline, in turns"))
     _add_structure(kinds.add_parser("structure", help="JSON schemas against plain sampling, offline, in turns"))
-    _add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"))
+    add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"), run)
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
     _add_steps(kinds.add_parser("steps", help="plans to workers and results back, without a model"))
@@ -40,13 +39,13 @@ def add_parser(commands: Subparsers) -> None:
 
 def _add_offline(parser: argparse.ArgumentParser, mode: str) -> None:
     add_model(parser)
-    _add_cases(parser)
+    add_cases(parser)
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="measure N times, report the median")
     parser.add_argument(
         "--compare", choices=("transformers",), help="run the same cases with this too, in turns, on the same weights"
     )
     add_engine_options(parser)
-    _add_report(parser)
+    add_report(parser)
     parser.add_argument(
         "--sampling",
         action="append",
@@ -77,7 +76,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, metavar="N", help="of a kind (default: all of the set)")
     parser.add_argument("--max-tokens", type=positive, default=200, metavar="N", help="of an output (%(default)s)")
     add_engine_options(parser)
-    _add_report(parser)
+    add_report(parser)
     parser.set_defaults(run=run, measure=_speculation, draws=True)
 
 
@@ -89,30 +88,8 @@ def _add_structure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="of an output (%(default)s)")
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="runs; medians are told (%(default)s)")
     add_engine_options(parser)
-    _add_report(parser)
+    add_report(parser)
     parser.set_defaults(run=run, measure=_structure, draws=True)
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the API's address (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that is listed)")
-    add_api_key(parser)
-    parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
-    _add_cases(parser)
-    parser.add_argument(
-        "--request-rate", type=_rates, default=[math.inf], metavar="R[,R...]", help="requests/s (Poisson), or inf"
-    )
-    parser.add_argument(
-        "--concurrency", type=_counts, default=[None], metavar="N[,N...]", help="requests at a time at most"
-    )
-    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits, as in ttft:200 itl:50")
-    parser.add_argument(
-        "--vocab-size", type=positive, default=32000, help="random prompts use token ids below this (%(default)s)"
-    )
-    parser.add_argument("--no-ignore-eos", action="store_true", help="for servers that do not know ignore_eos")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (%(default)s)")
-    _add_report(parser)
-    parser.set_defaults(run=run, measure=_serve)
 
 
 def _add_startup(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +99,7 @@ def _add_startup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="one line each")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one start (%(default)s)")
     add_engine_options(parser)
-    _add_report(parser)
+    add_report(parser)
     parser.set_defaults(run=run, measure=_startup)
 
 
@@ -152,7 +129,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-len", type=positive, default=128, metavar="N", help="of a request (%(default)s)")
     parser.add_argument("--prefill", action="store_true", help="look at the steps of the prompts instead")
     add_engine_options(parser)
-    _add_report(parser)
+    add_report(parser)
     parser.set_defaults(run=run, measure=_trace, draws=True)
 
 
@@ -168,17 +145,6 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write config.json and a tokenizer")
     parser.set_defaults(run=_shape)
-
-
-def _add_cases(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", action="append", default=[], metavar="CASE", help=_CASE_HELP)
-    parser.add_argument("--dataset", default="random", metavar="FILE", help="random, or JSON lines with prompts")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (%(default)s)")
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.png, .svg or .pdf)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -198,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 def _offline(args: argparse.Namespace, emit: Emit) -> None:
     from raylm.bench.offline import DEFAULT_CASES, run_case, run_in_turns
 
-    cases = _cases(args, DEFAULT_CASES[args.mode])
+    cases = cases_of(args, DEFAULT_CASES[args.mode])
     if args.dataset != "random" and args.repeat > 1:
         raise ConfigError("--repeat with --dataset would find the prompts in the prefix cache; leave one of them out")
     from raylm.llm import LLM
@@ -261,32 +227,6 @@ def _compare(llm: LLM, cases: list[Case | Dataset], args: argparse.Namespace, em
             emit(result)
 
 
-def _serve(args: argparse.Namespace, emit: Emit) -> None:
-    from raylm.bench.serve import Goodput, Load, Target, sweep
-    from raylm.cli.server import connect, first_model
-
-    cases = _cases(args, "load:64:128:64")
-    goodput = Goodput.parse(args.goodput)
-    key = api_key(args)
-    with connect(args.url, api_key=key) as http:
-        model = args.model or first_model(http)
-    target = Target(
-        args.url,
-        model,
-        api_key=key,
-        endpoint=args.endpoint,
-        vocab_size=args.vocab_size,
-        ignore_eos=not args.no_ignore_eos,
-        timeout_s=args.timeout,
-    )
-    loads = [
-        Load(concurrency, None if math.isinf(rate) else rate)
-        for rate in args.request_rate
-        for concurrency in args.concurrency
-    ]
-    sweep(target, cases, loads, emit, goodput=goodput, seed=args.seed)
-
-
 def _startup(args: argparse.Namespace, emit: Emit) -> None:
     from raylm.bench.startup import measure_offline, measure_server
 
@@ -340,20 +280,6 @@ def _shape(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(args: argparse.Namespace, default: str) -> list[Case | Dataset]:
-    from raylm.bench.cases import load_dataset, parse_case
-
-    if args.dataset == "random":
-        return [parse_case(text) for text in args.case or [default]]
-    if args.case:
-        raise ConfigError("--dataset brings its own requests: leave out --case")
-    return [load_dataset(args.dataset)]
-
-
-def _counts(text: str) -> list[int | None]:
-    return [positive(part) for part in text.split(",")]
-
-
 def _batches(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
@@ -363,10 +289,3 @@ def _sizes(text: str) -> list[int]:
     if min(sizes) < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return sizes
-
-
-def _rates(text: str) -> list[float]:
-    rates = [float(part) for part in text.split(",")]
-    if not all(rate > 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"rates must be over 0 requests/s or inf, got {text}")
-    return rates

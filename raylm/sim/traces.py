@@ -6,6 +6,8 @@ import math
 import random
 from typing import NamedTuple
 
+from raylm.sim.arrivals import gap
+
 _BURST_S, _PERIOD_S = 1.0, 5.0
 
 
@@ -81,7 +83,7 @@ def make_trace(kind: str, *, rate: float, requests: int, seed: int, prefix_share
     arrivals = []
     waited = 0.0
     for _ in range(requests):
-        waited += rng.expovariate(1.0)
+        waited += gap(rng)
         traffic = rng.choices(trace.traffic, shares)[0]
         prompt_len = traffic.prompt.draw(rng)
         arrivals.append(

@@ -8,9 +8,10 @@ import pytest
 from raylm.bench.cases import Dataset, Request, parse_case
 from raylm.bench.client import Client
 from raylm.bench.report import as_json
-from raylm.bench.serve import Goodput, Load, Run, Target, Timing, arrivals, summarize, sweep
+from raylm.bench.serve import Goodput, Load, Run, Target, Timing, summarize, sweep
 from raylm.bench.sse import Answer, Body, ClientError
 from raylm.errors import ConfigError, RaylmError
+from raylm.sim.arrivals import arrivals
 from tests.support.openai_server import FakeServer
 
 LATENCIES = {f"{name}_ms_p{p}" for name in ("ttft", "itl", "tpot", "e2e") for p in (50, 90, 99)}

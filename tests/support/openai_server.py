@@ -17,6 +17,8 @@ class FakeServer:
 
     merge: int = 1
     usage: bool = True
+    cached: int | None = None
+    """Of each prompt's 10 tokens, where usage tells it."""
     status: int = 200
     fail_every: int = 0
     """Every n-th request ends with an error event instead of [DONE]."""
@@ -28,6 +30,8 @@ class FakeServer:
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
     """Of every request, in small letters; empty where there is none."""
+    sessions: list[str] = field(default_factory=list)
+    """The header x-session-id of every request."""
     connections: int = 0
     url: str = ""
 
@@ -80,6 +84,7 @@ class FakeServer:
         headers = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
         body = json.loads(await reader.readexactly(int(headers.get("content-length", "0"))) or b"{}")
         self.authorizations.append(headers.get("authorization", ""))
+        self.sessions.append(headers.get("x-session-id", ""))
         if method == "GET":
             answer = _sized(200, json.dumps({"data": [{"id": name} for name in self.models]}))
         else:
@@ -113,7 +118,9 @@ class FakeServer:
         if self.fail_every and len(self.requests) % self.fail_every == 0:
             return [*events, _event({"error": {"message": "the engine died"}})]
         if self.usage:
-            usage = {"prompt_tokens": 10, "completion_tokens": tokens}
+            usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": tokens}
+            if self.cached is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
             events.append(_event({"choices": [], "usage": usage}))
         return [*events, b"data: [DONE]\n\n"]
 
