@@ -69,8 +69,9 @@ class CacheConfig(FrozenConfig):
     """Keep the blocks of ended requests, and share blocks of equal prefixes."""
     block_hash: BlockHash = "xxhash"
     """sha256 costs more time, and nobody can make two prefixes collide on purpose. (Tokens are compared either way.)"""
-    events: bool = False
-    """Let clients of the engine follow which blocks are stored and removed."""
+    events: bool = True
+    """Let ingresses follow which blocks are stored and removed: they send requests to where their prefix is. Offline
+    nobody follows, and nothing is kept."""
 
 
 class SchedulerConfig(FrozenConfig):

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from raylm.config.base import FrozenConfig
 
+RoutePolicy = Literal["prefix", "load", "round_robin", "power_of_two"]
+
 
 class RoutingConfig(FrozenConfig):
-    """What happens to requests while engines come and go."""
+    """Which engine a request goes to where a model has several, and what happens while engines come and go."""
 
+    policy: RoutePolicy = "prefix"
+    """prefix: where the least is to be computed, the request's own prompt included, whose cached beginning is known
+    from the engines' events (cache.events); load: where the least is to be computed of what is there already;
+    power_of_two: the less busy one of two at random; round_robin: one after the other."""
+    session_header: str = Field(default="x-session-id", max_length=100, pattern=r"^[a-z0-9-]+$")
+    """With prefix and load, requests with the same value of this header go to the same engine while that one is not
+    overloaded."""
+    decision_headers: Literal["never", "asked", "always"] = "asked"
+    """Whether answers say in headers which engine they come from, and why: never, where the request has the header
+    x-raylm-route, or always."""
+    prefix_weight: float = Field(default=2.0, ge=0)
+    """With prefix, as how many waiting prompt tokens a cached one counts."""
+    sequence_tokens: int = Field(default=256, ge=0)
+    """As how many waiting prompt tokens a sequence counts that runs or waits: about what its output costs."""
+    max_imbalance: float = Field(default=1.25, ge=1)
+    """An engine with more sequences than this many times the mean is overloaded, and so is one with more waiting prompt
+    tokens than this many times their mean: it gets no request for what it has cached, nor for a session's sake."""
+    slack_sequences: int = Field(default=2, ge=1)
+    slack_tokens: int = Field(default=8192, ge=0)
+    """So many more than the mean are no overload, however small the mean is."""
+    max_match_blocks: int = Field(default=512, ge=1, le=65536)
+    """Blocks of a prompt that are looked up at most; each costs about half a microsecond."""
+    max_index_blocks: int = Field(default=262_144, ge=1)
+    """Blocks that are remembered of each engine; one takes about 100 bytes."""
     hold_s: float = Field(default=30.0, ge=0)
     """Seconds that a new request waits where no engine serves its model, as while the only one is replaced or a model
     wakes up; then it is refused with 503. 0 refuses at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -38,6 +38,33 @@ def root_hash(hash_of: Hash, *, model: str, adapter: str, salt: str, epoch: int 
     """The parent of a sequence's first block: what must be equal besides the tokens. `epoch` counts the times that the
     cache was reset."""
     return hash_of(repr((model, adapter, salt, epoch)).encode())
+
+
+class PrefixForm(NamedTuple):
+    """How an engine names its blocks: with this, and the epoch, anybody can name those of a prompt.
+
+    model: the model's path, as root_hash takes it. group: the cache group whose blocks say how much of a prefix is
+    there: the first that keeps all positions.
+    """
+
+    model: str
+    block_size: int
+    block_hash: BlockHash
+    group: int
+
+    def root(self, *, adapter: str, salt: str, epoch: int) -> bytes:
+        return root_hash(HASHES[self.block_hash], model=self.model, adapter=adapter, salt=salt, epoch=epoch)
+
+
+def chain(token_ids: Sequence[int], parent: bytes, *, block_size: int, hash_of: Hash) -> list[bytes]:
+    """The hashes alone of the full blocks of `token_ids`, of which the first follows `parent`."""
+    data = array("I", token_ids[: len(token_ids) // block_size * block_size]).tobytes()
+    size = block_size * _TOKEN_BYTES
+    hashes = []
+    for start in range(0, len(data), size):
+        parent = hash_of(parent + data[start : start + size])
+        hashes.append(parent)
+    return hashes
 
 
 def extend_keys(keys: list[BlockKey], token_ids: list[int], *, block_size: int, root: bytes, hash_of: Hash) -> None:

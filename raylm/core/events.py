@@ -27,10 +27,12 @@ class EventBatch(NamedTuple):
 
 
 class EventSnapshot(NamedTuple):
-    """Every block that can be found now, as "stored" events. It holds what all events before number `next` did."""
+    """Every block that can be found now, as "stored" events. It holds what all events before number `next` did; `epoch`
+    counts the "cleared" among them, and is what the root hash of newcomers has."""
 
     next: int
     stored: list[BlockEvent]
+    epoch: int = 0
 
 
 class EventLog:
@@ -39,6 +41,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._next = 0
+        self._epoch = 0
         self._pending: list[BlockEvent] = []
         self._stored: dict[tuple[bytes, int], BlockEvent] = {}
 
@@ -53,6 +56,7 @@ class EventLog:
 
     def cleared(self) -> None:
         self._stored.clear()
+        self._epoch += 1
         self._pending.append(BlockEvent("cleared", b"", b"", 0, 0))
 
     def take(self) -> EventBatch | None:
@@ -66,4 +70,4 @@ class EventLog:
 
     def snapshot(self) -> EventSnapshot:
         """What is findable now. The next batch may begin with events that it holds already, by their numbers."""
-        return EventSnapshot(self._next + len(self._pending), list(self._stored.values()))
+        return EventSnapshot(self._next + len(self._pending), list(self._stored.values()), self._epoch)

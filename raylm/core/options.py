@@ -24,6 +24,7 @@ class RequestOptions:
         ended.
     queue_timeout_s: seconds that it may wait before it runs.
     cache_salt: requests share cached blocks only with those of equal salt.
+    session: requests with equal names go to the same engine, where there are several and that one is not overloaded.
 
     Raises RequestRejected, naming the field, the value and the limit.
     """
@@ -33,10 +34,11 @@ class RequestOptions:
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
     cache_salt: str = ""
+    session: str = ""
     weight: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tenant", "cache_salt"):
+        for name in ("tenant", "cache_salt", "session"):
             value = getattr(self, name)
             if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
                 raise RequestRejected(

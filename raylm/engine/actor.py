@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylm import log
 from raylm.config.engine import EngineConfig
+from raylm.core.block_hash import PrefixForm
 from raylm.core.load import Load
 from raylm.core.step import ModelInfo
 from raylm.engine.factory import engine_over, ray_executor
 from raylm.engine.server import EngineServer
 from raylm.errors import EngineDeadError
-from raylm.stacks import ProcessStacks, stacks_here
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -48,6 +48,7 @@ class EngineAddress(NamedTuple):
     address: str
     public_key: bytes
     info: ModelInfo
+    prefixes: PrefixForm | None
 
 
 class EngineActor:
@@ -72,7 +73,7 @@ class EngineActor:
 
     def address(self) -> EngineAddress:
         """Returns once the engine is ready, since the constructor makes it so."""
-        return EngineAddress(self._server.address, self._server.public_key, self._engine.info)
+        return EngineAddress(self._server.address, self._server.public_key, self._engine.info, self._engine.prefix_form)
 
     def workers(self) -> list[Any]:
         """Handles of the workers, by rank: for another engine, which may get its weights from them."""
@@ -89,11 +90,6 @@ class EngineActor:
             raise EngineDeadError(self._error or "the engine has stopped")
         check_progress(self._engine.stalled_s, self._executor.patience_s)
         return self._server.load()
-
-    def stacks(self, process: str, limit_s: float) -> list[ProcessStacks]:
-        """What this process, as `process`, and the workers do now; each worker has `limit_s` to answer."""
-        of_workers = [each._replace(process=f"{each.process}, {process}") for each in self._executor.stacks(limit_s)]
-        return [stacks_here(process), *of_workers]
 
     def num_live(self) -> int:
         """Requests taken and not ended: 0 means that a drain is over."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, Sequence
 from uuid import uuid4
 
@@ -15,10 +17,12 @@ from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.request import Begun
 from raylm.core.sampling import SamplingParams
+from raylm.engine.backlog import Backlog
 from raylm.engine.link import ANSWER_S, SILENCE_S, EngineAt, KeyPair, Link, Outcome, silence
 from raylm.engine.messages import (
     Abort,
     BlockSnapshot,
+    Busy,
     Controlled,
     Deltas,
     Follow,
@@ -50,6 +54,8 @@ _RETRY_AFTER_S = 2.0
 _MAX_UNANSWERED = 1000
 _MAX_UNANSWERED_BYTES = 64 * 2**20
 """Requests that may be on their way to an engine that is in the middle of a step; past that they are refused here."""
+_FRESH_S = 2.0
+"""A load that the engine told is newer for so long than what the Directory knows."""
 _READ_S = 0.005
 """How long messages are read without a pause for the rest of the event loop."""
 _LOSSES: dict[LossKind, type[RequestLost]] = {
@@ -67,7 +73,8 @@ class EngineClient:
     """
 
     def __init__(self, address: str, *, server_key: bytes, keys: KeyPair) -> None:
-        self.load = Load(0, 0, 0.0)
+        self.backlog = Backlog()
+        self._heard = -math.inf
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._engine = EngineAt(address, server_key)
         self._keys = keys
@@ -95,9 +102,18 @@ class EngineClient:
         """Sequences in the engine: those of others as it last said, and this client's own as they are now."""
         return self._others + len(self._sequences)
 
+    @property
+    def load(self) -> Load:
+        """As the engine last told it."""
+        return self.backlog.load
+
     def note_load(self, load: Load) -> None:
-        """Take in how busy the engine says it is."""
-        self.load = load
+        """Take in how busy the Directory says that the engine is, unless the engine itself has spoken of late."""
+        if time.monotonic() - self._heard > _FRESH_S:
+            self._take_load(load)
+
+    def _take_load(self, load: Load) -> None:
+        self.backlog.report(load)
         self._others = max(0, load.running + load.waiting - len(self._sequences))
 
     def generate(
@@ -107,9 +123,11 @@ class EngineClient:
         params: SamplingParams,
         options: RequestOptions,
         begun: Sequence[Begun] = (),
+        *,
+        num_cached: int = 0,
     ) -> Sequences:
         """One sequence for each id from the same prompt, or what follows in each that another engine has `begun`; the
-        caller closes what this returns.
+        caller closes what this returns. `num_cached` of the prompt's tokens are believed to be in the engine's cache.
 
         Raises Overloaded where the engine is away or too much is on its way to it, RequestRejected for what cannot be
         sent; the rest is raised by what this returns.
@@ -128,6 +146,7 @@ class EngineClient:
             )
         self._link.send(message)
         self._unanswered[request_ids[0]] = len(message)
+        self.backlog.send(request_ids[0], len(prompt_ids) - num_cached, len(request_ids))
         sequences = Sequences(request_ids, self._release)
         self._sequences.update(dict.fromkeys(request_ids, sequences))
         return sequences
@@ -223,6 +242,7 @@ class EngineClient:
             link.close()
             orphans = self._live()
             self._unanswered.clear()
+            self.backlog.lose()
             self._link = await self._connect_again()
 
     async def _connect_again(self) -> Link:
@@ -266,23 +286,29 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            self.note_load(message.load)
+            self._heard = time.monotonic()
+            self._take_load(message.load)
             for delta in message.deltas:
                 if (sequences := self._sequences.get(delta.request_id)) is not None:
                     sequences.push(delta)
         elif isinstance(message, Taken):
             for request_id in message.request_ids:
                 self._unanswered.pop(request_id, None)
+                self.backlog.take(request_id)
                 if (sequences := self._sequences.get(request_id)) is not None:
                     sequences.admit()
         elif isinstance(message, Refused):
             self._unanswered.pop(message.request_id, None)
+            self.backlog.drop(message.request_id)
             self._fail([message.request_id], _refusal(message))
         elif isinstance(message, Lost):
             error = _LOSSES[message.kind](message.message)
             if not isinstance(error, IngressStalled):
                 self._farewell = error
             self._fail(message.request_ids, error)
+        elif isinstance(message, Busy):
+            self._heard = time.monotonic()
+            self._take_load(message.load)
         elif isinstance(message, Controlled):
             if (answer := self._orders.get(message.request_id)) is not None:
                 answer.give(message.answers)

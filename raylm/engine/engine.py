@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.beam import TextEnds
-from raylm.core.block_hash import HASHES
+from raylm.core.block_hash import HASHES, PrefixForm
 from raylm.core.control import Control, ResetCache
 from raylm.core.drafting import Drafter
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
@@ -78,6 +78,7 @@ class Engine:
         self.info: ModelInfo = executor.start()
         self._events = EventLog() if config.cache.events else None
         self._cache = make_cache(config, self.info, self._events)
+        self._prefix_form = _prefix_form(config, self.info)
         self._got_on = clock()
         self._scheduler = Scheduler(
             config.scheduler,
@@ -103,6 +104,11 @@ class Engine:
         """How long the engine has not got on: since it last finished a step, or had nothing to do but to wait for
         requests or their grammars. Asked by any thread."""
         return self._clock() - self._got_on
+
+    @property
+    def prefix_form(self) -> PrefixForm | None:
+        """How the blocks are named that its events tell of; None where it tells of none."""
+        return self._prefix_form
 
     def stats(self) -> Load:
         return self._scheduler.stats()
@@ -265,6 +271,15 @@ def make_cache(config: ResolvedEngine, info: ModelInfo, events: EventLog | None)
         swap_costs=SwapCosts(info.block_bytes, info.prefill_tokens_per_s, info.swap_bytes_per_s),
         events=events,
     )
+
+
+def _prefix_form(config: ResolvedEngine, info: ModelInfo) -> PrefixForm | None:
+    cache = config.cache
+    if not (cache.prefix_caching and cache.events):
+        return None
+    windows = info.layout.windows
+    group = windows.index(0) if 0 in windows else 0
+    return PrefixForm(config.model.path, info.layout.block_size, cache.block_hash, group)
 
 
 def _wrapped(seed: int) -> int:

@@ -86,6 +86,12 @@ class BlockEvents(msgspec.Struct, tag="events", array_like=True, frozen=True):
     batch: EventBatch
 
 
+class Busy(msgspec.Struct, tag="busy", array_like=True, frozen=True):
+    """How busy the engine is, for a client that follows it: others give it work too."""
+
+    load: Load
+
+
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A Submit (named by its first id), a Follow or an Order was not taken. `retry_after` is in seconds and set for
     "overloaded" only."""
@@ -110,4 +116,4 @@ class Lost(msgspec.Struct, tag="lost", array_like=True, frozen=True):
 
 
 ToEngine = Submit | Follow | Order | Abort
-FromEngine = Taken | Lost | Deltas | Controlled | BlockSnapshot | BlockEvents | Refused
+FromEngine = Taken | Lost | Deltas | Controlled | BlockSnapshot | BlockEvents | Busy | Refused

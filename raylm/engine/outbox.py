@@ -11,7 +11,7 @@ import zmq
 
 from raylm.core.load import Load
 from raylm.core.step import TokenDelta
-from raylm.engine.messages import BlockEvents, BlockSnapshot, Controlled, Deltas, Lost, Refused, Taken
+from raylm.engine.messages import BlockEvents, BlockSnapshot, Busy, Controlled, Deltas, Lost, Refused, Taken
 from raylm.engine.streams import merged
 
 MAX_UNREAD_MESSAGES = 1000
@@ -81,7 +81,7 @@ class Outbox:
     def is_empty(self) -> bool:
         return not self._backlogs
 
-    def offer(self, client: bytes, message: BlockSnapshot | BlockEvents) -> bool:
+    def offer(self, client: bytes, message: BlockSnapshot | BlockEvents | Busy) -> bool:
         """Send now or not at all; False where the connection is full."""
         return client not in self._backlogs and self._try(client, self._encode(message))
 

@@ -90,6 +90,7 @@ class EngineServer:
                 self._deliver(self._engine.step())
                 self._catch_up()
                 self._followers.publish(self._engine.take_events())
+                self._followers.tell(self.load)
         except Exception as error:
             logger.error("the engine stopped: %s", error)
             self._lose_all("engine_dead", str(error))

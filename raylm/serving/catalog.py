@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import ray
 import zmq
@@ -20,8 +20,6 @@ from raylm.log import get_logger
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
 from raylm.serving.routing.engines import RoutedEngine
 from raylm.serving.routing.router import ModelRouter
-from raylm.serving.stacks import find_stacks
-from raylm.stacks import ProcessStacks
 
 logger = get_logger(__name__)
 
@@ -105,17 +103,6 @@ class LiveCatalog:
             for engine_id, engine in router.engines.items()
         ]
 
-    def engines(self, name: str) -> list[RoutedEngine]:
-        return [
-            engine
-            for version, router in list(self._routers.items())
-            if version[0] == name
-            for engine in router.engines.values()
-        ]
-
-    async def stacks(self, names: Collection[str]) -> list[ProcessStacks]:
-        return await find_stacks([engine.entry for name in names for engine in self.engines(name)])
-
     async def caught_up(self, limit_s: float) -> None:
         """Return when every model with an engine can be asked here, after `limit_s` seconds at most. An ingress that is
         added would otherwise refuse what others serve."""
@@ -170,6 +157,7 @@ class LiveCatalog:
         for router in self._routers.values():
             for engine_id in [engine_id for engine_id in router.engines if engine_id not in entries]:
                 await self._retire(router, engine_id)
+            router.follow()
         if snapshot.settled:
             self._forget(self._texts.keys() - {_version(model) for model in models})
         for version in self._texts:
@@ -207,7 +195,7 @@ class LiveCatalog:
             # This process has no file left for a connection: other engines go on, and the next look tries again.
             logger.warning("engine %s of %s is not connected to yet: %s", entry.engine_id, entry.model.name, error)
             return
-        router.engines[entry.engine_id] = RoutedEngine(entry, client)
+        router.engines[entry.engine_id] = RoutedEngine(entry, client, self._routing)
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model.name, entry.address)
 
     def _offer(self, version: _Version) -> None:
@@ -236,7 +224,7 @@ class LiveCatalog:
         if engine.client.num_live:
             return
         del router.engines[engine_id]
-        await engine.client.close()
+        await engine.close()
         logger.info("engine %s of %s has gone", engine_id, router.name)
 
 

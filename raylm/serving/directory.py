@@ -18,6 +18,7 @@ import ray
 import zmq
 
 from raylm.config.sampling import SamplingDefaults
+from raylm.core.block_hash import PrefixForm
 from raylm.core.load import Load
 from raylm.engine.link import KeyPair
 from raylm.log import get_logger
@@ -67,6 +68,8 @@ class EngineEntry(NamedTuple):
     vocab_size: int
     state: Literal["ready", "draining"]
     load: Load
+    prefixes: PrefixForm | None = None
+    """How it names its cached blocks; None where it does not tell of them."""
 
 
 class Snapshot(NamedTuple):

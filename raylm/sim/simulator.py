@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raylm.config.engine import ModelConfig
+from raylm.config.engine import CacheConfig, ModelConfig
 from raylm.config.resolve import ResolvedEngine, ResolvedRuntime, ResolvedScheduler
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -86,6 +86,7 @@ class Simulation:
         )
         config = ResolvedEngine(
             model=ModelConfig(path="simulated"),
+            cache=CacheConfig(events=False),  # Nobody follows it.
             scheduler=setup.scheduler,
             runtime=ResolvedRuntime(step_timeout_s=1.0),  # A simulated device never hangs.
         )

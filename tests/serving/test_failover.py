@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.config.routing import RoutingConfig
+from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.structure import StructuredOutput
+from raylm.engine.backlog import Backlog
 from raylm.engine.streams import Sequences
 from raylm.errors import (
     ConnectionLost,
@@ -29,9 +31,10 @@ from raylm.errors import (
     RequestRejected,
     ServerStopped,
 )
-from raylm.serving.routing.choice import Choice
+from raylm.serving.routing.choice import Ask, Choice
 from raylm.serving.routing.failover import Journey
 from raylm.serving.routing.router import ModelRouter
+from raylm.serving.routing.selector import EngineView
 from tests.support import fakes
 from tests.support.engines import make_engine
 from tests.support.fakes import FakeExecutor, next_token
@@ -50,6 +53,7 @@ class Host:
         self.client = self
         self.is_usable = True
         self.engine = make_engine(FakeExecutor(num_blocks=256, max_model_len=128), **options)
+        self.view = EngineView(name, Backlog(), None, RoutingConfig())
         self.sequences: dict[str, Sequences] = {}
         self.begun: list[list[int]] = []
 
@@ -57,9 +61,10 @@ class Host:
     def pressure(self) -> int:
         return len(self.sequences)
 
-    def generate(self, ids, prompt_ids, params, options, begun=()) -> Sequences:
+    def generate(self, ids, prompt_ids, params, options, begun=(), *, num_cached=0) -> Sequences:
         sequences = Sequences(ids, self._release)
         self.sequences.update(dict.fromkeys(ids, sequences))
+        self.view.backlog.report(Load(len(self.sequences), 0, 0.0))
         try:
             if begun:
                 self.begun += [each.token_ids for each in begun]
@@ -74,6 +79,7 @@ class Host:
 
     def _release(self, request_id: str, abort: bool) -> None:
         del self.sequences[request_id]
+        self.view.backlog.report(Load(len(self.sequences), 0, 0.0))
         if abort:
             self.engine.abort(request_id)
 
@@ -354,6 +360,6 @@ def test_the_choice_is_the_least_busy_engine():
     hosts = [Host("a"), Host("b")]
     router = router_of(hosts)
     hosts[0].generate(["x"], PROMPT, WISHES["greedy"], OPTIONS)
-    assert router.choose(SimpleNamespace()) == Choice(hosts[1])
-    assert router.choose(SimpleNamespace(), avoid={"b"}) == Choice(hosts[0])
-    assert router.choose(SimpleNamespace(), avoid={"a", "b"}) is None
+    assert router.choose(Ask(PROMPT, OPTIONS)) == Choice(hosts[1], "load", 0)
+    assert router.choose(Ask(PROMPT, OPTIONS), avoid={"b"}) == Choice(hosts[0], "only", 0)
+    assert router.choose(Ask(PROMPT, OPTIONS), avoid={"a", "b"}) is None

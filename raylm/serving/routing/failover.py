@@ -230,11 +230,15 @@ class Journey:
         if self._is_admitted and not self._params.beam_width:
             begun = [Begun(live.index, live.token_ids) for live in self._live.values()]
             params, options = self._rest(), self._options()
-            self._current = client.generate(list(self._live), prompt_ids, params, options, begun)
+            self._current = client.generate(
+                list(self._live), prompt_ids, params, options, begun, num_cached=choice.matched_tokens
+            )
             self._router.resumed()
             logger.info("%d sequences go on at engine %s: %s", len(begun), choice.engine.entry.engine_id, self._loss)
         else:
-            self._current = client.generate(list(self._live), prompt_ids, self._params, self._options())
+            self._current = client.generate(
+                list(self._live), prompt_ids, self._params, self._options(), num_cached=choice.matched_tokens
+            )
             await self._current.admitted()
         self._is_admitted = True
         self._waiting = None

@@ -13,6 +13,7 @@ from raylm.errors import Overloaded
 from raylm.serving.routing.choice import Ask, Choice
 from raylm.serving.routing.engines import RoutedEngine
 from raylm.serving.routing.failover import Journey
+from raylm.serving.routing.selector import Prompt, Selector
 
 _RETRY_AFTER_S = 5.0
 _LOOK_EVERY_S = 0.05
@@ -24,6 +25,8 @@ class ModelRouter:
     def __init__(self, name: str, config: RoutingConfig | None = None) -> None:
         self.name = name
         self.config = config or RoutingConfig()
+        self.selector = Selector(self.config)
+        """It chooses, and counts its decisions."""
         self.since = 0.0
         """When the youngest replica of this version began."""
         self.engines: dict[str, RoutedEngine] = {}
@@ -56,11 +59,20 @@ class ModelRouter:
         return Journey(self, request_ids, prompt_ids, params, options)
 
     def choose(self, ask: Ask, *, avoid: Set[str] = frozenset()) -> Choice | None:
-        """The least busy engine, none of those to `avoid` (ids); None where there is none."""
+        """An engine by routing.policy, none of those to `avoid` (ids); None where there is none."""
         engines = [engine for engine in self.usable if engine.entry.engine_id not in avoid]
         if not engines:
             return None
-        return Choice(min(engines, key=lambda engine: engine.client.pressure))
+        options = ask.options
+        prompt = Prompt(ask.prompt_ids, session=options.session, salt=options.cache_salt)
+        at, reason, matched = self.selector.select([engine.view for engine in engines], prompt)
+        return Choice(engines[at], reason, matched)
+
+    def follow(self) -> None:
+        """Keep up with what the engines have cached, where there is a choice among several."""
+        wanted = self.config.policy == "prefix" and len(self.engines) > 1
+        for engine in self.engines.values():
+            engine.follow(wanted)
 
     @contextmanager
     def held(self) -> Iterator[None]:
