@@ -20,6 +20,7 @@ from tqdm import tqdm
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
+from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
@@ -255,6 +256,15 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Let nothing be found in the prefix cache that was computed until now."""
         self._engine.reset_prefix_cache()
+
+    def start_profile(self, num_steps: int | None = None) -> None:
+        """Record steps with torch's profiler, `num_steps` of them or until stop_profile. Raises RequestRejected where
+        runtime.profile_folder is not set."""
+        self._engine.control(StartProfile(num_steps))
+
+    def stop_profile(self) -> list[str]:
+        """End the recording; the file of each worker, or why there is none."""
+        return self._engine.control(StopProfile())
 
     def close(self) -> None:
         """Give back the model's memory."""

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
+from raylm.api import admin, openai_chat, render, running_requests, tokenise
 from raylm.api import completions as completions_api
 from raylm.api import models as models_api
-from raylm.api import openai_chat, render, running_requests, tokenise
 from raylm.api import sagemaker as sagemaker_api
 from raylm.api.about import About
+from raylm.api.admin import Administration
 from raylm.api.answering import Answering, Draft
 from raylm.api.call import Call, Events
 from raylm.api.completions import Completions
@@ -102,6 +103,7 @@ def operations(
         *_tokenising(Tokenising(models, config, preparation)),
         *_rendering(Rendering(chat, completions, preparation)),
         *_aborting(Aborting(requests, config, preparation)),
+        *_looking_after(Administration(catalog)),
         Operation("GET", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
         Operation("POST", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
         generating("/invocations", sagemaker.parse, sagemaker_api.ABOUT_INVOCATIONS),
@@ -191,6 +193,15 @@ def _aborting(aborting: Aborting) -> list[Operation]:
         Operation("POST", "/v1/abort", INFERENCE, aborting.abort, running_requests.ABOUT),
         Operation("POST", "/abort_requests", INFERENCE, aborting.abort, running_requests.ABOUT),
         Operation("POST", "/abort_request", INFERENCE, aborting.abort, running_requests.ABOUT),
+    ]
+
+
+def _looking_after(administration: Administration) -> list[Operation]:
+    return [
+        Operation("POST", "/reset_prefix_cache", ADMIN, administration.reset_prefix_cache, admin.ABOUT_RESET),
+        Operation("POST", "/start_profile", ADMIN, administration.start_profile, admin.ABOUT_START),
+        Operation("POST", "/stop_profile", ADMIN, administration.stop_profile, admin.ABOUT_STOP),
+        Operation("POST", "/v1/admin/stacks", ADMIN, administration.stacks, admin.ABOUT_STACKS),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from raylm.api.call import Call
 from raylm.api.errors import HttpError, http_error
@@ -22,8 +23,9 @@ from raylm.engine.engine import Engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
 from raylm.generation.ability import ability_of
-from raylm.generation.served_model import EngineStats, ServedModel, Text
+from raylm.generation.served_model import EngineHandle, EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
+from raylm.stacks import ProcessStacks
 from raylm.text.chat_settings import ChatSettings
 from raylm.text.processor import TextProcessor
 
@@ -53,6 +55,12 @@ class OneModel:
         return True
 
     def stats(self) -> list[EngineStats]:
+        return []
+
+    def engines(self, name: str) -> list[EngineHandle]:
+        return []
+
+    async def stacks(self, names: Collection[str]) -> list[ProcessStacks]:
         return []
 
 

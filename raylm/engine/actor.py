@@ -16,6 +16,7 @@ from raylm.core.step import ModelInfo
 from raylm.engine.factory import engine_over, ray_executor
 from raylm.engine.server import EngineServer
 from raylm.errors import EngineDeadError
+from raylm.stacks import ProcessStacks, stacks_here
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -90,6 +91,11 @@ class EngineActor:
             raise EngineDeadError(self._error or "the engine has stopped")
         check_progress(self._engine.stalled_s, self._executor.patience_s)
         return self._server.load()
+
+    def stacks(self, process: str, limit_s: float) -> list[ProcessStacks]:
+        """What this process, as `process`, and the workers do now; each worker has `limit_s` to answer."""
+        of_workers = [each._replace(process=f"{each.process}, {process}") for each in self._executor.stacks(limit_s)]
+        return [stacks_here(process), *of_workers]
 
     def num_live(self) -> int:
         """Requests taken and not ended: 0 means that a drain is over."""

@@ -23,6 +23,7 @@ from raylm.executor.peers import WEIGHTS, PeerWorker, ask, watch
 from raylm.executor.placement import Bundle, WorkerPlace, WorkerSeat, bundle_of_worker, rank_order, seat_of
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 from raylm.log import get_logger
+from raylm.stacks import ProcessStacks, stacks_here
 
 if TYPE_CHECKING:
     from raylm.models.from_peer import Manifest, WeightSender
@@ -32,6 +33,8 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 _GRAMMARS = "grammars"
+_LOOKS = "looks"
+"""The concurrency group, of one thread, that says what a worker does while its step hangs."""
 _POLL_MS = 100
 """How often a wait for a result looks whether the workers still live."""
 
@@ -88,6 +91,10 @@ class WorkerActor:
             return info._replace(phases=phases | info.phases)
         finally:
             self._tried_to_start.set()
+
+    def stacks(self, process: str) -> ProcessStacks:
+        """What this worker does now."""
+        return stacks_here(process)
 
     def wait_for_start(self) -> None:
         """Returns once `start` has ended, well or not. That this call fails tells a peer that this worker died."""
@@ -265,6 +272,23 @@ class RayExecutor:
         place = self._places[rank]
         return f"worker {rank} of {len(self._places)} (process {place.pid} on {place.node_ip})"
 
+    def stacks(self, limit_s: float) -> list[ProcessStacks]:
+        """What every worker does now. Asked by any thread; a process that is stopped does not answer in time."""
+        processes = [f"worker {rank} of {len(self._workers)}" for rank in range(len(self._workers))]
+        refs = [
+            worker.stacks.options(concurrency_group=_LOOKS).remote(process)
+            for worker, process in zip(self._workers, processes, strict=True)
+        ]
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
+        found = []
+        for process, place, ref in zip(processes, self._places, refs, strict=True):
+            silent = ProcessStacks(process, place.node_ip, place.pid, "", f"it has not answered within {limit_s:g} s")
+            try:
+                found.append(ray.get(ref) if ref in answered else silent)
+            except ray.exceptions.RayError as error:
+                found.append(silent._replace(error=f"it has gone: {error}"))
+        return found
+
     def shutdown(self) -> None:
         if self._channel is not None:
             self._channel.close()
@@ -340,7 +364,7 @@ def _start_worker(config: ResolvedEngine, group: PlacementGroup, resources: Bund
     bundle = bundle_of_worker(index, num_workers=config.parallel.num_workers, num_bundles=group.bundle_count)
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return (
-        ray.remote(concurrency_groups={WEIGHTS: 1, _GRAMMARS: 2})(WorkerActor)
+        ray.remote(concurrency_groups={WEIGHTS: 1, _GRAMMARS: 2, _LOOKS: 1})(WorkerActor)
         .options(
             num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy, max_restarts=0
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from raylm.config.sampling import SamplingDefaults
+from raylm.core.control import Control
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
 from raylm.core.structure import StructuredOutput
 from raylm.generation.ability import Ability
+from raylm.stacks import ProcessStacks
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions
 from raylm.text.definition import TokenizerInfo
@@ -140,6 +142,23 @@ class EngineStats:
     load: Load
 
 
+class EngineHandle(Protocol):
+    """One engine, as who looks after it sees it."""
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        ...
+
+    @property
+    def engine_id(self) -> str: ...
+
+    async def control(self, op: Control) -> list[str]:
+        """Have it do this between two steps; what each worker says of it. Raises RequestRejected, Overloaded,
+        RequestLost."""
+        ...
+
+
 class ModelCatalog(Protocol):
     """The models of this application."""
 
@@ -164,3 +183,11 @@ class ModelCatalog(Protocol):
         ...
 
     def stats(self) -> list[EngineStats]: ...
+
+    def engines(self, name: str) -> Sequence[EngineHandle]:
+        """Every engine of a model, those too that take no new requests."""
+        ...
+
+    async def stacks(self, names: Collection[str]) -> list[ProcessStacks]:
+        """What the processes of these models do now, and those in front of them."""
+        ...

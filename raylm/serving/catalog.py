@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import ray
 import zmq
@@ -20,6 +20,8 @@ from raylm.log import get_logger
 from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Snapshot
 from raylm.serving.routing.engines import RoutedEngine
 from raylm.serving.routing.router import ModelRouter
+from raylm.serving.stacks import find_stacks
+from raylm.stacks import ProcessStacks
 
 logger = get_logger(__name__)
 
@@ -102,6 +104,17 @@ class LiveCatalog:
             for router in self._routers.values()
             for engine_id, engine in router.engines.items()
         ]
+
+    def engines(self, name: str) -> list[RoutedEngine]:
+        return [
+            engine
+            for version, router in list(self._routers.items())
+            if version[0] == name
+            for engine in router.engines.values()
+        ]
+
+    async def stacks(self, names: Collection[str]) -> list[ProcessStacks]:
+        return await find_stacks([engine.entry for name in names for engine in self.engines(name)])
 
     async def caught_up(self, limit_s: float) -> None:
         """Return when every model with an engine can be asked here, after `limit_s` seconds at most. An ingress that is

@@ -149,11 +149,8 @@ class ModelReplica:
         while self._dead is None:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
-                async with asyncio.timeout(_STALE_AFTER_S):
-                    self._load = await self._engine.load.remote()
+                self._load = await self._ask_load()
                 await self._report()
-            except TimeoutError:
-                self._dead = f"the engine hangs: its process has not answered for {_STALE_AFTER_S:g} s"
             except EngineDeadError as error:
                 self._dead = str(error)
             except ray.exceptions.RayActorError as error:
@@ -164,6 +161,16 @@ class ModelReplica:
         # One that hangs still has its connections: its clients learn of its end by theirs.
         ray.kill(self._engine)
         await self._directory.ask(lambda directory: directory.remove.remote(self._engine_id))
+
+    async def _ask_load(self) -> Load:
+        """Raises EngineDeadError where the engine hangs or has stopped, RayActorError where it has died."""
+        try:
+            async with asyncio.timeout(_STALE_AFTER_S):
+                load: Load = await self._engine.load.remote()
+                return load
+        except TimeoutError:
+            limit = f"{_STALE_AFTER_S:g} s"
+            raise EngineDeadError(f"the engine hangs: its process has not answered for {limit}") from None
 
     async def _engine_may_be_dead(self, error: ray.exceptions.RayActorError) -> None:
         """Tell the engine's death from the Directory's, which is only made again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -14,16 +14,18 @@ from raylm.config.chat import ChatConfig
 from raylm.config.mcp import McpConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.serving import HttpConfig
+from raylm.core.control import Control
 from raylm.core.drafting import DraftCounters
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import TokenDelta
-from raylm.errors import Overloaded
+from raylm.errors import Overloaded, RaylmError
 from raylm.generation.ability import ability_of
 from raylm.generation.served_model import EngineStats, ServedModel, Text
 from raylm.serving.http import build_http_app
 from raylm.serving.identity.shares import Shares
+from raylm.stacks import ProcessStacks
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_options import ChatOptions
 from raylm.text.definition import TokenizerInfo
@@ -274,6 +276,24 @@ def said(text: str, *, size: int = 3) -> list[TokenDelta]:
     return [*(TokenDelta("", [*part], None) for part in parts), ended()]
 
 
+class ScriptedEngine:
+    """An engine that is told things."""
+
+    model = "tiny"
+
+    def __init__(self, engine_id: str, *, workers: int = 2) -> None:
+        self.engine_id = engine_id
+        self.workers = workers
+        self.told: list[Control] = []
+        self.error: RaylmError | None = None
+
+    async def control(self, op: Control) -> list[str]:
+        if self.error is not None:
+            raise self.error
+        self.told.append(op)
+        return [f"rank {rank}" for rank in range(self.workers)]
+
+
 class Catalog:
     """One model, "tiny" (64 tokens long); "late" is known but has no engine, unless tiny is `alone`."""
 
@@ -284,6 +304,7 @@ class Catalog:
         ability = ability_of(text.chat_template, ChatConfig())
         self.model = ServedModel("tiny", 1_700_000_000, max_model_len, 257, text, generator, ability=ability)
         self.is_ready = self.is_alive = True
+        self.handles = [ScriptedEngine("engine-0"), ScriptedEngine("engine-1")]
         self.engine_stats = [
             EngineStats(
                 "tiny",
@@ -319,6 +340,12 @@ class Catalog:
 
     def stats(self) -> list[EngineStats]:
         return self.engine_stats
+
+    def engines(self, name: str) -> list[ScriptedEngine]:
+        return self.handles if name == "tiny" else []
+
+    async def stacks(self, names: Collection[str]) -> list[ProcessStacks]:
+        return [ProcessStacks(f"engine of {name}", "node", 7, "thread main\n") for name in names]
 
 
 class Server:

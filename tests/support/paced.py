@@ -31,6 +31,7 @@ from raylm.serving.directory import NAMESPACE
 from raylm.serving.peers import engine_name
 from raylm.serving.replica import ModelReplica
 from raylm.sim.cost import DeviceCost, parse_cost
+from raylm.stacks import ProcessStacks
 
 FIRST_TOKEN = 1000
 NUM_TOKENS = 997
@@ -100,6 +101,9 @@ class PacedExecutor:
         return result
 
     def control(self, op: WorkerControl) -> list[str]:
+        return []
+
+    def stacks(self, limit_s: float) -> list[ProcessStacks]:
         return []
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(demo: None, ray_cluster: None) -> Iterator[Served]:
+def served(demo: None, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A running endpoint; Serve's Python proxy, as with a bare `serve run`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -47,6 +47,7 @@ def served(demo: None, ray_cluster: None) -> Iterator[Served]:
         config = serve_config("deployments/llm.yaml", host="127.0.0.1", port=free_port())
         config["applications"][1]["args"]["engine"] = {
             "model": {"path": "smollm2-135m", "max_model_len": 2048},
+            "runtime": {"profile_folder": str(tmp_path_factory.mktemp("traces"))},
             "load": {"from_peer": True},  # Which a CPU cannot do: it reads files, after all that comes before.
             "cache": {"cpu_memory_gib": 0.25},
             "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 256, "max_queued_requests": QUEUE},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raylm import LLM
 from raylm.config.engine import EngineConfig
 from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
@@ -86,6 +87,16 @@ def test_a_folder_that_cannot_be_written_costs_no_step(model: Path, tmp_path: Pa
     assert said.startswith("the trace could not be written: ")
     assert engine.step()
     engine.shutdown()
+
+
+def test_offline_use_has_it_too(model: Path, tmp_path: Path) -> None:
+    config = {"model": {"path": str(model), "max_model_len": 64}, "cache": {"num_blocks": 33}}
+    runtime = {"device": "cpu", "num_threads": 1, "profile_folder": str(tmp_path)}
+    llm = LLM(EngineConfig.model_validate(config | {"runtime": runtime}), progress=False)
+    llm.start_profile()
+    llm.generate([[5, 6]], PARAMS, progress=False)
+    assert llm.stop_profile() == [str(path) for path in tmp_path.iterdir()]
+    llm.close()
 
 
 def test_without_a_folder_it_is_refused(model: Path) -> None:

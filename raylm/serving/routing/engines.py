@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from raylm.config.routing import RoutingConfig
+from raylm.core.control import Control
 from raylm.engine.client import EngineClient
 from raylm.errors import Overloaded, RequestLost, RequestRejected
 from raylm.log import get_logger
@@ -26,6 +27,18 @@ class RoutedEngine:
         self.client = client
         self.view = EngineView(entry.engine_id, client.backlog, entry.prefixes, config or RoutingConfig())
         self._following: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> str:
+        return self.entry.model.name
+
+    @property
+    def engine_id(self) -> str:
+        return self.entry.engine_id
+
+    async def control(self, op: Control) -> list[str]:
+        """Have the engine do this between two steps. Raises as EngineClient.control does."""
+        return await self.client.control(op)
 
     @property
     def is_usable(self) -> bool:
