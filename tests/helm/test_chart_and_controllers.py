@@ -90,7 +90,7 @@ def routed_paths(values: dict[str, object]) -> tuple[list[str], list[str]]:
 
 def test_what_is_for_the_cluster_is_not_on_the_internet():
     for paths in routed_paths(ROUTED):
-        assert paths == ["/v1", "/health"]
+        assert paths == ["/v1", "/health", "/ready"]
     for paths in routed_paths({**ROUTED, "routes": {"paths": ["/v1"]}}):
         assert paths == ["/v1"]
 
@@ -100,6 +100,7 @@ def test_ways_in_wait_as_long_as_an_answer_takes_and_take_the_bodies_that_raylm_
         kube_schemas.check(document)
     (ingress,), (route,) = of_kind(ROUTED, "Ingress"), of_kind(ROUTED, "HTTPRoute")
     assert ingress["metadata"]["annotations"] == {
+        "nginx.ingress.kubernetes.io/proxy-buffering": "off",
         "nginx.ingress.kubernetes.io/proxy-body-size": str(HttpConfig().max_body_bytes),
         "nginx.ingress.kubernetes.io/proxy-read-timeout": "3600",
         "nginx.ingress.kubernetes.io/proxy-send-timeout": "3600",
@@ -146,6 +147,7 @@ CHANGES: dict[str, Callable[[dict], object]] = {
     "workerGroups[].minReplicas": lambda values: values["workerGroups"][0].update(minReplicas=2),
     "workerGroups[].maxReplicas": lambda values: values["workerGroups"][0].update(maxReplicas=9),
     "workerGroups[].tolerations": lambda values: values["workerGroups"][0].update(tolerations=[{"key": "a"}]),
+    "lostNodeSeconds": lambda values: values.update(lostNodeSeconds=60),
     "head.tolerations": lambda values: values.update(head={"tolerations": [{"key": "a"}]}),
     "workerGroups[].gpus": lambda values: values["workerGroups"][0].update(gpus=2),
     "workerGroups[].nodeSelector": lambda values: values["workerGroups"][0].update(nodeSelector={"a": "b"}),

@@ -30,7 +30,7 @@ def worker_hook() -> str:
     (service,) = (one for one in rendered.documents(VALUES) if one["kind"] == "RayService")
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     hook = group["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
-    drain, wait = hook.split(" && ")
+    drain, wait = hook.splitlines()[1].split(" && ")
     assert wait.startswith("exec sleep ")
     return drain
 

@@ -71,24 +71,6 @@ def test_a_group_of_hosts_is_one_replica():
     assert group["labels"] == {"ray.io/accelerator-type": "H200"}
 
 
-def test_models_are_fetched_into_every_pod():
-    cluster = document("everything", "RayService")["spec"]["rayClusterConfig"]
-    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
-        store, hub = group["template"]["spec"]["initContainers"]
-        assert store["command"] == [
-            *("aws", "--endpoint-url", "https://store.example.com", "s3", "sync", "--no-progress"),
-            *("s3://bucket/llama", "/models/llama"),
-        ]
-        assert store["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
-        assert hub["command"] == [
-            *("hf", "download", "Qwen/Qwen3-0.6B", "--revision", "v1", "--local-dir", "/models/qwen")
-        ]
-        token = next(entry for entry in hub["env"] if entry["name"] == "HF_TOKEN")
-        assert token["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "HF_TOKEN"}
-        mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
-        assert {"name": "models", "mountPath": "/models", "readOnly": True} in mounts
-
-
 def pods_of(values: dict[str, object]) -> dict[str, list[dict]]:
     """The specifications of all pods with Ray, by the kind of what makes them."""
     found = {}
@@ -145,9 +127,9 @@ def test_hub_downloads_are_what_the_installed_program_takes():
 
 
 @pytest.mark.parametrize(("volume", "source"), [
-    ({"type": "hostPath", "hostPath": "/m"}, {"hostPath": {"path": "/m", "type": "DirectoryOrCreate"}}),
+    ({"type": "hostPath", "hostPath": "/m"}, {"hostPath": {"path": "/m", "type": "Directory"}}),
     ({"type": "pvc", "claimName": "mine"}, {"persistentVolumeClaim": {"claimName": "mine"}}),
-    ({"type": "pvc"}, {"persistentVolumeClaim": {"claimName": "demo-raylm-models"}}),
+    ({"type": "pvc", "size": "1Ti"}, {"persistentVolumeClaim": {"claimName": "demo-raylm-models"}}),
     ({"size": "9Gi"}, {"emptyDir": {"sizeLimit": "9Gi"}}),
 ])  # fmt: skip
 def test_where_models_lie(volume, source):
@@ -156,7 +138,7 @@ def test_where_models_lie(volume, source):
     pod = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
     assert {"name": "models", **source} in pod["volumes"]
     made = [one["metadata"]["name"] for one in documents if one["kind"] == "PersistentVolumeClaim"]
-    assert made == (["demo-raylm-models"] if volume == {"type": "pvc"} else [])
+    assert made == (["demo-raylm-models"] if volume.get("size") == "1Ti" else [])
 
 
 @pytest.mark.parametrize(("choice", "path"), [("serve", "/-/healthz"), ("model", "/ready")])

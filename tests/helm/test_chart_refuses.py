@@ -10,6 +10,9 @@ from helm_python.errors import HelmError
 from tests.helm import rendered
 
 GPU = rendered.values_of("gpu")
+CUDA = {"model": {"path": "/models/x"}, "runtime": {"device": "cuda"}}
+INCREMENTAL = "NewClusterWithIncrementalUpgrade"
+GATEWAY = {"gatewayClassName": "istio"}
 BATCH = {"enabled": True, "input": "s3://bucket/in.jsonl", "output": "s3://bucket/out.jsonl"}
 MODEL = {"model": {"path": "/models/x"}}
 
@@ -32,7 +35,7 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("image.digest", "sha256:12", ["/image/digest", "sha256:[0-9a-f]{64}"]),
         ("image.pullPolicy", "Sometimes", ["/image/pullPolicy", "'IfNotPresent'"]),
         ("auth.mode", "none", ["/auth/mode", "'token', 'disabled'"]),
-        ("rayVersion", "2.40.0", ["/rayVersion"]),
+        ("rayVersion", "2.59.1", ["/rayVersion"]),
         ("service.deployment", "lllm", ['service.deployment is "lllm"; the chart has', "llm"]),
         ("service.port", 80, ["/service/port", "want 1,024"]),
         ("service.args", {"models": []}, ["/service", "'args' not allowed"]),
@@ -83,6 +86,53 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("workerGroups.0.minAvailable", "50%", ["/workerGroups/0/minAvailable", "want integer"]),
         ("workerGroups.0.minAvailable", 1, ["workerGroups[0].minAvailable is 1; at most 0", "minReplicas × hosts"]),
         ("podDisruptionBudget.maxUnavailable", 1, ["/podDisruptionBudget", "'maxUnavailable' not allowed"]),
+        ("workerGroups.0.terminationSeconds", 5, ["/workerGroups/0/terminationSeconds", "want 10"]),
+        ("workerGroups.0.podTemplate", {"containers": []}, ["/workerGroups/0/podTemplate", "'containers' not allowed"]),
+        (
+            "workerGroups.0.sharedMemory",
+            "64Gi",
+            ["workerGroups[0].sharedMemory is 64Gi; less than its resources.limits.memory, 64Gi"],
+        ),
+        ("head.sharedMemory", "5000M", ["head.sharedMemory is 5000M; less than its resources.limits.memory, 4Gi"]),
+        (
+            "service.models.0.engine",
+            {**CUDA, "parallel": {"tensor": 2}},
+            ["service.models[0].engine.parallel.tensor is 2; a pod of workerGroups has 1 GPUs at most"],
+        ),
+        (
+            "service.models.0.engine",
+            {**CUDA, "parallel": {"pipeline": 9}},
+            ["service.models[0].engine.parallel.pipeline is 9; workerGroups have room for 8 stages of 1 GPUs"],
+        ),
+        (
+            "service.models.0.engine",
+            {**CUDA, "parallel": {"gpu_type": "L4"}},
+            ["rayLabels ray.io/accelerator-type: L4 has 0 GPUs at most"],
+        ),
+        ("workerGroups.0.gpus", 0, ["parallel.tensor is 1; a pod of workerGroups has 0 GPUs"]),
+        (
+            "service.models.0.autoscaling",
+            {"min_replicas": 9, "max_replicas": 9},
+            ["the models want 9 GPUs at the least", "workerGroups have 8 at most"],
+        ),
+        ("gcsFaultTolerance", {"backend": "redis"}, ["/gcsFaultTolerance/redis/address", "minLength"]),
+        ("gcsFaultTolerance", {"redis": {"address": "redis"}}, ["/gcsFaultTolerance/redis/address", "'redis'"]),
+        ("service.upgrade", INCREMENTAL, ["service.upgradeOptions.gatewayClassName is empty"]),
+        (
+            "service",
+            {**GPU["service"], "upgrade": INCREMENTAL, "upgradeOptions": {"stepSizePercent": 50, **GATEWAY}},
+            ["service.upgradeOptions.stepSizePercent is 50; at most maxSurgePercent, 20"],
+        ),
+        ("models.volume", {"type": "image"}, ["/models/volume/image", "minLength"]),
+        ("models.volume", {"type": "hostPath", "hostPath": "/m"}, ['models.volume.type is "hostPath"', "models.fetch"]),
+        ("models.volume", {"type": "emptyDir"}, ["models.volume.size is empty; with emptyDir and models.fetch"]),
+        ("models.volume", {"type": "pvc"}, ["models.volume.size is empty; the claim"]),
+        (
+            "models.volume.accessModes",
+            ["ReadWriteOnce"],
+            ["models.volume.accessModes is [ReadWriteOnce]; ReadWriteMany", "models.volume.claimName"],
+        ),
+        ("models.fetch.0", {"folder": "x", "hub": {"repository": "a/b"}}, ["/models/fetch/0/hub", "'revision'"]),
         ("models.volume.type", "nfs", ["/models/volume/type", "'hostPath'"]),
         ("models.volume", {"type": "hostPath"}, ["/models/volume/hostPath", "minLength"]),
         ("models.fetch.0", {"folder": "x"}, ["/models/fetch/0", "oneOf"]),
@@ -123,3 +173,17 @@ def test_two_files_of_keys():
         rendered.documents({**values, "apiKeys": {"secretName": "llm-keys"}})
     assert 'service.ingress.http.api_keys_file is "/data/keys"' in str(caught.value)
     assert 'apiKeys.secretName is "llm-keys"' in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["ingress", "httpRoute"])
+def test_kuberay_makes_the_way_in_of_an_incremental_upgrade(way):
+    values = with_value("service.upgrade", INCREMENTAL)
+    values["service"]["upgradeOptions"] = GATEWAY
+    assert rendered.documents(values)
+    values[way] = {"enabled": True, "host": "llm.example.com"} if way == "ingress" else {}
+    if way == "httpRoute":
+        values[way] = {"enabled": True, "parentRefs": [{"name": "gateway"}]}
+    with pytest.raises(HelmError, match=f"{way}.enabled is true; .* the Gateway demo-raylm-gateway"):
+        rendered.documents(values)
+    with pytest.raises(HelmError, match="autoscaler.enabled is false"):
+        rendered.documents({**values, "autoscaler": {"enabled": False}})

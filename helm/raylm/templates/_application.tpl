@@ -81,8 +81,8 @@ applications:
       - name: ModelReplica
         {{- with $model.autoscaling }}
         autoscaling_config:
-          min_replicas: {{ default 1 .min_replicas }}
-          max_replicas: {{ default 1 .max_replicas }}
+          min_replicas: {{ dig "min_replicas" 1 . }}
+          max_replicas: {{ dig "max_replicas" 1 . }}
           upscale_delay_s: {{ dig "upscale_delay_s" 5 . }}
           downscale_delay_s: {{ dig "downscale_delay_s" 120 . }}
           look_back_period_s: 15
@@ -141,4 +141,18 @@ engine's end, and behind HAProxy the time that it has to let go of a replica.
 {{/* Serve ends 32 s after SIGTERM, and is given 8 more. */}}
 {{- define "raylm.graceSeconds" -}}
 {{ add (include "raylm.drainSeconds" . | trim | int) 40 }}
+{{- end }}
+
+{{/*
+Of one pod, from the moment that it is asked to go: `drain`, until when requests end, and `grace`, until when it is killed.
+Where its group has terminationSeconds, machines that are taken away, a fifth of it, at most what Serve needs, is Serve's.
+*/}}
+{{- define "raylm.podTimes" -}}
+{{- $drain := include "raylm.drainSeconds" .root | trim | int -}}
+{{- $grace := include "raylm.graceSeconds" .root | trim | int -}}
+{{- with .group.terminationSeconds -}}
+{{- $grace = int . -}}
+{{- $drain = sub $grace (min 40 (div $grace 5)) -}}
+{{- end -}}
+{{ toYaml (dict "drain" $drain "grace" $grace) }}
 {{- end }}

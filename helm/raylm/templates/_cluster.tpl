@@ -9,6 +9,28 @@ authOptions:
   {{- with $values.auth.secretName }}
   secretName: {{ . }}
   {{- end }}
+{{- with $values.gcsFaultTolerance }}
+{{- if eq .backend "redis" }}
+gcsFaultToleranceOptions:
+  redisAddress: {{ .redis.address | quote }}
+  {{- with .redis.username }}
+  redisUsername: {value: {{ . | quote }}}
+  {{- end }}
+  {{- with .redis.secretName }}
+  redisPassword:
+    valueFrom:
+      secretKeyRef: {name: {{ . }}, key: {{ $values.gcsFaultTolerance.redis.secretKey }}}
+  {{- end }}
+{{- else if eq .backend "rocksdb" }}
+gcsFaultToleranceOptions:
+  backend: rocksdb
+  storage:
+    size: {{ .rocksdb.size }}
+    {{- with .rocksdb.storageClassName }}
+    storageClassName: {{ . }}
+    {{- end }}
+{{- end }}
+{{- end }}
 enableInTreeAutoscaling: {{ $values.autoscaler.enabled }}
 {{- if $values.autoscaler.enabled }}
 autoscalerOptions:

@@ -43,3 +43,13 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "raylm.word" -}}
 '{{ . | toString | replace "'" "'\\''" }}'
 {{- end }}
+
+{{/* Says "yes" where an upgrade moves traffic from cluster to cluster by and by, through a Gateway that KubeRay makes. */}}
+{{- define "raylm.incremental" -}}
+{{- if eq .Values.service.upgrade "NewClusterWithIncrementalUpgrade" -}}yes{{- end -}}
+{{- end }}
+
+{{/* The Service that answers inside Kubernetes. With the Gateway there is one a cluster, and its name changes. */}}
+{{- define "raylm.serviceName" -}}
+{{ include "raylm.fullname" . }}-{{ ternary "head" "serve" (ne (include "raylm.incremental" .) "") }}-svc
+{{- end }}

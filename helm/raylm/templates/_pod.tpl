@@ -21,13 +21,75 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{/* A pod. (dict "root" $ "workload" "service" or "batch" "role" "head" or "worker" "group" the values of its group) */}}
+{{/*
+A pod, with the podTemplates of all pods and of its group merged over it, where there are any.
+(dict "root" $ "workload" "service" or "batch" "role" "head" or "worker" "group" the values of its group)
+*/}}
 {{- define "raylm.pod" -}}
+{{- $pod := include "raylm.chartsPod" . -}}
+{{- range $template := list .root.Values.podTemplate .group.podTemplate -}}
+{{- if $template -}}
+{{- $pod = include "raylm.merged" (dict "base" (fromYaml $pod) "over" $template) | fromYaml | dig "value" (dict) | toYaml -}}
+{{- end -}}
+{{- end -}}
+{{- $pod -}}
+{{- end }}
+
+{{/*
+A value merged over another, as `kubectl patch` does: maps by key, lists of maps by name, mountPath or containerPort; other
+lists and everything else in place of what was there. (dict "base" x "over" y), under the key `value`.
+*/}}
+{{- define "raylm.merged" -}}
+{{- $value := .over -}}
+{{- if and (kindIs "map" .base) (kindIs "map" .over) -}}
+{{- $value = deepCopy .base -}}
+{{- range $key, $part := .over -}}
+{{- if hasKey $value $key -}}
+{{- $part = (include "raylm.merged" (dict "base" (get $value $key) "over" $part) | fromYaml).value -}}
+{{- end -}}
+{{- $_ := set $value $key $part -}}
+{{- end -}}
+{{- else if and (kindIs "slice" .base) (kindIs "slice" .over) -}}
+{{- $names := dict "of" list -}}
+{{- range $list := list .base .over -}}{{- range $list -}}
+{{- $_ := set $names "of" (append $names.of (include "raylm.nameInList" .)) -}}
+{{- end -}}{{- end -}}
+{{- if not (has "" $names.of) -}}
+{{- $over := .over -}}
+{{- $value = list -}}
+{{- range $one := .base -}}
+{{- range $other := $over -}}
+{{- if eq (include "raylm.nameInList" $one) (include "raylm.nameInList" $other) -}}
+{{- $one = (include "raylm.merged" (dict "base" $one "over" $other) | fromYaml).value -}}
+{{- end -}}
+{{- end -}}
+{{- $value = append $value $one -}}
+{{- end -}}
+{{- $had := slice $names.of 0 (len .base) -}}
+{{- range $other := $over -}}
+{{- if not (has (include "raylm.nameInList" $other) $had) -}}{{- $value = append $value $other -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (dict "value" $value) -}}
+{{- end }}
+
+{{- define "raylm.nameInList" -}}
+{{- if kindIs "map" . -}}
+{{- if hasKey . "mountPath" -}}{{ .mountPath }}
+{{- else if hasKey . "name" -}}{{ .name }}
+{{- else if hasKey . "containerPort" -}}{{ toString .containerPort }}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "raylm.chartsPod" -}}
 {{- $values := .root.Values -}}
 {{- $serves := eq .workload "service" -}}
 metadata:
   # Not the chart's version: a new label would be a new cluster.
   labels:
+    {{- with .group.labels }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- include "raylm.selector" .root | nindent 4 }}
     app.kubernetes.io/component: {{ .workload }}-{{ .role }}
   {{- with .group.annotations }}
@@ -42,15 +104,21 @@ spec:
     - name: {{ . }}
     {{- end }}
   {{- end }}
-  {{- with $values.priorityClassName }}
+  {{- with default $values.priorityClassName .group.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
+  {{- with .group.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with .group.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
   {{- if $serves }}
-  terminationGracePeriodSeconds: {{ include "raylm.graceSeconds" .root | trim }}
+  terminationGracePeriodSeconds: {{ include "raylm.podTimes" . | fromYaml | dig "grace" 0 }}
   {{- end }}
   securityContext: {{- include "raylm.podSecurity" .root | nindent 4 }}
   {{- with include "raylm.placement" . | trim }}{{ . | nindent 2 }}{{ end }}
-  {{- with include "raylm.fetchContainers" .root | trim }}
+  {{- with include "raylm.initContainers" . | trim }}
   initContainers: {{- . | nindent 4 }}
   {{- end }}
   containers:
@@ -76,7 +144,7 @@ env: {{- include "raylm.env" . | nindent 2 }}
 {{- with $values.envFrom }}
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
-resources: {{- include "raylm.resources" .group | nindent 2 }}
+resources: {{- include "raylm.resources" . | nindent 2 }}
 securityContext: {{- include "raylm.containerSecurity" .root | nindent 2 }}
 {{ include "raylm.probes" . }}
 {{- if eq .workload "service" }}
@@ -107,15 +175,22 @@ volumeMounts: {{- include "raylm.mounts" . | nindent 2 }}
 {{- if hasKey $values.env $name -}}{{- fail (printf "env.%s is not to be set: it comes from %s" $name $source) -}}{{- end -}}
 {{- end -}}
 {{- range $name, $value := merge (dict) $values.env $env -}}
-{{- $lines = append $lines (printf "- {name: %s, value: %q}" $name (toString $value)) -}}
+{{- $line := printf "value: %q" (toString $value) -}}
+{{- if kindIs "map" $value -}}{{- $line = printf "valueFrom: %s" (toJson $value) -}}{{- end -}}
+{{- $lines = append $lines (printf "- {name: %s, %s}" $name $line) -}}
 {{- end -}}
 {{ join "\n" $lines }}
 {{- end }}
 
+{{/* A worker that has files of models of its own is placed where there is room for them. */}}
 {{- define "raylm.resources" -}}
-{{- $resources := deepCopy .resources -}}
-{{- if .gpus -}}
-{{- $gpu := dict (default "nvidia.com/gpu" .gpuResource) (int .gpus) -}}
+{{- $resources := deepCopy .group.resources -}}
+{{- $models := .root.Values.models -}}
+{{- if and (eq .role "worker") (eq $models.volume.type "emptyDir") $models.fetch -}}
+{{- $_ := set $resources "requests" (merge $resources.requests (dict "ephemeral-storage" $models.volume.size)) -}}
+{{- end -}}
+{{- if .group.gpus -}}
+{{- $gpu := dict (default "nvidia.com/gpu" .group.gpuResource) (int .group.gpus) -}}
 {{- $_ := set $resources "requests" (merge $gpu (default dict $resources.requests)) -}}
 {{- $_ := set $resources "limits" (merge $gpu (default dict $resources.limits)) -}}
 {{- end -}}
@@ -152,19 +227,42 @@ readinessProbe:
 {{/*
 A worker has Ray drain its node: Serve starts replacements elsewhere, then stops the replicas here, which finish their
 requests; the emptied node ends by itself, and the hook with it. The head cannot be drained. It stays while requests that
-came through it end, and while the workers of a cluster that goes as a whole drain.
+came through it end, and while the workers of a cluster that goes as a whole drain. A pod that goes because its Ray does
+not answer has nothing to wait for.
 */}}
 {{- define "raylm.preStop" -}}
-{{- $seconds := include "raylm.drainSeconds" .root | trim -}}
+{{- $seconds := include "raylm.podTimes" . | fromYaml | dig "drain" 0 -}}
 - bash
 - -c
-{{- if eq .role "worker" }}
-- >-
-  ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is being deleted'
-  --deadline-remaining-seconds {{ $seconds }} && exec sleep {{ $seconds }}
-{{- else }}
-- exec sleep {{ $seconds }}
+- |
+  timeout 5 bash -c 'exec 3<>/dev/tcp/127.0.0.1/52365 && printf "GET /api/healthz HTTP/1.0\r\n\r\n" >&3 && head -n 1 <&3 | grep -q " 200 "' || exit 0
+  {{- if eq .role "worker" }}
+  ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is being deleted' --deadline-remaining-seconds {{ $seconds }} && exec sleep {{ $seconds }}
+  {{- else }}
+  exec sleep {{ $seconds }}
+  {{- end }}
 {{- end }}
+
+{{/* Tolerations: of the group; of GPUs, which MIG's devices are too; and how long a lost node may take to come back. */}}
+{{- define "raylm.tolerations" -}}
+{{- $given := default list .group.tolerations -}}
+{{- $tolerations := list -}}
+{{- if .group.gpus -}}
+{{- $resource := default "nvidia.com/gpu" .group.gpuResource -}}
+{{- range uniq (list (ternary "nvidia.com/gpu" $resource (hasPrefix "nvidia.com/" $resource)) $resource) -}}
+{{- $tolerations = append $tolerations (dict "key" . "operator" "Exists" "effect" "NoSchedule") -}}
+{{- end -}}
+{{- end -}}
+{{- $tolerations = concat $tolerations $given -}}
+{{- $seconds := int64 .root.Values.lostNodeSeconds -}}
+{{- range $key := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" -}}
+{{- $said := false -}}
+{{- range $given -}}{{- if eq (default "" .key) $key -}}{{- $said = true -}}{{- end -}}{{- end -}}
+{{- if not $said -}}
+{{- $tolerations = append $tolerations (dict "key" $key "operator" "Exists" "effect" "NoExecute" "tolerationSeconds" $seconds) -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $tolerations }}
 {{- end }}
 
 {{- define "raylm.placement" -}}
@@ -172,13 +270,7 @@ came through it end, and while the workers of a cluster that goes as a whole dra
 {{- with .group.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- $tolerations := default list .group.tolerations -}}
-{{- if .group.gpus -}}
-{{- $tolerations = prepend $tolerations (dict "key" (default "nvidia.com/gpu" .group.gpuResource) "operator" "Exists" "effect" "NoSchedule") -}}
-{{- end }}
-{{- with $tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
-{{- end }}
+tolerations: {{- include "raylm.tolerations" . | nindent 2 }}
 {{- with .group.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
