@@ -1,22 +1,81 @@
-"""/metrics: what the HTTP face counts, under vLLM's names with the prefix "raylm:".
+"""What the HTTP face counts for /metrics, under vLLM's names with the prefix "raylm:".
 
 Everything runs in one event loop, so the counts are plain numbers without locks; prometheus-client only reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from raylm.generation.metering import LAG_BOUNDS, Histogram, ModelMetrics
-from raylm.generation.served_model import EngineStats, ModelCatalog
+from raylm.api.engine_metrics import add_buckets, engine_metrics
+from raylm.api.exposition import Family, families_of, render
+from raylm.core.histogram import Histogram
+from raylm.generation.metering import LAG_BOUNDS, ModelMetrics
+from raylm.generation.served_model import ModelCatalog
+
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
+    (
+        "raylm:time_to_first_token_seconds",
+        "From the request's arrival to its first token.",
+        lambda counts: counts.time_to_first_token,
+    ),
+    (
+        "raylm:inter_token_latency_seconds",
+        "From one token to the next.",
+        lambda counts: counts.inter_token_latency,
+    ),
+    (
+        "raylm:time_per_output_token_seconds",
+        "From one token to the next; vLLM's older name.",
+        lambda counts: counts.inter_token_latency,
+    ),
+    (
+        "raylm:request_time_per_output_token_seconds",
+        "A completion's mean time from one token to the next.",
+        lambda counts: counts.time_per_output_token,
+    ),
+    (
+        "raylm:e2e_request_latency_seconds",
+        "From the request's arrival to the completion's end.",
+        lambda counts: counts.e2e_latency,
+    ),
+    (
+        "raylm:request_queue_time_seconds",
+        "From the engine's taking a completion in to its first step.",
+        lambda counts: counts.queue_time,
+    ),
+    (
+        "raylm:request_prefill_time_seconds",
+        "From a completion's first step to its first token.",
+        lambda counts: counts.prefill_time,
+    ),
+    (
+        "raylm:request_decode_time_seconds",
+        "From a completion's first token to its last.",
+        lambda counts: counts.decode_time,
+    ),
+    (
+        "raylm:request_inference_time_seconds",
+        "From a completion's first step to its last token.",
+        lambda counts: counts.inference_time,
+    ),
+    ("raylm:request_prompt_tokens", "Tokens of a prompt.", lambda counts: counts.prompt_tokens),
+    ("raylm:request_generation_tokens", "Tokens of a completion.", lambda counts: counts.generation_tokens),
+    ("raylm:request_params_n", "Completions asked for of a prompt.", lambda counts: counts.asked_n),
+    (
+        "raylm:request_params_max_tokens",
+        "The max_tokens of a prompt's completions, where there is one.",
+        lambda counts: counts.asked_max_tokens,
+    ),
+)
 
 
 class HttpMetrics(Collector):
-    """All counts of one HTTP application, in a registry of its own."""
+    """All counts of one HTTP application, in a registry of its own. Others may add collectors to it."""
 
     def __init__(self, models: ModelCatalog) -> None:
         self._models = models
@@ -24,6 +83,7 @@ class HttpMetrics(Collector):
         self.loop_lag = Histogram(LAG_BOUNDS)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def model(self, name: str) -> ModelMetrics:
         """The counts of one model; they start with its first request."""
@@ -36,14 +96,32 @@ class HttpMetrics(Collector):
         """Show what it collects, too."""
         self._registry.register(collector)
 
-    def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def own(self) -> list[Family]:
+        """What this process counts."""
+        return families_of(self._registry.collect())
+
+    def engines(self) -> list[Family]:
+        """How busy this process knows engines to be."""
+        return families_of(engine_metrics(self._models.stats()))
+
+    async def render(self) -> bytes:
+        """What this process knows, in Prometheus' text."""
+        return render([*self.own(), *self.engines()])
 
     def collect(self) -> Iterator[Metric]:
         yield from self._counters()
-        yield from self._histograms()
-        yield from _of_engines(self._models.stats())
+        for name, text, of in _HISTOGRAMS:
+            family = HistogramMetricFamily(name, text, labels=["model_name"])
+            for model, counts in self._by_model.items():
+                add_buckets(family, [model], of(counts).buckets)
+            yield family
+        lag = HistogramMetricFamily(
+            "raylm:event_loop_lag_seconds",
+            "How late the ingress's event loop wakes a task, observed ten times a second.",
+            labels=[],
+        )
+        add_buckets(lag, [], self.loop_lag.buckets)
+        yield lag
 
     def _counters(self) -> Iterator[Metric]:
         success = CounterMetricFamily(
@@ -51,79 +129,9 @@ class HttpMetrics(Collector):
         )
         prompt = CounterMetricFamily("raylm:prompt_tokens", "Prompt tokens taken in.", labels=["model_name"])
         generation = CounterMetricFamily("raylm:generation_tokens", "Tokens generated.", labels=["model_name"])
-        for name, metrics in self._by_model.items():
-            for reason, count in metrics.finished.items():
+        for name, counts in self._by_model.items():
+            for reason, count in counts.finished.items():
                 success.add_metric([name, reason], count)
-            prompt.add_metric([name], metrics.prompt_tokens)
-            generation.add_metric([name], metrics.generation_tokens)
+            prompt.add_metric([name], counts.num_prompt_tokens)
+            generation.add_metric([name], counts.num_generation_tokens)
         yield from (success, prompt, generation)
-
-    def _histograms(self) -> Iterator[Metric]:
-        first = _histogram("raylm:time_to_first_token_seconds", "From the request's arrival to its first token.")
-        inter = _histogram("raylm:inter_token_latency_seconds", "From one token to the next.")
-        e2e = _histogram("raylm:e2e_request_latency_seconds", "From the request's arrival to the completion's end.")
-        for name, metrics in self._by_model.items():
-            metrics.time_to_first_token.add_to(first, [name])
-            metrics.inter_token_latency.add_to(inter, [name])
-            metrics.e2e_latency.add_to(e2e, [name])
-        lag = HistogramMetricFamily(
-            "raylm:event_loop_lag_seconds",
-            "How late the ingress's event loop wakes a task, observed ten times a second.",
-        )
-        self.loop_lag.add_to(lag, [])
-        yield from (first, inter, e2e, lag)
-
-
-def _histogram(name: str, documentation: str) -> HistogramMetricFamily:
-    return HistogramMetricFamily(name, documentation, labels=["model_name"])
-
-
-_GAUGES = (
-    ("running", "raylm:num_requests_running", "Completions that an engine runs now."),
-    ("waiting", "raylm:num_requests_waiting", "Completions that wait in an engine."),
-    ("waiting_tokens", "raylm:num_prompt_tokens_waiting", "Prompt tokens of the completions that wait in an engine."),
-    ("kv_usage", "raylm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is full."),
-)
-_COUNTERS = (
-    ("num_preemptions", "raylm:num_preemptions", "Completions that gave up their place for others."),
-    ("num_swaps", "raylm:num_swaps", "Preemptions that copied the KV cache to host memory."),
-    ("prefix_queries", "raylm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
-    ("prefix_hits", "raylm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
-)
-_DRAFT_COUNTERS = (
-    ("num_drafts", "raylm:spec_decode_num_drafts", "Drafts, of one token or several, that were verified."),
-    ("num_draft_tokens", "raylm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
-    ("num_accepted_tokens", "raylm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
-)
-
-
-def _of_engines(stats: list[EngineStats]) -> Iterator[Metric]:
-    """What each engine last said of itself."""
-    labels = ["model_name", "engine"]
-    families: list[tuple[str, GaugeMetricFamily | CounterMetricFamily]] = [
-        *((field, GaugeMetricFamily(name, text, labels=labels)) for field, name, text in _GAUGES),
-        *((field, CounterMetricFamily(name, text, labels=labels)) for field, name, text in _COUNTERS),
-    ]
-    for field, family in families:
-        for engine in stats:
-            family.add_metric([engine.model, engine.engine_id], getattr(engine.load, field))
-        yield family
-    yield from _of_drafts(stats, labels)
-
-
-def _of_drafts(stats: list[EngineStats], labels: list[str]) -> Iterator[Metric]:
-    """Speculative decoding."""
-    for field, name, text in _DRAFT_COUNTERS:
-        family = CounterMetricFamily(name, text, labels=labels)
-        for engine in stats:
-            family.add_metric([engine.model, engine.engine_id], getattr(engine.load.drafts, field))
-        yield family
-    by_position = CounterMetricFamily(
-        "raylm:spec_decode_num_accepted_tokens_per_pos",
-        "Draft tokens that were accepted, by their position in the draft.",
-        labels=[*labels, "position"],
-    )
-    for engine in stats:
-        for position, count in enumerate(engine.load.drafts.accepted_by_position):
-            by_position.add_metric([engine.model, engine.engine_id, str(position)], count)
-    yield by_position

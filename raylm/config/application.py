@@ -11,6 +11,7 @@ from raylm.config.base import FrozenConfig, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.files import find_config, read_config
 from raylm.config.mcp import McpConfig
+from raylm.config.metrics import MetricsConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.routing import RoutingConfig
 from raylm.config.serving import HttpConfig
@@ -27,6 +28,7 @@ class IngressConfig(FrozenConfig):
     responses: ResponsesConfig = ResponsesConfig()
     mcp: McpConfig = McpConfig()
     routing: RoutingConfig = RoutingConfig()
+    metrics: MetricsConfig = MetricsConfig()
     drain_timeout_s: float = Field(default=60.0, ge=0)
     """An ingress that is going lets its requests end for this many seconds, then ends them with an error."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from raylm.core.block_ages import BlockAges
 from raylm.core.block_hash import BlockKey
 from raylm.core.events import EventLog
 
@@ -22,6 +23,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, num_groups: int = 1, events: EventLog | None = None) -> None:
         self.num_blocks = num_blocks
+        self.ages = BlockAges(num_blocks)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._refs = [0] * num_blocks
         self._stored: list[tuple[int, BlockKey] | None] = [None] * num_blocks
@@ -39,10 +41,15 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has made sure that they are there."""
         taken = []
+        unfollowed = self.ages.mask
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             if self._stored[block] is not None:
                 self._forget(block)
+                if not block & unfollowed:
+                    self.ages.evicted(block)
+            if not block & unfollowed:
+                self.ages.taken(block)
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -53,6 +60,12 @@ class BlockPool:
             del self._free[block]
         self._refs[block] += 1
 
+    def reuse(self, block: int) -> None:
+        """As share, of a block that was found by its hash."""
+        if not block & self.ages.mask:
+            self.ages.found(block)
+        self.share(block)
+
     def give_back(self, blocks: list[int]) -> None:
         """One holder less for each. The last block goes first: a sequence's head is the likelier to be of use again."""
         for block in reversed(blocks):
@@ -61,6 +74,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._stored[block] is None:
                     self._free.move_to_end(block, last=False)
+                elif not block & self.ages.mask:
+                    self.ages.released(block)
 
     def is_private(self, block: int) -> bool:
         """Whether its one holder may write over what it has written: nobody else reads it or can find it."""

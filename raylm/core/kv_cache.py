@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from raylm.core.block_ages import BlockAges
 from raylm.core.block_hash import Hash, extend_keys, root_hash
 from raylm.core.block_pool import PADDING_BLOCK, BlockPool
 from raylm.core.events import EventLog
@@ -74,6 +75,10 @@ class KVCacheManager:
         return self._pool.num_free
 
     @property
+    def ages(self) -> BlockAges:
+        return self._pool.ages
+
+    @property
     def usage(self) -> float:
         """Share of the cache in use, 0 to 1; what is only kept in case it is asked for again does not count."""
         return 1 - self._pool.num_free / self._pool.num_usable
@@ -90,7 +95,7 @@ class KVCacheManager:
             for column in range(first, num_columns):
                 block = self._pool.find(group, request.keys[column])
                 assert block is not None
-                self._pool.share(block)
+                self._pool.reuse(block)
                 blocks.append(block)
             request.block_ids[group] = blocks
         request.num_stored = num_columns * self.block_size

@@ -204,7 +204,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None when nothing can run now."""
-        self._now = now
+        self._now = self._cache.ages.now = now
         self._fork_off()
         bounds = [(request.row, request.num_known) for request in self._settler.rejected if request.row >= 0]
         prefill_budget = self._pacer.prefill_budget(self._num_decodes)

@@ -12,6 +12,7 @@ from raylm import log
 from raylm.config.engine import EngineConfig
 from raylm.core.block_hash import PrefixForm
 from raylm.core.load import Load
+from raylm.core.measures import EngineMeasures
 from raylm.core.step import ModelInfo
 from raylm.engine.factory import engine_over, ray_executor
 from raylm.engine.server import EngineServer
@@ -96,6 +97,10 @@ class EngineActor:
         """What this process, as `process`, and the workers do now; each worker has `limit_s` to answer."""
         of_workers = [each._replace(process=f"{each.process}, {process}") for each in self._executor.stacks(limit_s)]
         return [stacks_here(process), *of_workers]
+
+    def measures(self) -> EngineMeasures:
+        """What the engine has measured since its start."""
+        return self._server.measures()
 
     def num_live(self) -> int:
         """Requests taken and not ended: 0 means that a drain is over."""

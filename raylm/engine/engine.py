@@ -14,6 +14,7 @@ from raylm.core.drafting import Drafter
 from raylm.core.events import EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
 from raylm.core.load import Load
+from raylm.core.measures import EngineMeasures
 from raylm.core.options import RequestOptions
 from raylm.core.request import Begun, Request
 from raylm.core.sampling import MAX_SEED, SamplingParams, draw_seed
@@ -22,6 +23,7 @@ from raylm.core.speculation import make_drafter
 from raylm.core.step import ModelInfo, TokenDelta
 from raylm.engine.checks import check_begun, check_params, check_prompt
 from raylm.engine.grammars import HeldForGrammars
+from raylm.engine.step_meter import StepMeter
 from raylm.engine.stop_strings import StopStrings
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.executor.base import Executor
@@ -74,6 +76,7 @@ class Engine:
         self._window = plans_in_flight
         self._clock = clock
         self._num_in_flight = 0
+        self.meter = StepMeter()
         self._failure: str | None = None
         self.info: ModelInfo = executor.start()
         self._events = EventLog() if config.cache.events else None
@@ -112,6 +115,10 @@ class Engine:
 
     def stats(self) -> Load:
         return self._scheduler.stats()
+
+    def measures(self) -> EngineMeasures:
+        """May be called from other threads than the one that drives the engine."""
+        return EngineMeasures(self.meter.seconds, self.meter.tokens.buckets, self._cache.ages.measures)
 
     def add(
         self,
@@ -210,20 +217,30 @@ class Engine:
         for request_id in self._grammars.take_ready():
             self._scheduler.release(request_id)
         expired = self._scheduler.expire(self._clock())
+        clock, meter = self._clock, self.meter
         while self._num_in_flight < self._window:
-            plan = self._scheduler.schedule(self._clock())
+            begin = clock()
+            plan = self._scheduler.schedule(begin)
             if plan is None:
                 break
+            planned = clock()
             self._executor.submit(plan)
             self._num_in_flight += 1
+            meter.schedule.observe(planned - begin)
+            meter.submit.observe(clock() - planned)
+            meter.tokens.observe(plan.total_tokens)
         if not self._num_in_flight:
             if not self.has_work or self._grammars.wait():
                 self._got_on = self._clock()
             return expired
+        begin = clock()
         result = self._executor.result()
         self._num_in_flight -= 1
-        self._got_on = self._clock()
-        return expired + self._scheduler.update(result, self._clock())
+        came = self._got_on = clock()
+        deltas = self._scheduler.update(result, came)
+        meter.wait.observe(came - begin)
+        meter.update.observe(clock() - came)
+        return expired + deltas
 
     def control(self, op: Control) -> list[str]:
         """Do it between the steps planned so far and those to come. What each worker says of it; of what workers have

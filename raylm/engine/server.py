@@ -11,6 +11,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from raylm.core.load import Load
+from raylm.core.measures import EngineMeasures
 from raylm.core.step import TokenDelta
 from raylm.engine.engine import Engine
 from raylm.engine.followers import Followers
@@ -77,6 +78,10 @@ class EngineServer:
     def load(self) -> Load:
         return self._engine.stats()._replace(num_generated=self._num_generated)
 
+    def measures(self) -> EngineMeasures:
+        """Called from any thread."""
+        return self._engine.measures()
+
     def run(self) -> None:
         """Serve until stop(), or until the engine dies: this raises what it died of.
 
@@ -87,7 +92,10 @@ class EngineServer:
                 if not self._engine.has_work:
                     self._engine.check()
                 self._receive(self._patience_ms)
-                self._deliver(self._engine.step())
+                if deltas := self._engine.step():
+                    begin = time.perf_counter()
+                    self._deliver(deltas)
+                    self._engine.meter.send.observe(time.perf_counter() - begin)
                 self._catch_up()
                 self._followers.publish(self._engine.take_events())
                 self._followers.tell(self.load)

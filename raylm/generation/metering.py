@@ -5,12 +5,12 @@ Everything runs in one event loop, so the counts are plain numbers without locks
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from itertools import accumulate
 from time import perf_counter
 
-from prometheus_client.core import HistogramMetricFamily
+from raylm.core.histogram import Histogram
+from raylm.core.sampling import SamplingParams
+from raylm.core.step import Waited
 
 # Upper bounds in seconds; those of vLLM, so that its dashboards fit.
 TTFT_BOUNDS = (
@@ -22,27 +22,14 @@ E2E_BOUNDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+LENGTH_BOUNDS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000),
+    *(20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000),
+)
+"""In tokens."""
+N_BOUNDS = (1, 2, 5, 10, 20)
 
 LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-
-
-class Histogram:
-    """Counts per bucket of values in seconds."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        names = [*(str(bound) for bound in self._bounds), "+Inf"]
-        family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
 
 
 class ModelMetrics:
@@ -52,23 +39,49 @@ class ModelMetrics:
         self.finished: Counter[str] = Counter()
         """Completions by finish reason; "abort" when the client left, "deadline" when its time was up, "error" when it
         was refused or the engine failed."""
-        self.prompt_tokens = 0
+        self.num_prompt_tokens = 0
         """Of prompts from which something was generated: a prompt that is refused does not count."""
-        self.generation_tokens = 0
+        self.num_generation_tokens = 0
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token_latency = Histogram(ITL_BOUNDS)
+        self.time_per_output_token = Histogram(ITL_BOUNDS)
+        """The mean of each completion, from its first token to its last."""
         self.e2e_latency = Histogram(E2E_BOUNDS)
+        self.queue_time = Histogram(E2E_BOUNDS)
+        self.prefill_time = Histogram(E2E_BOUNDS)
+        self.decode_time = Histogram(E2E_BOUNDS)
+        self.inference_time = Histogram(E2E_BOUNDS)
+        self.prompt_tokens = Histogram(LENGTH_BOUNDS)
+        self.generation_tokens = Histogram(LENGTH_BOUNDS)
+        self.asked_n = Histogram(N_BOUNDS)
+        self.asked_max_tokens = Histogram(LENGTH_BOUNDS)
+
+    def prompt_begun(self, num_tokens: int, params: SamplingParams) -> None:
+        """The first token of a prompt's completions is here."""
+        self.num_prompt_tokens += num_tokens
+        self.prompt_tokens.observe(num_tokens)
+        self.asked_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.asked_max_tokens.observe(params.max_tokens)
 
 
 class ChoiceMeter:
     """Measures one completion, from the moment its HTTP request arrived (`started`, a perf_counter time)."""
 
-    __slots__ = ("_last", "_metrics", "_started")
+    __slots__ = ("_first", "_last", "_metrics", "_num_tokens", "_started", "_waited")
 
     def __init__(self, metrics: ModelMetrics, started: float) -> None:
         self._metrics = metrics
         self._started = started
-        self._last = 0.0
+        self._first = self._last = 0.0
+        self._num_tokens = 0
+        self._waited: Waited | None = None
+
+    def waited(self, waited: Waited) -> None:
+        """What the engine says came before the first token. An engine that goes on with another's completion says so
+        again: the first counts."""
+        if self._waited is None:
+            self._waited = waited
 
     def tokens(self, count: int) -> None:
         """One delta of `count` tokens; merged tokens share the time since the last delta."""
@@ -80,9 +93,22 @@ class ChoiceMeter:
             metrics.inter_token_latency.observe((now - self._last) / count, count)
         else:
             metrics.time_to_first_token.observe(now - self._started)
+            self._first = now
         self._last = now
-        metrics.generation_tokens += count
+        self._num_tokens += count
+        metrics.num_generation_tokens += count
 
     def finished(self, reason: str) -> None:
-        self._metrics.finished[reason] += 1
-        self._metrics.e2e_latency.observe(perf_counter() - self._started)
+        metrics = self._metrics
+        metrics.finished[reason] += 1
+        metrics.e2e_latency.observe(perf_counter() - self._started)
+        if (waited := self._waited) is None or not self._num_tokens:
+            return
+        decode_s = self._last - self._first
+        metrics.queue_time.observe(waited.queue_s)
+        metrics.prefill_time.observe(waited.prefill_s)
+        metrics.decode_time.observe(decode_s)
+        metrics.inference_time.observe(waited.prefill_s + decode_s)
+        metrics.generation_tokens.observe(self._num_tokens)
+        if self._num_tokens > 1:
+            metrics.time_per_output_token.observe(decode_s / (self._num_tokens - 1))

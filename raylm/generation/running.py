@@ -175,7 +175,7 @@ class _Prompt:
                 for delta in (arrived,) if self._early is None else await self._after_prompt(arrived):
                     gained = live[delta.request_id].push(delta)
                     if is_new:
-                        self._metrics.prompt_tokens += len(self._job.prompt_ids)
+                        self._metrics.prompt_begun(len(self._job.prompt_ids), self._job.params)
                         is_new = False
                     if gained.finish_reason is not None:
                         # Before the yield: a stop string must free the engine before a slow client has read.
@@ -251,6 +251,8 @@ class _Sequence:
         if delta.finish_reason == "error":
             message = delta.message or "The engine failed on this request"
             raise GenerationFailed(message)
+        if delta.waited is not None:
+            self.meter.waited(delta.waited)
         piece = self._text.push(delta.token_ids, delta.finish_reason)
         self.meter.tokens(piece.num_tokens)
         text = self._prefix + piece.text

@@ -9,9 +9,10 @@ from typing import Protocol
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.control import Control
 from raylm.core.load import Load
+from raylm.core.measures import EngineMeasures
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
-from raylm.core.step import TokenDelta
+from raylm.core.step import ModelInfo, TokenDelta
 from raylm.core.structure import StructuredOutput
 from raylm.generation.ability import Ability
 from raylm.stacks import ProcessStacks
@@ -135,11 +136,15 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The load of one engine, as it last reported it."""
+    """One engine's load, as it last reported it. What it is and what it has measured come with its replica's reports,
+    which only /metrics reads."""
 
     model: str
     engine_id: str
     load: Load
+    info: ModelInfo | None = None
+    prefix_caching: bool = False
+    measures: EngineMeasures | None = None
 
 
 class EngineHandle(Protocol):

@@ -10,7 +10,8 @@ from starlette.types import Send
 
 from raylm.api.call import Events
 from raylm.api.dialect import OPENAI, Dialect
-from raylm.api.errors import http_error
+from raylm.api.errors import HttpError, http_error
+from raylm.serving.metrics.http_counts import HttpCounts
 from raylm.serving.sse import EventSender
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -48,6 +49,8 @@ class Responder:
         self.started = False
         self.also: Callable[[], Headers] = tuple
         """Headers that any answer has, asked for when it begins."""
+        self._status = 0
+        self._refused: HttpError | None = None
         self._send = send
         self._without_body = without_body
         self._keep_alive_s = keep_alive_s
@@ -65,8 +68,16 @@ class Responder:
         """Answer with an error; when another answer has begun, the server cuts that one off."""
         problem = http_error(error, self.request_id)
         if not self.started:
+            self._refused = problem
             body = self._dialect.error_body(problem, self.request_id)
             await self._whole(Answer(body, problem.status, headers=problem.headers))
+
+    def count(self, counts: HttpCounts, handler: str, method: str, seconds: float) -> None:
+        """Count the answer, where there was one."""
+        if self.started:
+            counts.answered(handler, method, self._status, seconds)
+        if self._refused is not None:
+            counts.refused(handler, self._refused.status, self._refused.code)
 
     async def _whole(self, answer: Answer) -> None:
         length = str(len(answer.body)).encode()
@@ -88,4 +99,5 @@ class Responder:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
+        self._status = status
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.also()]})

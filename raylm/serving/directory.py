@@ -21,8 +21,10 @@ from raylm.config.sampling import SamplingDefaults
 from raylm.core.block_hash import PrefixForm
 from raylm.core.load import Load
 from raylm.engine.link import KeyPair
+from raylm.generation.served_model import EngineStats
 from raylm.log import get_logger
 from raylm.serving.identity.ledger import Claim, Ledger, Reply
+from raylm.serving.metrics.kept import KeptCounts, Scrape
 from raylm.text.chat_settings import ChatSettings
 
 logger = get_logger(__name__)
@@ -94,6 +96,7 @@ class Directory:
         self._heard: dict[str, float] = {}
         self._entries: dict[str, EngineEntry] = {}
         self._seen: dict[str, float] = {}
+        self._counts = KeptCounts()
         # Versions start at the clock, so that a copy kept from an earlier life is never taken for the newest.
         self._version = time.time_ns()
         self._changed = asyncio.Event()
@@ -117,8 +120,10 @@ class Directory:
             if known is None or known._replace(since=model.since) != model:
                 self._publish()
 
-    async def report(self, entry: EngineEntry) -> None:
-        """Add or renew an engine, and its model."""
+    async def report(self, entry: EngineEntry, stats: EngineStats | None = None) -> None:
+        """Add or renew an engine, and its model. `stats` are for /metrics."""
+        if stats is not None:
+            self._counts.measured(stats)
         await self.know(entry.model)
         self._seen[entry.engine_id] = time.monotonic()
         known = self._entries.get(entry.engine_id)
@@ -129,8 +134,17 @@ class Directory:
     async def remove(self, engine_id: str) -> None:
         """Forget an engine; no error when it is not known."""
         self._seen.pop(engine_id, None)
+        self._counts.forget_engine(engine_id)
         if self._entries.pop(engine_id, None) is not None:
             self._publish()
+
+    async def count(self, ingress: str, counts: bytes) -> None:
+        """Take in what an ingress has counted."""
+        self._counts.count(ingress, counts)
+
+    async def scrape(self) -> Scrape:
+        """What ingresses have counted and engines measured."""
+        return self._counts.scrape()
 
     async def watch(self, version: int) -> Snapshot:
         """Models and engines, as soon as they differ from `version`, or after a while the same again with new loads."""

@@ -4,6 +4,7 @@ task."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
@@ -19,6 +20,7 @@ from raylm.config.serving import HttpConfig
 from raylm.serving.answers import Answer, Responder
 from raylm.serving.identity.callers import Callers
 from raylm.serving.identity.keys import check_scope
+from raylm.serving.metrics.http_counts import NO_HANDLER, HttpCounts
 from raylm.serving.request_id import request_id
 from raylm.serving.streams import DisconnectGuard
 
@@ -52,7 +54,9 @@ class Endpoint:
     """The routes of one path: it reads the body, runs the method's route and sends what that returns or raises.
     Where `callers` have keys, nothing of a request counts before its key has been seen."""
 
-    def __init__(self, routes: Sequence[HttpRoute], config: HttpConfig, callers: Callers) -> None:
+    def __init__(
+        self, routes: Sequence[HttpRoute], config: HttpConfig, callers: Callers, counts: HttpCounts | None = None
+    ) -> None:
         self.routes = {route.method: route for route in routes}
         self.methods = tuple(self.routes)
         if "GET" in self.routes:
@@ -61,8 +65,10 @@ class Endpoint:
         self._first = routes[0]
         self._config = config
         self._callers = callers
+        self._counts = counts or HttpCounts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin = perf_counter()
         headers = dict(scope["headers"])
         responder = Responder(
             send,
@@ -77,6 +83,8 @@ class Endpoint:
             return
         except Exception as error:
             await responder.fail(error)
+        finally:
+            responder.count(self._counts, self._first.path, scope["method"], perf_counter() - begin)
 
     async def _answer(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, responder: Responder
@@ -154,14 +162,16 @@ def _too_large(limit: int) -> HttpError:
 class NotFound:
     """What is no route: it says which there are. Under /v1 nobody learns so without a key, where there are any."""
 
-    def __init__(self, callers: Callers, routes: Sequence[HttpRoute]) -> None:
+    def __init__(self, callers: Callers, routes: Sequence[HttpRoute], counts: HttpCounts) -> None:
         self._callers = callers
+        self._counts = counts
         self._paths = ", ".join(dict.fromkeys(each.path.replace(":path}", "}") for each in routes if each.is_listed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await WebSocketClose()(scope, receive, send)
             return
+        begin = perf_counter()
         headers = dict(scope["headers"])
         responder = Responder(send, request_id(headers), without_body=scope["method"] == "HEAD")
         try:
@@ -172,3 +182,5 @@ class NotFound:
             raise HttpError(404, f"{asked} is not supported; this server has {self._paths}", code="not_found")
         except HttpError as error:
             await responder.fail(error)
+        finally:
+            responder.count(self._counts, NO_HANDLER, scope["method"], perf_counter() - begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -29,6 +29,8 @@ from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
 from raylm.serving.identity.callers import Callers
 from raylm.serving.identity.shares import Shares
 from raylm.serving.loop import LoopWatch
+from raylm.serving.metrics.exchange import MetricsExchange
+from raylm.serving.metrics.http_counts import HttpCounts
 from raylm.serving.pages import page_routes
 from raylm.serving.state import ServerState, State
 
@@ -39,13 +41,15 @@ def build_http_app(
     responses: ResponsesConfig | None = None,
     mcp: McpConfig | None = None,
     shares: Shares | None = None,
+    exchange: MetricsExchange | None = None,
 ) -> ASGIApp:
     """OpenAI's API for the models of a catalog, as an ASGI application; without `responses` none are stored, without
     `mcp` there are no tools of MCP servers. `shares`: what this ingress may give of tenants' limits; all of them where
-    there is none but this one. Raises ConfigError when there are no keys in `config.api_keys_file`."""
-    metrics = HttpMetrics(models)
+    there is none but this one. Without `exchange` /metrics shows this process alone. Raises ConfigError when there are
+    no keys in `config.api_keys_file`."""
+    metrics = HttpMetrics(models) if exchange is None else exchange.metrics
     keeper = None if responses is None or not responses.enabled else Keeper(responses)
-    router = build_router(models, config, metrics, keeper, mcp, shares)
+    router = build_router(models, config, metrics, keeper, mcp, shares, (exchange or metrics).render)
     return LoopWatch(Cors(router, config.cors_origins), metrics.loop_lag)
 
 
@@ -56,8 +60,9 @@ def build_router(
     keeper: Keeper | None = None,
     mcp: McpConfig | None = None,
     shares: Shares | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> Router:
-    """The routes alone. Raises as build_http_app does."""
+    """The routes alone. `scrape` gives /metrics. Raises as build_http_app does."""
     kept = Shares() if shares is None else shares
 
     @asynccontextmanager
@@ -74,17 +79,21 @@ def build_router(
     callers = Callers(config, kept)
     metrics.also(callers.counts)
     asked = operations(models, config, metrics, keeper, mcp, identity_of=callers.named)
-    table = [*map(_route, asked), *_looks(models, metrics)]
+    table = [*map(_route, asked), *_looks(models, scrape or metrics.render)]
     if config.page:
         table += page_routes()
     table.append(_described(table))
+    counts = HttpCounts()
+    metrics.also(counts)
     paths = dict.fromkeys(route.path for route in table)
-    endpoints = {path: Endpoint([each for each in table if each.path == path], config, callers) for path in paths}
+    endpoints = {
+        path: Endpoint([each for each in table if each.path == path], config, callers, counts) for path in paths
+    }
     # A redirected POST loses its body with many clients; a plain 404 says what is wrong.
     return Router(
         [Route(path, endpoint) for path, endpoint in endpoints.items()],
         redirect_slashes=False,
-        default=NotFound(callers, table),
+        default=NotFound(callers, table, counts),
         lifespan=lifespan,
     )
 
@@ -146,7 +155,7 @@ _METRICS = About("Counts for Prometheus.", _SERVER, media="text/plain")
 _STATE = About("Models, replicas, load and tokens a second.", _SERVER, answer=State)
 
 
-def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
+def _looks(models: ModelCatalog, scrape: Callable[[], Awaitable[bytes]]) -> list[HttpRoute]:
     """How the server is. Probes and Prometheus have no key, and nothing of what is asked or answered is in these."""
 
     async def health(call: Call) -> Answer:
@@ -167,7 +176,7 @@ def _looks(models: ModelCatalog, metrics: HttpMetrics) -> list[HttpRoute]:
         return Answer(msgspec.json.encode(server_state.look()))
 
     async def counts(call: Call) -> Answer:
-        return Answer(metrics.render(), content_type=CONTENT_TYPE_LATEST.encode())
+        return Answer(await scrape(), content_type=CONTENT_TYPE_LATEST.encode())
 
     return [
         HttpRoute("GET", "/health", None, health, about=_HEALTH),

@@ -12,6 +12,7 @@ from uuid import uuid4
 from ray import serve
 
 from raylm import log
+from raylm.api.metrics import HttpMetrics
 from raylm.config.application import IngressConfig
 from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
@@ -20,6 +21,8 @@ from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import DirectoryClient, ModelEntry
 from raylm.serving.identity.ledger import Claim, Reply
 from raylm.serving.identity.shares import Exchange, Shares
+from raylm.serving.metrics.exchange import MetricsExchange
+from raylm.serving.metrics.ray_metrics import RayMetrics
 from raylm.serving.replica_state import is_stopping
 from raylm.text.processor import TextProcessor
 
@@ -36,10 +39,17 @@ class OpenAIIngress:
     async def __init__(self, config: IngressConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         log.configure()
         self._config = config
-        self._catalog = LiveCatalog(
-            DirectoryClient(config.endpoint), _load_text, partial(load_grammars, config.http), config.routing
-        )
+        directory = DirectoryClient(config.endpoint)
+        self._catalog = LiveCatalog(directory, _load_text, partial(load_grammars, config.http), config.routing)
         self._replica = serve.get_replica_context().replica_id
+        self._exchange = MetricsExchange(
+            HttpMetrics(self._catalog),
+            directory,
+            self._replica.unique_id,
+            vllm_names=config.metrics.vllm_names,
+            elsewhere=RayMetrics(),
+        )
+        self._exchange.start()
         await self._catalog.caught_up(_CATCH_UP_S)
         self._checked = time.monotonic()
         self._drain = asyncio.get_running_loop().create_task(self._watch_for_drain())
@@ -54,7 +64,7 @@ class OpenAIIngress:
 
         config = self._config
         shares = Shares(directory_exchange(config.endpoint))
-        return build_http_app(self._catalog, config.http, config.responses, config.mcp, shares)
+        return build_http_app(self._catalog, config.http, config.responses, config.mcp, shares, self._exchange)
 
     async def _watch_for_drain(self) -> None:
         """End the requests that outlive the drain with an error. Serve tells a replica nothing of its drain: it only

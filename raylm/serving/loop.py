@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylm.generation.metering import Histogram
+from raylm.core.histogram import Histogram
 from raylm.log import get_logger
 from raylm.serving.request_id import request_id
 

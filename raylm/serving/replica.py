@@ -14,15 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from raylm import log
+from raylm.api.engine_metrics import engine_metrics
 from raylm.api.errors import HttpError
+from raylm.api.exposition import families_of
 from raylm.config.application import ModelDeployment
 from raylm.config.resolve import resolve
 from raylm.core.load import Load
 from raylm.engine.actor import EngineActor, EngineAddress
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
+from raylm.generation.served_model import EngineStats
 from raylm.serving.autoscaling import CAPACITY, RUNNING, WAITING
 from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry
+from raylm.serving.metrics.ray_metrics import RayMetrics
 from raylm.serving.peers import engine_name, find_peers
 from raylm.text.chat_settings import ChatSettings
 
@@ -54,6 +58,7 @@ class ModelReplica:
         self._engine_id = uuid.uuid4().hex
         self._directory = DirectoryClient(config.endpoint)
         self._reporter: asyncio.Task[None] | None = None
+        self._ray_metrics = RayMetrics()
         self._allowed: set[bytes] = set()
         starting = asyncio.get_running_loop().create_task(self._keep_known())
         try:
@@ -197,7 +202,20 @@ class ModelReplica:
         if client_key not in self._allowed:
             await self._engine.allow.remote(client_key)
             self._allowed.add(client_key)
-        await self._directory.ask(lambda directory: directory.report.remote(entry))
+        stats = await self._stats()
+        self._ray_metrics.show(families_of(engine_metrics([stats])))
+        await self._directory.ask(lambda directory: directory.report.remote(entry, stats))
+
+    async def _stats(self) -> EngineStats:
+        """For /metrics."""
+        return EngineStats(
+            self._model.name,
+            self._engine_id,
+            self._load,
+            info=self._address.info,
+            prefix_caching=self._config.engine.cache.prefix_caching,
+            measures=await self._engine.measures.remote(),
+        )
 
 
 def _listen_address(host: str) -> str:

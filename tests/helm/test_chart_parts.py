@@ -152,14 +152,14 @@ def test_what_makes_a_worker_ready(choice, path):
     assert head["readinessProbe"]["httpGet"]["path"] == "/api/healthz"
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are():
+async def test_the_dashboard_asks_for_metrics_that_there_are():
     (text,) = document("everything", "ConfigMap")["data"].values()
     dashboard = json.loads(text)
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {name for expression in expressions for name in re.findall(r"raylm:\w+", expression)}
     metrics = HttpMetrics(NoModels())
     # A family's name is on its # TYPE line even where nothing has been counted yet.
-    families = dict(re.findall(r"^# TYPE (\S+) (\w+)$", metrics.render().decode(), re.MULTILINE))
+    families = dict(re.findall(r"^# TYPE (\S+) (\w+)$", (await metrics.render()).decode(), re.MULTILINE))
     given = {name for name, kind in families.items() if kind != "histogram"}
     given |= {f"{name}_bucket" for name, kind in families.items() if kind == "histogram"}
     assert asked and asked <= given

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raylm.generation.metering import LAG_BOUNDS, Histogram
+from raylm.core.histogram import Histogram
+from raylm.generation.metering import LAG_BOUNDS
 from raylm.serving.endpoint import read_body
 from raylm.serving.loop import Held, LoopWatch
 from tests.support.openai_fakes import RawClient, Server, ended
