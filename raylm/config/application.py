@@ -48,10 +48,27 @@ class ModelDeployment(FrozenConfig):
 
 
 class QueuePolicyConfig(FrozenConfig):
-    """`autoscaling_config.policy.policy_kwargs` of a ModelReplica."""
+    """`autoscaling_config.policy.policy_kwargs` of a ModelReplica: what adds replicas. One goes again when nobody waits
+    and one fewer would be half full at most."""
 
     target_queued_requests: float = Field(default=4.0, gt=0)
     """Waiting requests a replica; more than this on average adds replicas."""
+    target_queued_tokens: float | None = Field(default=None, gt=0)
+    """Prompt tokens that wait, a replica; more than this on average adds replicas. By default nobody looks at them."""
+    target_queue_s: float | None = Field(default=None, gt=0)
+    """Seconds in the queue that a newcomer may expect, the part of its time to first token that replicas shorten; more
+    than this on average adds replicas. By default it is not looked at."""
+    max_kv_usage: float = Field(default=0.95, gt=0, le=1)
+    """Share of the KV cache in use; more than this on average, while requests wait, adds a replica."""
+
+
+class IngressPolicyConfig(FrozenConfig):
+    """`autoscaling_config.policy.policy_kwargs` of an OpenAIIngress."""
+
+    target_open_requests: float = Field(default=256.0, gt=0)
+    """Open requests an ingress; more than this on average adds ingresses."""
+    max_busy: float = Field(default=0.7, gt=0, le=1)
+    """Share of the time that an ingress's event loop is busy; more than this on average adds ingresses."""
 
 
 def load_ingress(args: Mapping[str, object], *, source: str) -> IngressConfig:

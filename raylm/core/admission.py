@@ -79,6 +79,10 @@ class Admission:
         if has_limit:
             self._check_time(request, request.num_prompt - num_cached, wait, num_waiting, now)
 
+    def queue_s(self, num_running: int, num_waiting: int, waiting_tokens: int) -> float:
+        """Seconds until those who wait have left the queue; 0 where nothing was measured yet."""
+        return self._wait(num_running, num_waiting, waiting_tokens) if num_waiting else 0.0
+
     def watch(self, request: Request) -> None:
         """Let due() name the request when its deadline or its time in the queue is up."""
         self._limits.watch(request)

@@ -110,6 +110,7 @@ class Scheduler:
             self._cache.num_hits,
             self._new_tokens,
             self._drafter.counters if self._drafter is not None else NOTHING_DRAFTED,
+            queue_s=self._admission.queue_s(len(self._running), self._num_new, self._new_tokens),
         )
 
     def add(

@@ -98,6 +98,13 @@ class LiveCatalog:
     def alive(self) -> bool:
         return self._closed is None and not self._watcher.done()
 
+    @property
+    def num_open(self) -> int:
+        """Sequences of this ingress that run or wait in engines, and requests that wait for an engine."""
+        routers = self._routers.values()
+        live = sum(engine.client.num_live for router in routers for engine in router.engines.values())
+        return live + sum(router.num_held for router in routers)
+
     def stats(self) -> list[EngineStats]:
         return [
             EngineStats(router.name, engine_id, engine.client.load)

@@ -17,6 +17,7 @@ from raylm.config.application import IngressConfig
 from raylm.config.serving import HttpConfig
 from raylm.config.source import locate
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
+from raylm.serving.autoscaling import IngressDemand
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import DirectoryClient, ModelEntry
 from raylm.serving.identity.ledger import Claim, Reply
@@ -52,12 +53,20 @@ class OpenAIIngress:
         self._exchange.start()
         await self._catalog.caught_up(_CATCH_UP_S)
         self._checked = time.monotonic()
+        self._asked_at, self._worked = time.monotonic(), time.thread_time()
         self._drain = asyncio.get_running_loop().create_task(self._watch_for_drain())
 
     async def check_health(self) -> None:
         """An ingress is healthy without engines (it answers 503 until they are there), not without its catalog."""
         self._checked = time.monotonic()
         self._catalog.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What IngressPolicy scales by: open sequences, and how busy the event loop was since the last call."""
+        now, worked = time.monotonic(), time.thread_time()
+        busy = (worked - self._worked) / max(now - self._asked_at, 1e-3)
+        self._asked_at, self._worked = now, worked
+        return IngressDemand(self._catalog.num_open, busy).stats()
 
     def __serve_build_asgi_app__(self) -> Any:
         from raylm.serving.http import build_http_app

@@ -24,7 +24,7 @@ from raylm.engine.actor import EngineActor, EngineAddress
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
 from raylm.generation.served_model import EngineStats
-from raylm.serving.autoscaling import CAPACITY, RUNNING, WAITING
+from raylm.serving.autoscaling import Demand
 from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry
 from raylm.serving.metrics.ray_metrics import RayMetrics
 from raylm.serving.peers import engine_name, find_peers
@@ -80,11 +80,7 @@ class ModelReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What QueuePolicy scales by."""
-        return {
-            WAITING: float(self._load.waiting),
-            RUNNING: float(self._load.running),
-            CAPACITY: float(self._capacity),
-        }
+        return Demand.of(self._load, self._capacity).stats()
 
     async def __call__(self, request: Request) -> Response:
         """Behind HAProxy Serve opens a port here too. Nobody is led to it."""

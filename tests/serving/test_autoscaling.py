@@ -1,13 +1,31 @@
-"""From waiting and running requests to replicas."""
+"""From what replicas say to how many there are."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from raylm.config.application import IngressPolicyConfig, QueuePolicyConfig
+from raylm.core.load import Load
 from raylm.errors import ConfigError
-from raylm.serving.autoscaling import QueuePolicy, desired_replicas
+from raylm.serving.autoscaling import (
+    Demand,
+    IngressDemand,
+    IngressPolicy,
+    QueuePolicy,
+    desired_ingresses,
+    desired_replicas,
+)
+from tests.serving.autoscaling_sim import AT_REST, Step, reversals, simulate
+
+
+def demands(count: int, *, capacity: int = 64, **total: float) -> list[Demand]:
+    """What so many replicas say that share these totals."""
+    names = [name for name in Demand._fields if name != "capacity"]
+    return [Demand(capacity=capacity, **{name: total.get(name, 0) / count for name in names})] * count
 
 
 @pytest.mark.parametrize(
@@ -16,8 +34,9 @@ from raylm.serving.autoscaling import QueuePolicy, desired_replicas
         (1, 0, 0, 1),
         (1, 4, 64, 1),  # at the target
         (1, 5, 64, 2),  # over it
-        (1, 17, 64, 5),  # far over it: enough for all that wait
-        (3, 13, 192, 4),
+        (2, 11, 128, 3),
+        (1, 170, 64, 2),  # far over it: twice as many at once, and no more
+        (4, 29, 256, 8),
         (2, 0, 30, 1),  # one replica would be less than half full
         (2, 0, 40, 2),
         (2, 1, 0, 2),  # something waits: no scaling down
@@ -25,26 +44,116 @@ from raylm.serving.autoscaling import QueuePolicy, desired_replicas
     ],
 )
 def test_replicas_follow_the_queue(current, waiting, running, expected):
-    assert desired_replicas(current, waiting, running, target=4, capacity=64) == expected
+    found = demands(current, waiting=waiting, running=running)
+    assert desired_replicas(current, found, QueuePolicyConfig(target_queued_requests=4)) == expected
+
+
+def test_prompts_that_wait_seconds_in_the_queue_and_a_full_cache_add_replicas():
+    by_tokens = QueuePolicyConfig(target_queued_tokens=10_000)
+    assert desired_replicas(2, demands(2, waiting=2, waiting_tokens=25_000), by_tokens) == 3
+    assert desired_replicas(2, demands(2, waiting=2, waiting_tokens=20_000), by_tokens) == 2
+    by_time = QueuePolicyConfig(target_queue_s=1.0)
+    assert desired_replicas(2, demands(2, waiting=3, queue_s=3.0), by_time) == 3
+    assert desired_replicas(2, demands(2, waiting=3, queue_s=2.0), by_time) == 2
+    full = QueuePolicyConfig(max_kv_usage=0.9)
+    assert desired_replicas(2, demands(2, waiting=1, running=20, kv_usage=1.9), full) == 3
+    assert desired_replicas(2, demands(2, waiting=0, running=20, kv_usage=1.9), full) == 2, "nobody waits for it"
+    assert desired_replicas(2, demands(2, running=8, kv_usage=0.8), full) == 2, "one would be four fifths full"
+    assert desired_replicas(2, demands(2, running=8, kv_usage=0.4), full) == 1
+
+
+def context(found, current: int, policy=Demand, *, last=None, **more) -> SimpleNamespace:
+    def told(demands):
+        return {name: {str(at): getattr(one, name) for at, one in enumerate(demands)} for name in policy._fields}
+
+    series = {
+        name: {replica: [SimpleNamespace(value=-1.0), SimpleNamespace(value=value)] for replica, value in each.items()}
+        for name, each in told(found if last is None else last).items()
+    }
+    said = {"capacity_adjusted_min_replicas": 1, "total_num_requests": 0.0, "current_num_replicas": current}
+    return SimpleNamespace(
+        aggregated_metrics=told(found), raw_metrics=series, target_num_replicas=current, **(said | more)
+    )
 
 
 def test_the_policy_adds_up_what_replicas_report():
-    metrics = {
-        "waiting": {"a": 3.0, "b": 7.0},
-        "running": {"a": 64.0, "b": 64.0},
-        "capacity": {"a": 64.0, "b": 64.0},
-    }
-    context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=2)
-    assert QueuePolicy(target_queued_requests=4)(context)[0] == 3
+    busy, quiet = demands(2, waiting=10, running=128), demands(2, running=32)
+    assert QueuePolicy(target_queued_requests=4)(context(busy, 2))[0] == 3
     # Half of what one replica runs: one is enough.
-    quiet = metrics | {"waiting": {"a": 0.0, "b": 0.0}, "running": {"a": 32.0, "b": 0.0}}
-    assert QueuePolicy()(SimpleNamespace(aggregated_metrics=quiet, target_num_replicas=2))[0] == 1
-    unheard = SimpleNamespace(aggregated_metrics=None, target_num_replicas=3)
-    assert QueuePolicy()(unheard)[0] == 3
+    assert QueuePolicy()(context(quiet, 2))[0] == 1
+    assert QueuePolicy()(context([], 3))[0] == 3
+    nothing = SimpleNamespace(aggregated_metrics=None, raw_metrics=None, target_num_replicas=3)
+    assert QueuePolicy()(nothing)[0] == 3 and IngressPolicy()(nothing)[0] == 3
+
+
+def test_what_was_a_while_ago_and_what_is_only_now_change_nothing():
+    busy, quiet = demands(2, waiting=10, running=128), demands(2, running=32)
+    assert QueuePolicy()(context(busy, 2, last=quiet))[0] == 2
+    assert QueuePolicy()(context(quiet, 2, last=busy))[0] == 2
+    assert QueuePolicy()(context(demands(1, waiting=30, running=64), 2, current_num_replicas=1))[0] == 2, "one starts"
+
+
+def test_only_an_idle_model_that_may_sleeps():
+    zero = {"capacity_adjusted_min_replicas": 0}
+    assert QueuePolicy()(context(demands(1), 1, **zero))[0] == 0
+    assert QueuePolicy()(context(demands(1), 1))[0] == 1
+    assert QueuePolicy()(context(demands(1, running=0.01), 1, last=demands(1), **zero))[0] == 1
+    assert QueuePolicy()(context(demands(1), 1, total_num_requests=1.0, **zero))[0] == 1, "somebody waits for it"
+    assert QueuePolicy()(context(demands(2), 2, **zero))[0] == 1, "the last one goes by itself"
+
+
+def test_what_a_replica_says():
+    load = Load(3, 2, 0.5, waiting_tokens=70, queue_s=1.5)
+    said = Demand.of(load, 8).stats()
+    assert said == {
+        "waiting": 2.0, "running": 3.0, "capacity": 8.0, "waiting_tokens": 70.0, "queue_s": 1.5, "kv_usage": 0.5
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("current", "open_requests", "busy", "expected"),
+    [
+        (1, 100, 0.3, 1),
+        (1, 257, 0.3, 2),
+        (1, 100, 0.8, 2),
+        (1, 5000, 1.0, 2),  # twice as many at once
+        (2, 100, 0.3, 1),
+        (2, 100, 0.5, 2),  # one would be busier than half of the target
+        (3, 250, 0.6, 2),
+    ],
+)
+def test_ingresses_follow_requests_and_work(current, open_requests, busy, expected):
+    found = [IngressDemand(open_requests / current, busy / current)] * current
+    assert desired_ingresses(current, found, IngressPolicyConfig()) == expected
+    assert IngressPolicy()(context(found, current, IngressDemand))[0] == expected
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ConfigError, match=r"'target' is unknown; allowed keys: target_queued_requests"):
+    with pytest.raises(ConfigError, match=r"'target' is unknown .*allowed keys: max_kv_usage, target_queue_s"):
         QueuePolicy(target=4)
     with pytest.raises(ConfigError, match="'target_queued_requests' has the value 0: input should be greater than 0"):
         QueuePolicy(target_queued_requests=0)
+    with pytest.raises(ConfigError, match="'busy' is unknown .*allowed keys: max_busy, target_open_requests"):
+        IngressPolicy(busy=1)
+
+
+def test_a_load_step_adds_replicas_once_and_takes_them_away_once():
+    found = simulate([Step(0, 0.3), Step(60, 1.6), Step(360, 0.3)], seconds=1100)
+    assert reversals(found) == 1
+    assert found[-1].target == 1
+    # What waits while the second one starts brings more of them.
+    assert max(sample.target for sample in found) <= 5
+    assert max(sample.waiting for sample in found if sample.at > 200) == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rates=st.lists(st.floats(0.05, 6.0), min_size=1, max_size=4),
+    start_s=st.floats(1, 90),
+)
+def test_each_change_of_load_turns_the_number_at_most_once(rates, start_s):
+    steps = [Step(index * AT_REST, rate) for index, rate in enumerate(rates)]
+    found = simulate(steps, seconds=AT_REST * len(rates), start_s=start_s)
+    for index in range(len(rates)):
+        part = [sample for sample in found if index * AT_REST <= sample.at < (index + 1) * AT_REST]
+        assert reversals(part) <= 1, (rates, start_s)

@@ -110,8 +110,9 @@ def written(folder, data):
         ),
         (
             scaled({"policy": {"policy_function": POLICY, "policy_kwargs": {"target": 3}}}),
-            "deployments.0.autoscaling_config.policy.policy_kwargs: key 'target' is unknown; allowed keys: "
-            "target_queued_requests",
+            "deployments.0.autoscaling_config.policy.policy_kwargs: key 'target' is unknown (did you mean "
+            "'target_queue_s'?); allowed keys: "
+            "max_kv_usage, target_queue_s, target_queued_requests, target_queued_tokens",
         ),
         (
             scaled({"policy": {"policy_function": POLICY}, "upscale_delay": 3}),
@@ -119,7 +120,7 @@ def written(folder, data):
         ),
         (
             scaled({"policy": {"policy_function": POLICY}, "min_replicas": 0}),
-            "deployments.0.autoscaling_config.min_replicas is 0; at least 1",
+            "deployments.0.autoscaling_config.min_replicas is 0, and initial_replicas None; write initial_replicas: 1",
         ),
         (
             scaled({"policy": {"policy_function": POLICY}, "max_replicas": 0}),

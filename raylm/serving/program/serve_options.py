@@ -38,7 +38,11 @@ def _check_autoscaling(config: dict[str, Any], name: str, *, source: str) -> Non
                 f"that wait in its engines: policy: {{policy_function: {POLICY_PATH!r}, policy_kwargs: {{"
                 "target_queued_requests: 4}}"
             )
-        if config.get("min_replicas") == 0:
-            raise ConfigError(f"{place}.min_replicas is 0; at least 1: without an engine no request waits in one")
+        if config.get("min_replicas") == 0 and not config.get("initial_replicas"):
+            raise ConfigError(
+                f"{place}.min_replicas is 0, and initial_replicas {config.get('initial_replicas')}; write "
+                "initial_replicas: 1, so that the model starts once: only then is it known what it takes, and a model "
+                "that cannot start is not found out by the first request"
+            )
         parse(QueuePolicyConfig, policy.get("policy_kwargs") or {}, source=f"{place}.policy.policy_kwargs")
     parse_foreign(AutoscalingConfig, config, source=place)
