@@ -42,6 +42,10 @@ class Patience:
         self._seen.append(_Step(step.num_tokens, now - max(step.seconds, self._answered_at)))
         self._answered_at = now
 
+    def resumed(self, now: float) -> None:
+        """The workers did something else until now: that counts for no step."""
+        self._answered_at = now
+
     @property
     def limit_s(self) -> float:
         """What the oldest step under way may take from when it is waited for. Read by any thread."""

@@ -231,6 +231,7 @@ class RayExecutor:
             return self._started().tell(op, look=self.check, deadline=time.monotonic() + self._order_limit_s)
         finally:
             self._order_limit_s = 0.0
+            self._patience.resumed(time.monotonic())
 
     def prepare(self, structure: StructuredOutput) -> _Preparing:
         # The workers of the last stage alone sample, and keep grammars.

@@ -37,8 +37,12 @@ class StepProfiler:
             return "runtime.profile_folder is not set: nothing is recorded"
         if self._recording is not None:
             return "steps are being recorded already"
-        self._recording = profile(activities=self._activities)
-        self._recording.start()
+        recording = profile(activities=self._activities)
+        try:
+            recording.start()
+        except RuntimeError as error:  # another program has the GPU's counters
+            return f"nothing is recorded: {error}"
+        self._recording = recording
         self._steps_left = num_steps
         return "recording" if num_steps is None else f"recording {num_steps} steps"
 
@@ -64,7 +68,12 @@ class StepProfiler:
         if ProfilerActivity.CUDA in self._activities:
             # What the device has been given belongs to the steps that were recorded.
             torch.cuda.synchronize()
-        recording.stop()
+        try:
+            recording.stop()
+        except RuntimeError as error:
+            self._said = f"nothing was recorded: {error}"
+            logger.warning("%s", self._said)
+            return
         name = f"worker-{self._rank}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json.gz"
         self._writing = threading.Thread(
             target=self._write, args=(recording, Path(self._folder) / name), name="raylm-trace", daemon=True

@@ -61,6 +61,14 @@ def test_a_step_begins_when_the_one_before_has_ended() -> None:
     assert limit_of(patience, 64, 16.0) == pytest.approx(24.0)
 
 
+def test_what_workers_do_besides_counts_for_no_step() -> None:
+    patience = Patience(1.0)
+    patience.sent(64, 0.0)
+    patience.resumed(100.0)
+    patience.answered(100.2)
+    assert limit_of(patience, 64, 101.0) == 1.0
+
+
 @given(st.lists(st.tuples(st.integers(1, 8192), st.floats(0.001, 100.0)), max_size=30), st.integers(1, 8192))
 def test_steps_that_slow_down_threefold_are_never_taken_for_a_hang(
     steps: list[tuple[int, float]], num_tokens: int

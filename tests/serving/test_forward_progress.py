@@ -5,6 +5,7 @@ Engines without a model, behind real Serve: the first step that is asked for tak
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 
 if TYPE_CHECKING:
@@ -72,6 +74,25 @@ def test_an_engine_whose_thread_hangs_in_a_step_is_replaced(served: Served) -> N
             asked.cancel()
             served.deploy(served.changed())  # It may wait for a successor, which would hang as well.
         assert asked.cancelled() or asked.result().status_code == 503
+
+
+def test_an_engine_that_is_stopped_while_idle_is_replaced(served: Served) -> None:
+    with with_engine(served, "10:0:0:0") as url:
+        assert complete(url, 4).status_code == 200
+        before = engine_ids(url)
+        stacks = httpx.post(f"{url}/v1/admin/stacks?model={NAME}", timeout=60).json()["processes"]
+        (pid,) = [each["pid"] for each in stacks if each["process"].startswith(f"engine {min(before)}")]
+        stopped = psutil.Process(pid)
+        stopped.send_signal(signal.SIGSTOP)
+        stacks = httpx.post(f"{url}/v1/admin/stacks?model={NAME}", timeout=60).json()["processes"]
+        (silent,) = [each for each in stacks if each["process"].startswith(f"engine {min(before)}")]
+        assert silent["error"].startswith("it has not answered within 10 s")
+        begin = time.monotonic()
+        while engine_ids(url) & before or httpx.get(f"{url}/ready?model={NAME}").status_code != 200:
+            assert time.monotonic() - begin < 120, "no other engine came"
+            time.sleep(0.5)
+        assert complete(url, 4).status_code == 200
+        stopped.wait(30)
 
 
 def test_a_saturated_engine_is_left_alone(served: Served) -> None:

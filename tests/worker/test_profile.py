@@ -89,6 +89,21 @@ def test_a_folder_that_cannot_be_written_costs_no_step(model: Path, tmp_path: Pa
     engine.shutdown()
 
 
+def test_a_profiler_that_cannot_start_costs_no_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: object) -> None:
+        raise RuntimeError("the counters are in use")
+
+    monkeypatch.setattr("torch.profiler.profile.start", start)
+    engine = make_engine(model, tmp_path)
+    assert engine.control(StartProfile()) == ["nothing is recorded: the counters are in use"]
+    assert engine.control(StopProfile()) == ["nothing is recorded"]
+    engine.add(["a"], [5], PARAMS)
+    assert engine.step()
+    engine.shutdown()
+
+
 def test_offline_use_has_it_too(model: Path, tmp_path: Path) -> None:
     config = {"model": {"path": str(model), "max_model_len": 64}, "cache": {"num_blocks": 33}}
     runtime = {"device": "cpu", "num_threads": 1, "profile_folder": str(tmp_path)}
