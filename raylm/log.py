@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from datetime import UTC, datetime
 
+Field = str | int | float | None
+_EVENT, _FIELDS = "raylm_event", "raylm_fields"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -13,15 +17,47 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("raylm") else f"raylm.{name}")
 
 
-def configure(level: str = "INFO") -> None:
-    """Print raylm's log lines to stderr. Called by programs (cli, actors), never by the library."""
+def configure(level: str = "INFO", *, as_json: bool = False) -> None:
+    """Print raylm's log lines to stderr, as JSON objects where asked. Called by programs (cli, actors), never by the
+    library."""
     logger = logging.getLogger("raylm")
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(_FORMAT))
-        logger.addHandler(handler)
+        logger.addHandler(logging.StreamHandler())
         logger.propagate = False
+        logger.handlers[0].setFormatter(JsonLines() if as_json else logging.Formatter(_FORMAT))
+    elif as_json:
+        logger.handlers[0].setFormatter(JsonLines())
     logger.setLevel(level)
+
+
+def event(logger: logging.Logger, name: str, **fields: Field) -> None:
+    """One line for something that happened, with its fields; those that are None are left out."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    told = {key: value for key, value in fields.items() if value is not None}
+    words = " ".join(f"{key}={_word(value)}" for key, value in told.items())
+    logger.info("%s %s", name, words, extra={_EVENT: name, _FIELDS: told})
+
+
+def _word(value: Field) -> str:
+    """A line of text stays one line, whatever a client puts into a path."""
+    word = str(value)
+    return word if word.isprintable() and " " not in word else json.dumps(word)
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line: time (UTC), level, logger and message, or the event and its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {"time": at, "level": record.levelname, "logger": record.name}
+        if (name := getattr(record, _EVENT, None)) is not None:
+            line |= {"event": name, **getattr(record, _FIELDS)}
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 class Laps:

@@ -81,7 +81,7 @@ class Answering:
         # Ids of clients may be those of others: an engine gets its own.
         own_id = draft.reply_id or draft.id_prefix + uuid4().hex
         reply = Reply(answer.name.reply_id(draft.id_prefix) or own_id, int(time.time()), model.name)
-        origin = Origin(own_id, call.started, draft.continues_prompt, answer.logprobs, draft.reading)
+        origin = Origin(own_id, call.started, draft.continues_prompt, answer.logprobs, draft.reading, call.record)
         generation = Generation(model, job, self._metrics.model(model.name), origin)
         tally = Tally(job.prompt_tokens, call.started)
         encoder = draft.encoder(reply, job)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from raylm.api.identity import Identity
+from raylm.generation.record import Record
 
 Events = AsyncGenerator[bytes, None]
 """An answer that is streamed: server-sent events, or lines, as the operation says."""
@@ -19,6 +20,7 @@ class Call:
     body: emptied as soon as it has been read, where it is a bytearray.
     headers: of HTTP, names in small letters. path: the values that stand in the operation's path.
     query: those of the URL's query. started: when it arrived (perf_counter). request_id: what logs call it.
+    record: what is remembered of it, where somebody wants that.
     """
 
     body: bytes | bytearray = b""
@@ -28,3 +30,4 @@ class Call:
     query: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=perf_counter)
     request_id: str = ""
+    record: Record | None = None

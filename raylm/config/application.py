@@ -12,6 +12,7 @@ from raylm.config.engine import EngineConfig
 from raylm.config.files import find_config, read_config
 from raylm.config.mcp import McpConfig
 from raylm.config.metrics import MetricsConfig
+from raylm.config.observing import LogConfig, TracingConfig
 from raylm.config.responses import ResponsesConfig
 from raylm.config.routing import RoutingConfig
 from raylm.config.serving import HttpConfig
@@ -29,6 +30,8 @@ class IngressConfig(FrozenConfig):
     mcp: McpConfig = McpConfig()
     routing: RoutingConfig = RoutingConfig()
     metrics: MetricsConfig = MetricsConfig()
+    log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     drain_timeout_s: float = Field(default=60.0, ge=0)
     """An ingress that is going lets its requests end for this many seconds, then ends them with an error."""
 

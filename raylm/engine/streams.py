@@ -30,6 +30,10 @@ class Sequences:
         self._is_admitted = False
         self._arrived = asyncio.Event()
 
+    @property
+    def engine_id(self) -> str:
+        return ""
+
     async def admitted(self) -> None:
         """Return once the engine has taken the request into its queue.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import NamedTuple
 
 from raylm.core.step import Logprobs, TokenDelta
@@ -24,6 +25,7 @@ from raylm.generation.listing import (
 from raylm.generation.merge import merged
 from raylm.generation.metering import ChoiceMeter, ModelMetrics
 from raylm.generation.reader import ChoiceReader, Reading
+from raylm.generation.record import Record
 from raylm.generation.served_model import Deltas, ServedModel, Text, TextPiece, TextPieces
 from raylm.text.stop import StopTable
 
@@ -40,6 +42,7 @@ class Origin(NamedTuple):
     continues_prompt: its texts go on from the prompt's, as those of a chat do not.
     logprobs: what its choices say of log probabilities.
     reading: how what the model wrote becomes pieces; None: all of it is text.
+    record: of its HTTP request, where somebody wants one.
     """
 
     reply_id: str
@@ -47,6 +50,7 @@ class Origin(NamedTuple):
     continues_prompt: bool
     logprobs: LogprobForm = LogprobForm()
     reading: Reading | None = None
+    record: Record | None = None
 
 
 class Generation:
@@ -54,6 +58,8 @@ class Generation:
 
     def __init__(self, model: ServedModel, job: Job, metrics: ModelMetrics, origin: Origin) -> None:
         gate = asyncio.Semaphore(_MAX_ON_THE_WAY)
+        if origin.record is not None:
+            origin.record.has_prompts(model.name, job.prompt_tokens)
         # All choices share one table of stop strings.
         stops = model.text.stop_table(job.prompts[0].params)
         self._prompts = [
@@ -127,6 +133,7 @@ class _Prompt:
         self._metrics = metrics
         self._text = model.text
         self._logprobs = origin.logprobs
+        self._record = origin.record
         self._live = {
             f"{origin.reply_id}-{index}": _Sequence(
                 index,
@@ -155,6 +162,8 @@ class _Prompt:
                     if self._is_aborted:
                         self._deltas.abort()
                     await self._admit(self._deltas)
+                    if self._record is not None:
+                        self._record.runs_at(self._deltas.engine_id)
         return self._deltas
 
     async def _admit(self, deltas: Deltas) -> None:
@@ -173,17 +182,32 @@ class _Prompt:
             deltas = await self.admitted()
             async for arrived in deltas:
                 for delta in (arrived,) if self._early is None else await self._after_prompt(arrived):
-                    gained = live[delta.request_id].push(delta)
+                    gained = self._push(delta, deltas)
                     if is_new:
                         self._metrics.prompt_begun(len(self._job.prompt_ids), self._job.params)
                         is_new = False
                     if gained.finish_reason is not None:
                         # Before the yield: a stop string must free the engine before a slow client has read.
                         deltas.end(delta.request_id)
-                        live.pop(delta.request_id).meter.finished(gained.finish_reason)
+                        self._finished(live.pop(delta.request_id), gained.finish_reason)
                     yield gained
             if live:
                 raise EngineDeadError("The engine ended a completion without a reason")
+
+    def _push(self, delta: TokenDelta, deltas: Deltas) -> ChoiceDelta:
+        record = self._record
+        if record is None:
+            return self._live[delta.request_id].push(delta)
+        began = perf_counter()
+        gained = self._live[delta.request_id].push(delta)
+        record.gained(gained, delta.waited, perf_counter() - began)
+        record.runs_at(deltas.engine_id)
+        return gained
+
+    def _finished(self, sequence: _Sequence, reason: str) -> None:
+        sequence.meter.finished(reason)
+        if self._record is not None:
+            self._record.finish_reasons.append(reason)
 
     async def _after_prompt(self, delta: TokenDelta) -> list[TokenDelta]:
         """The deltas that may go on. The first delta of the first sequence has what the engine says of the prompt, with
@@ -208,7 +232,7 @@ class _Prompt:
         if self._deltas is not None:
             await self._deltas.aclose()
         for sequence in self._live.values():
-            sequence.meter.finished(self._outcome)
+            self._finished(sequence, self._outcome)
         self._live.clear()
 
     @contextmanager
@@ -217,6 +241,8 @@ class _Prompt:
             yield
         except Exception as error:
             self._outcome = "deadline" if isinstance(error, DeadlineExceeded) else "error"
+            if self._record is not None:
+                self._record.error = type(error).__name__
             raise
 
 

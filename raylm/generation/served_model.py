@@ -88,6 +88,11 @@ class Deltas(Protocol):
     EngineDeadError, which may also come after tokens.
     """
 
+    @property
+    def engine_id(self) -> str:
+        """The engine that has it, or had it last; empty before, and where there is but one."""
+        ...
+
     async def admitted(self) -> None:
         """Return once the engine has taken the request into its queue; raises as the deltas do."""
         ...

@@ -24,6 +24,7 @@ from raylm.executor.cluster import plan_worker, wait_for_room
 from raylm.executor.placement import REPLICA_CPUS
 from raylm.serving.identity.keys import read_keys
 from raylm.serving.ingress import OpenAIIngress
+from raylm.serving.observing.observers import check_tracing
 from raylm.serving.replica import ModelReplica
 
 INGRESS_CPUS = 0.1
@@ -54,6 +55,7 @@ def ingress_application(config: IngressConfig) -> Application:
         read_keys(keys)
     if (tenants := config.http.tenants_file) is not None:
         load_yaml(TenantsConfig, tenants)
+    check_tracing(config.tracing)
     if config.responses.enabled:
         # An unreadable url_file is told before anything starts.
         config.responses.database_url()

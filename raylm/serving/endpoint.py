@@ -17,10 +17,12 @@ from raylm.api.dialect import OPENAI, Dialect
 from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
 from raylm.config.serving import HttpConfig
+from raylm.generation.record import Record
 from raylm.serving.answers import Answer, Responder
 from raylm.serving.identity.callers import Callers
 from raylm.serving.identity.keys import check_scope
 from raylm.serving.metrics.http_counts import NO_HANDLER, HttpCounts
+from raylm.serving.observing.watch import RECORD
 from raylm.serving.request_id import request_id
 from raylm.serving.streams import DisconnectGuard
 
@@ -90,6 +92,7 @@ class Endpoint:
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, responder: Responder
     ) -> None:
         method = scope["method"]
+        record: Record | None = scope.get(RECORD)
         if method == "OPTIONS":
             # A preflight of CORS has been answered before; this is a client that asks what there is.
             await responder.reply(Answer(b"", headers=(self._allow("OPTIONS"),)))
@@ -105,12 +108,18 @@ class Endpoint:
             path=scope["path_params"],
             query=dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)),
             request_id=responder.request_id,
+            record=record,
         )
+        if record is not None:
+            record.is_look = route.scope is None
+            record.tenant = identity.tenant
         responder.also = identity.quota.headers
         if route.is_counted:
             await identity.quota.begin()
         if method == "POST":
             call.body = await read_body(receive, headers, self._config.max_body_bytes)
+            if record is not None:
+                record.received = perf_counter()
             async with DisconnectGuard(receive):
                 await responder.reply(await route.run(call))
             return

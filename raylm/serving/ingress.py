@@ -24,6 +24,9 @@ from raylm.serving.identity.ledger import Claim, Reply
 from raylm.serving.identity.shares import Exchange, Shares
 from raylm.serving.metrics.exchange import MetricsExchange
 from raylm.serving.metrics.ray_metrics import RayMetrics
+from raylm.serving.observing.observers import observers
+from raylm.serving.observing.throughput import Throughput
+from raylm.serving.observing.watch import RequestWatch
 from raylm.serving.replica_state import is_stopping
 from raylm.text.processor import TextProcessor
 
@@ -38,7 +41,7 @@ class OpenAIIngress:
     channel, never through Serve handles."""
 
     async def __init__(self, config: IngressConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        log.configure()
+        log.configure(as_json=config.log.format == "json")
         self._config = config
         directory = DirectoryClient(config.endpoint)
         self._catalog = LiveCatalog(directory, _load_text, partial(load_grammars, config.http), config.routing)
@@ -55,6 +58,9 @@ class OpenAIIngress:
         self._checked = time.monotonic()
         self._asked_at, self._worked = time.monotonic(), time.thread_time()
         self._drain = asyncio.get_running_loop().create_task(self._watch_for_drain())
+        if config.log.throughput_every_s:
+            lines = Throughput(self._catalog.stats).run(config.log.throughput_every_s)
+            self._throughput = asyncio.get_running_loop().create_task(lines)
 
     async def check_health(self) -> None:
         """An ingress is healthy without engines (it answers 503 until they are there), not without its catalog."""
@@ -73,7 +79,9 @@ class OpenAIIngress:
 
         config = self._config
         shares = Shares(directory_exchange(config.endpoint))
-        return build_http_app(self._catalog, config.http, config.responses, config.mcp, shares, self._exchange)
+        app = build_http_app(self._catalog, config.http, config.responses, config.mcp, shares, self._exchange)
+        watching = observers(config.log, config.tracing)
+        return RequestWatch(app, watching) if watching else app
 
     async def _watch_for_drain(self) -> None:
         """End the requests that outlive the drain with an error. Serve tells a replica nothing of its drain: it only

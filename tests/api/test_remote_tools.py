@@ -12,12 +12,16 @@ import openai
 import pytest
 import uvicorn
 from mcp.server.mcpserver import MCPServer
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
 from raylm.config.mcp import McpConfig
+from raylm.config.observing import TracingConfig
 from raylm.core.step import TokenDelta
+from raylm.serving.observing.tracing import Tracing
+from raylm.serving.observing.watch import RequestWatch
 from tests.api.test_responses import HERMES, client_of, prompt_of
 from tests.support.openai_fakes import ByteText, Server, said
 from tests.support.ports import free_port
@@ -116,6 +120,26 @@ async def test_a_tool_is_listed_called_and_answered_with(url):
     assert "<|im_start|>tool\n5<|im_end|>" in prompt_of(server, 1)
     lengths = [len(request.prompt_ids) for request in server.generator.requests]
     assert response.usage.input_tokens == sum(lengths)
+
+
+async def test_a_trace_goes_on_at_the_tools_server():
+    seen = []
+
+    def noting(app):
+        async def noted(scope, receive, send):
+            seen.append(dict(scope.get("headers", ())).get(b"traceparent"))
+            await app(scope, receive, send)
+
+        return noted
+
+    async with listening(noting(tools_server().streamable_http_app(stateless_http=True, json_response=True))) as base:
+        server = server_of(f"{base}/mcp")
+        InTurn(server, call_of("add", a=2, b=3), "It is 5.")
+        tracing = Tracing(TracingConfig(), InMemorySpanExporter())
+        server.http._transport.app = RequestWatch(server.app, [tracing])
+        await client_of(server).responses.create(model="tiny", input="2+3?", tools=[MATH])
+        tracing.close()
+    assert any(given is not None and given.startswith(b"00-") for given in seen)
 
 
 async def test_the_events_of_a_call(url):

@@ -148,7 +148,7 @@ def test_a_wrong_model_application_says_so(args, message):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http, mcp, responses"),
+        ({"models": []}, "'models' is unknown; allowed keys: drain_timeout_s, endpoint, http, "),
         ({"drain_timeout_s": -1}, "'drain_timeout_s' has the value -1"),
         (
             {"http": {"api_keys_file": "keys.txt"}},

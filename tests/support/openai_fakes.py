@@ -157,6 +157,8 @@ class ScriptedGenerator:
 class ScriptedDeltas:
     """The deltas of one prompt's sequences, in turn."""
 
+    engine_id = "scripted"
+
     def __init__(self, generator: ScriptedGenerator, asked: Asked) -> None:
         self._generator = generator
         self._number = len(generator.requests) - 1

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from raylm.api.errors import HttpError
@@ -46,6 +47,9 @@ class Listing(NamedTuple):
     server: RemoteServer
     tools: list[Tool]
     listed: list[Item]
+
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class RemoteTools:
@@ -117,8 +121,10 @@ class RemoteTools:
                 logger.warning("a tool of the MCP server %s is left out: %s", server.label, error)
         return Listing(server, tools, shown)
 
-    async def call(self, label: str, name: str, arguments: str) -> tuple[str | None, str | None]:
-        """What a call gives: its output, or why there is none."""
+    async def call(
+        self, label: str, name: str, arguments: str, *, traceparent: str = ""
+    ) -> tuple[str | None, str | None]:
+        """What a call gives: its output, or why there is none. `traceparent`: W3C's header, where there is a trace."""
         try:
             given = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -132,11 +138,13 @@ class RemoteTools:
             return (None, text or "The tool failed") if result.is_error else (text, None)
 
         try:
-            return await self._ask(label, called)
+            return await self._ask(label, called, {"traceparent": traceparent} if traceparent else {})
         except _NoAnswer as error:
             return None, str(error)
 
-    async def _ask(self, label: str, work: Callable[[Client], Awaitable[Result]]) -> Result:
+    async def _ask(
+        self, label: str, work: Callable[[Client], Awaitable[Result]], also: Mapping[str, str] = _NO_HEADERS
+    ) -> Result:
         """Connect to a server, ask, and leave. Raises _NoAnswer."""
         if find_spec("mcp") is None:
             logger.error("MCP servers need the extra: pip install -e '.[mcp]'")
@@ -146,7 +154,7 @@ class RemoteTools:
         config = self._config.servers[label]
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                async with connected(config.url, config.headers(), self._config) as client:
+                async with connected(config.url, {**config.headers(), **also}, self._config) as client:
                     return await work(client)
         except TimeoutError:
             raise _NoAnswer(f"no answer for {self._config.timeout_s:g} s") from None

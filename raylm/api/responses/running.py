@@ -20,6 +20,7 @@ from raylm.api.responses.wire import Response
 from raylm.api.responses.writer import ResponseWriter
 from raylm.api.running_requests import RunningRequests
 from raylm.generation.choices import Counts, Tally
+from raylm.generation.record import Record
 from raylm.generation.running import Generation, Origin
 
 _ITEM_BYTES = 512
@@ -55,6 +56,7 @@ class ResponseRun:
         self._writer = ResponseWriter(response, asked.remote)
         self._tallies: list[Tally] = []
         self._generation: Generation | None = None
+        self._record: Record | None = None
         self._num_calls = 0
         self._room = AsyncExitStack()
         """What the round in hand has reserved of the tenant's limits."""
@@ -62,11 +64,12 @@ class ResponseRun:
         self.error: HttpError | None = None
         """What ended it, if anything did."""
 
-    async def admit(self, machine: Machine, request_id: str = "") -> None:
+    async def admit(self, machine: Machine, request_id: str = "", record: Record | None = None) -> None:
         """Return once the engine has taken it. Raises what is wrong with it, and why no engine takes it. `request_id`:
-        another name than its id, by which the client may end it."""
+        another name than its id, by which the client may end it. `record`: of the HTTP request that asked for it."""
         self._machine = machine
         self._names = (self.response.id, request_id)
+        self._record = record
         self._generation = await self._begin(self._prompt)
 
     async def _begin(self, prompt: Prompt) -> Generation:
@@ -78,7 +81,7 @@ class ResponseRun:
             reserved(self._asked.identity.quota, job, asking.wanted.limit, self._tallies[-1])
         )
         name = f"{self.response.id}-{number}" if number else self.response.id
-        origin = Origin(name, self._started, False, asking.answer.logprobs, prompt.reading)
+        origin = Origin(name, self._started, False, asking.answer.logprobs, prompt.reading, self._record)
         generation = Generation(model, job, self._machine.metrics.model(model.name), origin)
         try:
             await generation.admitted()
@@ -137,7 +140,8 @@ class ResponseRun:
         if limit is not None and self._num_calls > limit:
             call.finish(None, f"max_tool_calls is {limit}: no more calls are made")
         else:
-            call.finish(*await self._remote.tools.call(call.tool.server, call.tool.name, call.arguments))
+            tool, trace = call.tool, "" if self._record is None else self._record.traceparent
+            call.finish(*await self._remote.tools.call(tool.server, tool.name, call.arguments, traceparent=trace))
         return self._writer.close(call)
 
     async def _next_round(self, *, is_last: bool) -> None:

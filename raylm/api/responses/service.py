@@ -63,7 +63,7 @@ class Responses:
         created = await self._creation.created(call.body, origin)
         run, fields = created.run, created.fields
         try:
-            await run.admit(self._machine, call.request_id)
+            await run.admit(self._machine, call.request_id, call.record)
             store = await self._stored(created, call.identity)
         except BaseException:
             await run.aclose()

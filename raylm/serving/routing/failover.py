@@ -121,6 +121,11 @@ class Journey:
         self._loss: RequestLost | None = None
         self._farewell: deque[TokenDelta] = deque()
 
+    @property
+    def engine_id(self) -> str:
+        """The engine that has it, or had it last; empty before."""
+        return "" if self._choice is None else self._choice.engine.entry.engine_id
+
     async def admitted(self) -> None:
         """Return once an engine has taken the request into its queue; while there is none, after two seconds.
 
