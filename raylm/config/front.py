@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from raylm.config.base import FrozenConfig
+
+_MAX_SOCKET_PATH = 100
+
+
+class TlsConfig(FrozenConfig):
+    """HTTPS instead of HTTP. The files are read again when they change; connections that are open go on."""
+
+    certificate: str
+    """A file in PEM on every node: the server's certificate, behind it those between it and its authority."""
+    key: str
+    """A file in PEM on every node: the certificate's private key, without a password. It may be the same file."""
+    min_version: Literal["1.2", "1.3"] = "1.2"
+    """The lowest version of TLS."""
+
+    @field_validator("certificate", "key")
+    @classmethod
+    def _are_the_same_for_all(cls, path: str) -> str:
+        return absolute(path)
+
+
+class UnixSocketConfig(FrozenConfig):
+    """A socket of this machine, beside the port, on which HTTP is spoken without TLS."""
+
+    path: str
+    """Where it is made; its folder must be there."""
+    mode: str = Field(default="660", pattern=r"^[0-7]{3}$")
+    """Who may connect: the socket's permissions, in octal. Whoever may write to it may."""
+
+    @field_validator("path")
+    @classmethod
+    def _fits(cls, path: str) -> str:
+        if len(path.encode()) > _MAX_SOCKET_PATH:
+            raise ValueError(f"must have at most {_MAX_SOCKET_PATH} bytes, the most that the system allows")
+        return absolute(path)
+
+
+def absolute(path: str) -> str:
+    """Raises ValueError where a path depends on where who reads it runs."""
+    if not os.path.isabs(path):
+        raise ValueError("must be an absolute path: processes that read it run elsewhere")
+    return path
 
 
 class FrontConfig(FrozenConfig):
@@ -27,6 +70,10 @@ class FrontConfig(FrozenConfig):
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks (10.0.0.0/8) of load balancers in front. Their connections are not counted. Counted are the
     open requests of each client, which is the last address in X-Forwarded-For; over the limit they get 429."""
+    tls: TlsConfig | None = None
+    """None: plain HTTP."""
+    unix_socket: UnixSocketConfig | None = None
+    """None: the port alone."""
     proxy_protocol: bool = False
     """The trusted proxies begin each connection with the PROXY protocol: clients are counted by the address in it."""
 

@@ -36,13 +36,16 @@ sys.stdin.read()
 
 class Backend(http.server.ThreadingHTTPServer):
     """An application: /text answers 400 in plain text, /missing 404; /stream waits for `go_on` after its first
-    piece; /die closes the connection without an answer."""
+    piece; /endless goes on until its client has `left`, and counts the bytes that it has sent; /die closes the
+    connection without an answer."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.go_on = threading.Event()
+        self.left = threading.Event()
+        self.num_sent = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -64,12 +67,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"5\r\nfirst\r\n")
             self.server.go_on.wait(60)
             self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
+        elif self.path == "/endless":
+            self._stream_on()
         elif self.path == "/die":
             self.close_connection = True
         elif self.path.endswith(("/text", "/missing")):
             self._answer(400 if self.path.endswith("text") else 404, b"Invalid HTTP request received.", "text/plain")
         else:
             self._answer(200, self.path.encode(), "application/json")
+
+    def _stream_on(self) -> None:
+        """Until the client has gone."""
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b"400\r\n" + b"x" * 1024 + b"\r\n")
+                self.server.num_sent += 1024
+        except OSError:
+            self.server.left.set()
+            self.close_connection = True
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))

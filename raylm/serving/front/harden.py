@@ -29,11 +29,12 @@ class UnknownConfiguration(Exception):
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """HAProxy's own admin socket, the folder of its error files, and by address the number of the listening socket that
-    it inherits."""
+    it inherits. `certificate`: the file of certificate and key; "": there is no TLS."""
 
     admin_socket: str
     errors: str
     sockets: Mapping[str, int]
+    certificate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,9 @@ def _without(section: Section, *beginnings: str) -> list[str]:
 def _global(section: Section, settings: FrontSettings, around: Surroundings) -> list[str]:
     return [
         *_without(section, "stats socket", "maxconn"),
-        # Enough for what Serve asks (`show ...`), and no more.
-        f"    stats socket {around.admin_socket} mode 600 level operator",
+        # `show ...`, which is all that Serve may, needs an operator; to change a certificate, as the program does, an
+        # admin.
+        f"    stats socket {around.admin_socket} mode 600 level {'admin' if around.certificate else 'operator'}",
         f"    maxconn {settings.max_connections}",
     ]
 
@@ -157,7 +159,7 @@ def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -
     lines: list[str] = []
     for line in section.lines:
         match = _BIND.fullmatch(line)
-        lines.append(f"    bind fd@{around.sockets[match[1]]}{match[2]}" if match else line)
+        lines += _binds(section, match, settings, around) if match else [line]
         if match:
             of_connections, of_requests = _limits(settings)
             lines += [*of_connections, *_request_ids(section), *of_requests]
@@ -168,6 +170,18 @@ def _frontend(section: Section, settings: FrontSettings, around: Surroundings) -
     if lines == list(section.lines):
         raise UnknownConfiguration(_MISSING.format("bind"))
     return lines
+
+
+def _binds(section: Section, match: re.Match[str], settings: FrontSettings, around: Surroundings) -> list[str]:
+    """Where clients are heard. Of TLS there is HTTP/1.1 alone: limits count connections, and one of HTTP/2 carries many
+    requests."""
+    bind = f"    bind fd@{around.sockets[match[1]]}{match[2]}"
+    if section.head != _HTTP:
+        return [bind]
+    if settings.tls is not None:
+        bind += f" ssl crt {around.certificate} ssl-min-ver TLSv{settings.tls.min_version} alpn http/1.1"
+    socket = settings.unix_socket
+    return [bind] if socket is None else [bind, f"    bind fd@{around.sockets[socket.path]}"]
 
 
 def _request_ids(section: Section) -> list[str]:

@@ -15,9 +15,10 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from raylm.config.base import load_yaml
-from raylm.config.front import FrontConfig
+from raylm.config.front import FrontConfig, TlsConfig
 from raylm.errors import ConfigError, RaylmError
-from raylm.serving.front.settings import FrontSettings
+from raylm.serving.front.settings import BadCertificate, FrontSettings, Tls, UnixSocket
+from raylm.serving.front.tls import check
 
 _ROOT = Path(__file__).resolve().parents[3]
 _MAIN = "import sys; sys.path.insert(0, {root!r}); from raylm.serving.front.program import main; main()"
@@ -57,6 +58,8 @@ def write_program(path: Path, config: FrontConfig) -> None:
         count_loopback=config.max_connections_per_client is not None,
         trusted_proxies=config.trusted_proxies,
         proxy_protocol=config.proxy_protocol,
+        tls=_tls(config.tls),
+        unix_socket=None if (unix := config.unix_socket) is None else UnixSocket(unix.path, int(unix.mode, 8)),
     )
     # Without site-packages, which it does not need and which cost time.
     words = [sys.executable, "-I", "-S", "-c", _MAIN.format(root=str(_ROOT)), settings.to_json()]
@@ -67,6 +70,17 @@ def write_program(path: Path, config: FrontConfig) -> None:
         raise ConfigError(f"{path}: cannot write the front's program: {error.strerror}") from None
     if not os.access(path, os.X_OK):
         raise ConfigError(f"{path}: the front's program cannot be executed there; set TMPDIR to a folder where it can")
+
+
+def _tls(config: TlsConfig | None) -> Tls | None:
+    if config is None:
+        return None
+    tls = Tls(config.certificate, config.key, config.min_version)
+    try:
+        check(tls)
+    except BadCertificate as error:
+        raise ConfigError(f"tls: {error}") from None
+    return tls
 
 
 def make_folder() -> Path:

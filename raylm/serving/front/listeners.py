@@ -4,7 +4,9 @@ HAProxy runs, connections wait in the system's queue instead of being refused.""
 from __future__ import annotations
 
 import json
+import os
 import socket
+import stat
 from dataclasses import dataclass
 
 _BACKLOG = 4096
@@ -25,6 +27,43 @@ class Handover:
     pid: int
     source: str
     sockets: dict[str, socket.socket]
+
+
+def listen_unix(path: str, mode: int) -> socket.socket:
+    """Listen on a socket of this machine, in the place of one that nobody listens on any more. Raises
+    CannotListen."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_dead(path)
+        # Nobody gets in before the permissions are right.
+        before = os.umask(0o777)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        os.chmod(path, mode)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise CannotListen(f"cannot listen on {path}: {error.strerror or error}") from None
+    return listener
+
+
+def _remove_dead(path: str) -> None:
+    """Raises OSError where there is something else, or somebody listens."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError("there is something else of this name")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_TIMEOUT_S)
+        try:
+            asking.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise OSError("another server listens there")
 
 
 def listen(address: str) -> socket.socket:

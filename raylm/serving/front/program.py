@@ -18,12 +18,16 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from raylm.serving.front import harden
 from raylm.serving.front.admin import AdminSocket, ask
 from raylm.serving.front.errors import write_error_files
-from raylm.serving.front.listeners import CannotListen, Handover, listen, take_over
-from raylm.serving.front.settings import FrontSettings
+from raylm.serving.front.listeners import CannotListen, Handover, listen, listen_unix, take_over
+from raylm.serving.front.settings import BadCertificate, FrontSettings, Tls
+
+if TYPE_CHECKING:
+    from raylm.serving.front.certificate import Certificate
 
 ORPHAN_S = 120.0
 """How long clients are served without a manager: Serve needs seconds for its successor, a minute on a busy machine."""
@@ -78,6 +82,7 @@ class Front:
         self._folder = os.path.dirname(command.config)
         self._haproxy_socket = os.path.join(self._folder, f"{os.getpid()}.sock")
         self._config = os.path.join(self._folder, f"{os.getpid()}.cfg")
+        self._certificate = _certificate(settings.tls, os.path.join(self._folder, f"{os.getpid()}.pem"))
         self._haproxy = 0
         self._started = 0.0
         self._restart_at: float | None = None
@@ -90,7 +95,7 @@ class Front:
         os.setpgid(0, 0)
 
     def run(self) -> int:
-        """The exit code. Raises UnknownConfiguration, CannotListen."""
+        """The exit code. Raises UnknownConfiguration, CannotListen, BadCertificate."""
         source = _read(self._command.config)
         path = harden.admin_socket(source)
         before = take_over(path)
@@ -99,6 +104,8 @@ class Front:
             source = before.source
         left = before.sockets if before else {}
         self._sockets = {address: left.get(address) or listen(address) for address in harden.listen_addresses(source)}
+        if (unix := self._settings.unix_socket) is not None:
+            self._sockets[unix.path] = left.get(unix.path) or listen_unix(unix.path, unix.mode)
         for listener in self._sockets.values():
             listener.set_inheritable(True)
         self._write(source)
@@ -114,8 +121,14 @@ class Front:
             self._serve(admin, source)
         finally:
             admin.close()
-            for leftover in (self._haproxy_socket, self._config):
+            for leftover in (
+                self._haproxy_socket,
+                self._config,
+                *([self._certificate.path] if self._certificate else []),
+            ):
                 _remove(leftover)
+            if self._settings.unix_socket is not None and self._ending:
+                _remove(self._settings.unix_socket.path)
         return 0
 
     def _write(self, source: str) -> None:
@@ -123,7 +136,11 @@ class Front:
         errors = os.path.join(self._folder, "errors")
         write_error_files(errors)
         numbers = {address: listener.fileno() for address, listener in self._sockets.items()}
-        around = harden.Surroundings(self._haproxy_socket, errors, numbers)
+        certificate = ""
+        if self._certificate is not None:
+            self._certificate.write()
+            certificate = self._certificate.path
+        around = harden.Surroundings(self._haproxy_socket, errors, numbers, certificate)
         text = harden.harden(source, _within_open_files(self._settings), around)
         with open(os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
@@ -207,6 +224,8 @@ class Front:
         """Look after HAProxy and the manager; whether nothing is left to do."""
         now = time.monotonic()
         self._reap(now, source)
+        if self._certificate is not None and self._haproxy:
+            self._certificate.look(now, self._haproxy_socket)
         if self._draining or self._ending:
             # Whoever comes now is for the successor.
             for listener in self._sockets.values():
@@ -237,6 +256,15 @@ class Front:
         self._restart_at = now if now > self._started + _SOON_S else now + _SOON_S
 
 
+def _certificate(tls: Tls | None, path: str) -> Certificate | None:
+    if tls is None:
+        return None
+    # What it imports costs time, which a front without TLS saves.
+    from raylm.serving.front.certificate import Certificate
+
+    return Certificate(tls, path, _complain)
+
+
 def _within_open_files(settings: FrontSettings) -> FrontSettings:
     """With no more connections than HAProxy may have files for: it would not start. It counts two a connection, and for
     one in four connections a pipe."""
@@ -265,7 +293,7 @@ def _sweep(folder: str) -> None:
     """Remove files of programs that were killed."""
     for name in os.listdir(folder):
         pid, _, kind = name.partition(".")
-        if pid.isdigit() and kind in ("cfg", "sock") and not os.path.exists(f"/proc/{pid}"):
+        if pid.isdigit() and kind in ("cfg", "sock", "pem") and not os.path.exists(f"/proc/{pid}"):
             _remove(os.path.join(folder, name))
 
 
@@ -286,5 +314,5 @@ def main() -> None:
         os.execv(settings.binary, [settings.binary, *sys.argv[2:]])
     try:
         sys.exit(Front(settings, command).run())
-    except (harden.UnknownConfiguration, CannotListen, OSError) as error:
+    except (harden.UnknownConfiguration, CannotListen, BadCertificate, OSError) as error:
         sys.exit(_complain(str(error)))

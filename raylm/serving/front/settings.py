@@ -6,6 +6,28 @@ import json
 from dataclasses import asdict, dataclass
 
 
+class BadCertificate(Exception):
+    """A certificate, or its key, that no client could use; what it says is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM: the server's certificate with those between it and its authority behind it, and its private key.
+    The lowest version of TLS, 1.2 or 1.3."""
+
+    certificate: str
+    key: str
+    min_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnixSocket:
+    """A socket's path, and its permissions."""
+
+    path: str
+    mode: int
+
+
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
     """FrontConfig, resolved, and the HAProxy to run. Times are in milliseconds."""
@@ -18,6 +40,8 @@ class FrontSettings:
     count_loopback: bool
     trusted_proxies: tuple[str, ...]
     proxy_protocol: bool
+    tls: Tls | None = None
+    unix_socket: UnixSocket | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -25,4 +49,8 @@ class FrontSettings:
     @classmethod
     def from_json(cls, text: str) -> FrontSettings:
         values = json.loads(text)
-        return cls(**{**values, "trusted_proxies": tuple(values["trusted_proxies"])})
+        tls, unix_socket = values["tls"], values["unix_socket"]
+        values["trusted_proxies"] = tuple(values["trusted_proxies"])
+        values["tls"] = None if tls is None else Tls(**tls)
+        values["unix_socket"] = None if unix_socket is None else UnixSocket(**unix_socket)
+        return cls(**values)
