@@ -87,8 +87,8 @@ class Described(Protocol):
     def about(self) -> About | None: ...
 
 
-def document(routes: Iterable[Described]) -> bytes:
-    """The document of those that say what they do."""
+def document(routes: Iterable[Described], root_path: str = "") -> bytes:
+    """The document of those that say what they do; `root_path` is before all their paths."""
     described = [(route, route.about) for route in routes if route.about is not None]
     known = [about for _, about in described]
     requests, request_schemas = _requests({cls for about in known for cls in about.requests})
@@ -103,6 +103,7 @@ def document(routes: Iterable[Described]) -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": "raylm", "version": __version__, "description": _DESCRIPTION},
+            **({"servers": [{"url": root_path}]} if root_path else {}),
             "paths": paths,
             "components": {
                 "schemas": dict(sorted({**request_schemas, **answer_schemas}.items())),

@@ -144,14 +144,16 @@ class _Connection(asyncio.Protocol):
 class Client:
     """Requests to one server, over as many connections as requests run at a time."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """`url` is the API's base, such as http://127.0.0.1:8000/v1. Raises ConfigError."""
+    def __init__(self, url: str, *, api_key: str | None = None, trusted: ssl.SSLContext | None = None) -> None:
+        """`url` is the API's base, such as http://127.0.0.1:8000/v1; `trusted`: who may be there by https, whom the
+        system trusts where it is None. Raises ConfigError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not _port_is_valid(parts):
             raise ConfigError(f"--url {url!r} must be a base address such as http://127.0.0.1:8000/v1")
         self._parts = parts
         self._host = parts.hostname
         self._auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._trusted = trusted
         self._idle: list[_Connection] = []
 
     async def stream(
@@ -202,7 +204,7 @@ class Client:
 
     async def _connect(self) -> _Connection:
         secure = self._parts.scheme == "https"
-        context = ssl.create_default_context() if secure else None
+        context = (self._trusted or ssl.create_default_context()) if secure else None
         port = self._parts.port or (443 if secure else 80)
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, port, ssl=context)

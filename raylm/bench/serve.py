@@ -10,6 +10,7 @@ no part of a request's times; it is the client that waits.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -115,6 +116,8 @@ class Target:
     url: str
     model: str
     api_key: str | None = None
+    trusted: ssl.SSLContext | None = None
+    """Who may be at an https address; None: whom the system trusts."""
     endpoint: Endpoint = "completions"
     vocab_size: int = 32000
     """Random prompts are token ids below this."""
@@ -136,7 +139,7 @@ def sweep(
     """Every case under every load, one after another; `emit` takes each result. Raises RaylmError."""
 
     async def run() -> None:
-        client = Client(target.url, api_key=target.api_key)
+        client = Client(target.url, api_key=target.api_key, trusted=target.trusted)
         generator = LoadGenerator(client, target, seed=seed)
         try:
             for case in cases:

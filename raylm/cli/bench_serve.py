@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylm.cli.options import add_api_key, api_key, positive
+from raylm.cli.options import add_api_key, add_ca, api_key, positive, trusted
 from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def add_serve(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the API's address (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that is listed)")
     add_api_key(parser)
+    add_ca(parser)
     parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     add_cases(parser, help=f"{', '.join(_DATASETS)}, or a file of JSON lines with prompts")
     _add_shape(parser.add_argument_group("datasets"))
@@ -112,12 +113,14 @@ def measure(args: argparse.Namespace, emit: Callable[[Result], None]) -> None:
     if rates == [None] and args.burstiness != 1:
         raise ConfigError("--burstiness spreads requests over time: it needs --request-rate or --ramp-up")
     key = api_key(args)
-    with connect(args.url, api_key=key) as http:
+    context = trusted(args)
+    with connect(args.url, api_key=key, verify=context) as http:
         model = args.model or first_model(http)
     target = Target(
         args.url,
         model,
         api_key=key,
+        trusted=context,
         endpoint=args.endpoint,
         vocab_size=args.vocab_size,
         ignore_eos=not args.no_ignore_eos,

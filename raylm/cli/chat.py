@@ -11,7 +11,7 @@ from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, add_sampling_options
+from raylm.cli.options import Subparsers, add_api_key, add_ca, add_engine_options, add_model, add_sampling_options
 from raylm.errors import ConfigError, RaylmError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def add_parser(commands: Subparsers) -> None:
     add_model(parser, required=False)
     parser.add_argument("--url", metavar="URL", help="a server's API instead, such as http://127.0.0.1:8000/v1")
     add_api_key(parser)
+    add_ca(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_options(parser, several=False)
     add_engine_options(parser)
@@ -35,7 +36,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from raylm.cli.options import api_key, engine_config, given_sampling, sampling_params
+    from raylm.cli.options import api_key, engine_config, given_sampling, sampling_params, trusted
 
     if args.url is not None:
         from raylm.cli.server import ServerSpeaker
@@ -43,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
         options = {"max_tokens": _MAX_TOKENS, **given_sampling(args)}
         SamplingParams(**options)  # A wrong one is told before anything is said.
-        with closing(ServerSpeaker(args.url, args.model, options, api_key=api_key(args))) as server:
+        with closing(
+            ServerSpeaker(args.url, args.model, options, api_key=api_key(args), verify=trusted(args))
+        ) as server:
             return Chat(server, system=args.system).run()
     if args.model is None:
         raise ConfigError("chat needs a MODEL, or --url with the address of a server")

@@ -21,14 +21,14 @@ def add_parser(commands: Subparsers) -> None:
 
 def add_front(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--front", metavar="FILE", help="limits on connections (.yaml): header_timeout_s, max_connections, ..."
+        "--front",
+        metavar="FILE",
+        help="limits on connections, TLS (.yaml): header_timeout_s, max_connections, tls, ...",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from raylm.config.base import load_yaml
-    from raylm.config.front import FrontConfig
-    from raylm.serving.front.install import write_program
+    from raylm.serving.front.install import FrontGiven, write_program
 
-    write_program(args.program, load_yaml(FrontConfig, args.front) if args.front else FrontConfig())
+    write_program(args.program, FrontGiven(args.front).config())
     return 0

@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import ssl
+
     from raylm.config.engine import EngineConfig
     from raylm.core.sampling import SamplingParams
 
@@ -59,6 +61,27 @@ def add_api_key(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help="the server's API key (default: OPENAI_API_KEY, as in OpenAI's client)"
     )
     group.add_argument("--api-key-file", metavar="FILE", help="the first key of this file, which holds one a line")
+
+
+def add_ca(parser: argparse.ArgumentParser) -> None:
+    """Whom a client trusts; `trusted` makes a context of it."""
+    parser.add_argument(
+        "--ca", metavar="FILE", help="certificates (PEM) that may sign the server's; default: the system's"
+    )
+
+
+def trusted(args: argparse.Namespace) -> ssl.SSLContext:
+    """For connections to an https address. Raises ConfigError."""
+    import ssl
+
+    from raylm.errors import ConfigError
+
+    try:
+        return ssl.create_default_context(cafile=args.ca)
+    except OSError as error:
+        raise ConfigError(
+            f"--ca {args.ca!r} cannot be read as certificates in PEM: {error.strerror or error}"
+        ) from None
 
 
 def api_key(args: argparse.Namespace) -> str | None:

@@ -30,7 +30,22 @@ def add_parser(commands: Subparsers) -> None:
         help="limits and terms of the keys' tenants (.yaml): requests_per_minute, tokens_per_minute, ...",
     )
     parser.add_argument("--api-key", "--api-keys", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--root-path",
+        metavar="PATH",
+        help="where a proxy in front shows the server, such as /llm, whether it takes that off",
+    )
     add_front(parser)
+    parser.add_argument("--tls-certificate", type=_absolute, metavar="FILE", help="HTTPS instead of HTTP (PEM)")
+    parser.add_argument(
+        "--tls-key", type=_absolute, metavar="FILE", help="the certificate's key (PEM; default: in the same file)"
+    )
+    parser.add_argument(
+        "--unix-socket",
+        type=_absolute,
+        metavar="PATH",
+        help="HTTP on a socket of this machine too, for this user's group",
+    )
     parser.set_defaults(run=run, default_log_level="INFO")
 
 
@@ -49,16 +64,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         if (code := fork_keeper()) is not None:
             return code
+        from raylm.serving.front.install import FrontGiven
         from raylm.serving.program.run import serve_command
-        from raylm.serving.program.serve_file import IdentityFiles
+        from raylm.serving.program.serve_file import HttpGiven
 
         serve_command(
             args.target,
             folder=folder,
-            front=args.front,
+            front=FrontGiven(args.front, args.tls_certificate, args.tls_key, args.unix_socket),
             host=args.host,
             port=args.port,
-            files=IdentityFiles(args.api_keys_file, args.tenants_file),
+            given=HttpGiven(args.api_keys_file, args.tenants_file, args.root_path),
         )
         return 0
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,18 @@ _CONNECT_TIMEOUT_S = 10.0
 class ServerSpeaker:
     """A model on a server, asked over OpenAI's chat API."""
 
-    def __init__(self, url: str, model: str | None, options: dict[str, Any], *, api_key: str | None = None) -> None:
-        """`options` are fields of every request. Without a `model`, the first that the server lists."""
-        self._client = connect(url, api_key=api_key)
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        options: dict[str, Any],
+        *,
+        api_key: str | None = None,
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
+        """`options` are fields of every request, `verify` says whom it trusts at an https address. Without a `model`,
+        the first that the server lists."""
+        self._client = connect(url, api_key=api_key, verify=verify)
         try:
             self.name = model or first_model(self._client)
         except BaseException:
@@ -43,14 +53,17 @@ class ServerSpeaker:
         self._client.close()
 
 
-def connect(url: str, *, api_key: str | None = None) -> httpx.Client:
-    """A client for the API at `url`, the address that ends with /v1. Raises ConfigError."""
+def connect(url: str, *, api_key: str | None = None, verify: ssl.SSLContext | bool = True) -> httpx.Client:
+    """A client for the API at `url`, the address that ends with /v1; `verify`: whom it trusts there. Raises
+    ConfigError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url!r} must be an address such as http://127.0.0.1:8000/v1")
     # Proxies of the environment are left out: what is meant is the server at this address.
     timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-    return httpx.Client(base_url=url.rstrip("/") + "/", headers=headers, timeout=timeout, trust_env=False)
+    return httpx.Client(
+        base_url=url.rstrip("/") + "/", headers=headers, timeout=timeout, trust_env=False, verify=verify
+    )
 
 
 def first_model(client: httpx.Client) -> str:

@@ -12,6 +12,8 @@ from raylm.config.base import FrozenConfig
 # As browsers write it in the header Origin.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z*,]+")
 
+_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+
 
 class HttpConfig(FrozenConfig):
     """The OpenAI HTTP face: who may ask, and what a request's body may hold."""
@@ -60,6 +62,12 @@ class HttpConfig(FrozenConfig):
     structures_ahead: bool = False
     """Start such a process with each model, so that the first structured output does not wait for it (1 to 5 s)."""
 
+    root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
+    """Where a proxy in front shows the server, such as /llm, whether it takes that off or not. Only for an ingress
+    whose route_prefix is /."""
+    allowed_hosts: list[str] = []
+    """Names of this server, such as llm.example.org or *.example.org, with which requests may ask models (header Host,
+    without its port); any where there are none. Against pages whose own name leads to this server (DNS rebinding)."""
     cors_origins: list[str] = []
     """Web pages that may call the server from a browser, by origin, such as https://chat.example.org; ["*"] lets in
     all. Without any a browser keeps what the server answers from every page."""
@@ -77,6 +85,14 @@ class HttpConfig(FrozenConfig):
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is no origin: scheme://host[:port] in small letters, without a path")
         return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is no name in small letters, without a port, nor *. and one")
+        return hosts
 
     @field_validator("api_keys_file", "tenants_file")
     @classmethod

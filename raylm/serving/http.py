@@ -32,6 +32,7 @@ from raylm.serving.loop import LoopWatch
 from raylm.serving.metrics.exchange import MetricsExchange
 from raylm.serving.metrics.http_counts import HttpCounts
 from raylm.serving.pages import page_routes
+from raylm.serving.root_path import RootPath
 from raylm.serving.state import ServerState, State
 
 
@@ -50,7 +51,8 @@ def build_http_app(
     metrics = HttpMetrics(models) if exchange is None else exchange.metrics
     keeper = None if responses is None or not responses.enabled else Keeper(responses)
     router = build_router(models, config, metrics, keeper, mcp, shares, (exchange or metrics).render)
-    return LoopWatch(Cors(router, config.cors_origins), metrics.loop_lag)
+    rooted = RootPath(Cors(router, config.cors_origins), config.root_path)
+    return LoopWatch(rooted, metrics.loop_lag)
 
 
 def build_router(
@@ -82,7 +84,7 @@ def build_router(
     table = [*map(_route, asked), *_looks(models, scrape or metrics.render)]
     if config.page:
         table += page_routes()
-    table.append(_described(table))
+    table.append(_described(table, config.root_path))
     counts = HttpCounts()
     metrics.also(counts)
     paths = dict.fromkeys(route.path for route in table)
@@ -112,14 +114,14 @@ def _route(operation: Operation) -> HttpRoute:
     )
 
 
-def _described(table: Sequence[HttpRoute]) -> HttpRoute:
+def _described(table: Sequence[HttpRoute], root_path: str) -> HttpRoute:
     """The OpenAPI document of these routes, which is made once, when it is first asked for. It says nothing of the
     models, and pages read it that have no key yet."""
     made: list[bytes] = []
 
     async def describe(call: Call) -> bytes:
         if not made:
-            made.append(await asyncio.to_thread(document, table))
+            made.append(await asyncio.to_thread(document, table, root_path))
         return made[0]
 
     return HttpRoute("GET", "/openapi.json", None, describe)

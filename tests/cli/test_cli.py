@@ -18,6 +18,8 @@ from raylm.cli.server import ServerSpeaker
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RaylmError
 from raylm.ops import extension
+from raylm.serving.front.install import FrontGiven
+from raylm.serving.program.serve_file import HttpGiven
 from tests.support import checkpoints
 from tests.support.fake_llm import FakeLLM
 from tests.support.openai_server import FakeServer
@@ -354,15 +356,19 @@ def test_a_server_without_models():
 def test_serve_hands_over(monkeypatch):
     calls = []
 
-    def serve(target, *, folder, front, host, port, api_keys_file):
+    def serve(target, *, folder, front, host, port, given):
         assert folder.is_dir()
-        calls.append((target, front, host, port, api_keys_file, folder))
+        calls.append((target, front, host, port, given, folder))
 
     monkeypatch.setattr("raylm.serving.program.keeper.fork_keeper", lambda: None)
     monkeypatch.setattr("raylm.serving.program.run.serve_command", serve)
     assert main(["serve", "app.yaml", "--port", "8001", "--front", "front.yaml"]) == 0
-    assert main(["serve", "m", "--api-keys-file", "keys"]) == 0
-    first, second = ("app.yaml", "front.yaml", None, 8001, None), ("m", None, None, None, str(Path.cwd() / "keys"))
+    options = ["--api-keys-file", "keys", "--tenants-file", "t.yaml", "--root-path", "/llm", "--tls-certificate", "c"]
+    assert main(["serve", "m", *options, "--tls-key", "k", "--unix-socket", "s"]) == 0
+    here = Path.cwd()
+    first = ("app.yaml", FrontGiven("front.yaml"), None, 8001, HttpGiven())
+    front = FrontGiven(None, str(here / "c"), str(here / "k"), str(here / "s"))
+    second = ("m", front, None, None, HttpGiven(str(here / "keys"), str(here / "t.yaml"), "/llm"))
     assert [call[:-1] for call in calls] == [first, second]
     assert not any(call[-1].exists() for call in calls)
 

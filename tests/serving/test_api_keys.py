@@ -25,7 +25,7 @@ from raylm.serving.http import build_router
 from raylm.serving.identity.callers import Callers
 from raylm.serving.identity.keys import ApiKeys, read_keys
 from raylm.serving.identity.watch import LOOK_EVERY_S
-from raylm.serving.program.serve_file import IdentityFiles, serve_config
+from raylm.serving.program.serve_file import HttpGiven, serve_config
 from tests.support.openai_fakes import Server
 
 KEYS = "# who has which\n\nkey-of-anna\n  key-of-ben\t# until May\r\n#key-of-carl\nkey#4\n"
@@ -341,7 +341,7 @@ def test_a_wrong_file_is_refused_before_anything_starts(
     for start in (
         lambda: ingress_application(config),
         lambda: guarded(path),
-        lambda: serve_config("smollm2-135m", host=None, port=None, files=IdentityFiles(str(path))),
+        lambda: serve_config("smollm2-135m", host=None, port=None, given=HttpGiven(str(path))),
     ):
         with pytest.raises(ConfigError) as caught:
             start()
@@ -359,7 +359,7 @@ def test_a_folder_is_no_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["smollm2-135m", "deployments/llm.yaml", "deployments/multi-model.yaml"])
 def test_the_option_of_raylm_serve_is_the_configurations_key(path: Path, target: str) -> None:
     def keys(api_keys_file: str | None) -> str | None:
-        face, *_ = serve_config(target, host=None, port=None, files=IdentityFiles(api_keys_file))["applications"]
+        face, *_ = serve_config(target, host=None, port=None, given=HttpGiven(api_keys_file))["applications"]
         return load_ingress(face.get("args", {}), source="test").http.api_keys_file
 
     assert (keys(str(path)), keys(None)) == (str(path), None)

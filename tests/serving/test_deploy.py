@@ -86,7 +86,7 @@ class FakeServe:
         monkeypatch.setattr(deploy, "_set_global_client", lambda client: None)
         monkeypatch.setattr(deploy, "ray", SimpleNamespace(wait=self.wait, get=lambda refs: None))
         monkeypatch.setattr(deploy, "_POLL_S", 0.0)
-        monkeypatch.setattr(deploy, "_is_ready", lambda url: self.events.append(url) or True)
+        monkeypatch.setattr(deploy, "_is_ready", lambda url, certificate: self.events.append(url) or True)
 
     def create(self, *options):
         self.events.append("controller")

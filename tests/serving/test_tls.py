@@ -3,6 +3,8 @@ answered; a socket of this machine; clients that read slowly."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import http.client
 import os
 import shutil
@@ -16,11 +18,15 @@ from pathlib import Path
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from raylm.bench.client import Client, ClientError
+from raylm.cli.options import trusted
+from raylm.cli.server import connect, first_model
 from raylm.config.front import FrontConfig
-from raylm.errors import ConfigError
-from raylm.serving.front.install import find_haproxy, write_program
+from raylm.errors import ConfigError, RaylmError
+from raylm.serving.front.install import FrontGiven, find_haproxy, write_program
 from raylm.serving.front.settings import BadCertificate, Tls
 from raylm.serving.front.tls import check, trusting
+from raylm.serving.program import deploy
 from tests.support.certificates import Files, make_certificate
 from tests.support.fronts import Backend, Fronts, fronts
 
@@ -140,8 +146,9 @@ def test_a_client_of_the_server_itself_trusts_it_by_any_name(tmp_path: Path, bac
         front.configure({"/": backend.server_port})
         front.start()
         context = trusting(str(files.certificate))
-        with closing(http.client.HTTPSConnection("127.0.0.1", front.port, timeout=30, context=context)) as own:
-            assert asked(own)
+        with front.connect() as plain, context.wrap_socket(plain, server_hostname="elsewhere.example") as own:
+            own.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert own.recv(4096).startswith(b"HTTP/1.1 200 ")
         with pytest.raises(ssl.SSLCertVerificationError):
             asked_once(front, other)
 
@@ -189,3 +196,48 @@ def test_a_client_that_reads_a_byte_a_second_is_cut_off(backend: Backend) -> Non
             assert backend.left.is_set(), "the application is told that its client is gone"
             assert backend.num_sent < 16 * 2**20
             assert front.haproxy(program).memory_info().rss < memory + 16 * 2**20
+
+
+def test_our_own_clients_speak_https(tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = make_certificate(tmp_path)
+    with fronts(tls={"certificate": str(files.certificate), "key": str(files.key)}) as front:
+        front.configure({"/": backend.server_port})
+        front.start()
+        url = f"https://localhost:{front.port}"
+        assert deploy._is_ready(f"{url}/ready", str(files.certificate))
+        context = trusted(argparse.Namespace(ca=str(files.certificate)))
+        with connect(f"{url}/v1", verify=context) as client:
+            assert client.get("models").text == "/v1/models"
+        unknown = connect(f"{url}/v1", verify=trusted(argparse.Namespace(ca=None)))
+        with unknown, pytest.raises(RaylmError, match="did not answer: .*certificate"):
+            first_model(unknown)
+
+        async def stream(of: ssl.SSLContext | None) -> None:
+            client = Client(url, trusted=of)
+            try:
+                await client.stream("/v1/completions", {}, timeout_s=30)
+            finally:
+                await client.close()
+
+        # The application answers with JSON, which is no stream: it has been asked.
+        with pytest.raises(ClientError, match=r"without \[DONE\]"):
+            asyncio.run(stream(context))
+        with pytest.raises(ClientError, match="no connection"):
+            asyncio.run(stream(None))
+    with pytest.raises(ConfigError, match="--ca '.*' cannot be read as certificates"):
+        trusted(argparse.Namespace(ca=str(tmp_path / "none")))
+
+
+def test_options_and_file_say_one_thing_together(tmp_path: Path) -> None:
+    file = tmp_path / "front.yaml"
+    file.write_text("max_connections: 100\ntls: {certificate: /a, key: /b, min_version: '1.3'}\n")
+    given = FrontGiven(str(file), "/c", None, "/run/raylm.sock")
+    config = given.config()
+    assert (config.max_connections, config.unix_socket.path) == (100, "/run/raylm.sock")
+    assert (config.tls.certificate, config.tls.key, config.tls.min_version) == ("/c", "/c", "1.3")
+    assert given.source == f"{file}, --tls-certificate, --unix-socket"
+    assert FrontGiven().config() == FrontConfig() and FrontGiven().source == ""
+    with pytest.raises(ConfigError, match="--tls-key is given without --tls-certificate"):
+        FrontGiven(tls_key="/k").config()
+    with pytest.raises(ConfigError, match=r"front.yaml.*unix_socket\.path.*at most 100 bytes"):
+        FrontGiven(str(file), unix_socket="/" + "x" * 200).config()

