@@ -85,3 +85,22 @@ def test_what_no_node_can_hold_is_refused_with_what_the_nodes_have(folder, group
     }
     with pytest.raises(ConfigError, match=r"need 8 workers .* the cluster's nodes have: 0 GPU, 3 CPU, after parallel"):
         LLM(EngineConfig.model_validate(config), progress=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("demo")
+def test_long_prefills_are_no_hang(groups_before):
+    """Steps of 2,048 tokens take a CPU several times the limit; the shorter ones before them tell that they may."""
+    config = {
+        "model": {"path": "smollm2-135m", "max_model_len": 8192},
+        "cache": {"num_blocks": 1200},
+        "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 2048},
+        "runtime": {"device": "cpu", "num_threads": 1, "ray_workers": True, "step_timeout_s": 2},
+    }
+    llm = LLM(EngineConfig.model_validate(config), progress=False)
+    short, long = [7] * 150, [[5 + i] * 4000 for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.generate([short], params, progress=False)
+    completions = llm.generate(long, params, progress=False)
+    llm.close()
+    assert [len(completion.outputs[0].token_ids) for completion in completions] == [3] * 4
