@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import raylm
-from raylm.cli import batch, bench, chat, doctor, front, generate, serve, simulate
+from raylm.cli import batch, bench, chat, doctor, front, generate, serve, simulate, top
 from raylm.errors import RaylmError
 from raylm.log import configure
 
-_COMMANDS = (serve, generate, chat, batch, bench, simulate, doctor, front)
+_COMMANDS = (serve, generate, chat, top, batch, bench, simulate, doctor, front)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from raylm import __version__
+from raylm.core.load import Load
 from raylm.generation.served_model import EngineStats, ModelCatalog
 
 WINDOW_S = 10.0
@@ -19,7 +20,8 @@ _SAMPLE_EVERY_S = 0.5
 
 class EngineState(msgspec.Struct):
     """One replica's engine. cache_usage: the share of its KV cache in use; 1 is full. tokens_per_s: generated tokens;
-    null until two looks are half a second apart."""
+    null until two looks are half a second apart. prefix_hit_rate: of the prompts' tokens of the last seconds those that
+    were cached; null where there were none."""
 
     engine: str
     running: int
@@ -27,6 +29,7 @@ class EngineState(msgspec.Struct):
     waiting_prompt_tokens: int
     cache_usage: float
     tokens_per_s: float | None
+    prefix_hit_rate: float | None
 
 
 class ModelState(msgspec.Struct):
@@ -50,8 +53,8 @@ class State(msgspec.Struct):
 
 class _Sample(NamedTuple):
     at: float
-    generated: Mapping[str, int]
-    """Tokens since each engine's start."""
+    loads: Mapping[str, Load]
+    """Of each engine, with its counts since its start."""
 
 
 class ServerState:
@@ -71,7 +74,7 @@ class ServerState:
     def _sample(self, stats: Sequence[EngineStats]) -> None:
         now, samples = self._clock(), self._samples
         if not samples or now - samples[-1].at >= _SAMPLE_EVERY_S:
-            samples.append(_Sample(now, {engine.engine_id: engine.load.num_generated for engine in stats}))
+            samples.append(_Sample(now, {engine.engine_id: engine.load for engine in stats}))
         # One sample may be older, so that rare looks have something to compare with.
         while len(samples) > 1 and samples[1].at <= now - WINDOW_S:
             samples.popleft()
@@ -92,16 +95,18 @@ class ServerState:
 
     def _engine(self, engine: EngineStats) -> EngineState:
         load = engine.load
-        return EngineState(
-            engine.engine_id, load.running, load.waiting, load.waiting_tokens, load.kv_usage, self._rate(engine)
-        )
+        rate, hits = self._rates(engine)
+        return EngineState(engine.engine_id, load.running, load.waiting, load.waiting_tokens, load.kv_usage, rate, hits)
 
-    def _rate(self, engine: EngineStats) -> float | None:
-        """Tokens a second between the oldest and the newest sample that know the engine."""
-        known = [sample for sample in self._samples if engine.engine_id in sample.generated]
+    def _rates(self, engine: EngineStats) -> tuple[float | None, float | None]:
+        """Tokens a second, and the share of hits, between the oldest and the newest sample that know the engine."""
+        known = [sample for sample in self._samples if engine.engine_id in sample.loads]
         if len(known) < 2:
-            return None
-        first, last = known[0], known[-1]
+            return None, None
+        seconds = known[-1].at - known[0].at
+        first, last = known[0].loads[engine.engine_id], known[-1].loads[engine.engine_id]
         # The Directory's copy of a load may be older than the one that came with tokens: the count may step back.
-        gained = max(0, last.generated[engine.engine_id] - first.generated[engine.engine_id])
-        return gained / (last.at - first.at)
+        generated = max(0, last.num_generated - first.num_generated)
+        looked_up = last.prefix_queries - first.prefix_queries
+        hits = (last.prefix_hits - first.prefix_hits) / looked_up if looked_up > 0 else None
+        return generated / seconds, hits

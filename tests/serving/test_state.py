@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raylm.core.load import Load
@@ -52,6 +54,7 @@ async def test_the_route() -> None:
         "waiting_prompt_tokens": 70,
         "cache_usage": 0.5,
         "tokens_per_s": None,
+        "prefix_hit_rate": None,
     }
     assert (late["ready"], late["replicas"], late["cache_usage"], late["engines"]) == (False, 0, None, [])
 
@@ -62,6 +65,19 @@ def test_rates_are_over_the_window() -> None:
     assert looks.rates(2, a=1200, b=50) == [125, 100, 25]
     assert looks.rates(WINDOW_S, a=2200, b=50) == [100, 100, 0]
     assert looks.rates(WINDOW_S, a=2200, b=50) == [0, 0, 0]
+
+
+def test_hits_are_those_of_the_window() -> None:
+    looks = Looks()
+    (first,) = engines(a=0)
+    seen = []
+    for queries, hits in ((1000, 900), (1000, 900), (1400, 1000), (1400, 1000)):
+        looks.now += WINDOW_S
+        looks.catalog.engine_stats = [
+            replace(first, load=first.load._replace(prefix_queries=queries, prefix_hits=hits))
+        ]
+        seen.append(looks.state.look().models[0].engines[0].prefix_hit_rate)
+    assert seen == [None, None, 0.25, None]
 
 
 def test_many_look() -> None:
