@@ -123,6 +123,9 @@ class LiveCatalog:
     async def stacks(self, names: Collection[str]) -> list[ProcessStacks]:
         return await find_stacks([engine.entry for name in names for engine in self.engines(name)])
 
+    def routers(self) -> list[ModelRouter]:
+        return list(self._routers.values())
+
     async def caught_up(self, limit_s: float) -> None:
         """Return when every model with an engine can be asked here, after `limit_s` seconds at most. An ingress that is
         added would otherwise refuse what others serve."""

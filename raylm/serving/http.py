@@ -28,6 +28,7 @@ from raylm.serving.cors import Cors
 from raylm.serving.endpoint import Endpoint, HttpRoute, NotFound
 from raylm.serving.identity.callers import Callers
 from raylm.serving.identity.shares import Shares
+from raylm.serving.load import LoadHeaders, ServerLoad, server_load
 from raylm.serving.loop import LoopWatch
 from raylm.serving.metrics.exchange import MetricsExchange
 from raylm.serving.metrics.http_counts import HttpCounts
@@ -51,8 +52,8 @@ def build_http_app(
     metrics = HttpMetrics(models) if exchange is None else exchange.metrics
     keeper = None if responses is None or not responses.enabled else Keeper(responses)
     router = build_router(models, config, metrics, keeper, mcp, shares, (exchange or metrics).render)
-    rooted = RootPath(Cors(router, config.cors_origins), config.root_path)
-    return LoopWatch(rooted, metrics.loop_lag)
+    told = Cors(LoadHeaders(router, models.stats), config.cors_origins)
+    return LoopWatch(RootPath(told, config.root_path), metrics.loop_lag)
 
 
 def build_router(
@@ -154,6 +155,7 @@ _READY = About(
 )
 _VERSION = About("raylm's version.", _SERVER, answer=Version)
 _METRICS = About("Counts for Prometheus.", _SERVER, media="text/plain")
+_LOAD = About("How many completions the engines have.", _SERVER, answer=ServerLoad)
 _STATE = About("Models, replicas, load and tokens a second.", _SERVER, answer=State)
 
 
@@ -180,11 +182,15 @@ def _looks(models: ModelCatalog, scrape: Callable[[], Awaitable[bytes]]) -> list
     async def counts(call: Call) -> Answer:
         return Answer(await scrape(), content_type=CONTENT_TYPE_LATEST.encode())
 
+    async def load(call: Call) -> Answer:
+        return Answer(msgspec.json.encode(server_load(models.stats())))
+
     return [
         HttpRoute("GET", "/health", None, health, about=_HEALTH),
         HttpRoute("GET", "/ready", None, ready, about=_READY),
         HttpRoute("GET", "/version", None, version, about=_VERSION),
         HttpRoute("GET", "/metrics", None, counts, about=_METRICS),
+        HttpRoute("GET", "/load", None, load, about=_LOAD),
         HttpRoute("GET", "/state", None, state, about=_STATE),
     ]
 

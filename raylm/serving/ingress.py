@@ -24,6 +24,7 @@ from raylm.serving.identity.ledger import Claim, Reply
 from raylm.serving.identity.shares import Exchange, Shares
 from raylm.serving.metrics.exchange import MetricsExchange
 from raylm.serving.metrics.ray_metrics import RayMetrics
+from raylm.serving.metrics.route_counts import RouterCounts
 from raylm.serving.observing.observers import observers
 from raylm.serving.observing.throughput import Throughput
 from raylm.serving.observing.watch import RequestWatch
@@ -53,6 +54,7 @@ class OpenAIIngress:
             vllm_names=config.metrics.vllm_names,
             elsewhere=RayMetrics(),
         )
+        self._exchange.metrics.also(RouterCounts(self._catalog.routers))
         self._exchange.start()
         await self._catalog.caught_up(_CATCH_UP_S)
         self._checked = time.monotonic()

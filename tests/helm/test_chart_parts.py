@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 import subprocess
 import sys
@@ -11,17 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raylm.api.metrics import HttpMetrics
 from raylm.config.application import load_ingress
-from raylm.generation.served_model import EngineStats
 from tests.helm import rendered
-
-
-class NoModels:
-    """A catalog before any engine is known."""
-
-    def stats(self) -> list[EngineStats]:
-        return []
 
 
 def document(name: str, kind: str) -> dict:
@@ -150,19 +139,6 @@ def test_what_makes_a_worker_ready(choice, path):
     assert worker["readinessProbe"]["httpGet"] == {"path": path, "port": "serve"}
     # KubeRay submits the application to a ready head: the head cannot wait for it.
     assert head["readinessProbe"]["httpGet"]["path"] == "/api/healthz"
-
-
-async def test_the_dashboard_asks_for_metrics_that_there_are():
-    (text,) = document("everything", "ConfigMap")["data"].values()
-    dashboard = json.loads(text)
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked = {name for expression in expressions for name in re.findall(r"raylm:\w+", expression)}
-    metrics = HttpMetrics(NoModels())
-    # A family's name is on its # TYPE line even where nothing has been counted yet.
-    families = dict(re.findall(r"^# TYPE (\S+) (\w+)$", (await metrics.render()).decode(), re.MULTILINE))
-    given = {name for name, kind in families.items() if kind != "histogram"}
-    given |= {f"{name}_bucket" for name, kind in families.items() if kind == "histogram"}
-    assert asked and asked <= given
 
 
 def test_routes_lead_to_the_service_that_kuberay_makes():

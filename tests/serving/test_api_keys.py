@@ -67,7 +67,19 @@ def admits(keys: ApiKeys, key: str) -> bool:
 
 
 CATALOG = Server().catalog
-OPEN = ["/health", "/ready", "/version", "/metrics", "/state", "/ping", "/openapi.json", "/", "/docs", "/page/{name}"]
+OPEN = [
+    "/health",
+    "/ready",
+    "/version",
+    "/metrics",
+    "/load",
+    "/state",
+    "/ping",
+    "/openapi.json",
+    "/",
+    "/docs",
+    "/page/{name}",
+]
 ASKED = [
     *((method, route.path.replace("{model:path}", "tiny"))
       for route in build_router(CATALOG, HttpConfig(), HttpMetrics(CATALOG)).routes if route.path not in OPEN

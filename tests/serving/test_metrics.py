@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,11 +21,14 @@ from raylm.generation.served_model import EngineStats
 from raylm.serving.directory import Directory
 from raylm.serving.metrics.exchange import MetricsExchange
 from raylm.serving.metrics.kept import KEPT_S, LIVE_S, KeptCounts
+from raylm.serving.metrics.route_counts import RouterCounts
+from raylm.serving.routing.router import ModelRouter
 from tests.serving.test_directory import Near, engine
 from tests.support.openai_fakes import Server
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
+ASKED, TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
 INFO = ModelInfo(
     num_blocks=101,
     num_host_blocks=0,
@@ -205,3 +209,35 @@ async def test_a_completions_times_are_counted_once(waited: bool) -> None:
     for name, seconds in (("queue", 2.0), ("prefill", 3.0)):
         assert of(found, f"raylm:request_{name}_time_seconds_count") == {("tiny",): float(waited)}
         assert of(found, f"raylm:request_{name}_time_seconds_sum") == {("tiny",): seconds * waited}
+
+
+async def test_load_and_the_header_that_tells_it() -> None:
+    http = Server().http
+    assert (await http.get("/load")).json() == {
+        "server_load": 5,
+        "requests_running": 3,
+        "requests_waiting": 2,
+        "prompt_tokens_waiting": 60,
+        "kv_cache_usage": 0.25,
+    }
+    told = {form: await http.get("/v1/models", headers={ASKED: form}) for form in ("TEXT", "json", "xml")}
+    named = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 2.0, "num_requests_running": 3.0}
+    text = ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+    assert told["TEXT"].headers[TOLD] == f"TEXT {text}"
+    form, report = told["json"].headers[TOLD].split(" ", 1)
+    assert (form, json.loads(report)) == ("JSON", {"named_metrics": named})
+    assert TOLD not in told["xml"].headers
+    assert TOLD not in (await http.get("/v1/models")).headers
+
+
+async def test_routers_counts_are_by_model() -> None:
+    one, other = ModelRouter("tiny"), ModelRouter("tiny")
+    one.selector.counts.by_reason["prefix"] = 2
+    other.selector.counts.by_reason["prefix"] = 3
+    other.num_held, other.num_resumed = 4, 5
+    metrics = HttpMetrics(Models())
+    metrics.also(RouterCounts(lambda: [one, other]))
+    found = series(await metrics.render())
+    assert of(found, "raylm:routing_decisions_total") == {("tiny", "prefix"): 5}
+    assert of(found, "raylm:requests_held") == {("tiny",): 4}
+    assert of(found, "raylm:requests_resumed_total") == {("tiny",): 5}

@@ -332,7 +332,7 @@ async def test_a_missing_route_says_which_there_are(path: str) -> None:
     message = check(await Server().http.post(path), 404, code="not_found")
     assert message.startswith(f"POST {path[:100]} is not supported; this server has /v1/chat/completions, ")
     assert "/v1/models, /v1/models/{model}, " in message
-    assert message.endswith("/health, /ready, /version, /metrics, /state, /, /docs, /openapi.json")
+    assert message.endswith("/health, /ready, /version, /metrics, /load, /state, /, /docs, /openapi.json")
 
 
 REFUSALS: list[tuple[Any, int, str, str | None]] = [
