@@ -32,9 +32,10 @@ class Terms(NamedTuple):
 
 class Identity(NamedTuple):
     """tenant: what requests and stored things of one customer share; "" where the server has no keys. quota: what the
-    tenant may still ask for."""
+    tenant may still ask for. session: what the caller names the conversation."""
 
     tenant: str = ""
     scopes: frozenset[str] = SCOPES
     terms: Terms = Terms()
     quota: Quota = UNLIMITED
+    session: str = ""

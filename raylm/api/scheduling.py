@@ -32,6 +32,7 @@ def request_options(
         queue_timeout_s=queue_timeout_s,
         cache_salt=cache_salt or "",
         weight=terms.weight,
+        session=identity.session,
     )
     if terms.best_priority is not None and options.priority < terms.best_priority:
         raise RequestRejected(

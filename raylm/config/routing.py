@@ -18,12 +18,6 @@ class RoutingConfig(FrozenConfig):
     """prefix: where the least is to be computed, the request's own prompt included, whose cached beginning is known
     from the engines' events (cache.events); load: where the least is to be computed of what is there already;
     power_of_two: the less busy one of two at random; round_robin: one after the other."""
-    session_header: str = Field(default="x-session-id", max_length=100, pattern=r"^[a-z0-9-]+$")
-    """With prefix and load, requests with the same value of this header go to the same engine while that one is not
-    overloaded."""
-    decision_headers: Literal["never", "asked", "always"] = "asked"
-    """Whether answers say in headers which engine they come from, and why: never, where the request has the header
-    x-raylm-route, or always."""
     prefix_weight: float = Field(default=2.0, ge=0)
     """With prefix, as how many waiting prompt tokens a cached one counts."""
     sequence_tokens: int = Field(default=256, ge=0)

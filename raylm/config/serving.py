@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -71,6 +72,12 @@ class HttpConfig(FrozenConfig):
     cors_origins: list[str] = []
     """Web pages that may call the server from a browser, by origin, such as https://chat.example.org; ["*"] lets in
     all. Without any a browser keeps what the server answers from every page."""
+    session_header: str = Field(default="x-session-id", max_length=100, pattern=r"^[a-z0-9-]+$")
+    """Requests with the same value of this header go to the same engine while that one is not overloaded (with
+    routing.policy prefix or load)."""
+    route_headers: Literal["never", "asked", "always"] = "asked"
+    """Whether answers say in the headers x-raylm-engine and x-raylm-route which engine they come from, and why: never,
+    where the request has a header x-raylm-route, or always."""
     page: bool = True
     """Serve the pages for browsers: a chat at /, the API's document at /docs."""
     keep_alive_s: float = Field(default=15.0, gt=0, le=3600)

@@ -34,6 +34,10 @@ class Sequences:
     def engine_id(self) -> str:
         return ""
 
+    @property
+    def route(self) -> str:
+        return ""
+
     async def admitted(self) -> None:
         """Return once the engine has taken the request into its queue.
 

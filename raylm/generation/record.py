@@ -16,7 +16,7 @@ class Record:
     received: its body was there. prepared: its prompts were tokens. admitted: an engine had taken it.
     first_token, last_token: when they came here, of all sequences. waited: of the first sequence.
     detokenise_s: seconds in which tokens became text. prompt_tokens: of all its prompts, those that were cached too.
-    engines: the ids of those that ran it. finish_reasons: of its sequences, by their ends.
+    engines: the ids of those that ran it; route: why it was the last of them. finish_reasons: of its sequences, by their ends.
     is_look: nobody needs a key for it (probes, metrics). traceparent: W3C's header for what it asks of others.
     """
 
@@ -39,6 +39,7 @@ class Record:
     cached_tokens: int = 0
     completion_tokens: int = 0
     engines: list[str] = field(default_factory=list)
+    route: str = ""
     finish_reasons: list[str] = field(default_factory=list)
     error: str = ""
     """The kind of error that ended a stream which had begun."""
@@ -54,12 +55,13 @@ class Record:
         if self.prepared is None:
             self.prepared = perf_counter()
 
-    def runs_at(self, engine_id: str) -> None:
-        """An engine has it: the first, or another one that goes on."""
+    def runs_at(self, engine_id: str, route: str = "") -> None:
+        """An engine has it, for that reason: the first, or another one that goes on."""
         if self.admitted is None:
             self.admitted = perf_counter()
         if engine_id and engine_id not in self.engines:
             self.engines.append(engine_id)
+            self.route = route
 
     def gained(self, gained: ChoiceDelta, waited: Waited | None, seconds: float) -> None:
         """A delta has become text, which took `seconds`."""

@@ -163,7 +163,7 @@ class _Prompt:
                         self._deltas.abort()
                     await self._admit(self._deltas)
                     if self._record is not None:
-                        self._record.runs_at(self._deltas.engine_id)
+                        self._record.runs_at(self._deltas.engine_id, self._deltas.route)
         return self._deltas
 
     async def _admit(self, deltas: Deltas) -> None:
@@ -201,7 +201,7 @@ class _Prompt:
         began = perf_counter()
         gained = self._live[delta.request_id].push(delta)
         record.gained(gained, delta.waited, perf_counter() - began)
-        record.runs_at(deltas.engine_id)
+        record.runs_at(deltas.engine_id, deltas.route)
         return gained
 
     def _finished(self, sequence: _Sequence, reason: str) -> None:

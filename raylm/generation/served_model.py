@@ -93,6 +93,11 @@ class Deltas(Protocol):
         """The engine that has it, or had it last; empty before, and where there is but one."""
         ...
 
+    @property
+    def route(self) -> str:
+        """Why it is that engine, in a few words; empty where there is but one."""
+        ...
+
     async def admitted(self) -> None:
         """Return once the engine has taken the request into its queue; raises as the deltas do."""
         ...

@@ -4,6 +4,7 @@ task."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import parse_qsl
@@ -16,9 +17,10 @@ from raylm.api.call import Call, Events
 from raylm.api.dialect import OPENAI, Dialect
 from raylm.api.errors import HttpError
 from raylm.api.identity import Identity
+from raylm.api.quota import Quota
 from raylm.config.serving import HttpConfig
 from raylm.generation.record import Record
-from raylm.serving.answers import Answer, Responder
+from raylm.serving.answers import Answer, Headers, Responder
 from raylm.serving.identity.callers import Callers
 from raylm.serving.identity.keys import check_scope
 from raylm.serving.metrics.http_counts import NO_HANDLER, HttpCounts
@@ -66,6 +68,7 @@ class Endpoint:
             self.methods = ("GET", "HEAD", *(method for method in self.methods if method != "GET"))
         self._first = routes[0]
         self._config = config
+        self._session_header = config.session_header.encode()
         self._callers = callers
         self._counts = counts or HttpCounts()
 
@@ -102,6 +105,9 @@ class Endpoint:
         if route is None:
             message = f"{scope['path'][:MAX_PATH_CHARS]} takes {' and '.join(self.methods)}, not {method}"
             raise HttpError(405, message, code="method_not_allowed", headers=(self._allow(),))
+        if record is None and self._wants_route(headers):
+            record = Record(responder.request_id, method, scope["path"])
+        identity = identity._replace(session=headers.get(self._session_header, b"").decode("latin-1"))
         call = Call(
             headers=headers,
             identity=identity,
@@ -113,7 +119,8 @@ class Endpoint:
         if record is not None:
             record.is_look = route.scope is None
             record.tenant = identity.tenant
-        responder.also = identity.quota.headers
+        wants_route = record is not None and self._wants_route(headers)
+        responder.also = partial(_also, identity.quota, record if wants_route else None)
         if route.is_counted:
             await identity.quota.begin()
         if method == "POST":
@@ -140,8 +147,20 @@ class Endpoint:
             check_scope(identity, scope)
         return identity
 
+    def _wants_route(self, headers: Mapping[bytes, bytes]) -> bool:
+        when = self._config.route_headers
+        return when == "always" or (when == "asked" and b"x-raylm-route" in headers)
+
     def _allow(self, *more: str) -> tuple[bytes, bytes]:
         return b"allow", ", ".join((*self.methods, *more)).encode()
+
+
+def _also(quota: Quota, record: Record | None) -> Headers:
+    """Headers of every answer: what the caller may still ask for, and where it comes from if somebody wants to know."""
+    headers = quota.headers()
+    if record is None or not record.engines:
+        return headers
+    return (*headers, (b"x-raylm-engine", record.engines[-1].encode()), (b"x-raylm-route", record.route.encode()))
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytearray:

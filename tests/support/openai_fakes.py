@@ -158,6 +158,7 @@ class ScriptedDeltas:
     """The deltas of one prompt's sequences, in turn."""
 
     engine_id = "scripted"
+    route = "prefix; matched-tokens=16"
 
     def __init__(self, generator: ScriptedGenerator, asked: Asked) -> None:
         self._generator = generator

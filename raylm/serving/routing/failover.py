@@ -126,6 +126,12 @@ class Journey:
         """The engine that has it, or had it last; empty before."""
         return "" if self._choice is None else self._choice.engine.entry.engine_id
 
+    @property
+    def route(self) -> str:
+        """Why it is that engine."""
+        choice = self._choice
+        return "" if choice is None else f"{choice.reason}; matched-tokens={choice.matched_tokens}"
+
     async def admitted(self) -> None:
         """Return once an engine has taken the request into its queue; while there is none, after two seconds.
 
