@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from contextlib import suppress
 
 from raylm.cli.front import add_front
 from raylm.cli.options import Subparsers
@@ -58,6 +59,7 @@ class _NoKeyHere(argparse.Action):
 
 def run(args: argparse.Namespace) -> int:
     from raylm.serving.front.install import make_folder
+    from raylm.serving.front.listeners import remove_dead
     from raylm.serving.program.keeper import fork_keeper
 
     folder = make_folder()
@@ -80,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         # By the server and by its keeper: either may be killed.
         shutil.rmtree(folder, ignore_errors=True)
+        if args.unix_socket is not None:
+            with suppress(OSError):
+                remove_dead(args.unix_socket)
 
 
 def _absolute(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,8 @@ from raylm.config.serving import HttpConfig
 from raylm.config.tenants import TenantsConfig
 from raylm.errors import ConfigError, Overloaded
 from raylm.serving.identity.counts import OTHERS, TenantCounts
-from raylm.serving.identity.shares import Shares
+from raylm.serving.identity.ledger import Claim, Ledger, Reply
+from raylm.serving.identity.shares import Exchange, Shares
 from raylm.serving.identity.watch import LOOK_EVERY_S
 from tests.support.openai_fakes import Item, Server, ended
 from tests.support.openai_fakes import sse as events
@@ -38,13 +40,15 @@ class Clock:
 class Served:
     """A server with keys, and limits of tenants in a file."""
 
-    def __init__(self, folder: Path, limits: str, *script: Item, **config: object) -> None:
+    def __init__(
+        self, folder: Path, limits: str, *script: Item, exchange: Exchange | None = None, **config: object
+    ) -> None:
         (folder / "keys").write_text(KEYS)
         self.limits = folder / "tenants.yaml"
         self.limits.write_text(limits)
         self.clock = Clock()
         files = {"api_keys_file": str(folder / "keys"), "tenants_file": str(self.limits)}
-        self.server = Server(*script, shares=Shares(clock=self.clock), **files, **config)
+        self.server = Server(*script, shares=Shares(exchange, clock=self.clock), **files, **config)
 
     async def ask(self, key: str = "a1", headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 4, **fields}
@@ -192,6 +196,21 @@ async def test_every_way_of_asking_counts(tmp_path: Path, path: str) -> None:
     assert used == len(served.server.generator.requests[0].prompt_ids) + 1
     listed = await served.server.http.get("/v1/models", headers={"authorization": "Bearer a1"})
     assert (listed.status_code, listed.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+
+
+async def test_two_ingresses_hold_one_limit(tmp_path: Path) -> None:
+    ledger = Ledger()
+
+    def of(name: str) -> Exchange:
+        async def exchange(claims: Sequence[Claim], all_of_them: bool) -> Reply:
+            return ledger.exchange(name, claims, all_of_them=all_of_them)
+
+        return exchange
+
+    ingresses = [Served(tmp_path, "default: {requests_per_minute: 9}", exchange=of(name)) for name in "xy"]
+    answers = [await ingresses[number % 2].ask() for number in range(14)]
+    assert [answer.status_code for answer in answers] == [200] * 9 + [429] * 5
+    assert answers[-1].headers["x-ratelimit-remaining-requests"] == "0"
 
 
 async def test_openais_client_understands(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def listen_unix(path: str, mode: int) -> socket.socket:
     CannotListen."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        _remove_dead(path)
+        remove_dead(path)
         # Nobody gets in before the permissions are right.
         before = os.umask(0o777)
         try:
@@ -49,8 +49,8 @@ def listen_unix(path: str, mode: int) -> socket.socket:
     return listener
 
 
-def _remove_dead(path: str) -> None:
-    """Raises OSError where there is something else, or somebody listens."""
+def remove_dead(path: str) -> None:
+    """Remove a socket that nobody listens on. Raises OSError where there is something else, or somebody listens."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise OSError("there is something else of this name")
