@@ -49,6 +49,8 @@ class OfflineResult:
     """Only where the output lengths differ."""
     sampling: str | None = None
     """How it was sampled, where that was said."""
+    settings: str | None = None
+    """Of a sweep: what was set, as in scheduler.max_num_seqs=16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,16 @@ class ServeResult(OfflineResult):
     failed: int = 0
     hit_rate: float | None = None
     """Of the prompts' tokens those that the server had in its prefix cache, where it says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPoint:
+    """A point of a sweep at which nothing could be measured, and why."""
+
+    bench: str
+    model: str
+    settings: str
+    unavailable: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +229,7 @@ class StructureResult:
 Result = (
     OfflineResult
     | ServeResult
+    | FailedPoint
     | StartupResult
     | CompareResult
     | SchedulerResult
@@ -234,7 +247,7 @@ Result = (
 def as_json(result: Result) -> dict[str, Cell]:
     """The keys of one JSON line: every field of the result, less the optional ones that say nothing here."""
     row: dict[str, Cell] = dataclasses.asdict(result)
-    for optional in ("output_len_mean", "sampling", "unavailable", "hit_rate"):
+    for optional in ("output_len_mean", "sampling", "settings", "unavailable", "hit_rate"):
         if row.get(optional, ...) is None:
             del row[optional]
     return {key: _rounded(value) for key, value in row.items()}

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import IO, TYPE_CHECKING
 
@@ -81,6 +82,40 @@ def measure_server(
                 process.kill()
                 process.wait()
     return StartupResult("startup", model, ready, phases)
+
+
+@contextmanager
+def running_server(target: str, *, timeout_s: float) -> Iterator[tuple[str, str]]:
+    """A fresh `raylm serve TARGET` while the block runs, once its model can be asked: the address of its API and the
+    model's name. Raises RaylmError with the server's last words where it does not start."""
+    port = _free_port()
+    words = [sys.executable, "-m", "raylm.cli", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            try:
+                model = _await_ready(process, f"http://127.0.0.1:{port}", perf_counter() + timeout_s)
+            except RaylmError as error:
+                raise RaylmError(f"{error}{_tail(log)}") from None
+            yield f"http://127.0.0.1:{port}/v1", model
+            _stop(process)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _await_ready(process: subprocess.Popen[bytes], root: str, deadline: float) -> str:
+    import httpx
+
+    with httpx.Client(base_url=root, timeout=10, trust_env=False) as client:
+        while True:
+            _pause(process, deadline, "have its model ready")
+            try:
+                if client.get("/ready").status_code == 200:
+                    return str(client.get("/v1/models").json()["data"][0]["id"])
+            except httpx.TransportError:
+                continue
 
 
 def _await_answer(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raylm.bench.shapes import SHAPES
 from raylm.cli.bench_serve import add_cases, add_report, add_serve
 from raylm.cli.bench_serve import cases as cases_of
+from raylm.cli.bench_sweep import add_sweep
 from raylm.cli.options import Subparsers, add_api_key, add_engine_options, add_model, api_key, engine_config, positive
 from raylm.errors import ConfigError
 
@@ -29,6 +30,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_speculation(kinds.add_parser("speculation", help="plain against speculative decoding, offline, in turns"))
     _add_structure(kinds.add_parser("structure", help="JSON schemas against plain sampling, offline, in turns"))
     add_serve(kinds.add_parser("serve", help="load on any OpenAI-compatible server"), run)
+    add_sweep(kinds.add_parser("sweep", help="the same load under many settings of the engine"))
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
     _add_steps(kinds.add_parser("steps", help="plans to workers and results back, without a model"))

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylm.cli.options import add_api_key, add_ca, api_key, positive, trusted
 from raylm.errors import ConfigError
@@ -14,6 +14,7 @@ from raylm.errors import ConfigError
 if TYPE_CHECKING:
     from raylm.bench.cases import Case, Dataset, Lengths
     from raylm.bench.report import Result
+    from raylm.bench.serve import Goodput, Load
     from raylm.sim.arrivals import Ramp
 
 _CASE_HELP = "name:requests:input_len:output_len, where output_len may be a range such as 8-128; repeatable"
@@ -40,6 +41,14 @@ def add_serve(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that is listed)")
     add_api_key(parser)
     add_ca(parser)
+    add_requests(parser)
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (%(default)s)")
+    add_report(parser)
+    parser.set_defaults(run=run, measure=measure)
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """What is asked, and when."""
     parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     add_cases(parser, help=f"{', '.join(_DATASETS)}, or a file of JSON lines with prompts")
     _add_shape(parser.add_argument_group("datasets"))
@@ -49,9 +58,6 @@ def add_serve(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
         "--vocab-size", type=positive, default=32000, help="random prompts use token ids below this (%(default)s)"
     )
     parser.add_argument("--no-ignore-eos", action="store_true", help="for servers that do not know ignore_eos")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (%(default)s)")
-    add_report(parser)
-    parser.set_defaults(run=run, measure=measure)
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
@@ -100,11 +106,32 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, emit: Callable[[Result], None]) -> None:
-    from raylm.bench.serve import Goodput, Load, Target, sweep
+    from raylm.bench.serve import Target, sweep
     from raylm.cli.server import connect, first_model
 
-    cases = served_cases(args)
-    goodput = Goodput.parse(args.goodput)
+    asked = requests_of(args)
+    key = api_key(args)
+    context = trusted(args)
+    with connect(args.url, api_key=key, verify=context) as http:
+        model = args.model or first_model(http)
+    target = Target(args.url, model, api_key=key, trusted=context, timeout_s=args.timeout, **asked.how)
+    sweep(target, asked.cases, asked.loads, emit, goodput=asked.goodput, seed=args.seed)
+
+
+class Requests(NamedTuple):
+    """What the options of add_requests say. `how`: fields of Target."""
+
+    cases: list[Case | Dataset]
+    loads: list[Load]
+    goodput: Goodput | None
+    how: dict[str, Any]
+
+
+def requests_of(args: argparse.Namespace) -> Requests:
+    """Raises ConfigError."""
+    from raylm.bench.serve import Goodput, Load
+
+    found = served_cases(args)
     rates: list[float | Ramp | None] = [None if math.isinf(rate) else rate for rate in args.request_rate]
     if args.ramp_up is not None:
         if rates != [None]:
@@ -112,23 +139,14 @@ def measure(args: argparse.Namespace, emit: Callable[[Result], None]) -> None:
         rates = [args.ramp_up]
     if rates == [None] and args.burstiness != 1:
         raise ConfigError("--burstiness spreads requests over time: it needs --request-rate or --ramp-up")
-    key = api_key(args)
-    context = trusted(args)
-    with connect(args.url, api_key=key, verify=context) as http:
-        model = args.model or first_model(http)
-    target = Target(
-        args.url,
-        model,
-        api_key=key,
-        trusted=context,
-        endpoint=args.endpoint,
-        vocab_size=args.vocab_size,
-        ignore_eos=not args.no_ignore_eos,
-        timeout_s=args.timeout,
-        session_header=args.session_header,
-    )
     loads = [Load(concurrency, rate, args.burstiness) for rate in rates for concurrency in args.concurrency]
-    sweep(target, cases, loads, emit, goodput=goodput, seed=args.seed)
+    how = {
+        "endpoint": args.endpoint,
+        "vocab_size": args.vocab_size,
+        "ignore_eos": not args.no_ignore_eos,
+        "session_header": args.session_header,
+    }
+    return Requests(found, loads, Goodput.parse(args.goodput), how)
 
 
 def served_cases(args: argparse.Namespace, default: str = "load:64:128:64") -> list[Case | Dataset]:
