@@ -19,6 +19,7 @@ from raylm.core.step import CacheLayout, ModelInfo, Waited
 from raylm.generation.metering import ChoiceMeter
 from raylm.generation.served_model import EngineStats
 from raylm.serving.directory import Directory
+from raylm.serving.metrics import ray_metrics
 from raylm.serving.metrics.exchange import MetricsExchange
 from raylm.serving.metrics.kept import KEPT_S, LIVE_S, KeptCounts
 from raylm.serving.metrics.route_counts import RouterCounts
@@ -241,3 +242,32 @@ async def test_routers_counts_are_by_model() -> None:
     assert of(found, "raylm:routing_decisions_total") == {("tiny", "prefix"): 5}
     assert of(found, "raylm:requests_held") == {("tiny",): 4}
     assert of(found, "raylm:requests_resumed_total") == {("tiny",): 5}
+
+
+def test_rays_metrics_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[tuple[str, str, frozenset[tuple[str, str]]], float] = {}
+
+    class Metric:
+        def __init__(self, name: str, text: str, tag_keys: tuple[str, ...]) -> None:
+            self._name, self._tag_keys = name, tag_keys
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            told["gauge", self._name, frozenset(tags.items())] = value
+
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            assert value > 0 and tags.keys() == set(self._tag_keys), "Ray's counters take nothing else"
+            key = "counter", self._name, frozenset(tags.items())
+            told[key] = told.get(key, 0.0) + value
+
+    monkeypatch.setattr(ray_metrics, "Counter", Metric)
+    monkeypatch.setattr(ray_metrics, "Gauge", Metric)
+    metrics, shown = HttpMetrics(Models()), ray_metrics.RayMetrics()
+    for _ in range(3):
+        finish_one(metrics)
+        shown.show([*metrics.own(), *metrics.engines()])
+        shown.show(metrics.own())
+    tiny = frozenset({("model_name", "tiny")})
+    assert told["counter", "raylm_generation_tokens", tiny] == 9
+    assert told["counter", "raylm_e2e_request_latency_seconds_count", tiny] == 3
+    assert told["gauge", "raylm_num_requests_running", tiny | {("engine", "engine-0")}] == 1
+    assert not [name for _, name, _ in told if not name.startswith("raylm_")], "Ray has process metrics of its own"

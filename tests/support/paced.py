@@ -66,7 +66,7 @@ class PacedExecutor:
             eos_token_ids=[],
             device="none",
             dtype="none",
-            phases={},
+            phases={"start": pace.start_s},
         )
         self.patience_s = config.runtime.step_timeout_s
         self._rows = RowCounts()
