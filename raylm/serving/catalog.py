@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
+from typing import Any
 
 import ray
 import zmq
@@ -21,6 +23,7 @@ from raylm.serving.directory import DirectoryClient, EngineEntry, ModelEntry, Sn
 from raylm.serving.routing.engines import RoutedEngine
 from raylm.serving.routing.router import ModelRouter
 from raylm.serving.stacks import find_stacks
+from raylm.serving.waking import Waker
 from raylm.stacks import ProcessStacks
 
 logger = get_logger(__name__)
@@ -38,6 +41,11 @@ def _version(model: ModelEntry) -> _Version:
     return model.name, model.path, model.chat.key
 
 
+def _know(entry: ModelEntry, directory: Any) -> Awaitable[None]:
+    told: Awaitable[None] = directory.know.remote(entry)
+    return told
+
+
 class LiveCatalog:
     """Follows the Directory. A model is listed from the moment that the Directory knows it, and served while its
     tokenizer is loaded and an engine of it is ready. In an upgrade to another path both paths' engines serve, each with
@@ -49,6 +57,7 @@ class LiveCatalog:
         load_text: Callable[[ModelEntry], Text],
         load_grammars: Callable[[str], GrammarCompiler] | None = None,
         routing: RoutingConfig | None = None,
+        waker: Waker | None = None,
     ) -> None:
         """`load_text` makes a model's text side; `load_grammars`, from model.path, its compiler of structured output.
         Both run in a thread and raise ConfigError."""
@@ -56,6 +65,9 @@ class LiveCatalog:
         self._load_text = load_text
         self._load_grammars = load_grammars
         self._routing = routing
+        self._waker = waker or Waker()
+        self._entries: dict[_Version, ModelEntry] = {}
+        """What was last heard of each version."""
         self._created = int(time.time())
         self._routers: dict[_Version, ModelRouter] = {}
         self._texts: dict[_Version, _TextSide] = {}
@@ -78,8 +90,13 @@ class LiveCatalog:
     def unready(self) -> dict[str, str]:
         if self._closed is not None:
             return dict.fromkeys(self.names(), self._closed)
-        usable = {version[0] for version in self._models if self._routers[version].usable}
+        usable = {version[0] for version in self._models if self._routers[version].usable or self._sleeps(version)}
         return {name: self._lack(name) for name in self.names() if name not in usable}
+
+    def _sleeps(self, version: _Version) -> bool:
+        """Whether it has no engine because nobody asks: a request wakes it."""
+        entry = self._entries.get(version)
+        return entry is not None and entry.may_sleep and not self._routers[version].has_engine
 
     def _lack(self, name: str) -> str:
         """What a model needs before it can take requests."""
@@ -181,14 +198,27 @@ class LiveCatalog:
             for engine_id in [engine_id for engine_id in router.engines if engine_id not in entries]:
                 await self._retire(router, engine_id)
             router.follow()
-        if snapshot.settled:
+        if not snapshot.settled:
+            await self._tell(snapshot)
+        else:
             self._forget(self._texts.keys() - {_version(model) for model in models})
         for version in self._texts:
             self._offer(version)
 
+    async def _tell(self, snapshot: Snapshot) -> None:
+        """A Directory that has just begun hears of models that sleep from nobody else."""
+        told = {model.name for model in snapshot.models}
+        for version, entry in self._entries.items():
+            if entry.name not in told and self._sleeps(version):
+                await self._directory.ask(partial(_know, entry))
+
     def _know(self, model: ModelEntry) -> None:
         version = _version(model)
-        router = self._routers.setdefault(version, ModelRouter(model.name, self._routing))
+        self._entries[version] = max(model, self._entries.get(version, model), key=lambda each: each.since)
+        if version not in self._routers:
+            wake = partial(self._waker.wake, model.application)
+            self._routers[version] = ModelRouter(model.name, self._routing, wake)
+        router = self._routers[version]
         router.since = max(router.since, model.since)
         router.closed = self._closed
         if version not in self._texts:
@@ -204,6 +234,7 @@ class LiveCatalog:
             logger.info("model %s (%s) is no more", *version[:2])
         for version in [each for each in self._routers if each not in self._texts and not self._routers[each].engines]:
             del self._routers[version]
+            self._entries.pop(version, None)
 
     def _update(self, entry: EngineEntry, snapshot: Snapshot) -> None:
         router = self._routers[_version(entry.model)]
@@ -222,19 +253,19 @@ class LiveCatalog:
         logger.info("engine %s of %s is at %s", entry.engine_id, entry.model.name, entry.address)
 
     def _offer(self, version: _Version) -> None:
-        """Serve a model once its tokenizer is loaded, with the limits and the sampling of its youngest engine."""
+        """Serve a model once its tokenizer is loaded and an engine has said its limits; it may sleep since then."""
         side, router = self._texts[version], self._routers[version]
-        if side.text is None or not router.engines:
+        model = self._entries[version]
+        if side.text is None or model.limits is None:
             return
-        entry = max((engine.entry for engine in router.engines.values()), key=lambda each: each.model.since)
         served = ServedModel(
             name=router.name,
             created=self._created,
-            max_model_len=entry.max_model_len,
-            vocab_size=entry.vocab_size,
+            max_model_len=model.limits.max_model_len,
+            vocab_size=model.limits.vocab_size,
             text=side.text,
             generator=router,
-            sampling=entry.model.sampling,
+            sampling=model.sampling,
             grammars=side.grammars,
             ability=side.ability,
         )

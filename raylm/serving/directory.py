@@ -42,6 +42,13 @@ _HEAD = "node:__internal_head__"
 a replica's placement group it would end with the replica."""
 
 
+class ModelLimits(NamedTuple):
+    """Tokens that a request may have in all, and that the model knows."""
+
+    max_model_len: int
+    vocab_size: int
+
+
 class ModelEntry(NamedTuple):
     """One model of the endpoint: what an ingress must have before the first engine is up."""
 
@@ -55,6 +62,10 @@ class ModelEntry(NamedTuple):
     """When the replica that says so began, in seconds since the epoch: of two that differ, as in an upgrade, the
     younger one counts."""
     chat: ChatSettings = ChatSettings()
+    limits: ModelLimits | None = None
+    """None until an engine of it has been up."""
+    may_sleep: bool = False
+    """It may have no replica while nobody asks: a request wakes it."""
 
 
 class EngineEntry(NamedTuple):
@@ -66,8 +77,6 @@ class EngineEntry(NamedTuple):
     node_id: str
     address: str
     public_key: bytes
-    max_model_len: int
-    vocab_size: int
     state: Literal["ready", "draining"]
     load: Load
     prefixes: PrefixForm | None = None
@@ -115,7 +124,9 @@ class Directory:
         """Add or renew a model whose engine is still starting."""
         self._last_call = self._heard[model.name] = time.monotonic()
         known = self._models.get(model.name)
-        if known is None or known.since < model.since:
+        if known is not None and model.limits is None and known.path == model.path:
+            model = model._replace(limits=known.limits)
+        if known is None or known.since <= model.since:
             self._models[model.name] = model
             if known is None or known._replace(since=model.since) != model:
                 self._publish()

@@ -25,9 +25,10 @@ from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
 from raylm.generation.served_model import EngineStats
 from raylm.serving.autoscaling import Demand
-from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry
+from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry, ModelLimits
 from raylm.serving.metrics.ray_metrics import RayMetrics
 from raylm.serving.peers import engine_name, find_peers
+from raylm.serving.replica_state import may_sleep
 from raylm.text.chat_settings import ChatSettings
 
 logger = log.get_logger(__name__)
@@ -45,14 +46,15 @@ class ModelReplica:
         log.configure()
         self._config = config
         model = config.engine.model
-        application = serve.get_replica_context().app_name
+        context = serve.get_replica_context()
         self._model = ModelEntry(
             model.served_name,
-            application,
+            context.app_name,
             model.path,
             sampling=config.engine.sampling_defaults,
             since=time.time(),
             chat=ChatSettings.of(config.engine),
+            may_sleep=may_sleep(context),
         )
         self._capacity = resolve(config.engine, worker_device(resources)).scheduler.max_num_seqs
         self._engine_id = uuid.uuid4().hex
@@ -66,6 +68,8 @@ class ModelReplica:
             self._address: EngineAddress = await self._engine.address.remote()
         finally:
             starting.cancel()
+        info = self._address.info
+        self._model = self._model._replace(limits=ModelLimits(info.max_model_len, info.vocab_size))
         self._load = Load(0, 0, 0.0)
         self._dead: str | None = None
         self._draining = False
@@ -81,6 +85,9 @@ class ModelReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What QueuePolicy scales by."""
         return Demand.of(self._load, self._capacity).stats()
+
+    async def awake(self) -> None:
+        """Nothing is done: Serve's autoscaler has counted the call while it waited for this replica (waking.py)."""
 
     async def __call__(self, request: Request) -> Response:
         """Behind HAProxy Serve opens a port here too. Nobody is led to it."""
@@ -181,15 +188,12 @@ class ModelReplica:
             self._dead = f"the engine actor has died: {error}"
 
     async def _report(self) -> None:
-        info = self._address.info
         entry = EngineEntry(
             engine_id=self._engine_id,
             model=self._model,
             node_id=ray.get_runtime_context().get_node_id(),
             address=self._address.address,
             public_key=self._address.public_key,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
             state="draining" if self._draining else "ready",
             load=self._load,
             prefixes=self._address.prefixes,

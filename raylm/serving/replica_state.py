@@ -1,9 +1,9 @@
-"""What Serve's controller says of a replica."""
+"""What Serve says of a replica."""
 
 from __future__ import annotations
 
 from ray.serve._private.common import ReplicaID, ReplicaState
-from ray.serve.context import _get_global_client
+from ray.serve.context import ReplicaContext, _get_global_client
 
 from raylm.log import get_logger
 
@@ -22,3 +22,9 @@ def is_stopping(replica: ReplicaID) -> bool:
         return False
     states = [each["state"] for each in replicas if each["replica_id"] == replica.unique_id]
     return ReplicaState.STOPPING in states
+
+
+def may_sleep(context: ReplicaContext) -> bool:
+    """Whether Serve may leave the replica's deployment without any."""
+    autoscaling = context._deployment_config.autoscaling_config
+    return autoscaling is not None and autoscaling.min_replicas == 0

@@ -20,7 +20,8 @@ from raylm.errors import ConfigError, Overloaded, ServerStopped
 from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module
 from raylm.serving.catalog import LiveCatalog
-from raylm.serving.directory import Directory, EngineEntry, ModelEntry
+from raylm.serving.directory import Directory, EngineEntry, ModelEntry, ModelLimits
+from raylm.serving.waking import Waker
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_settings import ChatSettings
 from tests.support.channel_fakes import PacedExecutor, Served, until
@@ -55,7 +56,8 @@ def model(name: str = "a", application: str = "app", *, path: str = "here", sinc
 def engine(engine_id: str, of: ModelEntry | None = None, *, served: Served | None = None) -> EngineEntry:
     address = served.server.address if served is not None else "tcp://127.0.0.1:1"
     key = served.server.public_key if served is not None else zmq.curve_keypair()[0]
-    return EngineEntry(engine_id, of or model(), "node", address, key, 128, 64, "ready", Load(0, 0, 0.0))
+    of = (of or model())._replace(limits=ModelLimits(128, 64))
+    return EngineEntry(engine_id, of, "node", address, key, "ready", Load(0, 0, 0.0))
 
 
 async def known(directory: Directory) -> list[tuple[str, str]]:
@@ -234,7 +236,9 @@ async def test_in_an_upgrade_each_tokenizer_speaks_to_its_own_engines(catalogs) 
         await asyncio.sleep(0)
     live = {path: router.engines for (_, path, _), router in catalog._routers.items()}
     assert live["old"]["1"].client.num_live == live["new"]["2"].client.num_live == 2
-    await asyncio.gather(*sent)
+    for task in sent:
+        task.cancel()
+    await asyncio.gather(*sent, return_exceptions=True)
     for stream in streams:
         await stream.aclose()
 
@@ -289,7 +293,7 @@ async def test_an_engine_without_a_file_for_its_connection_is_tried_again(
     directory = Directory()
     catalog = catalogs(directory, Texts())
     await directory.report(engine("1"))
-    await until(lambda: catalog.get("a") is not None)
+    await until(lambda: catalog.engines("a"))
     assert not failures
     catalog.check()
 
@@ -344,3 +348,48 @@ async def test_closing_waits_for_those_that_listen_and_no_longer_than_it_may() -
     await asyncio.sleep(0)
     await directory.close("enough", 0.05)
     assert (await deaf).closing == "enough"
+
+
+class Calls:
+    """Serve's handle: a call returns when a replica is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.there = asyncio.Event()
+
+    async def __call__(self, application: str) -> None:
+        self.asked.append(application)
+        await self.there.wait()
+
+
+async def test_a_model_that_sleeps_is_listed_and_a_request_wakes_it(catalogs) -> None:
+    served = Served(PacedExecutor(num_blocks=64))
+    directory = Directory()
+    served.server.clients.allow(directory._keys.public)
+    catalog = catalogs(directory, Texts())
+    calls = Calls()
+    catalog._waker = Waker(calls)
+    sleeper = model()._replace(may_sleep=True)
+    await directory.report(engine("1", sleeper, served=served))
+    await until(catalog.ready)
+    await directory.remove("1")
+    await until(lambda: not catalog.engines("a"))
+    assert catalog.ready() and catalog.get("a") is not None, "it is asleep, not broken"
+    waiting = [
+        asyncio.create_task(catalog.get("a").generator.generate([name], [1], SamplingParams(), OPTIONS).admitted())
+        for name in ("x", "y")
+    ]
+    await until(lambda: calls.asked)
+    # A Directory that has just begun, and an ingress too, hear of the model from those who know it.
+    second = Directory()
+    catalog._directory = Near(second)
+    await until(lambda: second._models)
+    other = catalogs(second, Texts())
+    await until(other.ready)
+    assert other.get("a").max_model_len == 128
+    served.server.clients.allow(second._keys.public)
+    await second.report(engine("2", sleeper, served=served))
+    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    assert calls.asked == ["app"], "one call for all who wait"
+    served.executor.permits.release(100)
+    served.stop()

@@ -126,7 +126,7 @@ def test_an_engine_that_has_just_ended_is_passed_over(serve_url: str) -> None:
     model = ModelEntry(MODEL, MODEL, MODEL, SamplingDefaults(), since=0.0)
     # It would be asked first: it has nothing to do at all.
     key = zmq.curve_keypair()[0]
-    gone = EngineEntry("gone", model, "node", "tcp://127.0.0.1:1", key, 8, 8, "ready", Load(-1, 0, 0.0))
+    gone = EngineEntry("gone", model, "node", "tcp://127.0.0.1:1", key, "ready", Load(-1, 0, 0.0))
     ray.get(directory.report.remote(gone))
     try:
         assert len(peers()) == 1

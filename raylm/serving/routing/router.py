@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from raylm.config.routing import RoutingConfig
@@ -22,8 +22,10 @@ _LOOK_EVERY_S = 0.05
 class ModelRouter:
     """Chooses an engine for each request of one version of a model."""
 
-    def __init__(self, name: str, config: RoutingConfig | None = None) -> None:
+    def __init__(self, name: str, config: RoutingConfig | None = None, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake` is called again and again while a request waits and no engine is about to take it."""
         self.name = name
+        self._wake = wake
         self.config = config or RoutingConfig()
         self.selector = Selector(self.config)
         """It chooses, and counts its decisions."""
@@ -41,6 +43,11 @@ class ModelRouter:
     @property
     def usable(self) -> list[RoutedEngine]:
         return [engine for engine in list(self.engines.values()) if engine.is_usable]
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine that does not go, reachable or not."""
+        return any(engine.entry.state == "ready" for engine in self.engines.values())
 
     @property
     def fitness(self) -> tuple[bool, int, float]:
@@ -83,6 +90,8 @@ class ModelRouter:
                 f"routing.max_held_requests allows {self.config.max_held_requests}",
                 retry_after=_RETRY_AFTER_S,
             )
+        if not self.has_engine:
+            self._wake()
         self.num_held += 1
         try:
             yield
