@@ -5,7 +5,7 @@ from __future__ import annotations
 from raylm.core.histogram import Histogram
 from raylm.core.measures import AGE_BOUNDS, BlockMeasures
 
-_ALL_UP_TO = 4096
+_ALL_UP_TO = 512
 _ONE_IN = 16
 """Of more blocks than that, one in so many is followed: a power of two."""
 

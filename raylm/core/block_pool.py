@@ -60,12 +60,6 @@ class BlockPool:
             del self._free[block]
         self._refs[block] += 1
 
-    def reuse(self, block: int) -> None:
-        """As share, of a block that was found by its hash."""
-        if not block & self.ages.mask:
-            self.ages.found(block)
-        self.share(block)
-
     def give_back(self, blocks: list[int]) -> None:
         """One holder less for each. The last block goes first: a sequence's head is the likelier to be of use again."""
         for block in reversed(blocks):

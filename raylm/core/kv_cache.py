@@ -89,13 +89,16 @@ class KVCacheManager:
             return
         self._extend_keys(request)
         num_columns = self._longest_prefix(request, (len(request.token_ids) - 1) // self.block_size)
+        unfollowed = self.ages.mask
         for group in self._groups:
             first = self._first_read(group, num_columns * self.block_size)
             blocks = [PADDING_BLOCK] * first
             for column in range(first, num_columns):
                 block = self._pool.find(group, request.keys[column])
                 assert block is not None
-                self._pool.reuse(block)
+                if not block & unfollowed:
+                    self.ages.found(block)
+                self._pool.share(block)
                 blocks.append(block)
             request.block_ids[group] = blocks
         request.num_stored = num_columns * self.block_size
