@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from datetime import UTC, datetime
 
@@ -21,12 +22,17 @@ def configure(level: str = "INFO", *, as_json: bool = False) -> None:
     """Print raylm's log lines to stderr, as JSON objects where asked. Called by programs (cli, actors), never by the
     library."""
     logger = logging.getLogger("raylm")
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+    if as_json:
+        # Serve gives a replica another sys.stderr, whose lines it writes into a file behind words of its own.
+        handler = logging.StreamHandler(sys.__stderr__)
+        handler.setFormatter(JsonLines())
+        logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.handlers[0].setFormatter(JsonLines() if as_json else logging.Formatter(_FORMAT))
-    elif as_json:
-        logger.handlers[0].setFormatter(JsonLines())
+    elif not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+        logger.propagate = False
     logger.setLevel(level)
 
 

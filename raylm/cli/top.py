@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from raylm.cli.options import Subparsers, add_api_key, api_key
+from raylm.cli.options import Subparsers, add_api_key, add_ca, api_key, trusted
 from raylm.errors import RaylmError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("top", help="watch a server's engines, queues, caches and rates")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the API's address (default: %(default)s)")
     add_api_key(parser)
+    add_ca(parser)
     parser.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds between looks (%(default)g)")
     parser.add_argument("--once", action="store_true", help="print one frame and leave")
     parser.set_defaults(run=run)
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from raylm.serving.state import State
 
     decoder = msgspec.json.Decoder(State)
-    with connect(args.url, api_key=api_key(args)) as http:
+    with connect(args.url, api_key=api_key(args), verify=trusted(args)) as http:
         address = str(http.base_url).rstrip("/").removesuffix("/v1") + "/state"
         if args.once:
             _look(http, address, decoder)

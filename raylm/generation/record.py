@@ -16,7 +16,8 @@ class Record:
     received: its body was there. prepared: its prompts were tokens. admitted: an engine had taken it.
     first_token, last_token: when they came here, of all sequences. waited: of the first sequence.
     detokenise_s: seconds in which tokens became text. prompt_tokens: of all its prompts, those that were cached too.
-    engines: the ids of those that ran it; route: why it was the last of them. finish_reasons: of its sequences, by their ends.
+    engines: the ids of those that ran it; route: why it was the last of them. finish_reasons: of its sequences, by
+    their ends.
     is_look: nobody needs a key for it (probes, metrics). traceparent: W3C's header for what it asks of others.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -98,6 +99,7 @@ async def test_a_line_a_request_without_text(stream: bool) -> None:
         "outcome": "ok",
         "model": "tiny",
         "engine": "scripted",
+        "route": "prefix; matched-tokens=16",
         "finish_reason": "stop",
         "prompt_tokens": line["prompt_tokens"],
         "cached_tokens": 3,
@@ -160,6 +162,7 @@ async def test_a_request_has_a_span_a_stage_below_its_client() -> None:
     times = {name: (span.start_time or 0, span.end_time or 0) for name, span in spans.items()}
     assert all(begin <= end for begin, end in times.values())
     assert times["receive"][1] == times["tokenise"][0] and times["tokenise"][1] == times["route"][0]
+    assert times["route"][1] >= times["route"][0]
     assert times["queue"][1] == times["prefill"][0] and times["prefill"][1] == times["decode"][0]
     assert times["prefill"][1] - times["prefill"][0] == pytest.approx(0.5e9, abs=1e4)
     assert top.start_time == times["receive"][0] and top.end_time is not None
@@ -299,6 +302,17 @@ def test_throughput_is_told_where_there_was_traffic() -> None:
         "cache_usage": 0.25,
         "prefix_hit_rate": 0.25,
     }
+
+
+def test_json_goes_to_the_process_own_standard_error() -> None:
+    """Serve puts another sys.stderr in its place."""
+    code = (
+        "import sys, io; sys.stderr = io.StringIO(); from raylm import log; log.configure(); "
+        "log.configure(as_json=True); log.get_logger('x').info('one')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["message"] == "one"
 
 
 def test_json_lines_hold_tracebacks() -> None:

@@ -30,6 +30,7 @@ class RequestLog:
             model=record.model or None,
             tenant=record.tenant or None,
             engine=",".join(record.engines) or None,
+            route=record.route or None,
             finish_reason=",".join(sorted(set(record.finish_reasons))) or None,
             prompt_tokens=record.prompt_tokens,
             cached_tokens=record.cached_tokens,

@@ -86,7 +86,7 @@ def _stages(record: Record) -> list[tuple[str, float, float]]:
     if record.received is not None:
         stages.append(("tokenise", record.received, record.prepared or ended))
     if record.prepared is not None:
-        stages.append(("route", record.prepared, record.admitted or ended))
+        stages.append(("route", record.prepared, _routed(record)))
     if record.admitted is not None and record.first_token is None:
         stages.append(("queue", record.admitted, ended))
     if record.first_token is not None and record.last_token is not None:
@@ -100,6 +100,16 @@ def _stages(record: Record) -> list[tuple[str, float, float]]:
         # It goes on beside decoding, a delta at a time.
         stages.append(("detokenise", first, max(last, first + record.detokenise_s)))
     return stages
+
+
+def _routed(record: Record) -> float:
+    """When an engine had it. Its word of that comes with a step, maybe that of the prompt."""
+    assert record.prepared is not None and record.ended is not None, "it was routed"
+    admitted = record.admitted or record.ended
+    if record.waited is None or record.first_token is None:
+        return admitted
+    taken = record.first_token - record.waited.prefill_s - record.waited.queue_s
+    return min(admitted, max(taken, record.prepared))
 
 
 def _asked(record: Record) -> dict[str, str]:
@@ -118,6 +128,7 @@ def _found(record: Record) -> dict[str, str | int | float | list[str]]:
         "gen_ai.server.time_to_first_token": None if record.first_token is None else record.first_token - record.began,
         "raylm.cached_tokens": record.cached_tokens if record.model else None,
         "raylm.engines": record.engines or None,
+        "raylm.route": record.route or None,
         "raylm.tenant": record.tenant or None,
         "raylm.outcome": record.outcome,
     }
