@@ -155,6 +155,9 @@ async def test_what_is_refused_below_costs_no_tokens(tmp_path: Path) -> None:
     for _ in range(3):
         answer = await served.ask(max_tokens=30)
         assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (503, "40")
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 9}
+    answer = await served.server.http.post("/v1/responses", json=body, headers={"x-api-key": "a1"})
+    assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (503, "40")
 
 
 async def test_a_client_that_leaves_pays_for_what_it_had(tmp_path: Path) -> None:

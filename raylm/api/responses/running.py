@@ -85,8 +85,10 @@ class ResponseRun:
         generation = Generation(model, job, self._machine.metrics.model(model.name), origin)
         try:
             await generation.admitted()
-        except BaseException:
+        except BaseException as error:
             await generation.aclose()
+            # Nothing is paid for what no engine has taken.
+            await self._room.__aexit__(type(error), error, error.__traceback__)
             raise
         return generation
 
