@@ -1,0 +1,154 @@
+"""Streams of a served model whose engine is killed: they wait for its successor and go on.
+
+pytest tests/serving/test_failover_served.py -m "nightly or not nightly" -o log_cli=true -o log_cli_level=INFO
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from tests.support.served import Served
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
+logger = logging.getLogger(__name__)
+MODEL = "smollm2-135m"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 30}, "people": {"type": "integer"}},
+    "required": ["city", "people"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": SCHEMA, "strict": True, "description": "Looks a city up."},
+}
+TEXT = {"prompt": "The history of the city of Rome begins", "max_tokens": 60, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Name a city."}], "max_tokens": 60}
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": TEXT | {"temperature": 0, "max_tokens": 90},
+    "seeded": TEXT | {"temperature": 1, "seed": 7},
+    "three": TEXT | {"temperature": 1, "seed": 7, "n": 3, "max_tokens": 30},
+    "stop string": TEXT | {"temperature": 0, "stop": [" was", "\n\n\n\n"]},
+    "penalties": TEXT | {"temperature": 0, "frequency_penalty": 1.0, "repetition_penalty": 1.2},
+    "logprobs": TEXT | {"temperature": 0, "logprobs": 2},
+    "schema": CHAT
+    | {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA}}},
+    "tools": CHAT
+    | {"temperature": 0, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+    "beams": TEXT | {"temperature": 0, "use_beam_search": True, "n": 2, "max_tokens": 16},
+}  # fmt: skip
+
+
+class Heard:
+    """One stream, whole."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, dict[str, Any]] = {}
+        self.usage: dict[str, Any] = {}
+        self.longest_gap_s = 0.0
+
+    def take(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        if event.get("usage"):
+            self.usage = {name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+        for choice in event["choices"]:
+            whole = self.choices.setdefault(choice["index"], {"text": "", "calls": "", "tokens": [], "finish": None})
+            delta = choice.get("delta", {})
+            whole["text"] += choice.get("text") or delta.get("content") or ""
+            for call in delta.get("tool_calls") or ():
+                whole["calls"] += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+            if choice.get("logprobs"):
+                whole["tokens"] += choice["logprobs"]["tokens"]
+            whole["finish"] = choice["finish_reason"] or whole["finish"]
+
+    @property
+    def said(self) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+        return self.choices, self.usage
+
+
+def listen(url: str, wish: dict[str, Any], begun: threading.Event) -> Heard:
+    path = "chat/completions" if "messages" in wish else "completions"
+    body = wish | {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+    heard, last = Heard(), time.monotonic()
+    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=180) as answer:
+        assert answer.status_code == 200, answer.read()
+        done = False
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                now = time.monotonic()
+                heard.longest_gap_s, last = max(heard.longest_gap_s, now - last), now
+                heard.take(json.loads(line[6:]))
+                begun.set()
+            done = done or line == "data: [DONE]"
+    assert done, "the stream was cut"
+    return heard
+
+
+def processes(title: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if title in " ".join(process.cmdline()[:1]):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def ask_all(url: str, faults: list[str], *, after_s: float = 0.5) -> dict[str, Heard]:
+    """Every wish at once, while these processes are killed, one after the other."""
+    begun = threading.Event()
+    with ThreadPoolExecutor(len(WISHES)) as pool:
+        asked = {name: pool.submit(listen, url, wish, begun) for name, wish in WISHES.items()}
+        begun.wait(60)
+        for title in faults:
+            time.sleep(after_s)
+            for process in processes(title):
+                process.kill()
+            deadline = time.monotonic() + 60
+            while not processes("EngineActor") and time.monotonic() < deadline:
+                time.sleep(0.1)
+        return {name: future.result() for name, future in asked.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(served: Served) -> dict[str, Heard]:
+    found = ask_all(served.url, [])
+    assert json.loads(found["schema"].choices[0]["text"]) and found["tools"].choices[0]["calls"]
+    assert all(choice["finish"] for heard in found.values() for choice in heard.choices.values())
+    return found
+
+
+def check(name: str, heard: Heard, before: Heard) -> None:
+    assert heard.said == before.said, name
+
+
+def test_streams_go_on_with_the_successor_of_a_killed_engine(served, undisturbed):
+    found = ask_all(served.url, ["EngineActor"])
+    for name, heard in found.items():
+        check(name, heard, undisturbed[name])
+    assert max(heard.longest_gap_s for heard in found.values()) > 1, "the engine is killed while they run"
+
+
+@pytest.mark.nightly
+def test_fifty_kills(served, undisturbed):
+    rng, worst, kills = random.Random(4), 0.0, 0
+    while kills < 50:
+        faults = [rng.choice(["EngineActor", "WorkerActor", "ModelReplica"]) for _ in range(2)]
+        found = ask_all(served.url, faults, after_s=rng.uniform(0, 1.5))
+        kills += len(faults)
+        for name, heard in found.items():
+            check(name, heard, undisturbed[name])
+        worst = max(worst, *(heard.longest_gap_s for heard in found.values()))
+        logger.info("%d kills, the longest gap in a stream %.1f s", kills, worst)
