@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
 from raylm.config.chat import ChatConfig
+from raylm.config.kv_events import KVEventsConfig
 from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
 from raylm.config.speculation import ON_HOST, SpeculationConfig
 
@@ -199,6 +200,7 @@ class EngineConfig(FrozenConfig):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    kv_events: KVEventsConfig = KVEventsConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     @property
@@ -217,6 +219,14 @@ class EngineConfig(FrozenConfig):
     def sampling_defaults(self) -> SamplingDefaults:
         """How requests are sampled that leave it open. Raises ConfigError as `advice` does."""
         return SamplingDefaults.of(self.model.sampling, self.sampling_advice.sampling)
+
+    @model_validator(mode="after")
+    def _published_events_are_kept(self) -> EngineConfig:
+        if self.kv_events.endpoint is not None and not (self.cache.events and self.cache.prefix_caching):
+            raise ValueError(
+                "kv_events.endpoint wants cache.events and cache.prefix_caching: nothing is published else"
+            )
+        return self
 
     @model_validator(mode="after")
     def _window_fits_stages(self) -> EngineConfig:

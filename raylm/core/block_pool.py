@@ -84,15 +84,15 @@ class BlockPool:
         # Equal hashes of different tokens are no hit.
         return block if stored is not None and stored[1].content == key.content else None
 
-    def store(self, group: int, block: int, key: BlockKey) -> None:
-        """Let a full block be found, unless one of equal hash can be found already."""
+    def store(self, group: int, block: int, key: BlockKey, *, is_first: bool = False) -> None:
+        """Let a full block, perhaps a sequence's first, be found, unless one of equal hash can be found already."""
         by_hash = self._by_hash[group]
         if key.hash in by_hash or self._stored[block] is not None:
             return
         by_hash[key.hash] = block
         self._stored[block] = (group, key)
         if self._events is not None:
-            self._events.stored(key.hash, key.parent, key.num_tokens, group)
+            self._events.stored(key, group, is_first=is_first)
 
     def forget_all(self) -> None:
         """Let no block be found any more."""

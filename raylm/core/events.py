@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from raylm.core.block_hash import BlockKey
+
 
 class BlockEvent(NamedTuple):
     """A block became findable ("stored"), or stopped being so ("removed"), or all did ("cleared", with empty hashes).
@@ -35,20 +37,32 @@ class EventSnapshot(NamedTuple):
     epoch: int = 0
 
 
+class StoredTokens(NamedTuple):
+    """The tokens of a block that was stored, four bytes each, and whether it is a sequence's first."""
+
+    data: bytes
+    is_first: bool
+
+
 class EventLog:
     """Collects events until they are taken. What is findable now is kept too, so that a follower may begin at any
     time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_tokens: bool = False) -> None:
+        """`with_tokens`: keep the tokens of stored blocks too, until they are taken with the events."""
+        self._with_tokens = with_tokens
+        self._tokens: list[StoredTokens] = []
         self._next = 0
         self._epoch = 0
         self._pending: list[BlockEvent] = []
         self._stored: dict[tuple[bytes, int], BlockEvent] = {}
 
-    def stored(self, block_hash: bytes, parent_hash: bytes, num_tokens: int, group: int) -> None:
-        event = BlockEvent("stored", block_hash, parent_hash, num_tokens, group)
-        self._stored[block_hash, group] = event
+    def stored(self, key: BlockKey, group: int, *, is_first: bool = False) -> None:
+        event = BlockEvent("stored", key.hash, key.parent, key.num_tokens, group)
+        self._stored[key.hash, group] = event
         self._pending.append(event)
+        if self._with_tokens:
+            self._tokens.append(StoredTokens(key.content[len(key.parent) :], is_first))
 
     def removed(self, block_hash: bytes, group: int) -> None:
         gone = self._stored.pop((block_hash, group))
@@ -67,6 +81,11 @@ class EventLog:
         self._next += len(batch.events)
         self._pending = []
         return batch
+
+    def take_tokens(self) -> list[StoredTokens]:
+        """Those of the "stored" events that were taken last, in their order."""
+        tokens, self._tokens = self._tokens, []
+        return tokens
 
     def snapshot(self) -> EventSnapshot:
         """What is findable now. The next batch may begin with events that it holds already, by their numbers."""

@@ -176,7 +176,7 @@ class KVCacheManager:
         for column in range(request.num_stored // self.block_size, last):
             for group in self._groups:
                 if block := request.block_ids[group][column]:
-                    self._pool.store(group, block, request.keys[column])
+                    self._pool.store(group, block, request.keys[column], is_first=column == 0)
         request.num_stored = last * self.block_size
 
     def free(self, request: Request) -> None:

@@ -15,6 +15,7 @@ from raylm.core.load import Load
 from raylm.core.measures import EngineMeasures
 from raylm.core.step import ModelInfo
 from raylm.engine.factory import engine_over, ray_executor
+from raylm.engine.kv_publisher import KVPublisher
 from raylm.engine.server import EngineServer
 from raylm.errors import EngineDeadError
 from raylm.stacks import ProcessStacks, stacks_here
@@ -44,6 +45,17 @@ def check_progress(stalled_s: float, patience_s: float) -> None:
         )
 
 
+def _publisher(config: EngineConfig, info: ModelInfo) -> KVPublisher | None:
+    if config.kv_events.endpoint is None:
+        return None
+    return KVPublisher(
+        config.kv_events,
+        medium="GPU" if info.device == "cuda" else "CPU",
+        block_size=info.layout.block_size,
+        num_groups=len(info.layout.windows),
+    )
+
+
 class EngineAddress(NamedTuple):
     """Where a started engine listens, and what it serves."""
 
@@ -65,7 +77,7 @@ class EngineActor:
         begin = time.monotonic()
         self._executor = ray_executor(config, group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)
-        self._server = EngineServer(self._engine, host=host)
+        self._server = EngineServer(self._engine, host=host, publisher=_publisher(config, self._engine.info))
         # What lives now lives as long as the actor: no collection in the middle of a step has to look through it.
         gc.freeze()
         self._error: str | None = None

@@ -11,7 +11,7 @@ from raylm.core.beam import TextEnds
 from raylm.core.block_hash import HASHES, PrefixForm
 from raylm.core.control import Control, ResetCache
 from raylm.core.drafting import Drafter
-from raylm.core.events import EventBatch, EventLog, EventSnapshot
+from raylm.core.events import EventBatch, EventLog, EventSnapshot, StoredTokens
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
 from raylm.core.load import Load
 from raylm.core.measures import EngineMeasures
@@ -79,7 +79,7 @@ class Engine:
         self.meter = StepMeter()
         self._failure: str | None = None
         self.info: ModelInfo = executor.start()
-        self._events = EventLog() if config.cache.events else None
+        self._events = EventLog(with_tokens=config.kv_events.endpoint is not None) if config.cache.events else None
         self._cache = make_cache(config, self.info, self._events)
         self._prefix_form = _prefix_form(config, self.info)
         self._got_on = clock()
@@ -261,6 +261,10 @@ class Engine:
     def take_events(self) -> EventBatch | None:
         """What happened to the cached blocks since the last call; None where nothing did or cache.events is off."""
         return self._events.take() if self._events is not None else None
+
+    def take_tokens(self) -> list[StoredTokens]:
+        """The tokens of the blocks that the events taken last say are stored, where kv_events wants them."""
+        return self._events.take_tokens() if self._events is not None else []
 
     def event_snapshot(self) -> EventSnapshot:
         """Every block that can be found now. Raises RequestRejected where cache.events is off."""

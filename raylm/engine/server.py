@@ -10,11 +10,13 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from raylm.core.events import EventBatch
 from raylm.core.load import Load
 from raylm.core.measures import EngineMeasures
 from raylm.core.step import TokenDelta
 from raylm.engine.engine import Engine
 from raylm.engine.followers import Followers
+from raylm.engine.kv_publisher import KVPublisher
 from raylm.engine.messages import (
     Abort,
     Controlled,
@@ -55,7 +57,9 @@ class AllowedClients:
 class EngineServer:
     """Takes requests, steps the engine, sends each client its deltas. run() belongs to one thread."""
 
-    def __init__(self, engine: Engine, *, host: str) -> None:
+    def __init__(self, engine: Engine, *, host: str, publisher: KVPublisher | None = None) -> None:
+        """`publisher`: tells others than clients of the cached blocks."""
+        self._publisher = publisher
         self._engine = engine
         self.clients = AllowedClients()
         self._context = zmq.Context()
@@ -97,7 +101,7 @@ class EngineServer:
                     self._deliver(deltas)
                     self._engine.meter.send.observe(time.perf_counter() - begin)
                 self._catch_up()
-                self._followers.publish(self._engine.take_events())
+                self._publish(self._engine.take_events())
                 self._followers.tell(self.load)
         except Exception as error:
             logger.error("the engine stopped: %s", error)
@@ -108,6 +112,8 @@ class EngineServer:
         finally:
             # First of all, so that no client waits for workers that are slow to end.
             self._socket.close(linger=round(1000 * _LAST_WORDS_S))
+            if self._publisher is not None:
+                self._publisher.close()
             self._engine.shutdown()
             self._auth.stop()
             self._context.term()
@@ -218,6 +224,11 @@ class EngineServer:
 
     def _is_taken(self, request_id: str) -> bool:
         return request_id in self._owner or request_id in self._followers
+
+    def _publish(self, batch: EventBatch | None) -> None:
+        self._followers.publish(batch)
+        if self._publisher is not None:
+            self._publisher.publish(batch, self._engine.take_tokens())
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         """One message for each client that got tokens."""

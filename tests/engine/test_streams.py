@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raylm.core.block_hash import BlockKey
 from raylm.core.events import BlockEvent, EventBatch, EventLog, EventSnapshot
 from raylm.core.step import Logprobs, TokenDelta
 from raylm.engine import streams
@@ -183,7 +184,7 @@ async def test_a_follower_ends_with_what_the_engine_has(steps: list[str], room: 
             if step == "store":
                 count += 1
                 live.append(bytes([count]))
-                log.stored(live[-1], b"", 4, 0)
+                log.stored(BlockKey(live[-1], b"", b""), 0)
             elif step == "remove" and live:
                 log.removed(live.pop(0), 0)
             elif step == "clear":
