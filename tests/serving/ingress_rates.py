@@ -25,9 +25,9 @@ CASES = {"short": "short:{requests}:16:1", "stream": "stream:{requests}:16:128"}
 SHARES = {"short": 8, "stream": 1}
 
 
-def config(port: int, ingresses: int, engines: int) -> dict[str, object]:
+def config(port: int, ingresses: int, engines: int, model: str) -> dict[str, object]:
     engine = {
-        "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 2048},
+        "model": {"path": model, "name": "m", "max_model_len": 2048},
         "scheduler": {"max_num_seqs": 512, "max_num_batched_tokens": 16384, "max_queued_requests": 100_000},
         "cache": {"prefix_caching": False},
     }
@@ -78,13 +78,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--requests", type=int, default=250)
     parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer is used")
     args = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", os.getcwd())
     for ingresses in map(int, args.ingresses.split(",")):
         port = free_port()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "rates.yaml")
-            file.write_text(yaml.safe_dump(config(port, ingresses, args.engines)))
+            file.write_text(yaml.safe_dump(config(port, ingresses, args.engines, args.model)))
             with running(str(file)) as (process, lines):
                 wait_for_line(process, lines, "http://")
                 url = f"http://127.0.0.1:{port}/v1"

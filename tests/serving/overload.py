@@ -67,9 +67,9 @@ def _spread(values: list[float]) -> dict[str, float] | None:
     return {name: round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 3) for name, share in places.items()}
 
 
-def config(port: int, replicas: int, ingresses: int) -> dict[str, object]:
+def config(port: int, replicas: int, ingresses: int, model: str) -> dict[str, object]:
     engine = {
-        "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 2048},
+        "model": {"path": model, "name": "m", "max_model_len": 2048},
         "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048, "max_queue_s": MAX_QUEUE_S},
     }
     return {
@@ -198,11 +198,12 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=10)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--ingresses", type=int, default=1)
+    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer is used")
     args = parser.parse_args()
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "overload.yaml")
-        file.write_text(yaml.safe_dump(config(port, args.replicas, args.ingresses)))
+        file.write_text(yaml.safe_dump(config(port, args.replicas, args.ingresses, args.model)))
         os.environ.setdefault("PYTHONPATH", os.getcwd())
         with running(str(file)) as (process, lines):
             wait_for_line(process, lines, "http://")
