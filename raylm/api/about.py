@@ -13,8 +13,8 @@ CALLED: frozenset[int] = frozenset({400, 413, 500})
 """What any call with a body may be answered with, when it fails."""
 ON_MODEL = CALLED | {404, 503}
 """One that names a model."""
-GENERATING = ON_MODEL | {504}
-"""One that asks an engine."""
+GENERATING = ON_MODEL | {429, 504}
+"""One that asks an engine; 429 where a tenant has limits."""
 
 
 class About(NamedTuple):

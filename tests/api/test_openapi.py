@@ -63,7 +63,7 @@ async def test_keys_and_the_errors_that_they_give() -> None:
     paths = (await fetched())["paths"]
     chat = paths["/v1/chat/completions"]["post"]
     assert chat["security"] == [{"bearer": []}, {}]
-    assert list(chat["responses"]) == ["200", "400", "401", "403", "404", "413", "500", "503", "504"]
+    assert list(chat["responses"]) == ["200", "400", "401", "403", "404", "413", "429", "500", "503", "504"]
     assert "text/event-stream" in chat["responses"]["200"]["content"]
     assert "security" not in paths["/health"]["get"] and "401" not in paths["/health"]["get"]["responses"]
 

@@ -147,6 +147,17 @@ async def test_without_the_ledger_each_has_its_part(caplog: pytest.LogCaptureFix
     assert "kept by each ingress for itself" in caplog.text
 
 
+async def test_a_ledger_that_hangs_holds_up_nobody_for_long() -> None:
+    async def never(claims: Sequence[Claim], all_of_them: bool) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError("it hangs")
+
+    shares = Shares(never)
+    meter = shares.meter("t", "requests", 2)
+    async with asyncio.timeout(5):
+        assert [await shares.spend(meter, 1) for _ in range(3)] == [True, True, False]
+
+
 async def test_an_ingress_that_dies_counts_for_a_minute() -> None:
     cluster = Cluster(2, 100)
     assert await cluster.spend(0, 100)

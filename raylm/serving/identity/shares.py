@@ -120,7 +120,9 @@ class Shares:
         if not self._is_away:
             meter.wanted += amount
             self._asking.append(meter)
-            await asyncio.wait([self._round()], timeout=_WAIT_S)
+            answered, _ = await asyncio.wait([self._round()], timeout=_WAIT_S)
+            if not answered:
+                return self._spend_part(meter, amount)
         if self._is_away:
             return self._spend_part(meter, amount)
         if meter.spend(self.second, amount):
@@ -177,7 +179,7 @@ class Shares:
             meter.others = grant.others
 
     def _spend_part(self, meter: Meter, amount: int) -> bool:
-        """The ledger is away: an equal part of the limit is this ingress's."""
+        """The ledger is away, or slow: an equal part of the limit is this ingress's."""
         if meter.used.total + amount > meter.limit // self._num_ingresses:
             return False
         meter.used.add(self.second, amount)
