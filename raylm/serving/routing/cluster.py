@@ -25,7 +25,7 @@ from raylm.sim.executor import SimulatedExecutor
 from raylm.sim.sessions import Session
 
 _PLANS_IN_FLIGHT = 2
-_MAX_MODEL_LEN = 1 << 17
+_MAX_MODEL_LEN = 1 << 16
 _SAMPLE_S = 0.1
 _TELL_S = 0.1
 """How often an engine tells its load to an ingress that has nothing there."""

@@ -16,7 +16,7 @@ from raylm.serving.routing.prefixes import Naming, PrefixIndex, PromptKeys
 
 _EXPECTED_S = 30.0
 """How long a prompt counts as cached where it was sent, without a word of its engine."""
-_NEW_BLOCKS = 256
+_NEW_BLOCKS = 192
 """Blocks beyond those that are there by which prompts know each other that come at the same time."""
 
 

@@ -137,9 +137,9 @@ def test_requests_with_one_new_prefix_go_together_before_any_engine_says_a_word(
         engines[selected.at].backlog.send(str(number), 4040 - selected.matched_tokens, 1)
         chosen.append(selected)
     assert len({each.at for each in chosen}) == 1
-    assert [each.matched_tokens for each in chosen] == [0] + [4000] * 2
+    assert [each.matched_tokens for each in chosen] == [0, 3072, 4000]
     assert selector.counts.by_reason == {"load": 1, "prefix": 2}
-    assert selector.counts.matched_tokens == 2 * 4000 and selector.counts.prompt_tokens == 3 * 4040
+    assert selector.counts.matched_tokens == 7072 and selector.counts.prompt_tokens == 3 * 4040
 
 
 def test_salts_share_nothing():

@@ -1,0 +1,116 @@
+"""What routing costs a request, and what a policy does with conversations on a simulated cluster."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from statistics import quantiles
+
+from raylm.config.base import parse
+from raylm.config.resolve import ResolvedScheduler
+from raylm.config.routing import RoutePolicy, RoutingConfig
+from raylm.core.block_hash import HASHES, PrefixForm, chain
+from raylm.core.events import BlockEvent, EventSnapshot
+from raylm.engine.backlog import Backlog
+from raylm.serving.routing.cluster import Cluster, ClusterOutcome, ClusterSetup
+from raylm.serving.routing.selector import EngineView, Prompt, Selector
+from raylm.sim.cost import PRESETS, DeviceCost
+from raylm.sim.sessions import SessionKind, make_sessions
+
+_REPEATS = 300
+_SETTLING_S = 30.0
+"""Conversations begin at time 0: until then there are fewer of them than later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceCost:
+    """Microseconds of one choice: of a prompt that every engine has, and of one that none has."""
+
+    engines: int
+    prompt_tokens: int
+    cached_us_p50: float
+    cached_us_p99: float
+    new_us_p50: float
+    new_us_p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """One policy. hit_rate: share of prompt tokens found in the cache of the engine that got them. imbalanced: share of
+    samples, ten a second, in which an engine has more than 1.25 times the mean of running and waiting sequences, and at
+    least one more than the mean. Times in milliseconds."""
+
+    policy: str
+    replicas: int
+    ingresses: int
+    sessions_named: bool
+    requests: int
+    hit_rate: float
+    ttft_ms_p50: float
+    ttft_ms_p90: float
+    ttft_ms_p99: float
+    mean_sequences: float
+    imbalanced: float
+
+
+def cost_of_a_choice(num_engines: int, num_tokens: int) -> ChoiceCost:
+    """On this machine, in this process."""
+    rng = random.Random(0)
+    config, form = RoutingConfig(), PrefixForm("model", 16, "xxhash", 0)
+    views = [EngineView(f"engine-{number}", Backlog(), form, config) for number in range(num_engines)]
+    prompt = [rng.randrange(100_000) for _ in range(num_tokens)]
+    root = form.root(adapter="", salt="", epoch=0)
+    hashes = chain(prompt, root, block_size=16, hash_of=HASHES["xxhash"])
+    for view in views:
+        assert view.index is not None
+        view.index.apply(EventSnapshot(0, [BlockEvent("stored", each, root, 16, 0) for each in hashes]))
+    selector = Selector(config)
+    cached = [_microseconds(selector, views, prompt) for _ in range(_REPEATS)]
+    new = [_microseconds(selector, views, [rng.randrange(100_000) for _ in range(num_tokens)]) for _ in range(_REPEATS)]
+    at = [quantiles(times, n=100) for times in (cached, new)]
+    return ChoiceCost(num_engines, num_tokens, at[0][49], at[0][98], at[1][49], at[1][98])
+
+
+def _microseconds(selector: Selector, views: list[EngineView], prompt: list[int]) -> float:
+    begun = time.perf_counter()
+    selector.select(views, Prompt(prompt))
+    return (time.perf_counter() - begun) * 1e6
+
+
+def measure_policy(
+    policy: RoutePolicy,
+    *,
+    replicas: int,
+    ingresses: int = 1,
+    num_blocks: int,
+    rate: float,
+    sessions: int,
+    named: bool = False,
+    speed: float = 1.0,
+) -> PolicyResult:
+    """Conversations, `rate` new ones a second, on engines of an H200 and an 8B model with `num_blocks` blocks each,
+    `speed` times as fast."""
+    scheduler = parse(
+        ResolvedScheduler, {"max_num_seqs": 256, "max_num_batched_tokens": 8192}, source="raylm bench routing"
+    )
+    cost = DeviceCost(*(seconds / speed for seconds in PRESETS["h200-8b"]))
+    config = RoutingConfig(policy=policy)
+    setup = ClusterSetup(scheduler, cost, num_blocks, config, replicas, ingresses, with_sessions=named)
+    outcome = Cluster(make_sessions(SessionKind(), rate=rate, sessions=sessions, seed=1), setup).run()
+    ttft = quantiles([turn.ttft * 1e3 for turn in outcome.turns if turn.ttft is not None], n=100)
+    mean, imbalanced = _balance(outcome, until=sessions / rate)
+    return PolicyResult(
+        policy, replicas, ingresses, named, len(outcome.turns), outcome.hit_rate, ttft[49], ttft[89], ttft[98], mean,
+        imbalanced,
+    )  # fmt: skip
+
+
+def _balance(outcome: ClusterOutcome, *, until: float) -> tuple[float, float]:
+    """Mean sequences of an engine, and the share of samples that are imbalanced, while the load is steady."""
+    begin = min(_SETTLING_S, until / 2)
+    samples = [each.live for number, each in enumerate(outcome.samples) if begin < number / 10 < until]
+    means = [sum(live) / len(live) for live in samples]
+    uneven = [max(live) > 1.25 * mean and max(live) - mean >= 1 for live, mean in zip(samples, means, strict=True)]
+    count = max(len(samples), 1)
+    return sum(means) / count, sum(uneven) / count

@@ -1,0 +1,67 @@
+"""Policies on a simulated cluster, and a router that follows real engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from raylm.config.routing import RoutingConfig
+from raylm.core.sampling import SamplingParams
+from raylm.serving.routing.choice import Ask
+from raylm.serving.routing.engines import RoutedEngine
+from raylm.serving.routing.measuring import measure_policy
+from raylm.serving.routing.router import ModelRouter
+from tests.support.channel_fakes import OPTIONS, Served, collect, until
+from tests.support.fakes import FakeExecutor
+
+LOAD = {"rate": 8.0, "sessions": 60, "replicas": 4, "num_blocks": 8000}
+
+
+@pytest.fixture(scope="module")
+def prefix():
+    return measure_policy("prefix", **LOAD)
+
+
+def test_conversations_find_their_prefixes_as_on_one_engine_of_all_the_memory(prefix) -> None:
+    whole = measure_policy("prefix", rate=8.0, sessions=60, replicas=1, num_blocks=32_000, speed=4)
+    turns = measure_policy("round_robin", **LOAD)
+    assert prefix.requests == whole.requests == turns.requests
+    assert prefix.hit_rate > 0.95 * whole.hit_rate
+    assert turns.hit_rate < prefix.hit_rate - 0.1
+    assert prefix.ttft_ms_p99 < turns.ttft_ms_p99
+
+
+def test_four_ingresses_agree_without_a_word(prefix) -> None:
+    assert measure_policy("prefix", ingresses=4, **LOAD).hit_rate > prefix.hit_rate - 0.03
+
+
+async def test_a_router_learns_from_the_engines_what_each_of_them_has() -> None:
+    served = [Served(FakeExecutor(max_model_len=200, num_blocks=200), events=True) for _ in range(3)]
+    router = ModelRouter("m", RoutingConfig())
+    for number, each in enumerate(served):
+        entry = SimpleNamespace(
+            engine_id=f"e{number}", state="ready", prefixes=each.engine.prefix_form, model=SimpleNamespace(name="m")
+        )
+        router.engines[entry.engine_id] = RoutedEngine(entry, each.client(), router.config)
+    router.follow()
+    engines = list(router.engines.values())
+    await until(lambda: len(router.usable) == 3)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompt = [5] * 150
+    # By somebody else, and not through the router.
+    other = served[1].client()
+    await collect(other, "other", prompt, params)
+    await until(lambda: len(engines[1].view.index) > 0)
+    choice = router.choose(Ask([*prompt, 6, 7, 8], OPTIONS))
+    assert choice.engine is engines[1] and choice.reason == "prefix"
+    assert choice.matched_tokens == len(prompt) // served[1].executor.block_size * served[1].executor.block_size
+    assert router.choose(Ask([*prompt, 6], OPTIONS), avoid={"e1"}).engine is not engines[1]
+    served[1].engine._cache.forget_prefixes()
+    await until(lambda: engines[1].view.index.epoch == 1)
+    assert router.choose(Ask([9] * 100, OPTIONS)).matched_tokens == 0
+    await other.close()
+    for engine in engines:
+        await engine.close()
+    for each in served:
+        each.stop()
