@@ -13,7 +13,16 @@ import yaml
 from tests.helm.rendered import Document
 
 SCHEMAS = Path(__file__).parent / "schemas"
-CUSTOM = ("RayService", "RayCluster", "RayJob", "RayCronJob", "ServiceMonitor", "PodMonitor", "HTTPRoute")
+CUSTOM = (
+    "RayService",
+    "RayCluster",
+    "RayJob",
+    "RayCronJob",
+    "ServiceMonitor",
+    "PodMonitor",
+    "PrometheusRule",
+    "HTTPRoute",
+)
 KUBERNETES = ("1.28", "1.37")
 
 
