@@ -37,7 +37,8 @@ class StepProfiler:
             return "runtime.profile_folder is not set: nothing is recorded"
         if self._recording is not None:
             return "steps are being recorded already"
-        recording = profile(activities=self._activities)
+        # Torch 2.11 warns of profiles that do not say what becomes of their events.
+        recording = profile(activities=self._activities, acc_events=True)
         try:
             recording.start()
         except RuntimeError as error:  # another program has the GPU's counters

@@ -282,6 +282,23 @@ def test_requests_wait_for_an_engine():
     asyncio.run(soon(run()))
 
 
+def test_who_has_waited_for_an_engine_waits_for_room_in_it():
+    async def run():
+        host = Host("a", queue=1, max_num_seqs=1)
+        router = router_of([host])
+        short = replace(WISHES["greedy"], max_tokens=3)
+        with nobody(router):
+            journeys = [router.generate([f"r{number}"], PROMPT, short, OPTIONS) for number in range(4)]
+            reading = [asyncio.create_task(read(journey)) for journey in journeys]
+            await asyncio.sleep(0.1)
+        while not all(task.done() for task in reading):
+            host.step()
+            await asyncio.sleep(0.01)
+        assert [len(tokens[f"r{number}"]) for number, (tokens, *_) in enumerate(t.result() for t in reading)] == [3] * 4
+
+    asyncio.run(soon(run()))
+
+
 def test_nobody_waits_for_ever():
     async def run():
         greedy = WISHES["greedy"]

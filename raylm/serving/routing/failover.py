@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence, Set
@@ -36,6 +37,8 @@ _AVOID_S = 3.0
 """An engine that was lost is not asked again for so long, however well it looks."""
 _TURN_S = 0.25
 """Between looks whether a request that waits was aborted, or its time is up."""
+_FULL_S = 0.5
+"""Between attempts where all queues are full."""
 _RETRY_AFTER_S = 5.0
 _SURVIVABLE = (EngineDeadError, EngineStopped, ConnectionLost)
 
@@ -216,9 +219,12 @@ class Journey:
             if self._router.closed is not None:
                 raise self._stopped(self._router.closed)
             choice = self._router.choose(self._ask, avoid=self._avoided() | full)
-            if choice is None and refusal is not None and not self._is_admitted:
+            if choice is None and refusal is not None and self._waiting is None and not self._is_admitted:
                 raise refusal
             if choice is None:
+                if refusal is not None:
+                    # Who has waited for engines waits for room in them too: those who were live have come first.
+                    await asyncio.sleep(min(_FULL_S, refusal.retry_after))
                 full.clear()
                 await self._wait(until)
                 continue
