@@ -37,6 +37,7 @@ _OPTIONAL = {
     "vllm-flash-attn": "the attention backend flash_attn",
     "vllm": "the attention backend flash_attn, in vllm.vllm_flash_attn",
 }
+_INFINIBAND = Path("/sys/class/infiniband")
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -255,6 +256,7 @@ def _machine() -> dict[str, str | int | float | list[str]]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_gib": round(_memory_bytes() / 2**30, 1),
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "rdma": _rdma(),
     }
 
 
@@ -263,6 +265,21 @@ def _memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _CGROUP_MEMORY.read_text().strip() if _CGROUP_MEMORY.is_file() else "max"
     return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _rdma() -> str:
+    """What NCCL needs to go over InfiniBand or RoCE: devices, libibverbs, memory that may be pinned."""
+    import ctypes.util
+    import resource
+
+    devices = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    if not devices:
+        return "none: NCCL goes over TCP between nodes"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    lacks = [] if ctypes.util.find_library("ibverbs") else ["libibverbs is not installed"]
+    if limit != resource.RLIM_INFINITY:
+        lacks.append(f"memory that may be locked ends at {limit // 1024} KiB (ulimit -l)")
+    return f"{', '.join(devices)}; {'; '.join(lacks) or 'libibverbs is there, memory may be locked'}"
 
 
 def _haproxy() -> dict[str, str | bool]:

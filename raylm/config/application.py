@@ -20,12 +20,26 @@ from raylm.config.serving import HttpConfig
 Endpoint = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
 
 
+class IngressPlacement(FrozenConfig):
+    """Where Serve puts ingress replicas."""
+
+    num_cpus: float = Field(default=0.1, ge=0)
+    """CPUs that Ray sets aside for one."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Custom resources of a node, such as {"ingress": 0.1}: only nodes that have them take ingresses."""
+    labels: dict[str, str] = {}
+    """Labels that its node must have, as Ray's label selectors say it: {"pool": "cpu"}, {"pool": "!in(gpu)"}."""
+    max_replicas_per_node: int | None = Field(default=None, ge=1, le=100)
+    """So that one node's end takes no more of them."""
+
+
 class IngressConfig(FrozenConfig):
     """The HTTP face (`build_ingress`): it serves every model of its endpoint."""
 
     endpoint: Endpoint = "default"
     """An ingress and the models of the same endpoint find each other; a cluster may have several endpoints."""
     http: HttpConfig = HttpConfig()
+    placement: IngressPlacement = IngressPlacement()
     responses: ResponsesConfig = ResponsesConfig()
     mcp: McpConfig = McpConfig()
     routing: RoutingConfig = RoutingConfig()

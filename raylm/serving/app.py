@@ -27,7 +27,6 @@ from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.observing.observers import check_tracing
 from raylm.serving.replica import ModelReplica
 
-INGRESS_CPUS = 0.1
 _MAX_ONGOING_REQUESTS = 100_000
 """The queue is the engine's: it knows what waiting costs, and refuses with a reason."""
 _HEALTH_CHECK_PERIOD_S = 1.0
@@ -64,7 +63,12 @@ def ingress_application(config: IngressConfig) -> Application:
     deployment = serve.deployment(serve.ingress()(OpenAIIngress)).options(
         name="OpenAIIngress",
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        ray_actor_options={
+            "num_cpus": config.placement.num_cpus,
+            "resources": config.placement.resources,
+            "label_selector": config.placement.labels or None,
+        },
+        max_replicas_per_node=config.placement.max_replicas_per_node,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_INGRESS_CHECK_S,
         graceful_shutdown_timeout_s=_stop_seconds(config.drain_timeout_s),

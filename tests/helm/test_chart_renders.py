@@ -10,7 +10,7 @@ import yaml
 from helm_python.chart import Chart, lint, package
 
 from helm import chart_schema
-from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
+from raylm.config.application import IngressConfig, ModelDeployment, QueuePolicyConfig, load_ingress, load_model
 from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.config.source import DEMO_MODELS
 from raylm.serving.program.serve_file import serve_config
@@ -165,13 +165,25 @@ def test_replicas_are_options_of_serve_which_restart_nothing():
     assert fixed == {"name": "ModelReplica", "num_replicas": 2}
     policy = {
         "policy_function": "raylm.serving.autoscaling:QueuePolicy",
-        "policy_kwargs": {"target_queued_requests": 8},
+        "policy_kwargs": {"target_queued_requests": 8, "target_queue_s": 2.5},
     }
     bounds = {"min_replicas": 2, "max_replicas": 4, "upscale_delay_s": 10, "downscale_delay_s": 300}
     assert scaled["autoscaling_config"] == {**bounds, "look_back_period_s": 15, "policy": policy}
     (usual,) = deployments("gpu")
     assert usual["autoscaling_config"]["policy"]["policy_kwargs"] == {"target_queued_requests": 4}
     assert usual["autoscaling_config"]["downscale_delay_s"] == 120
+
+
+def test_a_model_can_sleep():
+    autoscaling = {"min_replicas": 0, "max_replicas": 2, "target_queued_tokens": 1000, "max_kv_usage": 0.8}
+    values = {"service": {"models": [{"engine": {"model": {"path": "smollm2-135m"}}, "autoscaling": autoscaling}]}}
+    _, model = rendered.serve_config(values)["applications"]
+    (options,) = model["deployments"]
+    found = options["autoscaling_config"]
+    # It is loaded once, to see that it can be.
+    assert (found["min_replicas"], found["initial_replicas"], found["max_replicas"]) == (0, 1, 2)
+    kwargs = {"target_queued_requests": 4, "target_queued_tokens": 1000, "max_kv_usage": 0.8}
+    assert found["policy"]["policy_kwargs"] == kwargs and QueuePolicyConfig(**kwargs)
 
 
 def test_an_engine_file_that_only_the_image_has_is_left_to_it():

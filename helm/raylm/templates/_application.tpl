@@ -82,13 +82,22 @@ applications:
         {{- with $model.autoscaling }}
         autoscaling_config:
           min_replicas: {{ dig "min_replicas" 1 . }}
+          {{- if eq (dig "min_replicas" 1 . | int) 0 }}
+          initial_replicas: 1
+          {{- end }}
           max_replicas: {{ dig "max_replicas" 1 . }}
           upscale_delay_s: {{ dig "upscale_delay_s" 5 . }}
           downscale_delay_s: {{ dig "downscale_delay_s" 120 . }}
           look_back_period_s: 15
           policy:
             policy_function: raylm.serving.autoscaling:QueuePolicy
-            policy_kwargs: {target_queued_requests: {{ dig "target_queued_requests" 4 . }}}
+            policy_kwargs:
+              target_queued_requests: {{ dig "target_queued_requests" 4 . }}
+              {{- range $name := list "target_queued_tokens" "target_queue_s" "max_kv_usage" }}
+              {{- with get $model.autoscaling $name }}
+              {{ $name }}: {{ . }}
+              {{- end }}
+              {{- end }}
         {{- else }}
         num_replicas: {{ default 1 $model.replicas }}
         {{- end }}
