@@ -13,7 +13,7 @@ from raylm.cli import doctor
     ("devices", "library", "limit", "said"),
     [
         ([], None, 8 << 20, "none: NCCL goes over TCP between nodes"),
-        (["mlx5_1", "mlx5_0"], "libibverbs.so.1", resource.RLIM_INFINITY, "mlx5_0, mlx5_1; libibverbs is there, memory"),
+        (["mlx5_1", "mlx5_0"], "libibverbs.so.1", resource.RLIM_INFINITY, "mlx5_0, mlx5_1; libibverbs is there"),
         (["mlx5_0"], None, 8 << 20, "mlx5_0; libibverbs is not installed; memory that may be locked ends at 8192 KiB"),
     ],
 )

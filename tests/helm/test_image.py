@@ -12,7 +12,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from fsspec.registry import known_implementations
+from packaging.requirements import Requirement
 
 from tests.helm import rendered
 
@@ -92,6 +94,30 @@ def test_an_image_for_cpus_lacks_nothing_but_nccl(tmp_path):
     assert extras_of_the_image(tmp_path, "cu128") == cpu
 
 
+def pinned() -> dict[str, str]:
+    text = (rendered.ROOT / "deployments" / "constraints.txt").read_text(encoding="utf-8")
+    lines = [line.partition("==") for line in text.splitlines() if not line.startswith("#")]
+    assert all(middle and version for _, middle, version in lines)
+    return {name.partition("[")[0]: version for name, _, version in lines}
+
+
+def test_what_the_image_has_is_pinned(tmp_path):
+    """But for torch, which the build names; so that an image of tomorrow is that of today."""
+    has = {name for name in contents(extras_of_the_image(tmp_path, "cu130"))}
+    assert has - pinned().keys() == {"torch"}
+    for run in (rest for word, rest in instructions() if word == "RUN" and "--torch-backend" in rest):
+        assert run.count("--torch-backend") == run.count("--constraints constraints.txt")
+    wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
+    for requirement in map(Requirement, wanted):
+        version = pinned().get(requirement.name.lower().replace("_", "-"))
+        assert version is None or requirement.specifier.contains(version), requirement
+
+
+def test_the_images_ray_is_the_one_that_the_chart_names():
+    values = yaml.safe_load((rendered.CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert pinned()["ray"] == values["rayVersion"]
+
+
 def schemes() -> set[str]:
     """The kinds of URL that the chart's examples and the page on batches use."""
     examples = [path.read_text(encoding="utf-8") for path in rendered.EXAMPLES.values()]
@@ -159,7 +185,8 @@ def test_the_dockerfile_takes_what_is_there_and_what_docker_is_sent():
     sent = (rendered.ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
     names = [name for line in copied for name in line.split()]
-    assert {"pyproject.toml", "raylm", "cuda_ext", "configs", "deployments", "README.md"} == set(names)
+    roots = {name.partition("/")[0] for name in names}
+    assert {"pyproject.toml", "raylm", "cuda_ext", "configs", "deployments", "README.md"} == roots
     for name in names:
-        assert (rendered.ROOT / name).exists() and f"!{name}" in sent
+        assert (rendered.ROOT / name).exists() and f"!{name.partition('/')[0]}" in sent
     assert "\nUSER 1000:1000\n" in DOCKERFILE.read_text(encoding="utf-8")
