@@ -25,7 +25,6 @@ VLLM_NAMES = frozenset(
         "lora_requests_info",
         "num_preemptions",
         "num_requests_running",
-        "num_requests_swapped",
         "num_requests_waiting",
         "prefix_cache_hits",
         "prefix_cache_queries",
