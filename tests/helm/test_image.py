@@ -190,3 +190,19 @@ def test_the_dockerfile_takes_what_is_there_and_what_docker_is_sent():
     for name in names:
         assert (rendered.ROOT / name).exists() and f"!{name.partition('/')[0]}" in sent
     assert "\nUSER 1000:1000\n" in DOCKERFILE.read_text(encoding="utf-8")
+
+
+def test_a_change_of_raylm_makes_no_layer_of_gigabytes():
+    stage, into_venv = "", set()
+    copied = {}
+    for word, rest in instructions():
+        if word == "FROM":
+            stage = rest.partition(" AS ")[2]
+        elif word == "RUN" and re.search(r"\buv pip install\b", rest) and "--prefix /opt/raylm/prefix" not in rest:
+            into_venv.add(stage)
+        elif word == "COPY" and stage == "" and rest.startswith("--from="):
+            source, path, _ = rest.split()
+            copied[path] = source.removeprefix("--from=")
+    assert copied == {"/opt/python": "environment", "/opt/venv": "environment", "/opt/raylm": "package"}
+    # What the kernels are built with stays in their stage.
+    assert into_venv == {"environment", "kernels"}
