@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -27,6 +26,7 @@ from raylm.engine.link import KeyPair
 from raylm.engine.messages import Lost
 from raylm.errors import ConnectionLost, EngineDeadError, EngineStopped, Overloaded, RequestRejected
 from tests.support.channel_fakes import OPTIONS, CountingExecutor, PacedExecutor, Served, collect, until
+from tests.support.relay import relay
 
 FOREVER = SamplingParams(temperature=0, ignore_eos=True)
 LONG_NAME = 20_000
@@ -172,38 +172,6 @@ async def test_an_engine_that_hangs_is_found_and_taken_again_when_it_goes_on(eng
     await until(lambda: client.is_connected)
     assert (await collect(client, "b", [1], SamplingParams(max_tokens=3, ignore_eos=True)))[1] == "length"
     await client.close()
-
-
-@asynccontextmanager
-async def relay(address: str) -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
-    """A way to an address whose connections can be cut: another address, and both ends of each connection."""
-    host, port = address.removeprefix("tcp://").split(":")
-    ends: list[asyncio.StreamWriter] = []
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with_data = True
-        while with_data:
-            try:
-                data = await reader.read(65536)
-                writer.write(data)
-                await writer.drain()
-                with_data = bool(data)
-            except ConnectionError:
-                with_data = False
-        writer.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection(host, int(port))
-        ends.extend((writer, there_writer))
-        await asyncio.gather(carry(reader, there_writer), carry(there_reader, writer))
-
-    listener = await asyncio.start_server(accept, "127.0.0.1", 0)
-    try:
-        yield f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}", ends
-    finally:
-        listener.close()
-        for end in ends:
-            end.close()
 
 
 async def test_a_lost_connection_is_not_a_dead_engine():

@@ -122,6 +122,11 @@ class Journey:
         self._avoid: dict[str, float] = {}
         self._deaths = 0
         self._loss: RequestLost | None = None
+        self._num_losses = 0
+        self._suffix = ""
+        """What the engine's ids of the sequences have at their end: one that lost only the connection may still have
+        them by those from before."""
+        self._is_aborted = False
         self._farewell: deque[TokenDelta] = deque()
 
     @property
@@ -163,17 +168,16 @@ class Journey:
     def end(self, request_id: str) -> None:
         """The reader needs no more of this sequence."""
         if self._current is not None:
-            self._current.end(request_id)
+            self._current.end(request_id + self._suffix)
         self._live.pop(request_id, None)
 
     def abort(self) -> None:
         """End the sequences that have not ended; the reader gets what has come, and the finish reason "abort"."""
+        self._is_aborted = self._is_admitted = True
         if self._current is not None:
             self._current.abort()
-            return
-        self._farewell.extend(TokenDelta(request_id, [], "abort") for request_id in self._live)
-        self._live.clear()
-        self._is_admitted = True
+        else:
+            self._say_farewell()
 
     async def aclose(self) -> None:
         """Abort the sequences that have not ended."""
@@ -183,6 +187,8 @@ class Journey:
 
     def _noted(self, delta: TokenDelta) -> TokenDelta:
         """A delta on its way to the reader. What an engine says of the prompt is told once."""
+        if self._loss is not None:
+            delta = delta._replace(request_id=delta.request_id.removesuffix(self._suffix))
         live = self._live.get(delta.request_id)
         if live is None:
             return delta
@@ -195,10 +201,19 @@ class Journey:
             del self._live[delta.request_id]
         return delta
 
+    def _say_farewell(self) -> None:
+        self._farewell.extend(TokenDelta(request_id, [], "abort") for request_id in self._live)
+        self._live.clear()
+
     def _lost(self, loss: RequestLost) -> None:
         """The engine has gone with what was live. Raises the loss where nothing can go on."""
         self._current = None
+        if self._is_aborted:
+            self._say_farewell()
+            return
         self._loss = loss
+        self._num_losses += 1
+        self._suffix = f"~{self._num_losses}"
         if self._choice is not None and not isinstance(loss, ConnectionLost):
             self._avoid[self._choice.engine.entry.engine_id] = time.monotonic() + _AVOID_S
         self._deaths += isinstance(loss, EngineDeadError)
@@ -242,21 +257,22 @@ class Journey:
 
     async def _begin(self, choice: Choice) -> None:
         """Send what is live to an engine. Raises what it refuses it with, and its loss."""
-        prompt_ids, client = self._ask.prompt_ids, choice.engine.client
+        resumes = self._is_admitted and not self._params.beam_width
+        begun = [Begun(live.index, live.token_ids) for live in self._live.values()] if resumes else []
         self._choice = choice
-        if self._is_admitted and not self._params.beam_width:
-            begun = [Begun(live.index, live.token_ids) for live in self._live.values()]
-            params, options = self._rest(), self._options()
-            self._current = client.generate(
-                list(self._live), prompt_ids, params, options, begun, num_cached=choice.matched_tokens
-            )
+        self._current = choice.engine.client.generate(
+            [request_id + self._suffix for request_id in self._live],
+            self._ask.prompt_ids,
+            self._rest() if resumes else self._params,
+            self._options(),
+            begun,
+            num_cached=choice.matched_tokens,
+        )
+        await self._current.admitted()
+        if self._is_admitted and not self._is_aborted:
             self._router.resumed()
-            logger.info("%d sequences go on at engine %s: %s", len(begun), choice.engine.entry.engine_id, self._loss)
-        else:
-            self._current = client.generate(
-                list(self._live), prompt_ids, self._params, self._options(), num_cached=choice.matched_tokens
-            )
-            await self._current.admitted()
+            number, engine_id = len(self._live), choice.engine.entry.engine_id
+            logger.info("%d sequences go on at engine %s: %s", number, engine_id, self._loss)
         self._is_admitted = True
         self._waiting = None
 
