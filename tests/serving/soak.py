@@ -1,6 +1,7 @@
 """Half an hour of streams while engines and replicas are killed, stopped and scaled, and clients leave.
 
     python -m tests.serving.soak --minutes 30 --seed 1
+    python -m tests.serving.soak --minutes 10 --faults update,scale
 
 Engines without a model, whose every token says its position: each stream is compared with what it must be. Prints a
 JSON line a minute, and one at the end: what was lost, the longest gap in a stream, and what was left behind.
@@ -33,10 +34,10 @@ STREAMS = 24
 MAX_TOKENS = 400
 
 
-def config(port: int, replicas: int) -> dict[str, Any]:
+def config(port: int, replicas: int, edition: int = 0) -> dict[str, Any]:
     engine = {
         "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 4096},
-        "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048},
+        "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048, "max_queued_requests": 1000 + edition},
     }
     return {
         "proxy_location": "HeadOnly",
@@ -137,16 +138,23 @@ class Client:
             self._seen.whole += 1
 
 
-async def trouble(seen: Seen, port: int, until: float, rng: random.Random) -> None:
-    """A fault every few seconds, while two engines or more serve."""
-    replicas = REPLICAS
+FAULTS = ("kill engine", "kill replica", "stop engine", "scale", "update")
+
+
+async def trouble(seen: Seen, port: int, until: float, rng: random.Random, faults: list[str]) -> None:
+    """A fault every few seconds, while two engines or more serve; updates and changes of number are waited for."""
+    replicas, edition = REPLICAS, 0
     while time.monotonic() < until - 20:
         await asyncio.sleep(rng.uniform(4, 10))
-        fault = rng.choice(("kill engine", "kill replica", "stop engine", "scale"))
+        fault = rng.choice(faults)
         if fault == "scale":
             replicas = REPLICAS + 2 - replicas if replicas != REPLICAS else rng.choice((REPLICAS - 1, REPLICAS + 1))
             replicas = max(2, min(replicas, REPLICAS + 1))
-            await asyncio.to_thread(_deploy, config(port, replicas))
+            await asyncio.to_thread(_deploy, config(port, replicas, edition))
+        elif fault == "update":
+            # All replicas are replaced, one after the other.
+            edition += 1
+            await asyncio.to_thread(_deploy, config(port, replicas, edition))
         else:
             name = "PacedEngine" if "engine" in fault else "ModelReplica"
             found = _processes(name)
@@ -172,19 +180,27 @@ def _mib(title: str) -> int:
 
 
 def _deploy(content: dict[str, Any]) -> None:
+    """What `serve deploy` does; returns when all that it changes has been changed, or after two minutes."""
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(content), _blocking=False)
+    client = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(content), _blocking=False)
+    deadline = time.monotonic() + 120
+    time.sleep(1)
+    while time.monotonic() < deadline:
+        if all(each.app_status.status.value == "RUNNING" for each in client.list_serve_statuses()):
+            return
+        time.sleep(0.2)
 
 
-async def measure(port: int, minutes: float, seed: int) -> Seen:
+async def measure(port: int, minutes: float, seed: int, faults: list[str]) -> Seen:
     url, seen = f"http://127.0.0.1:{port}", Seen()
     until = time.monotonic() + 60 * minutes
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         clients = [Client(session, url, seen, random.Random(seed * 1000 + number)) for number in range(STREAMS)]
-        troubling = asyncio.create_task(trouble(seen, port, until, random.Random(seed)))
+        troubling = asyncio.create_task(trouble(seen, port, until, random.Random(seed), faults))
         reporting = asyncio.create_task(_report(seen))
         await asyncio.gather(*(client.run(until) for client in clients))
         reporting.cancel()
@@ -219,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=lambda text: text.split(","), default=list(FAULTS))
     args = parser.parse_args()
     port = free_port()
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
@@ -230,7 +247,7 @@ def main() -> None:
 
         ray.init("local", num_cpus=16, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
         deploy(config(port, REPLICAS))
-        seen = asyncio.run(measure(port, args.minutes, args.seed))
+        seen = asyncio.run(measure(port, args.minutes, args.seed, args.faults))
         print(json.dumps(_line(seen)), flush=True)
         ray.shutdown()
     sys.exit(1 if seen.wrong else 0)

@@ -81,7 +81,21 @@ def listen(url: str, wish: dict[str, Any], begun: threading.Event) -> Heard:
     path = "chat/completions" if "messages" in wish else "completions"
     body = wish | {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
     heard, last = Heard(), time.monotonic()
+    deadline = last + 120
+    # The queue is short: who comes while it is full with those who go on asks again, as OpenAI's clients do.
+    while (refused := _refused(url, path, body, heard, begun, last)) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert not refused, refused
+    return heard
+
+
+def _refused(
+    url: str, path: str, body: dict[str, Any], heard: Heard, begun: threading.Event, last: float
+) -> bytes | None:
+    """Listen to one stream; what it was refused with, where it was."""
     with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=180) as answer:
+        if answer.status_code == 503 and "retry-after" in answer.headers:
+            return answer.read()
         assert answer.status_code == 200, answer.read()
         done = False
         for line in answer.iter_lines():
@@ -92,7 +106,7 @@ def listen(url: str, wish: dict[str, Any], begun: threading.Event) -> Heard:
                 begun.set()
             done = done or line == "data: [DONE]"
     assert done, "the stream was cut"
-    return heard
+    return None
 
 
 def processes(title: str) -> list[psutil.Process]:
