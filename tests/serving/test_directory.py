@@ -362,7 +362,8 @@ class Calls:
         await self.there.wait()
 
 
-async def test_a_model_that_sleeps_is_listed_and_a_request_wakes_it(catalogs) -> None:
+async def test_a_model_that_sleeps_is_listed_and_a_request_wakes_it(catalogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_applications", lambda: {"app"})
     served = Served(PacedExecutor(num_blocks=64))
     directory = Directory()
     served.server.clients.allow(directory._keys.public)
