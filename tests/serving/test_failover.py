@@ -299,6 +299,22 @@ def test_who_has_waited_for_an_engine_waits_for_room_in_it():
     asyncio.run(soon(run()))
 
 
+def test_who_has_waited_and_finds_no_room_hears_that():
+    async def run():
+        host = Host("a", queue=1, max_num_seqs=1)
+        for number in range(2):
+            host.generate([f"other{number}"], PROMPT, WISHES["greedy"], OPTIONS)
+            host.step()
+        router = router_of([host], hold_s=0.3)
+        with nobody(router):
+            waiting = asyncio.create_task(router.generate(["r"], PROMPT, WISHES["greedy"], OPTIONS).admitted())
+            await asyncio.sleep(0.1)
+        with pytest.raises(Overloaded, match="requests are waiting, at most 1 may"):
+            await waiting
+
+    asyncio.run(soon(run()))
+
+
 def test_nobody_waits_for_ever():
     async def run():
         greedy = WISHES["greedy"]

@@ -241,7 +241,7 @@ class Journey:
                     # Who has waited for engines waits for room in them too: those who were live have come first.
                     await asyncio.sleep(min(_FULL_S, refusal.retry_after))
                 full.clear()
-                await self._wait(until)
+                await self._wait(until, refusal)
                 continue
             try:
                 await self._begin(choice)
@@ -300,15 +300,16 @@ class Journey:
             queue_timeout_s=None if in_queue is None or self._is_admitted else in_queue - passed,
         )
 
-    async def _wait(self, until: float) -> None:
-        """Wait a while for an engine. Raises what ends the request where none has come in time."""
+    async def _wait(self, until: float, refusal: Overloaded | None) -> None:
+        """Wait a while for an engine, or for room in those that gave the `refusal`. Raises what ends the request where
+        none has come in time."""
         self._options()
         config = self._router.config
         if self._waiting is None:
             limit_s = config.failover_wait_s if self._is_admitted else config.hold_s
             self._waiting = _Waiting(time.monotonic(), limit_s)
         if self._waiting.left <= 0:
-            raise self._gone()
+            raise self._gone(refusal)
         limit_s = min(self._waiting.left, until - time.monotonic(), _TURN_S)
         if self._is_admitted:
             await self._router.engine_there(limit_s)
@@ -320,12 +321,14 @@ class Journey:
         now = time.monotonic()
         return {engine_id for engine_id, until in self._avoid.items() if until > now}
 
-    def _gone(self) -> Exception:
+    def _gone(self, refusal: Overloaded | None) -> Exception:
         """Why a request ends for which there was no engine."""
         if self._is_admitted and self._loss is not None:
             waited = self._router.config.failover_wait_s
             return type(self._loss)(f"{self._loss}; no other engine could go on within {waited:g} s")
-        return Overloaded(f"no engine serves {self._router.name!r} at the moment", retry_after=_RETRY_AFTER_S)
+        return refusal or Overloaded(
+            f"no engine serves {self._router.name!r} at the moment", retry_after=_RETRY_AFTER_S
+        )
 
     def _stopped(self, reason: str) -> Exception:
         return ServerStopped(reason) if self._is_admitted else Overloaded(reason, retry_after=_RETRY_AFTER_S)
