@@ -76,6 +76,8 @@ class Scheduler:
         self._settler = Settler(self._policy, drafter)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._held: set[str] = set()
+        """Requests that wait for release()."""
         self._forked: dict[Request, None] = {}
         self._to_fork: list[Request] = []
         self._swapped_out: dict[int, int] = {}
@@ -136,7 +138,14 @@ class Scheduler:
         if first.params.beam_width:
             self._beams.begin(first, [request.id for request in requests], text_ends)
             others = []
-        self._queue(first, held)
+        self.enlist(first)
+        if held:
+            self._hold(first)
+        else:
+            self._policy.add(first)
+        first.is_new = True
+        self._num_new += 1
+        self._new_tokens += first.num_prompt
         for request in others:
             self.enlist(request)
             request.num_charged = request.num_prompt
@@ -144,28 +153,33 @@ class Scheduler:
         first.forks = others
 
     def resume(self, request: Request, *, held: bool = False) -> None:
-        """Queue a sequence that another engine began. It was admitted there: it finds room, whatever waits."""
+        """Queue a sequence that another engine began, before newcomers: it has had its turn there, and takes no place
+        of theirs."""
         if request.id in self._requests or request.id in self._beams:
             raise ValueError(f"request id {request.id!r} is already in use")
-        self._queue(request, held)
-
-    def _queue(self, request: Request, held: bool) -> None:
         self.enlist(request)
+        request.num_charged = request.num_prompt
         if held:
-            request.status = Status.PARKED
+            self._hold(request)
         else:
-            self._policy.add(request)
-        request.is_new = True
-        self._num_new += 1
-        self._new_tokens += request.num_prompt
+            self.requeue(request)
 
     def release(self, request_id: str) -> None:
         """The sequences that were added with this first id and held are in the queue from here on. Nothing where they
         have ended meanwhile."""
-        request = self._requests.get(request_id)
-        if request is not None and request.status is Status.PARKED and request.is_new:
+        if request_id not in self._held:
+            return
+        self._held.discard(request_id)
+        request = self._requests[request_id]
+        if request.is_new:
             request.status = Status.WAITING
             self._policy.add(request)
+        else:
+            self.requeue(request)
+
+    def _hold(self, request: Request) -> None:
+        request.status = Status.PARKED
+        self._held.add(request.id)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request now; its blocks are free at once and what is still in flight for it is dropped.
@@ -480,6 +494,7 @@ class Scheduler:
         self._cache.free(request)
         self._forked.pop(request, None)
         request.status = Status.FINISHED
+        self._held.discard(request.id)
         del self._requests[request.id]
         forks, request.forks = request.forks, []
         for fork in reversed(forks):

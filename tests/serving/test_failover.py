@@ -240,6 +240,8 @@ def test_a_live_request_goes_past_a_full_queue_and_a_new_one_to_where_there_is_r
         reading = asyncio.create_task(read(new))
         await asyncio.sleep(0.01)
         assert "new~1" in full.sequences
+        with pytest.raises(Overloaded, match="^1 requests are waiting"):
+            full.engine.add(["more"], PROMPT, greedy, OPTIONS)
         reading.cancel()
 
     asyncio.run(soon(run()))
