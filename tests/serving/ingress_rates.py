@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line
 
@@ -31,26 +32,7 @@ def config(port: int, ingresses: int, engines: int, model: str) -> dict[str, obj
         "scheduler": {"max_num_seqs": 512, "max_num_batched_tokens": 16384, "max_queued_requests": 100_000},
         "cache": {"prefix_caching": False},
     }
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {
-                "name": "llm",
-                "route_prefix": "/",
-                "import_path": "raylm.serving.app:build_ingress",
-                "args": {},
-                "deployments": [{"name": "OpenAIIngress", "num_replicas": ingresses}],
-            },
-            {
-                "name": "m",
-                "route_prefix": None,
-                "import_path": "tests.support.paced:build_paced",
-                "args": {"engine": engine, "num_blocks": 65_536},
-                "deployments": [{"name": "ModelReplica", "num_replicas": engines}],
-            },
-        ],
-    }
+    return paced_config(port, ingresses=ingresses, engines=engines, model={"engine": engine, "num_blocks": 65_536})
 
 
 def measure(url: str, kind: str, clients: int, requests: int, at_once: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ import aiohttp
 import psutil
 import yaml
 
+from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line
 
@@ -72,26 +73,7 @@ def config(port: int, replicas: int, ingresses: int, model: str) -> dict[str, ob
         "model": {"path": model, "name": "m", "max_model_len": 2048},
         "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048, "max_queue_s": MAX_QUEUE_S},
     }
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {
-                "name": "llm",
-                "route_prefix": "/",
-                "import_path": "raylm.serving.app:build_ingress",
-                "args": {},
-                "deployments": [{"name": "OpenAIIngress", "num_replicas": ingresses}],
-            },
-            {
-                "name": "m",
-                "route_prefix": None,
-                "import_path": "tests.support.paced:build_paced",
-                "args": {"engine": engine, "cost": COST},
-                "deployments": [{"name": "ModelReplica", "num_replicas": replicas}],
-            },
-        ],
-    }
+    return paced_config(port, ingresses=ingresses, engines=replicas, model={"engine": engine, "cost": COST})
 
 
 class Client:

@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
 
 ROWS = 32
@@ -39,26 +40,8 @@ def config(port: int, replicas: int, edition: int = 0) -> dict[str, Any]:
         "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 4096},
         "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048, "max_queued_requests": 1000 + edition},
     }
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {
-                "name": "llm",
-                "route_prefix": "/",
-                "import_path": "raylm.serving.app:build_ingress",
-                "args": {},
-                "deployments": [{"name": "OpenAIIngress", "num_replicas": 2}],
-            },
-            {
-                "name": "m",
-                "route_prefix": None,
-                "import_path": "tests.support.paced:build_paced",
-                "args": {"engine": engine, "cost": COST, "start_s": 1.0, "drain_timeout_s": 3.0},
-                "deployments": [{"name": "ModelReplica", "num_replicas": replicas}],
-            },
-        ],
-    }
+    model = {"engine": engine, "cost": COST, "start_s": 1.0, "drain_timeout_s": 3.0}
+    return paced_config(port, ingresses=2, engines=replicas, model=model)
 
 
 @dataclass

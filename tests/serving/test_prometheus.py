@@ -18,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
 from tests.support.queries import Query, queries, rules_file
 from tests.support.serve_process import running, wait_for_line
@@ -71,27 +72,10 @@ def config(port: int, folder: Path) -> dict[str, Any]:
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 512},
     }
     http = {"api_keys_file": str(folder / "keys"), "tenants_file": str(folder / "tenants.yaml")}
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {
-                "name": "llm",
-                "route_prefix": "/",
-                "import_path": "raylm.serving.app:build_ingress",
-                "args": {"http": http, "metrics": {"vllm_names": True}},
-                "deployments": [{"name": "OpenAIIngress", "num_replicas": INGRESSES}],
-            },
-            {
-                "name": "m",
-                "route_prefix": None,
-                "import_path": "tests.support.paced:build_paced",
-                # So few blocks that prompts push each other out of the cache.
-                "args": {"engine": engine, "num_blocks": 128},
-                "deployments": [{"name": "ModelReplica", "num_replicas": ENGINES}],
-            },
-        ],
-    }
+    face = {"http": http, "metrics": {"vllm_names": True}}
+    # So few blocks that prompts push each other out of the cache.
+    model = {"engine": engine, "num_blocks": 128}
+    return paced_config(port, ingresses=INGRESSES, engines=ENGINES, model=model, face=face)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line
 
@@ -37,26 +38,9 @@ def config(port: int, policy: str) -> dict[str, Any]:
         "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 2048},
         "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 2048},
     }
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {
-                "name": "llm",
-                "route_prefix": "/",
-                "import_path": "raylm.serving.app:build_ingress",
-                "args": {"routing": {"policy": policy}, "http": {"route_headers": "always"}},
-                "deployments": [{"name": "OpenAIIngress", "num_replicas": INGRESSES}],
-            },
-            {
-                "name": "m",
-                "route_prefix": None,
-                "import_path": "tests.support.paced:build_paced",
-                "args": {"engine": engine, "num_blocks": 2048, "cost": "5:20:20:0"},
-                "deployments": [{"name": "ModelReplica", "num_replicas": ENGINES}],
-            },
-        ],
-    }
+    face = {"routing": {"policy": policy}, "http": {"route_headers": "always"}}
+    model = {"engine": engine, "num_blocks": 2048, "cost": "5:20:20:0"}
+    return paced_config(port, ingresses=INGRESSES, engines=ENGINES, model=model, face=face)
 
 
 @pytest.fixture(scope="module", params=["prefix", "round_robin"])
