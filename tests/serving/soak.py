@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -35,13 +35,20 @@ STREAMS = 24
 MAX_TOKENS = 400
 
 
-def config(port: int, replicas: int, edition: int = 0) -> dict[str, Any]:
+class Place(NamedTuple):
+    """Where the server is, and whose tokenizer it has."""
+
+    port: int
+    model: str
+
+
+def config(place: Place, replicas: int, edition: int = 0) -> dict[str, Any]:
     engine = {
-        "model": {"path": "smollm2-135m", "name": "m", "max_model_len": 4096},
+        "model": {"path": place.model, "name": "m", "max_model_len": 4096},
         "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048, "max_queued_requests": 1000 + edition},
     }
     model = {"engine": engine, "cost": COST, "start_s": 1.0, "drain_timeout_s": 3.0}
-    return paced_config(port, ingresses=2, engines=replicas, model=model)
+    return paced_config(place.port, ingresses=2, engines=replicas, model=model)
 
 
 @dataclass
@@ -124,7 +131,7 @@ class Client:
 FAULTS = ("kill engine", "kill replica", "stop engine", "scale", "update")
 
 
-async def trouble(seen: Seen, port: int, until: float, rng: random.Random, faults: list[str]) -> None:
+async def trouble(seen: Seen, place: Place, until: float, rng: random.Random, faults: list[str]) -> None:
     """A fault every few seconds, while two engines or more serve; updates and changes of number are waited for."""
     replicas, edition = REPLICAS, 0
     while time.monotonic() < until - 20:
@@ -133,11 +140,11 @@ async def trouble(seen: Seen, port: int, until: float, rng: random.Random, fault
         if fault == "scale":
             replicas = REPLICAS + 2 - replicas if replicas != REPLICAS else rng.choice((REPLICAS - 1, REPLICAS + 1))
             replicas = max(2, min(replicas, REPLICAS + 1))
-            await asyncio.to_thread(_deploy, config(port, replicas, edition))
+            await asyncio.to_thread(_deploy, config(place, replicas, edition))
         elif fault == "update":
             # All replicas are replaced, one after the other.
             edition += 1
-            await asyncio.to_thread(_deploy, config(port, replicas, edition))
+            await asyncio.to_thread(_deploy, config(place, replicas, edition))
         else:
             name = "PacedEngine" if "engine" in fault else "ModelReplica"
             found = _processes(name)
@@ -177,13 +184,13 @@ def _deploy(content: dict[str, Any]) -> None:
         time.sleep(0.2)
 
 
-async def measure(port: int, minutes: float, seed: int, faults: list[str]) -> Seen:
-    url, seen = f"http://127.0.0.1:{port}", Seen()
+async def measure(place: Place, minutes: float, seed: int, faults: list[str]) -> Seen:
+    url, seen = f"http://127.0.0.1:{place.port}", Seen()
     until = time.monotonic() + 60 * minutes
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         clients = [Client(session, url, seen, random.Random(seed * 1000 + number)) for number in range(STREAMS)]
-        troubling = asyncio.create_task(trouble(seen, port, until, random.Random(seed), faults))
+        troubling = asyncio.create_task(trouble(seen, place, until, random.Random(seed), faults))
         reporting = asyncio.create_task(_report(seen))
         await asyncio.gather(*(client.run(until) for client in clients))
         reporting.cancel()
@@ -218,9 +225,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer is used")
     parser.add_argument("--faults", type=lambda text: text.split(","), default=list(FAULTS))
     args = parser.parse_args()
-    port = free_port()
+    place = Place(free_port(), args.model)
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -229,8 +237,8 @@ def main() -> None:
         from tests.support.deployed import deploy
 
         ray.init("local", num_cpus=16, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
-        deploy(config(port, REPLICAS))
-        seen = asyncio.run(measure(port, args.minutes, args.seed, args.faults))
+        deploy(config(place, REPLICAS))
+        seen = asyncio.run(measure(place, args.minutes, args.seed, args.faults))
         print(json.dumps(_line(seen)), flush=True)
         ray.shutdown()
     sys.exit(1 if seen.wrong else 0)
