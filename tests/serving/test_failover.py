@@ -317,6 +317,31 @@ def test_who_has_waited_and_finds_no_room_hears_that():
     asyncio.run(soon(run()))
 
 
+def test_new_and_live_requests_wake_a_model_that_has_gone_to_sleep():
+    async def run():
+        woken = []
+        router = ModelRouter("m", RoutingConfig(), lambda: woken.append("m"))
+        new = asyncio.create_task(router.generate(["new"], PROMPT, WISHES["greedy"], OPTIONS).admitted())
+        await asyncio.sleep(0.05)
+        assert woken
+        new.cancel()
+        host = Host("a")
+        router.engines = {"a": host}
+        live = router.generate(["live"], PROMPT, WISHES["greedy"], OPTIONS)
+        await live.admitted()
+        # Its replica goes because nothing seemed to run, and its drain is shorter than the stream.
+        host.entry.state = "draining"
+        host.is_usable = False
+        woken.clear()
+        host.die(LOSSES[1])
+        reading = asyncio.create_task(read(live))
+        await asyncio.sleep(0.05)
+        assert woken and not reading.done()
+        reading.cancel()
+
+    asyncio.run(soon(run()))
+
+
 def test_nobody_waits_for_ever():
     async def run():
         greedy = WISHES["greedy"]

@@ -23,15 +23,23 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(module, "is_stopping", is_stopping)
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(module, "_UNCHECKED_S", -1.0)
-    monkeypatch.setattr(module.serve, "get_replica_context", lambda: SimpleNamespace(replica_id="me"))
+    monkeypatch.setattr(
+        module.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=SimpleNamespace(unique_id="me"))
+    )
     monkeypatch.setattr(module, "LiveCatalog", Catalog)
     monkeypatch.setattr(module, "DirectoryClient", lambda endpoint: None)
     return answers
 
 
 class Catalog:
-    def __init__(self, directory: object, load_text: object, load_grammars: object) -> None:
+    def __init__(self, directory: object, load_text: object, load_grammars: object, routing: object) -> None:
         self.closed: list[str] = []
+
+    def routers(self) -> list[object]:
+        return []
+
+    def stats(self) -> list[object]:
+        return []
 
     async def caught_up(self, limit_s: float) -> None:
         pass

@@ -259,7 +259,7 @@ def test_nobody_watches_by_default() -> None:
 
 def test_tracing_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observing, "_NEEDED", "opentelemetry_is.not_here")
-    with pytest.raises(ConfigError, match=r"raylm\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tracing\]'"):
         observing.check_tracing(TracingConfig(endpoint="http://127.0.0.1:4318/v1/traces"))
 
 

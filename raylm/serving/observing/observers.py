@@ -21,7 +21,7 @@ def check_tracing(config: TracingConfig) -> None:
     except ModuleNotFoundError:
         found = False
     if not found:
-        raise ConfigError("tracing.endpoint is set, but OpenTelemetry is not installed: pip install 'raylm[tracing]'")
+        raise ConfigError("tracing.endpoint is set, but OpenTelemetry is not installed: pip install -e '.[tracing]'")
 
 
 def observers(log: LogConfig, tracing: TracingConfig) -> list[Observer]:

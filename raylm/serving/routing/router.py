@@ -90,8 +90,6 @@ class ModelRouter:
                 f"routing.max_held_requests allows {self.config.max_held_requests}",
                 retry_after=_RETRY_AFTER_S,
             )
-        if not self.has_engine:
-            self._wake()
         self.num_held += 1
         try:
             yield
@@ -100,6 +98,8 @@ class ModelRouter:
 
     async def engine_there(self, limit_s: float) -> None:
         """Return when an engine is there, after a moment at least, or after so many seconds."""
+        if not self.has_engine:
+            self._wake()
         if self._looking is None or self._looking.done():
             # One look for all who wait.
             self._looking = asyncio.create_task(self._look())
