@@ -35,9 +35,9 @@ class Admission:
     def __init__(self, config: ResolvedScheduler) -> None:
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
-        self._max_wait = config.max_queue_s
         self._max_running = config.max_num_seqs
         self._in_order = config.policy == "fcfs"
+        self._max_wait = config.max_queue_s if self._in_order else None
         self._rates = _Rates()
         self._places = _Places()
         self._limits = _TimeLimits()
@@ -71,7 +71,7 @@ class Admission:
         if not (num_running or num_waiting) or not (has_limit or self._max_wait):
             return
         wait = self._wait(num_running, num_waiting, waiting_tokens) if self._in_order else 0.0
-        if self._max_wait is not None and self._in_order:
+        if self._max_wait is not None:
             # By what a place takes: a flood begins faster than the queue's own rate can be measured.
             place_s = self._rates.seconds_a_place(request, self._max_running)
             is_full = num_running >= self._max_running

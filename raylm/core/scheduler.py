@@ -124,8 +124,7 @@ class Scheduler:
         Raises Overloaded when the queue is full or their time is too short.
         """
         for request in requests:
-            if request.id in self._requests or request.id in self._beams:
-                raise ValueError(f"request id {request.id!r} is already in use")
+            self._check_new(request)
         first, *others = requests
         self._admission.check(
             first,
@@ -155,8 +154,7 @@ class Scheduler:
     def resume(self, request: Request, *, held: bool = False) -> None:
         """Queue a sequence that another engine began, before newcomers: it has had its turn there, and takes no place
         of theirs."""
-        if request.id in self._requests or request.id in self._beams:
-            raise ValueError(f"request id {request.id!r} is already in use")
+        self._check_new(request)
         self.enlist(request)
         request.num_charged = request.num_prompt
         if held:
@@ -176,6 +174,10 @@ class Scheduler:
             self._policy.add(request)
         else:
             self.requeue(request)
+
+    def _check_new(self, request: Request) -> None:
+        if request.id in self._requests or request.id in self._beams:
+            raise ValueError(f"request id {request.id!r} is already in use")
 
     def _hold(self, request: Request) -> None:
         request.status = Status.PARKED

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 POLICY_PATH = "raylm.serving.autoscaling:QueuePolicy"
 INGRESS_POLICY_PATH = "raylm.serving.autoscaling:IngressPolicy"
 """What a Serve config file calls the policies."""
-_Metrics = Mapping[str, Mapping[Any, float]]
-"""Values by name and replica."""
+_Said = list[dict[str, float]]
+"""Of each replica, its values by name."""
 _MOST_AT_ONCE = 2.0
 """However long the queue is, so many times the replicas there are and no more: half of a queue is old work."""
 _FULL = 0.5
@@ -52,9 +52,7 @@ class QueuePolicy:
         self._config = parse(QueuePolicyConfig, options, source=f"policy_kwargs of {POLICY_PATH}")
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        now, lately = (
-            [Demand(**said) for said in _by_replica(metrics, Demand._fields)] for metrics in _metrics(context)
-        )
+        now, lately = ([Demand(**said) for said in each] for each in _heard(context, Demand._fields))
         current = context.target_num_replicas
         if not now:
             return current, {}  # No replica has reported yet.
@@ -112,10 +110,7 @@ class IngressPolicy:
         self._config = parse(IngressPolicyConfig, options, source=f"policy_kwargs of {INGRESS_POLICY_PATH}")
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        now, lately = (
-            [IngressDemand(**said) for said in _by_replica(metrics, IngressDemand._fields)]
-            for metrics in _metrics(context)
-        )
+        now, lately = ([IngressDemand(**said) for said in each] for each in _heard(context, IngressDemand._fields))
         current = context.target_num_replicas
         if not now:
             return current, {}
@@ -143,18 +138,16 @@ def _patient(now: int, lately: int, context: AutoscalingContext) -> int:
     return max(now, lately) if now < current > lately else current
 
 
-def _metrics(
-    context: AutoscalingContext,
-) -> tuple[Mapping[str, Mapping[Any, float]], Mapping[str, Mapping[Any, float]]]:
-    """By name and replica: what was last heard, and Serve's means over its look-back time."""
+def _heard(context: AutoscalingContext, names: tuple[str, ...]) -> tuple[_Said, _Said]:
+    """What each replica says under these names: what was last heard, and Serve's means over its look-back time."""
     last = {
         name: {replica: series[-1].value for replica, series in by_replica.items() if series}
         for name, by_replica in (context.raw_metrics or {}).items()
     }
-    return last, context.aggregated_metrics or {}
+    return _by_replica(last, names), _by_replica(context.aggregated_metrics or {}, names)
 
 
-def _by_replica(metrics: Mapping[str, Mapping[Any, float]], names: tuple[str, ...]) -> list[dict[str, float]]:
+def _by_replica(metrics: Mapping[str, Mapping[Any, float]], names: tuple[str, ...]) -> _Said:
     """What each replica says, where it says all of it."""
     replicas = list(metrics.get(names[0], {}))
     return [
