@@ -150,6 +150,24 @@ class TraceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class KindResult:
+    """Kernels of one kind in a step of `batch` rows: microseconds, launches, what they have to move and compute at
+    least, how much of the time that would take the device at its best (`roofline_share`), and how much of the time its
+    memory has nothing to do (`memory_idle_us`)."""
+
+    bench: str
+    model: str
+    batch: int
+    kind: str
+    us: float
+    kernels: float
+    mb: float
+    gflop: float
+    roofline_share: float
+    memory_idle_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduceResult:
     """A sum of `bytes` over `ranks` GPUs: microseconds a call in a CUDA graph."""
 
@@ -235,6 +253,7 @@ Result = (
     | SchedulerResult
     | PrefixResult
     | TraceResult
+    | KindResult
     | AllReduceResult
     | SplitNormResult
     | StepsResult

@@ -16,13 +16,25 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from raylm.bench.cases import prompt_token_ids
-from raylm.bench.report import TraceResult
+from raylm.bench.report import KindResult, TraceResult
+from raylm.bench.roofline import (
+    Peaks,
+    StepShape,
+    decode_shape,
+    kind_results,
+    kinds_us,
+    measure_peaks,
+    needs,
+    prefill_shape,
+)
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
+from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from raylm.models.arch import ArchConfig
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WARMUP_STEPS = 8
@@ -45,7 +57,15 @@ class Work(NamedTuple):
     prefill: bool = False
 
 
-def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> list[tuple[TraceResult, list[Span]]]:
+class Traced(NamedTuple):
+    """A step of one batch: the whole, by kind of kernel, and all that ran."""
+
+    result: TraceResult
+    kinds: list[KindResult]
+    spans: list[Span]
+
+
+def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> list[Traced]:
     """Run the work for as many requests as each of `batches` says, under torch's profiler.
 
     Raises ConfigError where there is no GPU, or a batch is larger than the engine takes.
@@ -57,12 +77,14 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
     try:
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
-        return [_trace(engine, config.model.served_name, batch, work) for batch in batches]
+        peaks = measure_peaks(getattr(torch, engine.info.dtype))
+        arch = ArchConfig.from_source(locate(config.model.path))
+        return [_trace(engine, config.model.served_name, batch, work, arch, peaks) for batch in batches]
     finally:
         engine.shutdown()
 
 
-def _trace(engine: Engine, model: str, batch: int, work: Work) -> tuple[TraceResult, list[Span]]:
+def _trace(engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks) -> Traced:
     for attempt in range(2):  # First times are not what a trace is about.
         _run(engine, batch, work, salt=attempt, watch=nullcontext())
     _, unprofiled = _run(engine, batch, work, salt=2, watch=nullcontext())
@@ -72,7 +94,17 @@ def _trace(engine: Engine, model: str, batch: int, work: Work) -> tuple[TraceRes
         steps, seconds = _run(engine, batch, work, salt=3, watch=profiler)
         profiler.export_chrome_trace(str(path))
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
-    return summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds)), spans
+    result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
+    needed = needs(arch, _shape(batch, work, steps), item=getattr(torch, engine.info.dtype).itemsize)
+    kinds = kind_results(kinds_us(spans, steps), needed, peaks, model=model, batch=batch, step_us=result.us_per_step)
+    return Traced(result, kinds, spans)
+
+
+def _shape(batch: int, work: Work, steps: int) -> StepShape:
+    """What one of the steps has to do, on average."""
+    if work.prefill:
+        return prefill_shape(batch / steps, work.prompt_len)
+    return decode_shape(batch, work.prompt_len + 1 + _WARMUP_STEPS + work.steps / 2)
 
 
 def _run(
@@ -149,12 +181,12 @@ def short_name(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + "..."
 
 
-def draw_trace(found: Sequence[tuple[TraceResult, list[Span]]], path: Path) -> None:
+def draw_trace(found: Sequence[Traced], path: Path) -> None:
     """A timeline of one step in the middle for each batch: the kernels that take most have a line of their own."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.2 * len(found)), layout="constrained")
-    for axes, (result, spans) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
+    for axes, (result, _, spans) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         names = list(result.kernels_us)[:8]
         first = spans[len(spans) // 2].start
         length = result.kernels_per_step / len(spans) * (spans[-1].start - spans[0].start)

@@ -264,8 +264,10 @@ def _trace(args: argparse.Namespace, emit: Emit) -> None:
     from raylm.bench.trace import Work, draw_trace, trace_steps
 
     found = trace_steps(engine_config(args), args.batch, Work(args.steps, args.prompt_len, args.prefill))
-    for result, _ in found:
-        emit(result)
+    for traced in found:
+        emit(traced.result)
+        for kind in traced.kinds:
+            emit(kind)
     if args.plot is not None:
         draw_trace(found, args.plot)
 

@@ -8,7 +8,7 @@ import pytest
 
 from raylm.bench.dummy import write_dummy, write_shape
 from raylm.bench.shapes import SHAPES
-from raylm.bench.trace import Span, Work, draw_trace, read_trace, short_name, summarize, trace_steps
+from raylm.bench.trace import Span, Traced, Work, draw_trace, read_trace, short_name, summarize, trace_steps
 from raylm.config.engine import EngineConfig
 from raylm.config.source import locate
 from raylm.errors import ConfigError
@@ -66,7 +66,7 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
     spans = [Span(f"k{i % 12}", 10.0 * i, 7.0) for i in range(100)]
     result = summarize(spans, model="m", batch=1, steps=5, seconds=(1e-3, 1e-3))
     path = tmp_path / "trace.png"
-    draw_trace([(result, spans)] * 2, path)
+    draw_trace([Traced(result, [], spans)] * 2, path)
     assert path.stat().st_size > 10_000
 
 

@@ -1,0 +1,183 @@
+"""What a step has to move and compute, kind of kernel by kind, and what the device could do in the time it took.
+
+The roofline model of Williams, Waterman and Patterson (2009): work that moves B bytes and takes F operations needs at
+least max(B / bandwidth, F / peak) seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from raylm import ops
+from raylm.bench.report import KindResult
+from raylm.models.arch import ArchConfig
+
+_KINDS = (
+    ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas")),
+    ("join of attention", ("decode_join",)),
+    ("attention", ("attention_kernel", "prefill_kernel", "prefill_hopper", "flash")),
+    ("sums over ranks", ("all_reduce", "peer_", "nccl")),
+    ("norms", ("norm_kernel", "norm_any")),
+    ("rotary and cache", ("rope_store", "rotary", "store_kv")),
+    ("activation", ("gated_kernel", "gated_any")),
+    ("sampling", ("sample_kernel", "penalize", "logits_kernel", "logprobs", "row_strips")),
+)
+"""By parts of kernels' names in small letters; the first that fits."""
+OTHER = "inputs, copies, the rest"
+
+_READ_BYTES = 1 << 31
+_SIDE = 8192
+_TRIES = 5
+
+
+class Need(NamedTuple):
+    """What work has to move and compute."""
+
+    bytes: float
+    flops: float
+
+
+class Peaks(NamedTuple):
+    """What the device did when it did nothing else: bytes/s read, and operations/s of a product in the model's type."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One step: `tokens` computed for `rows` sequences, `logit_rows` of them sampled. `pairs`: query and key together
+    that one layer's attention sees, `keys`: keys that it reads, both of layers that see everything."""
+
+    tokens: float
+    rows: float
+    logit_rows: float
+    pairs: float
+    keys: float
+
+
+def decode_shape(rows: int, context: float) -> StepShape:
+    """Each of `rows` sequences computes a token that sees `context`."""
+    return StepShape(rows, rows, rows, pairs=rows * context, keys=rows * context)
+
+
+def prefill_shape(prompts: float, prompt_len: int) -> StepShape:
+    """`prompts` whole prompts of `prompt_len` tokens; may be a fraction, where one takes several steps."""
+    tokens = prompts * prompt_len
+    return StepShape(tokens, prompts, prompts, pairs=tokens * (prompt_len + 1) / 2, keys=tokens)
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel by its name."""
+    name = kernel.lower()
+    return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), OTHER)
+
+
+def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
+    """What a step needs at least, by kind, on one device. `item`: bytes of a weight, an activation and a cached number.
+
+    Products read their weights and inputs and write their outputs; attention reads queries and keys and values of its
+    context and writes its outputs; the rest reads and writes activations. What stays in the second-level cache between
+    two kernels is counted like the rest: with few rows it is next to nothing.
+    """
+    tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    shapes = [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * arch.intermediate_size), (arch.intermediate_size, hidden)]
+    weights = layers * sum(k * n for k, n in shapes)
+    head = hidden * arch.vocab_size
+    moved = layers * tokens * sum(k + n for k, n in shapes) + step.logit_rows * (hidden + arch.vocab_size)
+    seen = [min(1.0, window * step.tokens / step.pairs) if (window := arch.window(n)) else 1.0 for n in range(layers)]
+    activated = layers * tokens * arch.intermediate_size
+    return {
+        "products": Need(item * (weights + head + moved), 2 * (tokens * weights + step.logit_rows * head)),
+        "attention": Need(
+            item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen)
+        ),
+        "norms": Need(item * 4 * hidden * tokens * 2 * layers, 0.0),
+        "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
+        "activation": Need(item * 3 * activated, 0.0),
+        "sampling": Need(item * arch.vocab_size * step.logit_rows, 0.0),
+    }
+
+
+def measure_peaks(dtype: torch.dtype) -> Peaks:
+    """On the current CUDA device: the fastest of a sum of 2 GiB and a product of one row with them, and a square
+    product of 8,192."""
+    weights = torch.zeros(_READ_BYTES // dtype.itemsize // _SIDE, _SIDE, dtype=dtype, device="cuda")
+    row = torch.zeros(1, _SIDE, dtype=dtype, device="cuda")
+    numbers = weights.view(torch.int32)
+    read = min(_seconds(lambda: ops.linear(row, weights, None)), _seconds(lambda: numbers.max()))
+    # Random numbers: a product of zeros takes less power, and so runs faster than a model ever does.
+    square = torch.randn(_SIDE, _SIDE, device="cuda").to(dtype)
+    product = _seconds(lambda: square @ square)
+    return Peaks(_READ_BYTES / read, 2 * _SIDE**3 / product)
+
+
+def kind_results(
+    own_us: dict[str, tuple[float, float]],
+    needed: dict[str, Need],
+    peaks: Peaks,
+    *,
+    model: str,
+    batch: int,
+    step_us: float,
+) -> list[KindResult]:
+    """`own_us`: by kind, microseconds a step and kernels a step; a kind without kernels is part of another one (an
+    activation in its product's epilogue) and needs nothing of its own. The last result is the whole step, pauses
+    included."""
+    found = [
+        _result(kind, us, count, needed.get(kind, Need(0, 0)), peaks, model=model, batch=batch)
+        for kind, (us, count) in sorted(own_us.items(), key=lambda item: -item[1][0])
+    ]
+    ran = [needed[kind] for kind in own_us if kind in needed]
+    whole = Need(sum(need.bytes for need in ran), sum(need.flops for need in ran))
+    kernels = sum(count for _, count in own_us.values())
+    return [*found, _result("the step", step_us, kernels, whole, peaks, model=model, batch=batch)]
+
+
+def _result(kind: str, us: float, kernels: float, need: Need, peaks: Peaks, *, model: str, batch: int) -> KindResult:
+    memory_us, compute_us = 1e6 * need.bytes / peaks.bytes_per_s, 1e6 * need.flops / peaks.flops_per_s
+    return KindResult(
+        bench="roofline",
+        model=model,
+        batch=batch,
+        kind=kind,
+        us=us,
+        kernels=kernels,
+        mb=need.bytes / 1e6,
+        gflop=need.flops / 1e9,
+        roofline_share=max(memory_us, compute_us) / us if us else 0.0,
+        memory_idle_us=max(us - memory_us, 0.0),
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    return statistics.median(_timed(call) for _ in range(_TRIES))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(4):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 4000
+
+
+def kinds_us(spans: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
+    """Microseconds and kernels a step by kind, of (name, start, length) in the order of time. A kernel that is started
+    early waits within its time for the one before: what counts is from that one's end to its own."""
+    found: dict[str, tuple[float, float]] = {}
+    end = 0.0
+    for name, start, length in spans:
+        us, count = found.get(kind_of(name), (0.0, 0.0))
+        found[kind_of(name)] = us + max(start + length - max(start, end), 0.0) / steps, count + 1 / steps
+        end = max(end, start + length)
+    return found

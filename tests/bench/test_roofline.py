@@ -1,0 +1,86 @@
+"""What a step needs at least, and which kernel is of which kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from raylm.bench.dummy import write_shape
+from raylm.bench.roofline import (
+    OTHER,
+    Need,
+    Peaks,
+    decode_shape,
+    kind_of,
+    kind_results,
+    kinds_us,
+    needs,
+    prefill_shape,
+)
+from raylm.config.source import locate
+from raylm.models.arch import ArchConfig
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ArchConfig:
+    return ArchConfig.from_source(locate(str(write_shape("llama-3.1-8b", tmp_path_factory.mktemp("shape") / "8b"))))
+
+
+def test_a_token_reads_every_weight_but_the_embeddings(llama: ArchConfig) -> None:
+    parameters = 8_030_261_248
+    read = parameters - 128_256 * 4096 - 65 * 4096  # Norms are no products.
+    needed = needs(llama, decode_shape(1, 1000), item=2)
+    assert needed["products"].bytes == pytest.approx(2 * read, rel=1e-3)
+    assert needed["products"].flops == 2 * read
+    # Keys and values of 8 heads of 128 in 32 layers.
+    assert needed["attention"].bytes == pytest.approx(1000 * 131_072, rel=0.01)
+    assert needed["attention"].flops == 4 * 1000 * 4096 * 32
+
+
+def test_rows_share_the_weights(llama: ArchConfig) -> None:
+    one, many = (needs(llama, decode_shape(rows, 100), item=2) for rows in (1, 64))
+    assert many["products"].bytes < 1.02 * one["products"].bytes
+    assert all(many[kind].flops == 64 * one[kind].flops for kind in one)
+    assert many["attention"].bytes == 64 * one["attention"].bytes
+
+
+def test_a_prompt_sees_half_of_its_square_and_samples_one_row(llama: ArchConfig) -> None:
+    whole, halves = (needs(llama, prefill_shape(prompts, 4096), item=2) for prompts in (2, 1))
+    assert whole["attention"].flops == 2 * halves["attention"].flops == 2 * 4 * 4096 * 32 * 4096 * 4097 / 2
+    assert whole["sampling"].bytes == 2 * 2 * 128_256
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void raylm::cuda::(anonymous namespace)::skinny_linear_kernel<8>(int)", "products"),
+        ("raylm::cuda::gated_linear_kernel<2>", "products"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "products"),
+        ("decode_attention_kernel<128>", "attention"),
+        ("decode_join_kernel", "join of attention"),
+        ("prefill_hopper_kernel", "attention"),
+        ("rms_norm_any_kernel<float>", "norms"),
+        ("peer_add_rms_norm_kernel", "sums over ranks"),
+        ("rope_store_kernel", "rotary and cache"),
+        ("gated_kernel", "activation"),
+        ("sample_kernel", "sampling"),
+        ("Memcpy DtoH", OTHER),
+    ],
+)
+def test_kernels_have_kinds(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_a_kernel_that_waits_within_its_time_counts_from_the_end_of_the_one_before() -> None:
+    found = kinds_us([("gemm", 0.0, 10.0), ("rms_norm_kernel", 5.0, 7.0), ("gemm", 20.0, 6.0)], steps=2)
+    assert found == {"products": (8.0, 1.0), "norms": (1.0, 0.5)}
+
+
+def test_a_kind_is_held_against_what_it_needs() -> None:
+    needed = {"products": Need(8e6, 1e9), "norms": Need(1e6, 0.0), "activation": Need(1e9, 0.0)}
+    peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
+    products, norms, step = kind_results(
+        {"norms": (1.0, 2.0), "products": (4.0, 3.0)}, needed, peaks, model="m", batch=1, step_us=6.0
+    )
+    assert (products.kind, products.roofline_share, products.memory_idle_us) == ("products", 0.5, 2.0)
+    assert (norms.kind, norms.roofline_share, norms.memory_idle_us) == ("norms", 0.25, 0.75)
+    assert (step.kind, step.kernels, step.mb, step.memory_idle_us) == ("the step", 5.0, 9.0, 3.75)
