@@ -29,6 +29,7 @@ _NOT_IN_TABLE = (
     "trace",
     "prefix_hit_rate",
     "kernels_us",
+    "peaks",
 )
 
 
@@ -147,6 +148,8 @@ class TraceResult:
     gpu_idle_share: float
     kernels_per_step: float
     kernels_us: dict[str, float]
+    peaks: dict[str, float] | None = None
+    """What the device did at its best, beside: bytes_per_s read and flops_per_s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +269,7 @@ Result = (
 def as_json(result: Result) -> dict[str, Cell]:
     """The keys of one JSON line: every field of the result, less the optional ones that say nothing here."""
     row: dict[str, Cell] = dataclasses.asdict(result)
-    for optional in ("output_len_mean", "sampling", "settings", "unavailable", "hit_rate"):
+    for optional in ("output_len_mean", "sampling", "settings", "unavailable", "hit_rate", "peaks"):
         if row.get(optional, ...) is None:
             del row[optional]
     return {key: _rounded(value) for key, value in row.items()}

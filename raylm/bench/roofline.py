@@ -15,6 +15,7 @@ import torch
 
 from raylm import ops
 from raylm.bench.report import KindResult
+from raylm.layers.linear import MIN_ROWS_TO_ADD
 from raylm.models.arch import ArchConfig
 
 _KINDS = (
@@ -92,15 +93,16 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     head = hidden * arch.vocab_size
     moved = layers * tokens * sum(k + n for k, n in shapes) + step.logit_rows * (hidden + arch.vocab_size)
     seen = [min(1.0, window * step.tokens / step.pairs) if (window := arch.window(n)) else 1.0 for n in range(layers)]
-    activated = layers * tokens * arch.intermediate_size
+    # A norm reads what came and the residual stream and writes both, or its product has added them already.
+    streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
     return {
         "products": Need(item * (weights + head + moved), 2 * (tokens * weights + step.logit_rows * head)),
         "attention": Need(
             item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen)
         ),
-        "norms": Need(item * 4 * hidden * tokens * 2 * layers, 0.0),
+        "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
-        "activation": Need(item * 3 * activated, 0.0),
+        "activation": Need(item * 3 * arch.intermediate_size * tokens * layers, 0.0),
         "sampling": Need(item * arch.vocab_size * step.logit_rows, 0.0),
     }
 
@@ -126,10 +128,13 @@ def kind_results(
     model: str,
     batch: int,
     step_us: float,
+    layers: int,
 ) -> list[KindResult]:
-    """`own_us`: by kind, microseconds a step and kernels a step; a kind without kernels is part of another one (an
-    activation in its product's epilogue) and needs nothing of its own. The last result is the whole step, pauses
-    included."""
+    """`own_us`: by kind, microseconds a step and kernels a step. The last result is the whole step, pauses included.
+    Activations of fewer kernels than `layers` are so far done by their products, and need nothing of their own."""
+    if (activation := needed.get("activation")) and "activation" in own_us:
+        share = min(1.0, own_us["activation"][1] / layers)
+        needed = needed | {"activation": Need(activation.bytes * share, activation.flops * share)}
     found = [
         _result(kind, us, count, needed.get(kind, Need(0, 0)), peaks, model=model, batch=batch)
         for kind, (us, count) in sorted(own_us.items(), key=lambda item: -item[1][0])

@@ -8,6 +8,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -96,8 +97,16 @@ def _trace(engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig,
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
     result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
     needed = needs(arch, _shape(batch, work, steps), item=getattr(torch, engine.info.dtype).itemsize)
-    kinds = kind_results(kinds_us(spans, steps), needed, peaks, model=model, batch=batch, step_us=result.us_per_step)
-    return Traced(result, kinds, spans)
+    kinds = kind_results(
+        kinds_us(spans, steps),
+        needed,
+        peaks,
+        model=model,
+        batch=batch,
+        step_us=result.us_per_step,
+        layers=arch.num_layers,
+    )
+    return Traced(replace(result, peaks=peaks._asdict()), kinds, spans)
 
 
 def _shape(batch: int, work: Work, steps: int) -> StepShape:

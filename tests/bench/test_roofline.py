@@ -79,8 +79,16 @@ def test_a_kind_is_held_against_what_it_needs() -> None:
     needed = {"products": Need(8e6, 1e9), "norms": Need(1e6, 0.0), "activation": Need(1e9, 0.0)}
     peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
     products, norms, step = kind_results(
-        {"norms": (1.0, 2.0), "products": (4.0, 3.0)}, needed, peaks, model="m", batch=1, step_us=6.0
+        {"norms": (1.0, 2.0), "products": (4.0, 3.0)}, needed, peaks, model="m", batch=1, step_us=6.0, layers=2
     )
     assert (products.kind, products.roofline_share, products.memory_idle_us) == ("products", 0.5, 2.0)
     assert (norms.kind, norms.roofline_share, norms.memory_idle_us) == ("norms", 0.25, 0.75)
+    assert products.mb == 8 and norms.gflop == 0
     assert (step.kind, step.kernels, step.mb, step.memory_idle_us) == ("the step", 5.0, 9.0, 3.75)
+
+
+def test_an_activation_in_its_product_needs_nothing_of_its_own() -> None:
+    needed = {"activation": Need(8e6, 0.0)}
+    peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
+    some, _ = kind_results({"activation": (2.0, 8.0)}, needed, peaks, model="m", batch=1, step_us=6.0, layers=32)
+    assert some.mb == 2 and some.roofline_share == 0.25
