@@ -106,10 +106,9 @@ class PlanSender:
 
     def _send(self, message: bytes, look: Callable[[], None]) -> None:
         for socket in self._sockets:
-            while not socket.poll(0, zmq.POLLOUT):
+            while not _sent(socket, message):
                 look()
                 socket.poll(_LOOK_MS, zmq.POLLOUT)
-            socket.send(message)
 
     def receive(self, timeout_ms: int) -> Sampled | None:
         """The next result, or None after `timeout_ms`. Raises EngineDeadError with what a worker said."""
@@ -135,8 +134,7 @@ class PlanSender:
         if self._context.closed:
             return
         for socket in self._sockets:
-            if socket.poll(0, zmq.POLLOUT):
-                socket.send(b"", zmq.NOBLOCK)
+            _sent(socket, b"")
             socket.close(linger=100)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -159,6 +157,15 @@ class PlanSender:
         socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
         port = socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
         return StepAddress(f"tcp://{host}:{port}", server_public, public, secret)
+
+
+def _sent(socket: zmq.Socket[bytes], message: bytes) -> bool:
+    """Send it if the worker is there and takes it now. A look before would prove nothing: it may leave in between."""
+    try:
+        socket.send(message, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 class PlanReceiver:
