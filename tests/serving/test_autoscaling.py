@@ -146,12 +146,23 @@ def test_a_load_step_adds_replicas_once_and_takes_them_away_once():
     assert max(sample.waiting for sample in found if sample.at > 200) == 0
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    rates=st.lists(st.floats(0.05, 6.0), min_size=1, max_size=4),
-    start_s=st.floats(1, 90),
-)
+LOADS = given(rates=st.lists(st.floats(0.05, 6.0), min_size=1, max_size=4), start_s=st.floats(1, 90))
+
+
+@settings(max_examples=8, deadline=None)
+@LOADS
 def test_each_change_of_load_turns_the_number_at_most_once(rates, start_s):
+    check_reversals(rates, start_s)
+
+
+@pytest.mark.nightly
+@settings(max_examples=100, deadline=None)
+@LOADS
+def test_each_of_many_changes_of_load_turns_the_number_at_most_once(rates, start_s):
+    check_reversals(rates, start_s)
+
+
+def check_reversals(rates, start_s):
     steps = [Step(index * AT_REST, rate) for index, rate in enumerate(rates)]
     found = simulate(steps, seconds=AT_REST * len(rates), start_s=start_s)
     for index in range(len(rates)):

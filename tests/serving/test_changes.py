@@ -122,8 +122,8 @@ def names(url: str) -> list[str]:
     return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]]
 
 
-def status_of(url: str, model: str) -> int:
-    body = {"model": model, "prompt": [5], "max_tokens": 1}
+def status_of(url: str, model: str, prompt_tokens: int = 1) -> int:
+    body = {"model": model, "prompt": [5] * prompt_tokens, "max_tokens": 1}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code
 
 
@@ -177,6 +177,8 @@ def test_a_model_comes_changes_and_goes_alone(
         assert status_of(served.url, "tiny") == 404
         served.deploy(with_model(unchanged, folder, drain_timeout_s=1))
         assert names(served.url) == [DEMO, "tiny"] and status_of(served.url, "tiny") == 200
+        # Each engine has its own configuration: so long a prompt is too long for one of them only.
+        assert [status_of(served.url, name, 2100) for name in (DEMO, "tiny")] == [400, 200]
         first = replicas()
         assert first | before == first
         with long_stream(served.url, "tiny", 32000) as events:
@@ -195,6 +197,7 @@ def test_a_model_comes_changes_and_goes_alone(
     assert httpx.get(f"{served.url}/ready", timeout=30).status_code == 200
 
 
+@pytest.mark.nightly
 def test_an_ingress_that_goes_tells_the_streams_that_outlive_its_drain(
     served: Served, unchanged: dict[str, Any]
 ) -> None:

@@ -50,6 +50,7 @@ def wait_for(condition, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_two_models_behind_one_endpoint(served):
     with running("multi-model.yaml", served) as client:
         assert [model.id for model in client.models.list().data] == [SMALL, PRIORITY]

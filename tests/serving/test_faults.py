@@ -93,10 +93,10 @@ FAULTS = {
     "kill -9 of a worker, rank 1": Fault(
         lambda p: p.workers[1], KILL, "worker 1 of 2 (process {pid} on 127.0.0.1) died"
     ),
-    "kill -9 of the engine": Fault(lambda p: p.engine, KILL, "the engine has died"),
     "a worker stays away from a collective, rank 1": Fault(lambda p: p.workers[1], STAY_AWAY, "the workers hang"),
 }
 MORE_FAULTS = {
+    "kill -9 of the engine": Fault(lambda p: p.engine, KILL, "the engine has died"),
     "kill -9 of the replica": Fault(lambda p: p.replica, KILL, "the engine has died"),
     "a worker is stopped (SIGSTOP), rank 0": Fault(lambda p: p.workers[0], STOP, "the workers hang"),
     "a worker is out of memory, rank 1": Fault(

@@ -46,7 +46,7 @@ def test_a_cache_that_was_reset_has_nothing(served: Served) -> None:
 
 
 def test_a_profile_of_a_live_engine(served: Served) -> None:
-    with_it = threading.Thread(target=complete, args=(served, [5, 6, 7], 60))
+    with_it = threading.Thread(target=complete, args=(served, [5, 6, 7], 20))
     with_it.start()
     assert tell(served, f"/start_profile?model={DEMO}").json()["engines"][0]["workers"] == ["recording"]
     complete(served, [8, 9])

@@ -311,7 +311,7 @@ def test_a_dead_engine_is_replaced(serve_url, client):
 
     import psutil
 
-    body = {"model": MODEL, "prompt": "A", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "A", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{serve_url}/v1/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         assert "error" not in next(lines)

@@ -105,6 +105,7 @@ def test_a_wrong_configuration_ends_in_a_sentence_before_anything_starts(tmp_pat
     assert "Ray" not in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_model_that_fails_in_its_replica_ends_in_its_sentence(tmp_path, monkeypatch):
     weights = checkpoints.llama(tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
