@@ -65,6 +65,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = 
     ),
     ("raylm:request_prompt_tokens", "Tokens of a prompt.", lambda counts: counts.prompt_tokens),
     ("raylm:request_generation_tokens", "Tokens of a completion.", lambda counts: counts.generation_tokens),
+    (
+        "raylm:request_max_num_generation_tokens",
+        "Tokens of the longest of a prompt's completions.",
+        lambda counts: counts.longest_tokens,
+    ),
     ("raylm:request_params_n", "Completions asked for of a prompt.", lambda counts: counts.asked_n),
     (
         "raylm:request_params_max_tokens",
@@ -128,10 +133,16 @@ class HttpMetrics(Collector):
             "raylm:request_success", "Completions that ended.", labels=["model_name", "finished_reason"]
         )
         prompt = CounterMetricFamily("raylm:prompt_tokens", "Prompt tokens taken in.", labels=["model_name"])
+        cached = CounterMetricFamily(
+            "raylm:prompt_tokens_cached",
+            "Prompt tokens taken in that were found in the prefix cache.",
+            labels=["model_name"],
+        )
         generation = CounterMetricFamily("raylm:generation_tokens", "Tokens generated.", labels=["model_name"])
         for name, counts in self._by_model.items():
             for reason, count in counts.finished.items():
                 success.add_metric([name, reason], count)
             prompt.add_metric([name], counts.num_prompt_tokens)
+            cached.add_metric([name], counts.num_cached_tokens)
             generation.add_metric([name], counts.num_generation_tokens)
-        yield from (success, prompt, generation)
+        yield from (success, prompt, cached, generation)

@@ -41,6 +41,8 @@ class ModelMetrics:
         was refused or the engine failed."""
         self.num_prompt_tokens = 0
         """Of prompts from which something was generated: a prompt that is refused does not count."""
+        self.num_cached_tokens = 0
+        """Of these prompts' tokens, those found in the prefix cache."""
         self.num_generation_tokens = 0
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token_latency = Histogram(ITL_BOUNDS)
@@ -53,6 +55,8 @@ class ModelMetrics:
         self.inference_time = Histogram(E2E_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.generation_tokens = Histogram(LENGTH_BOUNDS)
+        self.longest_tokens = Histogram(LENGTH_BOUNDS)
+        """Of each prompt's completions the longest one."""
         self.asked_n = Histogram(N_BOUNDS)
         self.asked_max_tokens = Histogram(LENGTH_BOUNDS)
 
@@ -64,17 +68,22 @@ class ModelMetrics:
         if params.max_tokens is not None:
             self.asked_max_tokens.observe(params.max_tokens)
 
+    def prompt_ended(self, longest: int) -> None:
+        """All of a prompt's completions have ended; the longest has so many tokens."""
+        if longest:
+            self.longest_tokens.observe(longest)
+
 
 class ChoiceMeter:
     """Measures one completion, from the moment its HTTP request arrived (`started`, a perf_counter time)."""
 
-    __slots__ = ("_first", "_last", "_metrics", "_num_tokens", "_started", "_waited")
+    __slots__ = ("_first", "_last", "_metrics", "_started", "_waited", "num_tokens")
 
     def __init__(self, metrics: ModelMetrics, started: float) -> None:
         self._metrics = metrics
         self._started = started
         self._first = self._last = 0.0
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._waited: Waited | None = None
 
     def waited(self, waited: Waited) -> None:
@@ -95,20 +104,20 @@ class ChoiceMeter:
             metrics.time_to_first_token.observe(now - self._started)
             self._first = now
         self._last = now
-        self._num_tokens += count
+        self.num_tokens += count
         metrics.num_generation_tokens += count
 
     def finished(self, reason: str) -> None:
         metrics = self._metrics
         metrics.finished[reason] += 1
         metrics.e2e_latency.observe(perf_counter() - self._started)
-        if (waited := self._waited) is None or not self._num_tokens:
+        if (waited := self._waited) is None or not self.num_tokens:
             return
         decode_s = self._last - self._first
         metrics.queue_time.observe(waited.queue_s)
         metrics.prefill_time.observe(waited.prefill_s)
         metrics.decode_time.observe(decode_s)
         metrics.inference_time.observe(waited.prefill_s + decode_s)
-        metrics.generation_tokens.observe(self._num_tokens)
-        if self._num_tokens > 1:
-            metrics.time_per_output_token.observe(decode_s / (self._num_tokens - 1))
+        metrics.generation_tokens.observe(self.num_tokens)
+        if self.num_tokens > 1:
+            metrics.time_per_output_token.observe(decode_s / (self.num_tokens - 1))

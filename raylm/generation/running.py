@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
@@ -151,6 +151,7 @@ class _Prompt:
         self._deltas: Deltas | None = None
         self._is_aborted = False
         self._outcome = "abort"
+        self._longest = 0
 
     async def admitted(self) -> Deltas:
         """Ask the engine, once; return when it has taken the request."""
@@ -186,10 +187,11 @@ class _Prompt:
                     if is_new:
                         self._metrics.prompt_begun(len(self._job.prompt_ids), self._job.params)
                         is_new = False
+                    self._metrics.num_cached_tokens += gained.num_cached
                     if gained.finish_reason is not None:
                         # Before the yield: a stop string must free the engine before a slow client has read.
                         deltas.end(delta.request_id)
-                        self._finished(live.pop(delta.request_id), gained.finish_reason)
+                        self._finished([live.pop(delta.request_id)], gained.finish_reason)
                     yield gained
             if live:
                 raise EngineDeadError("The engine ended a completion without a reason")
@@ -204,10 +206,15 @@ class _Prompt:
         record.runs_at(deltas.engine_id, deltas.route)
         return gained
 
-    def _finished(self, sequence: _Sequence, reason: str) -> None:
-        sequence.meter.finished(reason)
-        if self._record is not None:
-            self._record.finish_reasons.append(reason)
+    def _finished(self, sequences: Iterable[_Sequence], reason: str) -> None:
+        """These have ended and live no more."""
+        for sequence in sequences:
+            sequence.meter.finished(reason)
+            self._longest = max(self._longest, sequence.meter.num_tokens)
+            if self._record is not None:
+                self._record.finish_reasons.append(reason)
+        if not self._live:
+            self._metrics.prompt_ended(self._longest)
 
     async def _after_prompt(self, delta: TokenDelta) -> list[TokenDelta]:
         """The deltas that may go on. The first delta of the first sequence has what the engine says of the prompt, with
@@ -231,9 +238,9 @@ class _Prompt:
     async def aclose(self) -> None:
         if self._deltas is not None:
             await self._deltas.aclose()
-        for sequence in self._live.values():
-            self._finished(sequence, self._outcome)
-        self._live.clear()
+        if ended := list(self._live.values()):
+            self._live.clear()
+            self._finished(ended, self._outcome)
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:

@@ -177,6 +177,58 @@ async def test_vllms_names_are_shown_where_that_is_configured() -> None:
     assert "step_stage_seconds_count" not in theirs, "vLLM has no such thing"
 
 
+OF_THE_BOARDS = {
+    **dict.fromkeys(
+        (
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+            *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+            *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+            "iteration_tokens_total",
+        ),
+        "histogram",
+    ),
+    **dict.fromkeys(("prompt_tokens_total", "generation_tokens_total", "request_success_total"), "counter"),
+    **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), "gauge"),
+}
+"""What the panels of vLLM's boards ask for (its examples/observability: prometheus_grafana, and performance_statistics
+and query_statistics of dashboards/grafana), by the label model_name or none."""
+
+OF_CACHE_BOARD = {
+    **dict.fromkeys(("prompt_tokens_cached_total", "prefix_cache_queries_total", "prefix_cache_hits_total"), "counter"),
+    **dict.fromkeys(("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"), "histogram"),
+    "num_preemptions_total": "counter",
+}
+"""Of its newer board of the KV cache, what raylm has too."""
+
+OF_PICKERS = {
+    "num_requests_waiting": set(),
+    "num_requests_running": set(),
+    "kv_cache_usage_perc": set(),
+    "lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
+    "cache_config_info": {"block_size", "num_gpu_blocks"},
+}
+"""What the endpoint pickers of the gateway inference extension and of llm-d read, and which labels."""
+
+
+async def test_what_vllms_boards_and_pickers_ask_for_is_there() -> None:
+    near = Near(Directory())
+    exchange = MetricsExchange(HttpMetrics(Models()), near, "left", vllm_names=True)
+    finish_one(exchange.metrics)
+    await near.report.remote(engine("e-1"), stats("e-1", running=4))
+    samples: dict[str, list[dict[str, str]]] = {}
+    for (name, labels), _ in series(await exchange.render()).items():
+        samples.setdefault(name, []).append(dict(labels))
+    for name, kind in (OF_THE_BOARDS | OF_CACHE_BOARD).items():
+        for end in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
+            found = samples[f"vllm:{name}{end}"]
+            assert all(labels["model_name"] == "tiny" for labels in found), name
+            assert end != "_bucket" or {"0.1", "+Inf"} & {labels["le"] for labels in found}, name
+    assert {labels["finished_reason"] for labels in samples["vllm:request_success_total"]} == {"stop"}
+    for name, wanted in OF_PICKERS.items():
+        (labels,) = [labels for labels in samples[f"vllm:{name}"] if labels["engine"] == "e-1"]
+        assert wanted <= labels.keys(), name
+
+
 async def test_answers_are_counted_by_route() -> None:
     server = Server()
     await server.chat()

@@ -270,6 +270,8 @@ async def test_metrics() -> None:
     assert found["request_success_total", ("stop", "tiny")] == 3
     assert found["prompt_tokens_total", ("tiny",)] == 10 + 2
     assert found["generation_tokens_total", ("tiny",)] == 3 * 6
+    longest = [found[f"request_max_num_generation_tokens_{end}", ("tiny",)] for end in ("count", "sum")]
+    assert longest == [2, 2 * 6], "a prompt counts once, with its longest completion"
     assert found["time_to_first_token_seconds_count", ("tiny",)] == 3
     assert found["inter_token_latency_seconds_count", ("tiny",)] == 3 * 4
     assert found["e2e_request_latency_seconds_count", ("tiny",)] == 3
@@ -289,6 +291,14 @@ async def test_metrics() -> None:
     assert by_position == [9, 6, 2]
 
 
+async def test_a_prompts_cached_tokens_count_once() -> None:
+    first = TokenDelta("", [*b"on"], None, num_cached_tokens=3)
+    server = Server(first, ended(b"e"))
+    await server.complete(n=2)
+    found = await scrape(server)
+    assert found["prompt_tokens_cached_total", ("tiny",)] == 3
+
+
 async def test_metrics_of_requests_that_do_not_end_well() -> None:
     server = Server(b"one", None)
     client = RawClient(server.app, encode(stream=True))
@@ -305,6 +315,7 @@ async def test_metrics_of_requests_that_do_not_end_well() -> None:
     assert found["request_success_total", ("abort", "tiny")] == 1
     assert found["request_success_total", ("error", "tiny")] == 1
     assert found["generation_tokens_total", ("tiny",)] == 3
+    assert found["request_max_num_generation_tokens_sum", ("tiny",)] == 3, "of the one that had begun"
 
 
 async def test_two_applications_count_apart() -> None:
