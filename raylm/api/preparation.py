@@ -63,7 +63,8 @@ class Models:
         if model is not None:
             return model
         if name in names:
-            raise Overloaded(f"The model {name!r} is starting", retry_after=START_RETRY_S)
+            why = self._catalog.unready().get(name, "its tokenizer is not loaded")
+            raise Overloaded(f"The model {name!r} cannot be asked yet: {why}", retry_after=START_RETRY_S)
         message = f"The model {name[:MAX_VALUE_CHARS]!r} does not exist; this server has {_listed(names)}"
         raise HttpError(404, message, param="model", code="model_not_found")
 

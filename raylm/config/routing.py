@@ -33,8 +33,11 @@ class RoutingConfig(FrozenConfig):
     max_index_blocks: int = Field(default=262_144, ge=1)
     """Blocks that are remembered of each engine; one takes about 100 bytes."""
     hold_s: float = Field(default=30.0, ge=0)
-    """Seconds that a new request waits where no engine serves its model, as while the only one is replaced or a model
-    wakes up; then it is refused with 503. 0 refuses at once."""
+    """Seconds that a new request waits where no engine serves its model, as while the only one is replaced; then it is
+    refused with 503. 0 refuses at once."""
+    wake_s: float = Field(default=600.0, gt=0)
+    """Seconds that a new request waits for a model that may sleep (min_replicas 0), where that is more than hold_s: as
+    long as its start may take. Once a start has failed meanwhile, hold_s counts."""
     max_held_requests: int = Field(default=1024, ge=0)
     """New requests of an ingress that may wait so, for each model; one more is refused with 503."""
     failover_wait_s: float = Field(default=60.0, ge=0)

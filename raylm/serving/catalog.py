@@ -103,7 +103,9 @@ class LiveCatalog:
         versions = [version for version in self._texts if version[0] == name]
         engines = [engine for version in versions for engine in self._routers[version].engines.values()]
         if not engines:
-            return "no engine is up"
+            failures = [each.failure for version in versions if (each := self._routers[version]).failure is not None]
+            last = max(failures, key=lambda failure: failure.at, default=None)
+            return "no engine is up" if last is None else f"its last start failed: {last.reason}"
         if all(engine.entry.state == "draining" for engine in engines):
             return "its engines end: none takes new requests"
         if not any(engine.client.is_connected for engine in engines):
@@ -219,7 +221,7 @@ class LiveCatalog:
             wake = partial(self._waker.wake, model.application)
             self._routers[version] = ModelRouter(model.name, self._routing, wake)
         router = self._routers[version]
-        router.since = max(router.since, model.since)
+        router.note(self._entries[version])
         router.closed = self._closed
         if version not in self._texts:
             self._texts[version] = _TextSide(

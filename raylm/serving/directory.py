@@ -49,6 +49,13 @@ class ModelLimits(NamedTuple):
     vocab_size: int
 
 
+class StartFailure(NamedTuple):
+    """Why a replica did not start, and when, in seconds since the epoch."""
+
+    reason: str
+    at: float
+
+
 class ModelEntry(NamedTuple):
     """One model of the endpoint: what an ingress must have before the first engine is up."""
 
@@ -66,6 +73,8 @@ class ModelEntry(NamedTuple):
     """None until an engine of it has been up."""
     may_sleep: bool = False
     """It may have no replica while nobody asks: a request wakes it."""
+    failure: StartFailure | None = None
+    """Of the last replica that did not start, until one has."""
 
 
 class EngineEntry(NamedTuple):
@@ -125,7 +134,8 @@ class Directory:
         self._last_call = self._heard[model.name] = time.monotonic()
         known = self._models.get(model.name)
         if known is not None and model.limits is None and known.path == model.path:
-            model = model._replace(limits=known.limits)
+            # One that starts says neither.
+            model = model._replace(limits=known.limits, failure=model.failure or known.failure)
         if known is None or known.since <= model.since:
             self._models[model.name] = model
             if known is None or known._replace(since=model.since) != model:

@@ -25,7 +25,16 @@ from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
 from raylm.generation.served_model import EngineStats
 from raylm.serving.autoscaling import Demand
-from raylm.serving.directory import NAMESPACE, REPORT_EVERY_S, DirectoryClient, EngineEntry, ModelEntry, ModelLimits
+from raylm.serving.causes import cause
+from raylm.serving.directory import (
+    NAMESPACE,
+    REPORT_EVERY_S,
+    DirectoryClient,
+    EngineEntry,
+    ModelEntry,
+    ModelLimits,
+    StartFailure,
+)
 from raylm.serving.metrics.ray_metrics import RayMetrics
 from raylm.serving.peers import engine_name, find_peers
 from raylm.serving.replica_state import may_sleep
@@ -66,8 +75,11 @@ class ModelReplica:
         try:
             self._engine = self._start_engine(resources, host, await self._peers())
             self._address: EngineAddress = await self._engine.address.remote()
-        finally:
+        except Exception as error:
             starting.cancel()
+            await self._tell_failure(error)
+            raise
+        starting.cancel()
         info = self._address.info
         self._model = self._model._replace(limits=ModelLimits(info.max_model_len, info.vocab_size))
         self._load = Load(0, 0, 0.0)
@@ -152,6 +164,14 @@ class ModelReplica:
             except (ray.exceptions.RayError, ValueError) as error:
                 logger.warning("model %s could not be reported: %s", self._model.name, error)
             await asyncio.sleep(REPORT_EVERY_S)
+
+    async def _tell_failure(self, error: Exception) -> None:
+        """Tell those who ask for the model why it did not start. Serve tries again."""
+        entry = self._model._replace(failure=StartFailure(cause([str(error)]), time.time()))
+        try:
+            await self._directory.ask(lambda directory: directory.know.remote(entry))
+        except (ray.exceptions.RayError, ValueError) as lost:
+            logger.warning("why model %s did not start could not be reported: %s", entry.name, lost)
 
     async def _keep_reporting(self) -> None:
         while self._dead is None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from raylm.api.preparation import Models
 from raylm.config.sampling import SamplingDefaults
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
@@ -20,7 +21,7 @@ from raylm.errors import ConfigError, Overloaded, ServerStopped
 from raylm.serving import catalog as catalog_module
 from raylm.serving import directory as module
 from raylm.serving.catalog import LiveCatalog
-from raylm.serving.directory import Directory, EngineEntry, ModelEntry, ModelLimits
+from raylm.serving.directory import Directory, EngineEntry, ModelEntry, ModelLimits, StartFailure
 from raylm.serving.waking import Waker
 from raylm.text.chat import ChatTemplate
 from raylm.text.chat_settings import ChatSettings
@@ -195,6 +196,26 @@ async def test_a_model_is_listed_when_it_starts_and_gone_when_it_is_deleted(appl
     applications.clear()
     await directory._forget_models()
     await until(lambda: catalog.names() == [])
+
+
+async def test_why_a_model_does_not_start_is_told_until_it_does(catalogs) -> None:
+    directory = Directory()
+    catalog = catalogs(directory, Texts())
+    for name in ("a", "b"):
+        await directory.know(model(name))
+    await until(lambda: catalog.names() == ["a", "b"])
+    assert catalog.unready() == dict.fromkeys("ab", "no engine is up")
+    await directory.know(model()._replace(failure=StartFailure("model.path is gone", at=1.0)))
+    told = {"a": "its last start failed: model.path is gone", "b": "no engine is up"}
+    await until(lambda: catalog.unready() == told)
+    # Serve tries again.
+    await directory.know(model(since=2.0))
+    assert (await directory.watch(-1)).models[0].failure is not None
+    with pytest.raises(Overloaded, match="'a' cannot be asked yet: its last start failed: model.path is gone"):
+        Models(catalog).get("a")
+    await directory.report(engine("1", model(since=2.0)))
+    await until(lambda: catalog.unready()["a"] == "no engine can be reached")
+    assert (await directory.watch(-1)).models[0].failure is None
 
 
 async def test_another_chat_template_is_another_text_side(catalogs) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.config.routing import RoutingConfig
+from raylm.config.sampling import SamplingDefaults
 from raylm.core.load import Load
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -31,6 +32,7 @@ from raylm.errors import (
     RequestRejected,
     ServerStopped,
 )
+from raylm.serving.directory import ModelEntry, StartFailure
 from raylm.serving.routing.choice import Ask, Choice
 from raylm.serving.routing.failover import Journey
 from raylm.serving.routing.router import ModelRouter
@@ -338,6 +340,27 @@ def test_new_and_live_requests_wake_a_model_that_has_gone_to_sleep():
         await asyncio.sleep(0.05)
         assert woken and not reading.done()
         reading.cancel()
+
+    asyncio.run(soon(run()))
+
+
+def test_who_wakes_a_model_waits_for_its_start_unless_that_fails():
+    async def run():
+        sleeper = ModelEntry("m", "app", "here", SamplingDefaults(), since=1.0, may_sleep=True)
+        router = router_of([], hold_s=0.1, wake_s=20)
+        # What failed before anybody asked says nothing of the next start.
+        router.note(sleeper._replace(failure=StartFailure("no memory then", at=1.0)))
+        waiting = router.generate(["r"], PROMPT, WISHES["greedy"], OPTIONS)
+        task = asyncio.create_task(waiting.admitted())
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        router.note(sleeper._replace(failure=StartFailure("model.path is gone", at=2.0)))
+        with pytest.raises(Overloaded, match="no engine serves 'm' at the moment; its last start failed: model.path"):
+            await task
+        with pytest.raises(Overloaded, match="no engine serves 'm' at the moment$"):
+            router = router_of([], hold_s=0, wake_s=0.2)
+            router.note(sleeper)
+            await router.generate(["r"], PROMPT, WISHES["greedy"], OPTIONS).admitted()
 
     asyncio.run(soon(run()))
 

@@ -311,7 +311,7 @@ async def test_unknown_model(kind: str) -> None:
 
 async def test_a_model_that_is_starting() -> None:
     response = await Server().chat(model="late")
-    assert "'late' is starting" in check(response, 503, code="overloaded")
+    assert "'late' cannot be asked yet: " in check(response, 503, code="overloaded")
     assert response.headers["retry-after"] == "5"
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
 
-from raylm.serving.program.deploy import cause
+from raylm.serving.causes import cause
 from tests.support import checkpoints
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line

@@ -6,7 +6,6 @@ and their replicas start together with Serve's proxies.
 
 from __future__ import annotations
 
-import re
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.errors import ConfigError, RaylmError
 from raylm.log import Laps
 from raylm.serving.app import build_ingress, build_model
+from raylm.serving.causes import cause
 from raylm.serving.front.install import front_failure
 from raylm.serving.front.tls import trusting
 
@@ -35,8 +35,6 @@ _POLL_S = 0.1
 _FRONT_S = 60.0
 _READY_S = 5.0
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-_SENTENCE = re.compile(r"^raylm\.errors\.\w+: (.+)$", re.MULTILINE)
-"""An error of raylm at the end of a traceback."""
 _BUILDERS = {INGRESS_PATH: build_ingress, MODEL_PATH: build_model}
 _BUILT_HERE = {"name", "route_prefix", "import_path", "args", "deployments"}
 """Keys of an application that need nothing of Serve's own way."""
@@ -150,10 +148,3 @@ def _is_ready(url: str, certificate: str | None) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False  # 503 too: no tokenizer yet, or no engine.
-
-
-def cause(messages: list[str]) -> str:
-    """The sentence in Serve's status messages of an application and its failed deployments: they end with the exception
-    behind the failure, its traceback before it. raylm's own where there is one."""
-    sentences = _SENTENCE.findall("\n".join(messages))
-    return str(sentences[-1]) if sentences else " ".join([message.rstrip().rpartition("\n")[2] for message in messages])

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from raylm.config.routing import RoutingConfig
 from raylm.core.options import RequestOptions
@@ -63,6 +63,14 @@ class Router(Protocol):
         """Around the wait of a new request. Raises Overloaded where too many wait."""
         ...
 
+    def hold_s(self, since: float) -> float:
+        """Seconds that a new request may wait which waits since then (time.monotonic)."""
+        ...
+
+    def refusal(self) -> Overloaded:
+        """Of a request that has waited for so long."""
+        ...
+
     async def engine_there(self, limit_s: float) -> None:
         """Return when an engine can be chosen, or after so many seconds."""
         ...
@@ -82,15 +90,6 @@ class _Live:
         self.token_ids: list[int] = []
         self.has_begun = False
         """Its first delta has come."""
-
-
-class _Waiting(NamedTuple):
-    since: float
-    limit_s: float
-
-    @property
-    def left(self) -> float:
-        return self.since + self.limit_s - time.monotonic()
 
 
 class Journey:
@@ -118,7 +117,7 @@ class Journey:
         self._current: Sequences | None = None
         self._choice: Choice | None = None
         self._is_admitted = False
-        self._waiting: _Waiting | None = None
+        self._waits_since: float | None = None
         self._avoid: dict[str, float] = {}
         self._deaths = 0
         self._loss: RequestLost | None = None
@@ -234,7 +233,7 @@ class Journey:
             if self._router.closed is not None:
                 raise self._stopped(self._router.closed)
             choice = self._router.choose(self._ask, avoid=self._avoided() | full)
-            if choice is None and refusal is not None and self._waiting is None and not self._is_admitted:
+            if choice is None and refusal is not None and self._waits_since is None and not self._is_admitted:
                 raise refusal
             if choice is None:
                 if refusal is not None:
@@ -274,7 +273,7 @@ class Journey:
             number, engine_id = len(self._live), choice.engine.entry.engine_id
             logger.info("%d sequences go on at engine %s: %s", number, engine_id, self._loss)
         self._is_admitted = True
-        self._waiting = None
+        self._waits_since = None
 
     def _rest(self) -> SamplingParams:
         """What an engine that goes on is asked. The prompt's log probabilities come with the first sequence, once."""
@@ -304,18 +303,17 @@ class Journey:
         """Wait a while for an engine, or for room in those that gave the `refusal`. Raises what ends the request where
         none has come in time."""
         self._options()
-        config = self._router.config
-        if self._waiting is None:
-            limit_s = config.failover_wait_s if self._is_admitted else config.hold_s
-            self._waiting = _Waiting(time.monotonic(), limit_s)
-        if self._waiting.left <= 0:
+        now, router = time.monotonic(), self._router
+        since = self._waits_since = now if self._waits_since is None else self._waits_since
+        left = since - now + (router.config.failover_wait_s if self._is_admitted else router.hold_s(since))
+        if left <= 0:
             raise self._gone(refusal)
-        limit_s = min(self._waiting.left, until - time.monotonic(), _TURN_S)
+        limit_s = min(left, until - now, _TURN_S)
         if self._is_admitted:
-            await self._router.engine_there(limit_s)
+            await router.engine_there(limit_s)
             return
-        with self._router.held():
-            await self._router.engine_there(limit_s)
+        with router.held():
+            await router.engine_there(limit_s)
 
     def _avoided(self) -> set[str]:
         now = time.monotonic()
@@ -326,9 +324,7 @@ class Journey:
         if self._is_admitted and self._loss is not None:
             waited = self._router.config.failover_wait_s
             return type(self._loss)(f"{self._loss}; no other engine could go on within {waited:g} s")
-        return refusal or Overloaded(
-            f"no engine serves {self._router.name!r} at the moment", retry_after=_RETRY_AFTER_S
-        )
+        return refusal or self._router.refusal()
 
     def _stopped(self, reason: str) -> Exception:
         return ServerStopped(reason) if self._is_admitted else Overloaded(reason, retry_after=_RETRY_AFTER_S)

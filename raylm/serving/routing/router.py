@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from raylm.config.routing import RoutingConfig
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.errors import Overloaded
+from raylm.serving.directory import ModelEntry, StartFailure
 from raylm.serving.routing.choice import Ask, Choice
 from raylm.serving.routing.engines import RoutedEngine
 from raylm.serving.routing.failover import Journey
@@ -32,12 +34,17 @@ class ModelRouter:
         self.since = 0.0
         """When the youngest replica of this version began."""
         self.engines: dict[str, RoutedEngine] = {}
+        self.may_sleep = False
+        """It may have no engine while nobody asks."""
+        self.failure: StartFailure | None = None
+        """Why the last replica that was to start has not."""
         self.closed: str | None = None
         """Why no more requests are taken."""
         self.num_held = 0
         """New requests that wait for an engine now."""
         self.num_resumed = 0
         """Live requests that went on at another engine, since the start."""
+        self._failed_at = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -80,6 +87,25 @@ class ModelRouter:
         wanted = self.config.policy == "prefix" and len(self.engines) > 1
         for engine in self.engines.values():
             engine.follow(wanted)
+
+    def note(self, entry: ModelEntry) -> None:
+        """What the Directory says of the model by now."""
+        self.since = max(self.since, entry.since)
+        self.may_sleep = entry.may_sleep
+        if entry.failure is not None and entry.failure != self.failure:
+            self._failed_at = time.monotonic()
+        self.failure = entry.failure
+
+    def hold_s(self, since: float) -> float:
+        """Seconds that a new request may wait which waits since then (time.monotonic)."""
+        config = self.config
+        wakes_up = self.may_sleep and self._failed_at < since
+        return max(config.hold_s, config.wake_s) if wakes_up else config.hold_s
+
+    def refusal(self) -> Overloaded:
+        """Of a request that has waited for so long."""
+        why = "" if self.failure is None else f"; its last start failed: {self.failure.reason}"
+        return Overloaded(f"no engine serves {self.name!r} at the moment{why}", retry_after=_RETRY_AFTER_S)
 
     @contextmanager
     def held(self) -> Iterator[None]:
