@@ -59,6 +59,7 @@ class Seen:
 
     whole: int = 0
     aborted: int = 0
+    refused: int = 0
     wrong: list[str] = field(default_factory=list)
     longest_gap_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -93,11 +94,15 @@ class Client:
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
         }
-        # Their retries are the client's own affair; a refusal without Retry-After is not.
         found: dict[int, list[int]] = {}
         usage = None
         last = time.monotonic()
         async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+            if answer.status == 503 and "retry-after" in answer.headers:
+                # Nothing has begun: it is asked again, as OpenAI's clients do by themselves.
+                self._seen.refused += 1
+                await asyncio.sleep(1)
+                return
             if answer.status != 200:
                 self._seen.wrong.append(f"{answer.status}: {(await answer.read())[:300]!r}")
                 return
@@ -214,6 +219,7 @@ def _line(seen: Seen) -> dict[str, Any]:
     return {
         "whole": seen.whole,
         "aborted": seen.aborted,
+        "refused": seen.refused,
         "wrong": len(seen.wrong),
         "kinds_of_wrong": sorted({wrong[:200] for wrong in seen.wrong})[:4],
         "longest_gap_s": round(seen.longest_gap_s, 1),
