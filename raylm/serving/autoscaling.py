@@ -26,7 +26,8 @@ same never does both."""
 
 
 class Demand(NamedTuple):
-    """What one replica says of its engine, of late. `capacity`: requests that it runs at a time."""
+    """What one replica says of its engine, of late. `capacity`: requests that it runs at a time. `worked`: 1 where it
+    has generated anything since it said so last; what runs and waits is known of that moment alone."""
 
     waiting: float
     running: float
@@ -34,10 +35,13 @@ class Demand(NamedTuple):
     waiting_tokens: float
     queue_s: float
     kv_usage: float
+    worked: float
 
     @classmethod
-    def of(cls, load: Load, capacity: int) -> Demand:
-        return cls(load.waiting, load.running, capacity, load.waiting_tokens, load.queue_s, load.kv_usage)
+    def of(cls, load: Load, capacity: int, *, since: Load) -> Demand:
+        """`since`: the load when it said so last."""
+        worked = load.num_generated != since.num_generated
+        return cls(load.waiting, load.running, capacity, load.waiting_tokens, load.queue_s, load.kv_usage, worked)
 
     def stats(self) -> dict[str, float]:
         """For Serve, which averages each."""
@@ -64,8 +68,8 @@ class QueuePolicy:
 
 
 def is_idle(demands: list[Demand]) -> bool:
-    """Whether nothing runs and nothing waits."""
-    return not any(each.waiting or each.running for each in demands)
+    """Whether nothing runs, waits, or has come and gone meanwhile."""
+    return not any(each.waiting or each.running or each.worked for each in demands)
 
 
 def desired_replicas(current: int, demands: list[Demand], config: QueuePolicyConfig) -> int:

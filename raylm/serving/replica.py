@@ -82,7 +82,7 @@ class ModelReplica:
         starting.cancel()
         info = self._address.info
         self._model = self._model._replace(limits=ModelLimits(info.max_model_len, info.vocab_size))
-        self._load = Load(0, 0, 0.0)
+        self._load = self._said = Load(0, 0, 0.0)
         self._dead: str | None = None
         self._draining = False
         await self._report()
@@ -96,7 +96,8 @@ class ModelReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What QueuePolicy scales by."""
-        return Demand.of(self._load, self._capacity).stats()
+        before, self._said = self._said, self._load
+        return Demand.of(self._load, self._capacity, since=before).stats()
 
     async def awake(self) -> None:
         """Nothing is done: Serve's autoscaler has counted the call while it waited for this replica (waking.py)."""

@@ -78,7 +78,7 @@ def simulate(steps: Sequence[Step], *, seconds: float, start_s: float = 19.0, **
         queue_s = waiting * SERVICE_S / (ROWS * len(ready))
         share = [each / len(ready) for each in (waiting, running, waiting * TOKENS, running / ROWS)]
         for replica in ready:
-            replica.report(at, Demand(share[0], share[1], ROWS, share[2], queue_s, share[3]))
+            replica.report(at, Demand(share[0], share[1], ROWS, share[2], queue_s, share[3], share[1] > 0))
         with mock.patch.object(autoscaling_policy.time, "time", lambda at=at: at):
             wanted, state = policy(_context(ready, target, state, config))
         target = max(config.min_replicas, min(config.max_replicas, wanted))

@@ -57,6 +57,7 @@ class Seen:
 
     whole: int = 0
     wrong: list[str] = field(default_factory=list)
+    comments: int = 0
     longest_wait_s: float = 0.0
     by_engine: dict[str, int] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -79,10 +80,10 @@ def config(port: int, autoscaling: dict[str, Any], start_s: float = 10.0) -> dic
     return content
 
 
-async def ask(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
-    """One stream, compared with what it must be."""
-    body = {"model": "m", "prompt": [7] * PROMPT, "max_tokens": OUTPUT, "stream": True, "return_token_ids": True}
-    sent, first = time.monotonic(), 0.0
+async def ask(session: aiohttp.ClientSession, url: str, seen: Seen, *, model: str = "m", tokens: int = OUTPUT) -> None:
+    """One stream of a paced model, compared with what it must be."""
+    body = {"model": model, "prompt": [7] * PROMPT, "max_tokens": tokens, "stream": True, "return_token_ids": True}
+    sent, first, line = time.monotonic(), 0.0, b""
     found: list[int] = []
     try:
         async with session.post(f"{url}/v1/completions", json=body) as answer:
@@ -90,15 +91,17 @@ async def ask(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
                 seen.wrong.append(f"{answer.status}: {(await answer.read())[:300]!r}")
                 return
             async for line in answer.content:
-                if line.startswith(b"data: {"):
+                if line.startswith(b":"):
+                    seen.comments += 1
+                elif line.startswith(b"data: {"):
                     first = first or time.monotonic()
                     found += (json.loads(line[6:]).get("choices") or [{}])[0].get("token_ids") or []
             engine = answer.headers.get("x-raylm-engine", "")
     except (aiohttp.ClientError, TimeoutError) as error:
         seen.wrong.append(f"{type(error).__name__}: {error}")
         return
-    if found != [FIRST_TOKEN + (PROMPT + place) % NUM_TOKENS for place in range(OUTPUT)]:
-        seen.wrong.append(f"of {OUTPUT} tokens came {len(found)}")
+    if found != [FIRST_TOKEN + (PROMPT + place) % NUM_TOKENS for place in range(tokens)]:
+        seen.wrong.append(f"of {tokens} tokens came {len(found)}: {line[-300:]!r}")
         return
     seen.whole += 1
     seen.longest_wait_s = max(seen.longest_wait_s, first - sent)

@@ -98,16 +98,19 @@ def test_only_an_idle_model_that_may_sleeps():
     assert QueuePolicy()(context(demands(1), 1, **zero))[0] == 0
     assert QueuePolicy()(context(demands(1), 1))[0] == 1
     assert QueuePolicy()(context(demands(1, running=0.01), 1, last=demands(1), **zero))[0] == 1
+    assert QueuePolicy()(context(demands(1, worked=1), 1, **zero))[0] == 1, "somebody came and went"
     assert QueuePolicy()(context(demands(1), 1, total_num_requests=1.0, **zero))[0] == 1, "somebody waits for it"
     assert QueuePolicy()(context(demands(2), 2, **zero))[0] == 1, "the last one goes by itself"
 
 
 def test_what_a_replica_says():
-    load = Load(3, 2, 0.5, waiting_tokens=70, queue_s=1.5)
-    said = Demand.of(load, 8).stats()
+    load = Load(3, 2, 0.5, waiting_tokens=70, queue_s=1.5, num_generated=9)
+    said = Demand.of(load, 8, since=load._replace(num_generated=0)).stats()
     assert said == {
-        "waiting": 2.0, "running": 3.0, "capacity": 8.0, "waiting_tokens": 70.0, "queue_s": 1.5, "kv_usage": 0.5
+        "waiting": 2.0, "running": 3.0, "capacity": 8.0, "waiting_tokens": 70.0, "queue_s": 1.5, "kv_usage": 0.5,
+        "worked": 1.0,
     }  # fmt: skip
+    assert Demand.of(load, 8, since=load).worked == 0
 
 
 @pytest.mark.parametrize(
