@@ -112,6 +112,10 @@ class Client:
                 now = time.monotonic()
                 self._seen.longest_gap_s, last = max(self._seen.longest_gap_s, now - last), now
                 event = json.loads(line[6:])
+                if "error" in event and event["error"]["code"] == "overloaded" and not found:
+                    self._seen.refused += 1  # It was held, so that headers went out, but not begun.
+                    await asyncio.sleep(1)
+                    return
                 if "error" in event:
                     self._seen.wrong.append(line.decode()[:300])
                     return
