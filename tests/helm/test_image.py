@@ -94,11 +94,24 @@ def test_an_image_for_cpus_lacks_nothing_but_nccl(tmp_path):
     assert extras_of_the_image(tmp_path, "cu128") == cpu
 
 
-def pinned() -> dict[str, str]:
+def locked() -> list[tuple[str, list[str]]]:
+    """Each requirement of the lock with its options."""
     text = (rendered.ROOT / "deployments" / "constraints.txt").read_text(encoding="utf-8")
-    lines = [line.partition("==") for line in text.splitlines() if not line.startswith("#")]
+    lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    return [(words[0], words[1:]) for words in map(str.split, lines.replace("\\\n", " ").splitlines())]
+
+
+def pinned() -> dict[str, str]:
+    lines = [requirement.partition("==") for requirement, _ in locked()]
     assert all(middle and version for _, middle, version in lines)
     return {name.partition("[")[0]: version for name, _, version in lines}
+
+
+def test_every_file_of_the_image_has_its_hash():
+    for requirement, options in locked():
+        assert options, requirement
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", option) for option in options), requirement
+    assert "no-verify-hashes" not in DOCKERFILE.read_text(encoding="utf-8"), "uv compares by itself"
 
 
 def test_what_the_image_has_is_pinned(tmp_path):
