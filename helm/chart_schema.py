@@ -1,5 +1,5 @@
-"""Write helm/raylm/values.schema.json: values_schema.yaml, and raylm's own configuration for service.models and
-service.ingress.
+"""Write helm/raylm/values.schema.json: values_schema.yaml, and raylm's own configuration for service.models,
+service.ingress and service.front.
 
 So helm refuses a wrong engine setting with the same limits as raylm itself. Run it after a change of raylm/config or of
 values_schema.yaml; a test says when that was forgotten.
@@ -15,6 +15,7 @@ import yaml
 
 from raylm.config.application import IngressConfig, ModelDeployment
 from raylm.config.base import FrozenConfig
+from raylm.config.front import FrontConfig
 
 HERE = Path(__file__).parent
 TARGET = HERE / "raylm" / "values.schema.json"
@@ -26,9 +27,10 @@ def values_schema() -> str:
     parts: dict[str, Any] = {
         "ServiceModel": _section(ModelDeployment, {"replicas": "replicas", "autoscaling": "autoscaling"}),
         "ServiceIngress": _section(IngressConfig, {"replicas": "replicas"}),
+        "ServiceFront": _front(),
     }
     for part in list(parts.values()):
-        parts |= part.pop("$defs")
+        parts |= part.pop("$defs", {})
     # In YAML an engine is its content, or the name of a file; if/then tells which of them an error is about.
     model = parts["ServiceModel"]["properties"]
     model["engine"] = {
@@ -45,6 +47,15 @@ def _section(config: type[FrozenConfig], of_serve: dict[str, str]) -> dict[str, 
     schema = config.model_json_schema()
     del schema["properties"]["endpoint"]
     schema["properties"] |= {key: {"$ref": f"#/$defs/{name}"} for key, name in of_serve.items()}
+    return schema
+
+
+def _front() -> dict[str, Any]:
+    """The schema of HAProxy's limits. Its certificate is a Secret's, and a socket of the pod reaches nobody."""
+    schema = FrontConfig.model_json_schema()
+    for key in ("tls", "unix_socket"):
+        del schema["properties"][key]
+    del schema["$defs"]
     return schema
 
 

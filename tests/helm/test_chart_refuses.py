@@ -70,6 +70,12 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("apiKeys.secretName", "My Keys", ["/apiKeys/secretName", "My Keys"]),
         ("apiKeys.secretKey", "", ["/apiKeys/secretKey"]),
         ("apiKeys.secretKey", "a/b", ["/apiKeys/secretKey", "a/b"]),
+        ("apiKeys.tenantsSecretName", "My Tenants", ["/apiKeys/tenantsSecretName", "My Tenants"]),
+        ("apiKeys.tenantsSecretName", "tenants", ["apiKeys.secretName is empty; it is a key that says which tenant"]),
+        ("tls.secretName", "My TLS", ["/tls/secretName", "My TLS"]),
+        ("tls", {"certificate": "x"}, ["/tls", "'certificate' not allowed"]),
+        ("service.front", {"max_connections": 1}, ["/service/front/max_connections", "want 2"]),
+        ("service.front", {"tls": {"key": "/x"}}, ["/service/front", "'tls' not allowed"]),
         (
             "service.ingress",
             {"http": {"api_keys_file": 5}},
@@ -173,6 +179,26 @@ def test_two_files_of_keys():
         rendered.documents({**values, "apiKeys": {"secretName": "llm-keys"}})
     assert 'service.ingress.http.api_keys_file is "/data/keys"' in str(caught.value)
     assert 'apiKeys.secretName is "llm-keys"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"service.haProxy": False}, 'tls.secretName is "llm-tls"; only HAProxy does this'),
+        ({"service.haProxy": False, "tls.secretName": ""}, "service.front is for HAProxy"),
+        ({"service.upgrade": INCREMENTAL, "ingress.enabled": False}, "speaks HTTP to the pods"),
+        ({"service.ingress": {"http": {"tenants_file": "/data/x"}}}, 'tenants_file is "/data/x"; leave it out'),
+    ],
+)
+def test_what_does_not_go_with_a_certificate_or_tenants(changes, said):
+    values = with_value("autoscaler.enabled", True, rendered.values_of("tls"))
+    values = with_value("service.upgradeOptions", GATEWAY, values)
+    assert rendered.documents(values)
+    for path, value in changes.items():
+        values = with_value(path, value, values)
+    with pytest.raises(HelmError) as caught:
+        rendered.documents(values)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("way", ["ingress", "httpRoute"])

@@ -125,9 +125,10 @@ def test_serve_config_is_the_deployment_itself(name):
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "batch"])
 def test_raylm_takes_every_serve_config(name, tmp_path, monkeypatch):
-    """All of it as `raylm serve` checks it, but for models and keys that are not here."""
+    """All of it as `raylm serve` checks it, but for models, keys and tenants that are not here."""
     monkeypatch.setattr("raylm.serving.program.serve_file.check_model", lambda engine: None)
     monkeypatch.setattr("raylm.serving.program.serve_file.read_keys", lambda path: None)
+    monkeypatch.setattr("raylm.serving.program.serve_file.load_yaml", lambda config, path: None)
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(rendered.serve_config(rendered.values_of(name))), encoding="utf-8")
     config = serve_config(str(path), host=None, port=None)

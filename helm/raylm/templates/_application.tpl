@@ -12,6 +12,9 @@ with what a cluster of pods needs, and where its API keys are. Everything listen
 {{- if not (hasKey $args "channel_host") -}}{{- $_ := set $args "channel_host" "node" -}}{{- end -}}
 {{- else if $.Values.apiKeys.secretName -}}
 {{- $http := set (deepCopy (default dict $args.http)) "api_keys_file" (include "raylm.apiKeysFile" $) -}}
+{{- if $.Values.apiKeys.tenantsSecretName -}}
+{{- $http = set $http "tenants_file" (include "raylm.tenantsFile" $) -}}
+{{- end -}}
 {{- $_ := set $args "http" $http -}}
 {{- end -}}
 {{- $_ := set $application "args" $args -}}

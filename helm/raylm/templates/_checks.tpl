@@ -45,6 +45,30 @@
 {{- fail (printf "service.ingress.http.api_keys_file is %q; leave it out, because apiKeys.secretName is %q" . $.Values.apiKeys.secretName) -}}
 {{- end -}}
 {{- end -}}
+{{- with .Values.apiKeys.tenantsSecretName -}}
+{{- if not $.Values.apiKeys.secretName -}}
+{{- fail (printf "apiKeys.tenantsSecretName is %q, and apiKeys.secretName is empty; it is a key that says which tenant asks" .) -}}
+{{- end -}}
+{{- $secret := . -}}
+{{- with dig "http" "tenants_file" "" $.Values.service.ingress -}}
+{{- fail (printf "service.ingress.http.tenants_file is %q; leave it out, because apiKeys.tenantsSecretName is %q" . $secret) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* What HAProxy does wants HAProxy, and an address that its certificate is for. */}}
+{{- define "raylm.checkFront" -}}
+{{- if not .Values.service.haProxy -}}
+{{- if .Values.tls.secretName -}}
+{{- fail (printf "tls.secretName is %q; only HAProxy does this, and service.haProxy is false" .Values.tls.secretName) -}}
+{{- end -}}
+{{- if .Values.service.front -}}
+{{- fail "service.front is for HAProxy, and service.haProxy is false" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.tls.secretName (include "raylm.incremental" .) -}}
+{{- fail (printf "tls.secretName is %q; leave it out, because the Gateway that service.upgrade NewClusterWithIncrementalUpgrade has KubeRay make speaks HTTP to the pods" .Values.tls.secretName) -}}
+{{- end -}}
 {{- end }}
 
 {{/* Replicas are a number or follow the queue. */}}

@@ -169,6 +169,9 @@ volumeMounts: {{- include "raylm.mounts" . | nindent 2 }}
 {{- /* A change of ingresses makes a new HAProxy; streams of the one before may go on for so long. */ -}}
 {{- $_ := set $env "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S" "3600" -}}
 {{- $_ := set $env "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" (include "raylm.releaseSeconds" .root) -}}
+{{- if include "raylm.hasFront" .root -}}
+{{- $_ := set $env "RAY_SERVE_HAPROXY_BINARY_PATH" (include "raylm.frontProgram" .root) -}}
+{{- end -}}
 {{- end -}}
 {{- $lines := list -}}
 {{- range $name, $source := dict "RAY_AUTH_MODE" "auth.mode" "RAY_SERVE_ENABLE_HA_PROXY" "service.haProxy" "HOME" "the volume of the home" -}}
@@ -212,7 +215,7 @@ livenessProbe:
   failureThreshold: 12
 readinessProbe:
   {{- if and (eq .workload "service") (eq .role "worker") }}
-  httpGet: {path: {{ ternary "/ready" "/-/healthz" (eq .root.Values.readiness "model") }}, port: serve}
+  httpGet: {path: {{ ternary "/ready" "/-/healthz" (eq .root.Values.readiness "model") }}, port: serve{{ if .root.Values.tls.secretName }}, scheme: HTTPS{{ end }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 1

@@ -26,6 +26,17 @@
     items:
       - {key: {{ $values.apiKeys.secretKey | quote }}, path: api-keys}
 {{- end }}
+{{- if and $values.apiKeys.tenantsSecretName (eq .workload "service") }}
+- name: tenants
+  secret:
+    secretName: {{ $values.apiKeys.tenantsSecretName }}
+    items:
+      - {key: {{ $values.apiKeys.tenantsSecretKey | quote }}, path: tenants.yaml}
+{{- end }}
+{{- if and $values.tls.secretName (eq .workload "service") }}
+- name: tls
+  secret: {secretName: {{ $values.tls.secretName }}, defaultMode: 0440}
+{{- end }}
 {{- with $values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -37,6 +48,8 @@
 {{- end }}
 
 {{- define "raylm.apiKeysFile" -}}/etc/raylm/api-keys{{- end }}
+{{- define "raylm.tenantsFile" -}}/etc/raylm-tenants/tenants.yaml{{- end }}
+{{- define "raylm.tlsFolder" -}}/etc/raylm-tls{{- end }}
 
 {{/* (dict "root" $ "workload" "service" or "batch") */}}
 {{- define "raylm.mounts" -}}
@@ -46,6 +59,12 @@
 {{- if and .root.Values.apiKeys.secretName (eq .workload "service") }}
 # The folder: a file that is mounted alone never changes.
 - {name: api-keys, mountPath: {{ dir (include "raylm.apiKeysFile" .root) }}, readOnly: true}
+{{- end }}
+{{- if and .root.Values.apiKeys.tenantsSecretName (eq .workload "service") }}
+- {name: tenants, mountPath: {{ dir (include "raylm.tenantsFile" .root) }}, readOnly: true}
+{{- end }}
+{{- if and .root.Values.tls.secretName (eq .workload "service") }}
+- {name: tls, mountPath: {{ include "raylm.tlsFolder" .root }}, readOnly: true}
 {{- end }}
 {{- with .root.Values.extraVolumeMounts }}
 {{ toYaml . }}
@@ -59,11 +78,14 @@ no weights, only what tokenizers and configurations are (or all of it, in one fi
 */}}
 {{- define "raylm.initContainers" -}}
 {{- if .root.Values.models.fetch -}}
-{{- if eq .root.Values.models.volume.type "pvc" -}}
+{{- if eq .root.Values.models.volume.type "pvc" }}
 {{ include "raylm.waitContainer" .root }}
-{{- else -}}
+{{- else }}
 {{ include "raylm.fetchContainers" (dict "root" .root "weights" (eq .role "worker")) }}
 {{- end -}}
+{{- end -}}
+{{- if and (eq .workload "service") (include "raylm.hasFront" .root) }}
+{{ include "raylm.frontContainer" .root }}
 {{- end -}}
 {{- end }}
 
