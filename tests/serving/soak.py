@@ -18,21 +18,19 @@ import signal
 import sys
 import time
 import warnings
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import aiohttp
 import psutil
 
+from tests.support.paced_cluster import redeploy
 from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
+from tests.support.streams_under_load import Client, Seen, open_session
 
 ROWS = 32
 REPLICAS = 3
 COST = "10:20:100:0"
 STREAMS = 24
-MAX_TOKENS = 400
 
 
 class Place(NamedTuple):
@@ -53,92 +51,6 @@ def config(place: Place, replicas: int, edition: int = 0) -> dict[str, Any]:
     return paced_config(place.port, ingresses=2, engines=replicas, model=model, face=face)
 
 
-@dataclass
-class Seen:
-    """What clients saw."""
-
-    whole: int = 0
-    aborted: int = 0
-    refused: int = 0
-    wrong: list[str] = field(default_factory=list)
-    longest_gap_s: float = 0.0
-    faults: Counter[str] = field(default_factory=Counter)
-
-
-class Client:
-    """One stream after another, and what each must be."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, seen: Seen, rng: random.Random) -> None:
-        self._session = session
-        self._url = url
-        self._seen = seen
-        self._rng = rng
-
-    async def run(self, until: float) -> None:
-        while time.monotonic() < until:
-            try:
-                await self._ask()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                self._seen.wrong.append(f"{type(error).__name__}: {error}")
-
-    async def _ask(self) -> None:
-        rng = self._rng
-        length, tokens = rng.randrange(1, 600), rng.randrange(2, MAX_TOKENS)
-        leaves_at = rng.randrange(tokens) if rng.random() < 0.1 else None
-        body = {
-            "model": "m",
-            "prompt": [rng.randrange(5, 40_000) for _ in range(length)],
-            "max_tokens": tokens,
-            "n": rng.choice((1, 1, 3)),
-            "stream": True,
-            "return_token_ids": True,
-            "stream_options": {"include_usage": True},
-        }
-        found: dict[int, list[int]] = {}
-        usage = None
-        last = time.monotonic()
-        async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
-            if answer.status == 503 and "retry-after" in answer.headers:
-                # Nothing has begun: it is asked again, as OpenAI's clients do by themselves.
-                self._seen.refused += 1
-                await asyncio.sleep(1)
-                return
-            if answer.status != 200:
-                self._seen.wrong.append(f"{answer.status}: {(await answer.read())[:300]!r}")
-                return
-            async for line in answer.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                now = time.monotonic()
-                self._seen.longest_gap_s, last = max(self._seen.longest_gap_s, now - last), now
-                event = json.loads(line[6:])
-                if "error" in event and event["error"]["code"] == "overloaded" and not found:
-                    self._seen.refused += 1  # It was held, so that headers went out, but not begun.
-                    await asyncio.sleep(1)
-                    return
-                if "error" in event:
-                    self._seen.wrong.append(line.decode()[:300])
-                    return
-                usage = event.get("usage") or usage
-                for choice in event["choices"]:
-                    found.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
-                if leaves_at is not None and sum(map(len, found.values())) > leaves_at:
-                    self._seen.aborted += 1
-                    return
-        self._check(found, usage, length, tokens, body["n"])
-
-    def _check(self, found: dict[int, list[int]], usage: Any, length: int, tokens: int, n: int) -> None:
-        from tests.support.paced import FIRST_TOKEN, NUM_TOKENS
-
-        must_be = [FIRST_TOKEN + (length + place) % NUM_TOKENS for place in range(tokens)]
-        if any(found.get(index) != must_be for index in range(n)):
-            self._seen.wrong.append(f"of {n} x {tokens} tokens came {[len(each) for each in found.values()]}")
-        elif usage is None or usage["completion_tokens"] != n * tokens or usage["prompt_tokens"] != length:
-            self._seen.wrong.append(f"usage {usage} of a prompt of {length} and {n} x {tokens} tokens")
-        else:
-            self._seen.whole += 1
-
-
 FAULTS = ("kill engine", "kill replica", "stop engine", "scale", "update")
 
 
@@ -150,11 +62,11 @@ async def trouble(seen: Seen, place: Place, until: float, rng: random.Random, fa
         fault = rng.choice(faults)
         if fault == "scale":
             replicas = rng.choice([number for number in range(1, REPLICAS + 2) if number != replicas])
-            await asyncio.to_thread(_deploy, config(place, replicas, edition))
+            await asyncio.to_thread(redeploy, config(place, replicas, edition))
         elif fault == "update":
             # All replicas are replaced, one after the other.
             edition += 1
-            await asyncio.to_thread(_deploy, config(place, replicas, edition))
+            await asyncio.to_thread(redeploy, config(place, replicas, edition))
         else:
             name = "PacedEngine" if "engine" in fault else "ModelReplica"
             found = _processes(name)
@@ -179,28 +91,10 @@ def _mib(title: str) -> int:
     return round(sum(process.memory_info().rss for process in _processes(title)) / 2**20)
 
 
-def _deploy(content: dict[str, Any]) -> None:
-    """What `serve deploy` does; returns when all that it changes has been changed. Raises TimeoutError after three
-    minutes."""
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
-
-    client = _get_global_client()
-    client.deploy_apps(ServeDeploySchema.model_validate(content), _blocking=False)
-    deadline = time.monotonic() + 180
-    time.sleep(1)
-    while time.monotonic() < deadline:
-        if all(each.app_status.status.value == "RUNNING" for each in client.list_serve_statuses()):
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"what was deployed does not run after three minutes: {client.list_serve_statuses()}")
-
-
 async def measure(place: Place, minutes: float, seed: int, faults: list[str]) -> Seen:
     url, seen = f"http://127.0.0.1:{place.port}", Seen()
     until = time.monotonic() + 60 * minutes
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with open_session() as session:
         clients = [Client(session, url, seen, random.Random(seed * 1000 + number)) for number in range(STREAMS)]
         troubling = asyncio.create_task(trouble(seen, place, until, random.Random(seed), faults))
         reporting = asyncio.create_task(_report(seen))

@@ -32,9 +32,8 @@ from raylm.serving.peers import engine_name
 from raylm.serving.replica import ModelReplica
 from raylm.sim.cost import DeviceCost, parse_cost
 from raylm.stacks import ProcessStacks
+from tests.support.paced_config import position_token
 
-FIRST_TOKEN = 1000
-NUM_TOKENS = 997
 _ONE_CPU = {"CPU": 1.0}
 
 
@@ -47,7 +46,7 @@ class Pace(NamedTuple):
 
 
 class PacedExecutor:
-    """Steps that take their time and compute nothing: the token at position p is FIRST_TOKEN + p % NUM_TOKENS."""
+    """Steps that take their time and compute nothing: the token at position p is position_token(p)."""
 
     def __init__(self, config: ResolvedEngine, pace: Pace) -> None:
         self.config = config
@@ -90,7 +89,7 @@ class PacedExecutor:
             else:
                 prefill += step.num_tokens
             if step.samples:
-                tokens.append(FIRST_TOKEN + step.end % NUM_TOKENS)
+                tokens.append(position_token(step.end))
         self._free_at = max(self._free_at, time.monotonic()) + self._pace.cost.seconds(prefill, decode, context)
         self._done.append((self._free_at, Sampled(plan.step, tokens)))
 

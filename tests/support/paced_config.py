@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+_FIRST_TOKEN = 1000
+_NUM_TOKENS = 997
+
+
+def position_token(position: int) -> int:
+    """The token that a paced engine gives at this position, whatever the prompt says."""
+    return _FIRST_TOKEN + position % _NUM_TOKENS
+
 
 def paced_config(
     port: int, *, ingresses: int, engines: int, model: dict[str, Any], face: dict[str, Any] | None = None
