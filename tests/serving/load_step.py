@@ -26,8 +26,7 @@ import aiohttp
 import yaml
 
 from raylm.serving.autoscaling import POLICY_PATH
-from tests.support.paced import FIRST_TOKEN, NUM_TOKENS
-from tests.support.paced_config import paced_config
+from tests.support.paced_config import paced_config, position_token
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line
 
@@ -100,7 +99,7 @@ async def ask(session: aiohttp.ClientSession, url: str, seen: Seen, *, model: st
     except (aiohttp.ClientError, TimeoutError) as error:
         seen.wrong.append(f"{type(error).__name__}: {error}")
         return
-    if found != [FIRST_TOKEN + (PROMPT + place) % NUM_TOKENS for place in range(tokens)]:
+    if found != [position_token(PROMPT + place) for place in range(tokens)]:
         seen.wrong.append(f"of {tokens} tokens came {len(found)}: {line[-300:]!r}")
         return
     seen.whole += 1
