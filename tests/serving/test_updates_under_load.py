@@ -40,7 +40,9 @@ def config(port: int, replicas: int, edition: int) -> dict[str, Any]:
     }
     # Half of the streams outlive a drain, and go on at another replica.
     model = {"engine": engine, "cost": "10:20:100:0", "start_s": 1.0, "drain_timeout_s": 2.0}
-    return paced_config(port, ingresses=1, engines=replicas, model=model)
+    # On a busy machine a single replica's successor takes longer than the 30 s that a request waits by default.
+    face = {"routing": {"hold_s": 120, "failover_wait_s": 120}}
+    return paced_config(port, ingresses=1, engines=replicas, model=model, face=face)
 
 
 @asynccontextmanager
