@@ -68,12 +68,17 @@ class EngineAddress(NamedTuple):
 class EngineActor:
     """Owns the engine, its workers and the thread that drives them. Imports no torch."""
 
-    def __init__(
-        self, config: EngineConfig, group: PlacementGroup, resources: Bundle, host: str, peers: Sequence[Any] = ()
-    ) -> None:
-        """Load the model in worker actors and start serving on `host`. `peers`: the workers of another engine, to get
-        the weights from. Raises ConfigError, EngineDeadError."""
+    def __init__(self) -> None:
         log.configure()
+
+    def answer(self) -> None:
+        """Show that this process gets on, whatever it starts meanwhile in another thread."""
+
+    def start(
+        self, config: EngineConfig, group: PlacementGroup, resources: Bundle, host: str, peers: Sequence[Any] = ()
+    ) -> EngineAddress:
+        """Load the model in worker actors and start serving on `host`; first of all, and once. `peers`: the workers of
+        another engine, to get the weights from. Raises ConfigError, EngineDeadError."""
         begin = time.monotonic()
         self._executor = ray_executor(config, group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)
@@ -84,9 +89,6 @@ class EngineActor:
         self._thread = threading.Thread(target=self._run, name="raylm-engine", daemon=True)
         self._thread.start()
         logger.info("engine started in %s", log.parts(time.monotonic() - begin, self._engine.info.phases))
-
-    def address(self) -> EngineAddress:
-        """Returns once the engine is ready, since the constructor makes it so."""
         return EngineAddress(self._server.address, self._server.public_key, self._engine.info, self._engine.prefix_form)
 
     def workers(self) -> list[Any]:

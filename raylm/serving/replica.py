@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,6 +43,7 @@ from raylm.serving.replica_state import may_sleep
 from raylm.text.chat_settings import ChatSettings
 
 logger = log.get_logger(__name__)
+_T = TypeVar("_T")
 
 _STALE_AFTER_S = 15.0
 """An engine actor that has not answered for this long counts as dead."""
@@ -73,8 +76,11 @@ class ModelReplica:
         self._allowed: set[bytes] = set()
         starting = asyncio.get_running_loop().create_task(self._keep_known())
         try:
-            self._engine = self._start_engine(resources, host, await self._peers())
-            self._address: EngineAddress = await self._engine.address.remote()
+            group = ray.util.get_current_placement_group()
+            self._engine = self._make_engine(group)
+            self._address = await self._started(
+                self._engine.start.remote(config.engine, group, resources, _listen_address(host), await self._peers())
+            )
         except Exception as error:
             starting.cancel()
             await self._tell_failure(error)
@@ -126,9 +132,8 @@ class ModelReplica:
         finally:
             ray.kill(self._engine)
 
-    def _start_engine(self, resources: Bundle, host: str, peers: list[Any]) -> Any:
+    def _make_engine(self, group: PlacementGroup) -> Any:
         """The engine's actor, in the replica's own bundle."""
-        group = ray.util.get_current_placement_group()
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return (
             ray.remote(EngineActor)
@@ -140,8 +145,27 @@ class ModelReplica:
                 name=engine_name(self._engine_id),
                 namespace=NAMESPACE,
             )
-            .remote(self._config.engine, group, resources, _listen_address(host), peers)
+            .remote()
         )
+
+    async def _started(self, starting: ray.ObjectRef[EngineAddress]) -> EngineAddress:
+        """The engine's address once it is ready, which may take minutes: its executor has a limit for its workers.
+        Raises what the start has raised, and EngineDeadError where the engine's process hangs meanwhile."""
+        await self._engine.answer.remote()  # The process is there.
+        address: asyncio.Future[EngineAddress] = asyncio.wrap_future(starting.future())
+        while not address.done():
+            await self._answered(self._engine.answer.remote())
+            await asyncio.wait([address], timeout=REPORT_EVERY_S)
+        return address.result()
+
+    async def _answered(self, asked: Awaitable[_T]) -> _T:
+        """What the engine says. Raises EngineDeadError where its process hangs, and what it raises itself."""
+        try:
+            async with asyncio.timeout(_STALE_AFTER_S):
+                return await asked
+        except TimeoutError:
+            limit = f"{_STALE_AFTER_S:g} s"
+            raise EngineDeadError(f"the engine hangs: its process has not answered for {limit}") from None
 
     async def _peers(self) -> list[Any]:
         """The workers of a replica that serves the model already, where the weights may come from one."""
@@ -178,7 +202,7 @@ class ModelReplica:
         while self._dead is None:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
-                self._load = await self._ask_load()
+                self._load = await self._answered(self._engine.load.remote())
                 await self._report()
             except EngineDeadError as error:
                 self._dead = str(error)
@@ -190,16 +214,6 @@ class ModelReplica:
         # One that hangs still has its connections: its clients learn of its end by theirs.
         ray.kill(self._engine)
         await self._directory.ask(lambda directory: directory.remove.remote(self._engine_id))
-
-    async def _ask_load(self) -> Load:
-        """Raises EngineDeadError where the engine hangs or has stopped, RayActorError where it has died."""
-        try:
-            async with asyncio.timeout(_STALE_AFTER_S):
-                load: Load = await self._engine.load.remote()
-                return load
-        except TimeoutError:
-            limit = f"{_STALE_AFTER_S:g} s"
-            raise EngineDeadError(f"the engine hangs: its process has not answered for {limit}") from None
 
     async def _engine_may_be_dead(self, error: ray.exceptions.RayActorError) -> None:
         """Tell the engine's death from the Directory's, which is only made again."""

@@ -96,11 +96,10 @@ async def measure(place: Place, minutes: float, seed: int, faults: list[str]) ->
     until = time.monotonic() + 60 * minutes
     async with open_session() as session:
         clients = [Client(session, url, seen, random.Random(seed * 1000 + number)) for number in range(STREAMS)]
-        troubling = asyncio.create_task(trouble(seen, place, until, random.Random(seed), faults))
         reporting = asyncio.create_task(_report(seen))
-        await asyncio.gather(*(client.run(until) for client in clients))
+        troubling = trouble(seen, place, until, random.Random(seed), faults)
+        await asyncio.gather(troubling, *(client.run(until) for client in clients))
         reporting.cancel()
-        await troubling
         await asyncio.sleep(20)
         async with session.get(f"{url}/state") as answer:
             print(json.dumps({"state_at_the_end": await answer.json()}), flush=True)

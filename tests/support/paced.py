@@ -17,7 +17,6 @@ from ray import serve
 from ray.serve import Application
 
 from raylm.config.application import ModelDeployment, load_model
-from raylm.config.engine import EngineConfig
 from raylm.config.resolve import ResolvedEngine, resolve
 from raylm.config.source import locate
 from raylm.core.control import WorkerControl
@@ -115,10 +114,10 @@ class PacedExecutor:
 class PacedEngine(actor.EngineActor):
     """An EngineActor whose engine has no workers."""
 
-    def __init__(self, config: EngineConfig, pace: Pace, host: str) -> None:
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
         # In this process there is no other engine.
         actor.ray_executor = lambda config, **_: PacedExecutor(resolve(config, "cpu"), pace)
-        super().__init__(config, None, {}, host)
 
 
 class PacedReplica(ModelReplica):
@@ -128,10 +127,9 @@ class PacedReplica(ModelReplica):
         self._pace = pace
         await super().__init__(config, _ONE_CPU, host)
 
-    def _start_engine(self, resources: object, host: str, peers: object) -> Any:
+    def _make_engine(self, group: object) -> Any:
         options = {"name": engine_name(self._engine_id), "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 8}
-        address = "127.0.0.1" if host == "loopback" else ray.util.get_node_ip_address()
-        return ray.remote(PacedEngine).options(**options).remote(self._config.engine, self._pace, address)
+        return ray.remote(PacedEngine).options(**options).remote(self._pace)
 
 
 def build_paced(args: dict[str, Any]) -> Application:
