@@ -56,17 +56,13 @@ class PrefixForm(NamedTuple):
         return root_hash(HASHES[self.block_hash], model=self.model, adapter=adapter, salt=salt, epoch=epoch)
 
 
-def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Tokens as they are hashed."""
-    return array("I", token_ids).tobytes()
-
-
-def chain(data: bytes, parent: bytes, *, block_size: int, hash_of: Hash) -> list[bytes]:
-    """The hashes alone of the full blocks of `data` (token_bytes), of which the first follows `parent`."""
+def chain(token_ids: Sequence[int], parent: bytes, *, block_size: int, hash_of: Hash) -> list[bytes]:
+    """The hashes alone of the full blocks of `token_ids`, of which the first follows `parent`."""
+    data = array("I", token_ids[: len(token_ids) // block_size * block_size]).tobytes()
     size = block_size * _TOKEN_BYTES
     hashes = []
-    for end in range(size, len(data) + 1, size):
-        parent = hash_of(parent + data[end - size : end])
+    for start in range(0, len(data), size):
+        parent = hash_of(parent + data[start : start + size])
         hashes.append(parent)
     return hashes
 
@@ -76,7 +72,7 @@ def extend_keys(keys: list[BlockKey], token_ids: list[int], *, block_size: int, 
     first, last = len(keys), len(token_ids) // block_size
     if first >= last:
         return
-    data = token_bytes(token_ids[first * block_size : last * block_size])
+    data = array("I", token_ids[first * block_size : last * block_size]).tobytes()
     size = block_size * _TOKEN_BYTES
     parent = keys[-1].hash if keys else root
     for start in range(0, len(data), size):

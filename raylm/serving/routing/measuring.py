@@ -10,7 +10,7 @@ from statistics import quantiles
 from raylm.config.base import parse
 from raylm.config.resolve import ResolvedScheduler
 from raylm.config.routing import RoutePolicy, RoutingConfig
-from raylm.core.block_hash import HASHES, PrefixForm, chain, token_bytes
+from raylm.core.block_hash import HASHES, PrefixForm, chain
 from raylm.core.events import BlockEvent, EventSnapshot
 from raylm.engine.backlog import Backlog
 from raylm.serving.routing.cluster import Cluster, ClusterOutcome, ClusterSetup
@@ -61,7 +61,7 @@ def cost_of_a_choice(num_engines: int, num_tokens: int) -> ChoiceCost:
     views = [EngineView(f"engine-{number}", Backlog(), form, config) for number in range(num_engines)]
     prompt = [rng.randrange(100_000) for _ in range(num_tokens)]
     root = form.root(adapter="", salt="", epoch=0)
-    hashes = chain(token_bytes(prompt), root, block_size=16, hash_of=HASHES["xxhash"])
+    hashes = chain(prompt, root, block_size=16, hash_of=HASHES["xxhash"])
     for view in views:
         assert view.index is not None
         view.index.apply(EventSnapshot(0, [BlockEvent("stored", each, root, 16, 0) for each in hashes]))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xxhash import xxh3_128
-
-from raylm.core.block_hash import HASHES, PrefixForm, chain, token_bytes
+from raylm.core.block_hash import HASHES, PrefixForm, chain
 from raylm.core.events import BlockEvent, EventBatch, EventSnapshot
 
 _KEPT_BYTES = 8
 """Of a block's hash. Two prefixes that share them would cost a request its time to compute one, and nothing else."""
-_LEAST, _MOST = 64, 256
-"""Blocks of a prompt that are looked up together, a segment, at its beginning and far on: where the last of them is
-there, so are the others, since an engine gives up the end of a prefix before its beginning."""
+_STRIDE = 16
+"""Blocks looked at together: where the last of them is there, so are the others, since an engine gives up the end of a
+prefix before its beginning."""
 
 
 class PrefixIndex:
@@ -106,127 +102,57 @@ class Naming(NamedTuple):
     epoch: int
 
 
-class SegmentEnds:
-    """How the last blocks of prompts' segments are named, of those that were named last. A prompt that goes on where
-    another one did is so named a segment at a time, which costs less than half of naming each of its blocks."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._ends: dict[bytes, bytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def find(self, beginning: bytes) -> bytes | None:
-        """The hash of the block at the end of such a beginning of a prompt, given by a hash of its own."""
-        end = self._ends.pop(beginning, None)
-        if end is not None:
-            self._ends[beginning] = end  # The last to go.
-        return end
-
-    def keep(self, beginning: bytes, end: bytes) -> None:
-        if len(self._ends) >= self._limit:
-            del self._ends[next(iter(self._ends))]
-        self._ends[beginning] = end
-
-
-@dataclass(slots=True)
-class _Segment:
-    """The blocks of a prompt from `begin` to before `stop`. `end`: the hash of the last one; `hashes`: those of all,
-    where they were named."""
-
-    begin: int
-    stop: int
-    data: bytes
-    parent: bytes
-    end: bytes = b""
-    hashes: list[bytes] = field(default_factory=list)
-
-
 class PromptKeys:
-    """The keys of a prompt's blocks, made only as far as somebody looks, a segment at a time."""
+    """The keys of a prompt's blocks, made only as far as somebody looks."""
 
-    def __init__(
-        self, prompt_ids: list[int], naming: Naming, *, adapter: str, salt: str, limit: int, ends: SegmentEnds
-    ) -> None:
+    def __init__(self, prompt_ids: list[int], naming: Naming, *, adapter: str, salt: str, limit: int) -> None:
         """`limit`: blocks that are named at most. An engine computes the last token of a prompt always, so its block
         counts only where another token follows."""
         form = naming.form
         self.block_size = form.block_size
         self.limit = min((len(prompt_ids) - 1) // form.block_size, limit)
+        self.keys: list[bytes] = []
         self._prompt_ids = prompt_ids
         self._hash_of = HASHES[form.block_hash]
-        self._known = ends
-        self._root = form.root(adapter=adapter, salt=salt, epoch=naming.epoch)
-        self._beginning = xxh3_128(self._root)
-        self._segments: list[_Segment] = []
+        self._parent = form.root(adapter=adapter, salt=salt, epoch=naming.epoch)
+
+    def reach(self, count: int) -> None:
+        """Name the first `count` blocks, or as many as there are."""
+        first, last = len(self.keys), min(count, self.limit)
+        if first >= last:
+            return
+        size = self.block_size
+        tokens = self._prompt_ids[first * size : last * size]
+        hashes = chain(tokens, self._parent, block_size=size, hash_of=self._hash_of)
+        self._parent = hashes[-1]
+        self.keys += [block_hash[:_KEPT_BYTES] for block_hash in hashes]
+
+    def after(self, count: int) -> bytes:
+        """The key of the block that follows the first `count`; that of the last one where none does."""
+        return self.keys[min(count, len(self.keys) - 1)] if self.keys else b""
 
     def matched(self, indexes: Sequence[PrefixIndex]) -> list[int]:
-        """How many of the first blocks each engine has. Ends at the first segment that none of them has whole."""
+        """How many of the first blocks each engine has. Ends at the first block that none of them has."""
         counts = [0] * len(indexes)
         walking = list(range(len(indexes)))
         begin = 0
         while walking and begin < self.limit:
-            segment = self._with(begin)
-            key = segment.end[:_KEPT_BYTES]
+            self.reach(begin + _STRIDE)
+            keys = self.keys[begin : begin + _STRIDE]
             ahead = []
             for each in walking:
-                if key in indexes[each]:
-                    counts[each] = segment.stop
+                if keys[-1] in indexes[each]:
+                    counts[each] = begin + len(keys)
                     ahead.append(each)
                 else:
-                    counts[each] = begin + _first_missing(self._named(segment), indexes[each])
+                    counts[each] = begin + _first_missing(keys, indexes[each])
             walking = ahead
-            begin = segment.stop
+            begin += len(keys)
         return counts
 
-    def key(self, number: int) -> bytes:
-        """The key of one block; that of the last one where there are not so many."""
-        number = min(number, self.limit - 1)
-        if number < 0:
-            return b""
-        segment = self._with(number)
-        return self._named(segment)[number - segment.begin][:_KEPT_BYTES]
 
-    def marks(self, first: int, last: int) -> list[bytes]:
-        """Keys of blocks from `first` to before `last`, by which a prompt that goes on alike knows them: all of the
-        first segment's, then the last one's of each segment."""
-        last = min(last, self.limit)
-        if first >= last:
-            return []
-        segment = self._with(first)
-        hashes = self._named(segment)[first - segment.begin : last - segment.begin]
-        while segment.stop < last:
-            segment = self._with(segment.stop)
-            hashes.append(segment.end)
-        return [block_hash[:_KEPT_BYTES] for block_hash in hashes]
-
-    def _with(self, number: int) -> _Segment:
-        """The segment of one of the blocks that there are."""
-        while not self._segments or self._segments[-1].stop <= number:
-            self._append()
-        return self._segments[bisect_right(self._segments, number, key=lambda segment: segment.begin) - 1]
-
-    def _append(self) -> None:
-        """The next segment: its end is remembered, or its blocks are named."""
-        parent, begin = (self._segments[-1].end, self._segments[-1].stop) if self._segments else (self._root, 0)
-        whole = begin + min(max(begin, _LEAST), _MOST)
-        stop = min(whole, self.limit)
-        data = token_bytes(self._prompt_ids[begin * self.block_size : stop * self.block_size])
-        segment = _Segment(begin, stop, data, parent)
-        self._segments.append(segment)
-        self._beginning.update(data)
-        beginning = self._beginning.digest()
-        segment.end = self._known.find(beginning) or self._named(segment)[-1]
-        if segment.hashes and stop == whole:
-            self._known.keep(beginning, segment.end)
-
-    def _named(self, segment: _Segment) -> list[bytes]:
-        """The hashes of a segment's blocks."""
-        if not segment.hashes:
-            segment.hashes = chain(segment.data, segment.parent, block_size=self.block_size, hash_of=self._hash_of)
-        return segment.hashes
-
-
-def _first_missing(hashes: list[bytes], index: PrefixIndex) -> int:
-    return bisect_left(hashes, True, key=lambda block_hash: block_hash[:_KEPT_BYTES] not in index)
+def _first_missing(keys: list[bytes], index: PrefixIndex) -> int:
+    for count, key in enumerate(keys):
+        if key not in index:
+            return count
+    return len(keys)

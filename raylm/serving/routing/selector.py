@@ -12,14 +12,12 @@ from raylm.config.routing import RoutingConfig
 from raylm.core.block_hash import PrefixForm
 from raylm.engine.backlog import Backlog
 from raylm.serving.routing.policy import Candidate, Policy, Request
-from raylm.serving.routing.prefixes import Naming, PrefixIndex, PromptKeys, SegmentEnds
+from raylm.serving.routing.prefixes import Naming, PrefixIndex, PromptKeys
 
 _EXPECTED_S = 30.0
 """How long a prompt counts as cached where it was sent, without a word of its engine."""
-_NEW_BLOCKS = 128
+_NEW_BLOCKS = 192
 """Blocks beyond those that are there by which prompts know each other that come at the same time."""
-_MAX_ENDS = 32_768
-"""Segments of prompts whose ends are remembered: some 5 MB."""
 
 
 class EngineView:
@@ -69,7 +67,6 @@ class Selector:
         self._config = config
         self._policy = Policy(config)
         self._clock = clock
-        self._ends = SegmentEnds(_MAX_ENDS)
 
     def select(self, views: Sequence[EngineView], prompt: Prompt) -> Selected:
         """One of at least one view."""
@@ -94,13 +91,13 @@ class Selector:
                 adapter=prompt.adapter,
                 salt=prompt.salt,
                 limit=self._config.max_match_blocks,
-                ends=self._ends,
             )
             counts = keys.matched([index for at in members if (index := views[at].index) is not None])
             for at, count in zip(members, counts, strict=True):
                 matched[at] = count * keys.block_size
                 named[at] = keys
-            part = part or keys.key(max(counts))
+            keys.reach(max(counts) + _NEW_BLOCKS)
+            part = part or keys.after(max(counts))
         candidates = [
             Candidate(view.engine_id, view.backlog.num_tokens, view.backlog.num_sequences, tokens)
             for view, tokens in zip(views, matched, strict=True)
@@ -109,8 +106,7 @@ class Selector:
         keys_there, index = named[at], views[at].index
         if keys_there is not None and index is not None:
             there = matched[at] // keys_there.block_size
-            last = max(matched) // keys_there.block_size + _NEW_BLOCKS
-            index.expect(keys_there.marks(there, last), now=now, seconds=_EXPECTED_S)
+            index.expect(keys_there.keys[there:], now=now, seconds=_EXPECTED_S)
         return Selected(at, reason, matched[at])
 
     def _by_naming(self, views: Sequence[EngineView], now: float) -> dict[Naming, list[int]]:

@@ -5,34 +5,27 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.core.block_hash import HASHES, BlockKey, PrefixForm, chain, extend_keys, token_bytes
+from raylm.core.block_hash import HASHES, BlockKey, PrefixForm, chain, extend_keys
 from raylm.core.events import BlockEvent, EventBatch, EventLog, EventSnapshot
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout
-from raylm.serving.routing.prefixes import Naming, PrefixIndex, PromptKeys, SegmentEnds
+from raylm.serving.routing.prefixes import Naming, PrefixIndex, PromptKeys
 
 FORM = PrefixForm("model", 4, "xxhash", 0)
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=160)
 """Few different tokens, so that prompts share beginnings."""
-long_prompts = st.builds(
-    lambda parts, end: [token for part in parts for token in [part] * 100] + end,
-    st.lists(st.integers(0, 1), max_size=16),
-    prompts,
-)
-"""Of several segments of 256 tokens."""
 
 
-def keys_of(prompt: list[int], *, epoch: int = 0, salt: str = "", limit: int = 1000, ends=None) -> PromptKeys:
-    ends = SegmentEnds(1000) if ends is None else ends
-    return PromptKeys(prompt, Naming(FORM, epoch), adapter="", salt=salt, limit=limit, ends=ends)
+def keys_of(prompt: list[int], *, epoch: int = 0, salt: str = "", adapter: str = "", limit: int = 1000) -> PromptKeys:
+    return PromptKeys(prompt, Naming(FORM, epoch), adapter=adapter, salt=salt, limit=limit)
 
 
 def stored(prompt: list[int], *, epoch: int = 0, group: int = 0) -> list[BlockEvent]:
     root = FORM.root(adapter="", salt="", epoch=epoch)
-    hashes = chain(token_bytes(prompt), root, block_size=4, hash_of=HASHES["xxhash"])
+    hashes = chain(prompt, root, block_size=4, hash_of=HASHES["xxhash"])
     return [BlockEvent("stored", each, root, 4, group) for each in hashes]
 
 
@@ -44,23 +37,19 @@ def common(prompt: list[int], other: list[int]) -> int:
     return count if len(other) >= count * 4 else len(other) // 4
 
 
-@given(long_prompts, st.text(max_size=3), st.integers(0, 3))
+@given(prompts, st.text(max_size=3), st.integers(0, 3))
 def test_blocks_are_named_as_engines_name_them(prompt, salt, epoch):
     root = FORM.root(adapter="", salt=salt, epoch=epoch)
     engine: list[BlockKey] = []
     extend_keys(engine, prompt, block_size=4, root=root, hash_of=HASHES["xxhash"])
-    assert chain(token_bytes(prompt), root, block_size=4, hash_of=HASHES["xxhash"]) == [key.hash for key in engine]
+    assert chain(prompt, root, block_size=4, hash_of=HASHES["xxhash"]) == [key.hash for key in engine]
     mine = keys_of(prompt, salt=salt, epoch=epoch)
-    names = [key.hash[:8] for key in engine[: (len(prompt) - 1) // 4]]
-    assert [mine.key(number) for number in range(len(names))] == names
-    assert mine.key(1000) == (names[-1] if names else b"")
-    for first in (0, 1, 63, 64, 150):
-        end = next(each for each in (64, 128, 256) if each > first)
-        later = {min(each, len(names)) for each in (128, 256, 512) if each > end} if len(names) > end else set()
-        assert mine.marks(first, 1000) == names[first:end] + [names[each - 1] for each in sorted(later)]
+    for count in (1, 3, 100):
+        mine.reach(count)
+        assert mine.keys == [key.hash[:8] for key in engine[: min(count, (len(prompt) - 1) // 4)]]
 
 
-@given(long_prompts, st.lists(st.lists(long_prompts, max_size=4), min_size=1, max_size=4))
+@given(prompts, st.lists(st.lists(prompts, max_size=4), min_size=1, max_size=4))
 def test_a_prompt_matches_what_it_has_in_common_with_what_is_there(prompt, engines):
     indexes = []
     for held in engines:
@@ -68,42 +57,9 @@ def test_a_prompt_matches_what_it_has_in_common_with_what_is_there(prompt, engin
         index.apply(EventSnapshot(0, [event for each in held for event in stored(each)]))
         indexes.append(index)
     expected = [max((common(prompt, each) for each in held), default=0) for held in engines]
-    ends = SegmentEnds(3)
-    for _ in range(2):  # The ends of segments are known the second time.
-        assert keys_of(prompt, ends=ends).matched(indexes) == expected
-    for limit in (1, 17, 70):
-        assert keys_of(prompt, limit=limit, ends=ends).matched(indexes) == [min(each, limit) for each in expected]
-
-
-@given(long_prompts, long_prompts)
-def test_what_is_marked_is_found_by_prompts_that_go_on_alike(first, second):
-    """To the block in the first segment, then to the last whole segment at least."""
-    index = PrefixIndex(FORM, limit=10_000)
-    index.expect(keys_of(first).marks(0, 1000), now=0.0, seconds=10.0)
-    assert keys_of(first).matched([index]) == [(len(first) - 1) // 4]
-    [count] = keys_of(second).matched([index])
-    shared = min(common(second, first), (len(first) - 1) // 4)
-    assert count == shared if shared <= 64 else shared // 2 <= count <= shared
-
-
-def test_the_ends_of_segments_are_bounded_and_the_oldest_are_forgotten():
-    ends = SegmentEnds(4)
-    for token in range(6):
-        keys_of([token] * 600, ends=ends).key(1000)
-        keys_of([0] * 600, ends=ends).key(1000)
-    assert len(ends) == 4
-    assert known(ends, 0) and known(ends, 5) and not known(ends, 4)
-
-
-def known(ends: SegmentEnds, token: int) -> bool:
-    """Whether a prompt of this token is named without hashing its blocks."""
-    hashed = []
-    keys = keys_of([token] * 600, ends=ends)
-    keys._hash_of = lambda data: hashed.append(data) or HASHES["xxhash"](data)
-    index = PrefixIndex(FORM, limit=200)
-    index.apply(EventSnapshot(0, stored([token] * 512)))
-    keys.matched([index])
-    return len(hashed) <= 64
+    assert keys_of(prompt).matched(indexes) == expected
+    for limit in (1, 17):
+        assert keys_of(prompt, limit=limit).matched(indexes) == [min(each, limit) for each in expected]
 
 
 class Cache:
@@ -151,12 +107,11 @@ def test_what_is_matched_is_what_the_engine_would_find(history, prompt, windows)
             real.serve(each[:80])
         real.follow()
     assert real.index.epoch == real.epoch
-    naming, ends = Naming(real.form, real.index.epoch), SegmentEnds(10)
-    keys = PromptKeys(prompt, naming, adapter="", salt="", limit=1000, ends=ends)
+    keys = PromptKeys(prompt, Naming(real.form, real.index.epoch), adapter="", salt="", limit=1000)
     [count] = keys.matched([real.index])
     found = real.cache.num_cached(real.request(prompt)) // 4
     assert count == found if windows == [0] else count >= found
-    other = PromptKeys(prompt, naming, adapter="", salt="another", limit=1000, ends=ends)
+    other = PromptKeys(prompt, Naming(real.form, real.index.epoch), adapter="", salt="another", limit=1000)
     assert other.matched([real.index]) == [0]
 
 
@@ -185,14 +140,15 @@ def test_blocks_of_other_groups_do_not_count():
 def test_what_was_sent_counts_until_its_time_is_over_or_the_cache_is_reset():
     index = PrefixIndex(FORM, limit=6)
     keys = keys_of([1] * 40)
-    index.expect(keys.marks(0, 4), now=0.0, seconds=10.0)
-    index.expect(keys.marks(0, 4), now=5.0, seconds=10.0)
+    keys.reach(100)
+    index.expect(keys.keys[:4], now=0.0, seconds=10.0)
+    index.expect(keys.keys[:4], now=5.0, seconds=10.0)
     assert keys.matched([index]) == [4]
     index.expire(12.0)
     assert keys.matched([index]) == [4], "it was sent once more"
     index.expire(15.0)
     assert keys.matched([index]) == [0] and index.num_expected == 0
-    index.expect(keys.marks(0, 100), now=20.0, seconds=10.0)
+    index.expect(keys.keys, now=20.0, seconds=10.0)
     assert index.num_expected == 6, "the limit holds for it too"
     index.apply(EventBatch(0, [BlockEvent("cleared", b"", b"", 0, 0)]))
     assert index.num_expected == 0 and index.epoch == 1
