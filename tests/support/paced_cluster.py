@@ -138,7 +138,10 @@ def _are_settled(found: dict[str, Any], wanted: list[dict[str, Any]]) -> bool:
     for application in wanted:
         status = found[application["name"]]
         for deployment in application["deployments"]:
-            replicas = status.deployments[deployment["name"]].replica_states
+            # While an application is built anew, Serve knows no deployment of it.
+            if (known := status.deployments.get(deployment["name"])) is None:
+                return False
+            replicas = known.replica_states
             if status.status != "RUNNING" or replicas != {"RUNNING": deployment["num_replicas"]}:
                 return False
     return True
