@@ -7,7 +7,7 @@ least max(B / bandwidth, F / peak) seconds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -176,13 +176,19 @@ def _timed(call: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 4000
 
 
-def kinds_us(spans: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
-    """Microseconds and kernels a step by kind, of (name, start, length) in the order of time. A kernel that is started
+def own_us(spans: Sequence[tuple[str, float, float]]) -> Iterator[tuple[str, float]]:
+    """The name and the microseconds of each of (name, start, length), in the order of time. A kernel that is started
     early waits within its time for the one before: what counts is from that one's end to its own."""
-    found: dict[str, tuple[float, float]] = {}
     end = 0.0
     for name, start, length in spans:
-        us, count = found.get(kind_of(name), (0.0, 0.0))
-        found[kind_of(name)] = us + max(start + length - max(start, end), 0.0) / steps, count + 1 / steps
+        yield name, max(start + length - max(start, end), 0.0)
         end = max(end, start + length)
+
+
+def kinds_us(spans: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
+    """Microseconds and kernels a step by kind."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, own in own_us(spans):
+        us, count = found.get(kind := kind_of(name), (0.0, 0.0))
+        found[kind] = us + own / steps, count + 1 / steps
     return found

@@ -26,6 +26,7 @@ from raylm.bench.roofline import (
     kinds_us,
     measure_peaks,
     needs,
+    own_us,
     prefill_shape,
 )
 from raylm.config.engine import EngineConfig
@@ -160,10 +161,8 @@ def summarize(
     spans: Sequence[Span], *, model: str, batch: int, steps: int, seconds: tuple[float, float]
 ) -> TraceResult:
     """`seconds` for the steps without the profiler and with it."""
-    busy, end = 0.0, 0.0
-    for span in spans:
-        busy += max(span.start + span.length - max(span.start, end), 0.0)
-        end = max(end, span.start + span.length)
+    busy = sum(us for _, us in own_us(spans))
+    end = max((span.start + span.length for span in spans), default=0.0)
     whole = end - spans[0].start if spans else 0.0
     by_name: defaultdict[str, float] = defaultdict(float)
     for span in spans:

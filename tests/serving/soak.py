@@ -26,6 +26,7 @@ from tests.support.paced_cluster import redeploy
 from tests.support.paced_config import paced_config
 from tests.support.ports import free_port
 from tests.support.streams_under_load import Client, Seen, open_session
+from tests.support.titled import titled
 
 ROWS = 32
 REPLICAS = 3
@@ -69,26 +70,22 @@ async def trouble(seen: Seen, place: Place, until: float, rng: random.Random, fa
             await asyncio.to_thread(redeploy, config(place, replicas, edition))
         else:
             name = "PacedEngine" if "engine" in fault else "ModelReplica"
-            found = _processes(name)
+            found = [each for each in titled(name) if _runs(each)]
             if not found:
                 continue
             rng.choice(found).send_signal(signal.SIGSTOP if "stop" in fault else signal.SIGKILL)
         seen.faults[fault] += 1
 
 
-def _processes(title: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if title in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _mib(title: str) -> int:
-    return round(sum(process.memory_info().rss for process in _processes(title)) / 2**20)
+    return round(sum(process.memory_info().rss for process in titled(title) if _runs(process)) / 2**20)
 
 
 async def measure(place: Place, minutes: float, seed: int, faults: list[str]) -> Seen:

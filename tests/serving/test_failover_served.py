@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import psutil
 import pytest
+
+from tests.support.titled import titled
 
 if TYPE_CHECKING:
     from tests.support.served import Served
@@ -112,17 +113,6 @@ def _refused(
     return None
 
 
-def processes(title: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if title in " ".join(process.cmdline()[:1]):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def ask_all(
     url: str, faults: list[str], *, after_s: float = 0.5, wishes: dict[str, dict[str, Any]] = WISHES
 ) -> dict[str, Heard]:
@@ -133,10 +123,10 @@ def ask_all(
         begun.wait(60)
         for title in faults:
             time.sleep(after_s)
-            for process in processes(title):
+            for process in titled(title):
                 process.kill()
             deadline = time.monotonic() + 60
-            while not processes("EngineActor") and time.monotonic() < deadline:
+            while not titled("EngineActor") and time.monotonic() < deadline:
                 time.sleep(0.1)
         return {name: future.result() for name, future in asked.items()}
 

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from tests.support.hangup import ended_by_hangup
+from tests.support.titled import titled
 
 _CHANGE_S = 240.0
 
@@ -64,14 +65,7 @@ class PacedCluster:
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Those of the cluster with this in their title."""
-        found = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            try:
-                if title in " ".join(process.cmdline()[:1]):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return titled(title, under=self._process.pid)
 
     def close(self) -> list[str]:
         """End it; returns what did not end by itself, in words. May be called twice."""
