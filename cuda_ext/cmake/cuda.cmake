@@ -15,6 +15,14 @@ target_sources(raylm_kernels PRIVATE
   csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu
   csrc/cuda/prefill_attention.cu csrc/cuda/prefill_hopper.cu csrc/cuda/rope_store.cu csrc/cuda/rotary.cu
   csrc/cuda/sample.cu csrc/cuda/split_linear.cu csrc/cuda/store_kv.cu csrc/cuda/tokens.cu)
+# wgmma's operands are written out one by one, for each type and width: a script does that.
+set(WGMMA_FORMS ${CMAKE_BINARY_DIR}/include/raylm/cuda/ptx/wgmma_forms.cuh)
+add_custom_command(OUTPUT ${WGMMA_FORMS}
+  COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/include/raylm/cuda/ptx
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/wgmma_forms.py ${WGMMA_FORMS}
+  DEPENDS cmake/wgmma_forms.py)
+target_sources(raylm_kernels PRIVATE ${WGMMA_FORMS})
+target_include_directories(raylm_kernels PRIVATE ${CMAKE_BINARY_DIR}/include)
 # USE_CUDA shows the CUDA part of torch's stable ABI. The CUDA runtime is linked in, so that the library also loads
 # where there is none.
 target_compile_definitions(raylm_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:USE_CUDA>)

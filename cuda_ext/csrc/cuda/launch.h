@@ -96,7 +96,7 @@ struct Launch {
 };
 
 // Launches a kernel that may start while the one before it on the stream drains (programmatic dependent launch, compute
-// capability 9.0): the kernel waits for it by itself, see raylm/cuda/grid_dependency.cuh.
+// capability 9.0): the kernel waits for it by itself, see raylm/cuda/ptx/grid.cuh.
 template <typename... Params>
 void launch_dependent(void (*kernel)(Params...), const Launch& launch, const Params&... params) {
   int device = 0;

@@ -6,18 +6,13 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 namespace raylm::cuda {
 
 constexpr int kWarp = 32;
 
-// Lanes that arrive at a barrier for their warp. One does: __syncwarp has ordered what the others did before. The tool
-// racecheck does not follow that; in a build for it every lane arrives, which costs a decode step a tenth and more.
-#ifdef RAYLM_RACECHECK
-constexpr unsigned kWarpArrivals = kWarp;
-#else
-constexpr unsigned kWarpArrivals = 1;
-#endif
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -43,7 +38,7 @@ template <>
 inline constexpr float kLargest<__nv_bfloat16> = 0x1.fep127f;
 
 __device__ inline float warp_sum(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
 
@@ -55,13 +50,6 @@ __device__ inline float block_sum(float x) {
   __syncthreads();
   x = threadIdx.x % kWarp < blockDim.x / kWarp ? parts[threadIdx.x % kWarp] : 0.0f;
   return warp_sum(x);
-}
-
-// For copies of what is read once: it is the first to leave the L2 cache.
-__device__ inline uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 }  // namespace raylm::cuda

@@ -8,8 +8,11 @@
 
 #include "raylm/cuda/attention.cuh"
 #include "raylm/cuda/decode_schedule.cuh"
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/warp_mma.cuh"
+#include "raylm/cuda/ptx/copy.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/math.cuh"
+#include "raylm/cuda/ptx/matrix.cuh"
+#include "raylm/cuda/tile/fragments.cuh"
 
 namespace raylm::cuda {
 
@@ -213,7 +216,7 @@ struct DecodeBlock {
     bool above = false;
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) above = above || s[i / 4][i % 4] > mine.top[i / 4][i % 2] + kSlack;
-    if (__any_sync(0xffffffffu, above)) raise_tops(s, mine);
+    if (__any_sync(kAllLanes, above)) raise_tops(s, mine);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       float w[4];
@@ -234,7 +237,7 @@ struct DecodeBlock {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float top = fmaxf(s[n][r], s[n][2 + r]);
-        for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+        for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
         top = fmaxf(top, mine.top[n][r]);
         shrink[r] = top == -INFINITY ? 0 : exp2_approx(mine.top[n][r] - top);
         mine.top[n][r] = top;
@@ -279,7 +282,7 @@ struct DecodeBlock {
 #pragma unroll
     for (int i = 0; i < N * 2; ++i) {
       float total = mine.total[i / 2][i % 2];
-      for (int step = 4; step < kWarp; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+      for (int step = 4; step < kWarp; step *= 2) total += __shfl_xor_sync(kAllLanes, total, step);
       const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
       if (lane < 4) tops[warp][row] = mine.top[i / 2][i % 2], totals[warp][row] = total;
     }

@@ -90,7 +90,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   for (int s = from; s < to; ++s) units += decode_sequence(batch, s, first_row).length();
   int before = units;
   for (int step = 1; step < kWarp; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, before, step);
+    const int other = __shfl_up_sync(kAllLanes, before, step);
     if (lane >= step) before += other;
   }
   if (lane == kWarp - 1) warp_units[warp] = before;

@@ -1,9 +1,9 @@
 // Gated activations (arXiv:2002.05202): act(first half of a row) * second half.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/vec.cuh"
-#include "raylm/cuda/warp_mma.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/math.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 

@@ -10,8 +10,13 @@
 #pragma once
 
 #include "raylm/cuda/gated.cuh"
-#include "raylm/cuda/hopper.cuh"
-#include "raylm/cuda/warp_mma.cuh"
+#include "raylm/cuda/pipeline/ring.cuh"
+#include "raylm/cuda/ptx/cluster.cuh"
+#include "raylm/cuda/ptx/matrix.cuh"
+#include "raylm/cuda/ptx/tensor_copy.cuh"
+#include "raylm/cuda/ptx/warps.cuh"
+#include "raylm/cuda/ptx/wgmma.cuh"
+#include "raylm/cuda/tile/fragments.cuh"
 
 namespace raylm::cuda {
 
@@ -75,7 +80,7 @@ struct GatedLayout {
   uint32_t stages, results, full, empty;
 
   __device__ explicit GatedLayout(const unsigned char* memory) {
-    stages = (hopper::shared_address(memory) + 1023) / 1024 * 1024;
+    stages = (shared_address(memory) + 1023) / 1024 * 1024;
     results = stages + Shape::kStages * Shape::kStageBytes;
     full = stages + Shape::kTileBytes;
     empty = full + sizeof(GatedBarriers::full);
@@ -89,10 +94,10 @@ struct GatedLayout {
   // all blocks that a fetch writes to, has read it.
   __device__ void init_barriers(int cluster) const {
     for (int i = 0; i < Shape::kStages; ++i) {
-      hopper::barrier_init(full_barrier(i), 1);
-      hopper::barrier_init(empty_barrier(i), cluster * 4 * Shape::kGroups);
+      barrier_init(full_barrier(i), 1);
+      barrier_init(empty_barrier(i), cluster * 4 * Shape::kGroups);
     }
-    hopper::fence_barrier_init();
+    barrier_init_done();
   }
 };
 
@@ -102,17 +107,17 @@ struct GatedFetcher {
   using Shape = GatedShape;
   const GatedLinearParams& params;
   const GatedLayout& at;
-  hopper::Ring<Shape::kStages> ring{};
+  Ring<Shape::kStages> ring{};
 
   // Gate rows are the weight's first `columns`, up rows the others.
   __device__ void load_weights(const GatedTile& tile, int depth, uint32_t stage, uint32_t full) const {
     if constexpr (Cluster == 2) {
-      const int rank = hopper::cluster_rank();  // the first block fetches gate, the second one up
-      hopper::load_box_to_blocks(stage + (1 + rank) * Shape::kMatrixBytes, params.weight, full,
+      const int rank = cluster_rank();  // the first block fetches gate, the second one up
+      load_box_to_blocks(stage + (1 + rank) * Shape::kMatrixBytes, params.weight, full,
                                  {depth, rank * params.columns + tile.column}, 0b11);
     } else {
       for (int half = 0; half < 2; ++half) {
-        hopper::load_box(stage + (1 + half) * Shape::kMatrixBytes, params.weight, full,
+        load_box(stage + (1 + half) * Shape::kMatrixBytes, params.weight, full,
                          {depth, half * params.columns + tile.column});
       }
     }
@@ -123,9 +128,9 @@ struct GatedFetcher {
       const GatedTile tile = tiles.tile();
       for (int step = 0; step < params.steps; ++step, ring.advance()) {
         const uint32_t stage = at.stage(ring.stage), full = at.full_barrier(ring.stage);
-        hopper::barrier_wait(at.empty_barrier(ring.stage), ring.parity ^ 1);
-        hopper::barrier_arrive_expecting(full, Shape::kStageBytes);
-        hopper::load_box(stage, params.x, full, {step * Shape::kDepth, tile.row});
+        barrier_wait(at.empty_barrier(ring.stage), ring.parity ^ 1);
+        barrier_arrive_expecting(full, Shape::kStageBytes);
+        load_box(stage, params.x, full, {step * Shape::kDepth, tile.row});
         load_weights(tile, step * Shape::kDepth, stage, full);
       }
     }
@@ -142,42 +147,42 @@ struct GatedComputer {
   const GatedLinearParams& params;
   const GatedLayout& at;
   int group;
-  hopper::Ring<Shape::kStages> ring{};
+  Ring<Shape::kStages> ring{};
 
   // Another stage's part of the sums, begun only.
   __device__ __forceinline__ void multiply(Sums& sums, bool first) const {
     const uint32_t stage = at.stage(ring.stage);
-    const uint64_t x = hopper::matrix_descriptor(stage + group * 64 * 128, 1024, 0);
-    const uint64_t weight = hopper::matrix_descriptor(stage + Shape::kMatrixBytes, 1024, 0);
-    hopper::wgmma_fence();
+    const uint64_t x = matrix_descriptor(stage + group * 64 * 128, 1024, 0);
+    const uint64_t weight = matrix_descriptor(stage + Shape::kMatrixBytes, 1024, 0);
+    wgmma_fence();
 #pragma unroll
     for (int d = 0; d < Shape::kDepth / 16; ++d) {
-      hopper::multiply_transposed<T, 2 * Shape::kColumns>(sums, x + 2 * d, weight + 2 * d, d != 0 || !first);
+      multiply_transposed<T, 2 * Shape::kColumns>(sums, x + 2 * d, weight + 2 * d, d != 0 || !first);
     }
-    hopper::wgmma_commit();
+    wgmma_commit();
   }
 
   __device__ void release(int stage) const {
-    hopper::barrier_arrive_at<Cluster>(at.empty_barrier(stage), threadIdx.x % kWarp);
+    barrier_arrive_at<Cluster>(at.empty_barrier(stage), threadIdx.x % kWarp);
   }
 
   __device__ __forceinline__ void sum_tile(Sums& sums) {
     int last = ring.stage;
     for (int step = 0; step < params.steps; ++step) {
-      hopper::barrier_wait(at.full_barrier(ring.stage), ring.parity);
+      barrier_wait(at.full_barrier(ring.stage), ring.parity);
       multiply(sums, step == 0);
-      hopper::wgmma_wait<1>();  // for the step before
+      wgmma_wait<1>();  // for the step before
       if (step > 0) release(last);
       last = ring.stage;
       ring.advance();
     }
     // There are always steps. Without the condition the compiler would take half of the activations before it releases.
     if (params.steps > 0) {
-      hopper::wgmma_wait<0>();
+      wgmma_wait<0>();
       release(last);
     }
-    hopper::wgmma_wait<0>();
-    hopper::settle(sums);
+    wgmma_wait<0>();
+    settle(sums);
   }
 
   // Results go to shared memory as the copy engine expects them, and from there in two boxes of 64 columns.
@@ -188,8 +193,8 @@ struct GatedComputer {
     asm volatile("" : "+r"(column), "+r"(first_row));  // known before the one thread that stores has to wait for it
     // Of the four 8 x 8 matrices of a store, the second and the fourth are 8 rows lower, the last two 8 columns further.
     const uint32_t row = results + (thread / kWarp * 16 + lane % 16) * 128;
-    if (thread == 0) hopper::store_wait_read();
-    hopper::sync_some(1 + group, 128);
+    if (thread == 0) store_wait_read();
+    sync_some(1 + group, 128);
 #pragma unroll
     for (int n = 0; n < Shape::kColumns / 16; ++n) {
       uint32_t packed[4];
@@ -199,14 +204,14 @@ struct GatedComputer {
         packed[i] = pack<T>(gated(sums, first), gated(sums, first + 1));
       }
       const int vector = (n % 4 * 2 + lane / 16) ^ lane % 8;
-      hopper::store_matrices(row + n / 4 * Shape::kHalfBytes + vector * 16, packed);
+      store_matrices(row + n / 4 * Shape::kHalfBytes + vector * 16, packed);
     }
-    hopper::fence_shared_writes();
-    hopper::sync_some(1 + group, 128);
+    fence_shared_writes();
+    sync_some(1 + group, 128);
     if (thread == 0 && first_row < params.rows) {
-      hopper::store_box(params.out, results, {column, first_row});
-      hopper::store_box(params.out, results + Shape::kHalfBytes, {column + 64, first_row});
-      hopper::store_commit();
+      store_box(params.out, results, {column, first_row});
+      store_box(params.out, results + Shape::kHalfBytes, {column + 64, first_row});
+      store_commit();
     }
   }
 
@@ -220,7 +225,7 @@ struct GatedComputer {
       sum_tile(sums);
       write_tile(sums, tiles.tile());
     }
-    if (threadIdx.x % 128 == 0) hopper::store_wait();
+    if (threadIdx.x % 128 == 0) store_wait();
   }
 };
 
@@ -235,21 +240,21 @@ __global__ void __launch_bounds__(GatedShape::kThreads, 1)
   const GatedLayout at(memory);
   if (threadIdx.x == 0) {
     at.init_barriers(Cluster);
-    hopper::prefetch_map(params.x);
-    hopper::prefetch_map(params.weight);
-    hopper::prefetch_map(params.out);
+    prefetch_map(params.x);
+    prefetch_map(params.weight);
+    prefetch_map(params.out);
   }
-  Cluster == 1 ? __syncthreads() : hopper::cluster_sync();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // in a register that the warp shares
+  Cluster == 1 ? __syncthreads() : cluster_sync();
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
   if (group == 0) {
-    hopper::give_registers_back<Shape::kFetchRegisters>();
+    give_registers_back<Shape::kFetchRegisters>();
     if (threadIdx.x == 0) GatedFetcher<Cluster>{params, at}.run();
   } else {
-    hopper::take_registers<Shape::kComputeRegisters>();
+    take_registers<Shape::kComputeRegisters>();
     GatedComputer<T, Act, Cluster>{params, at, group - 1}.run();
   }
   // A block of a cluster stays until the other one arrives at its barriers no more.
-  if constexpr (Cluster > 1) hopper::cluster_sync();
+  if constexpr (Cluster > 1) cluster_sync();
 #endif
 }
 

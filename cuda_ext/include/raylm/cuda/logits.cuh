@@ -2,8 +2,8 @@
 // not changed is not written, and what a mask forbids whole is not read.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 

@@ -7,9 +7,9 @@
 // down to as many chunks of 8 in the same way, and ranks what is left.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/order.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kStripThreads) row_strips_kernel(const __grid_
 #pragma unroll
   for (int g = 0; g < kStripGroups; ++g) {
     const float of_lane = largest(held, g * kGroupVecs, (g + 1) * kGroupVecs);
-    of_group[g] = number_of(__reduce_max_sync(0xffffffffu, image_of(of_lane)));
+    of_group[g] = number_of(__reduce_max_sync(kAllLanes, image_of(of_lane)));
     max = fmaxf(max, of_group[g]);
   }
   const float reference = reference_of(max);
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kStripThreads) row_strips_kernel(const __grid_
     sum += exp2_fast((held[i / kVec<T>][i % kVec<T>] - reference) * kLog2E);
   }
   sum = warp_sum(sum);
-  const int above = p.token_ids ? __reduce_add_sync(0xffffffffu, count_above(held, own)) : 0;
+  const int above = p.token_ids ? __reduce_add_sync(kAllLanes, count_above(held, own)) : 0;
   if (lane == 0) p.strips[row * p.num_strips + strip] = {max, sum, above, 0};
   if (!p.groups) return;
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ inline RowTotal total_of(const StripSum* strips, int num_strips) {
     held[j] = i < num_strips ? strips[i] : StripSum{-INFINITY, 0, 0, 0};
     total.max = fmaxf(total.max, held[j].max);
   }
-  total.max = number_of(__reduce_max_sync(0xffffffffu, image_of(total.max)));
+  total.max = number_of(__reduce_max_sync(kAllLanes, image_of(total.max)));
   if (lane == 0) maxima[warp] = total.max;
   __syncthreads();
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ inline RowTotal total_of(const StripSum* strips, int num_strips) {
     total.above += held[j].above;
   }
   sum = warp_sum(sum);
-  total.above = __reduce_add_sync(0xffffffffu, total.above);
+  total.above = __reduce_add_sync(kAllLanes, total.above);
   if (lane == 0) sums[warp] = sum, counts[warp] = total.above;
   __syncthreads();
   sum = 0, total.above = 0;
@@ -270,7 +270,7 @@ __device__ inline void narrow(TopScratch& scratch, int num, int k, uint64_t high
     for (int j = 0; j < kEach; ++j) {
       if (j * kTopThreads < num) count += held[j] >= bound;
     }
-    count = __reduce_add_sync(0xffffffffu, count);
+    count = __reduce_add_sync(kAllLanes, count);
     if (threadIdx.x % kWarp == 0) scratch.counts[round][threadIdx.x / kWarp] = count;
     __syncthreads();
     count = 0;

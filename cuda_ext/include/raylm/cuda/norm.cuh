@@ -1,8 +1,8 @@
 // Root-mean-square norm (arXiv:1910.07467), with the residual added first where there is one.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 

@@ -13,8 +13,8 @@ __device__ inline uint64_t ordered(uint32_t bits, int token) {
 __device__ inline int token_of(uint64_t key) { return static_cast<int>(0xffffffffu - static_cast<uint32_t>(key)); }
 
 __device__ inline uint64_t warp_max(uint64_t x) {
-  const uint32_t high = static_cast<uint32_t>(x >> 32), highest = __reduce_max_sync(0xffffffffu, high);
-  const uint32_t low = __reduce_max_sync(0xffffffffu, high == highest ? static_cast<uint32_t>(x) : 0u);
+  const uint32_t high = static_cast<uint32_t>(x >> 32), highest = __reduce_max_sync(kAllLanes, high);
+  const uint32_t low = __reduce_max_sync(kAllLanes, high == highest ? static_cast<uint32_t>(x) : 0u);
   return static_cast<uint64_t>(highest) << 32 | low;
 }
 

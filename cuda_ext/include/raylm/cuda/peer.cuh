@@ -28,8 +28,8 @@
 // early beside this one takes no place that this one needs: it starts when all blocks of this one run.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 

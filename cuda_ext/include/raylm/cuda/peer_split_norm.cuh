@@ -26,6 +26,7 @@
 
 #include "raylm/cuda/norm.cuh"
 #include "raylm/cuda/peer.cuh"
+#include "raylm/cuda/ptx/warps.cuh"
 
 namespace raylm::cuda {
 
@@ -49,7 +50,7 @@ __device__ inline float group_sum(float x, int group, int width, int turn) {
   float* own = parts[turn % 2] + group * warps;
   if (lane == 0) own[threadIdx.x % width / kWarp] = x;
   // Barrier 0 is __syncthreads; of two warps or more there are at most 8 groups.
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(width) : "memory");
+  sync_some(1 + group, width);
   return warp_sum(lane < warps ? own[lane] : 0.0f);
 }
 

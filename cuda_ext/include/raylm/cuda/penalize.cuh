@@ -5,8 +5,8 @@
 // of the additions does not matter, and every operation rounds by itself, so the result is that of torch's operators.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 

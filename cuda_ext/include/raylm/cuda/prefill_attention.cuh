@@ -5,6 +5,8 @@
 #pragma once
 
 #include "raylm/cuda/prefill_common.cuh"
+#include "raylm/cuda/ptx/copy.cuh"
+#include "raylm/cuda/ptx/matrix.cuh"
 
 namespace raylm::cuda {
 
@@ -16,43 +18,6 @@ struct PrefillShape {
   static constexpr int kSharedBytes = (kRows * kStride + 4 * kStage) * 2;  // Q, two stages of K, two of V
 };
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies 16 bytes, or writes zeros where there is nothing to copy.
-__device__ inline void copy16_async(void* to, const void* from, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
-}
-
-template <bool kTranspose>
-__device__ void load_matrices(uint32_t (&x)[4], const void* row) {
-  if constexpr (kTranspose) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)));
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)));
-  }
-}
-
-// c[0..3] += a b for 16 rows, 8 columns, 16 products.
-template <typename T>
-__device__ void multiply_16x8(float* c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
 template <typename T, int D>
 __device__ void load_queries(const PrefillParams<T>& p, const Tile& tile, T* shared) {
   using Shape = PrefillShape<D>;
@@ -61,7 +26,8 @@ __device__ void load_queries(const PrefillParams<T>& p, const Tile& tile, T* sha
     const int row = i / (D / 8), column = i % (D / 8) * 8;
     const bool valid = tile.first_row + row < tile.query_len;
     const int64_t token = tile.query_start + (valid ? tile.first_row + row : 0);
-    copy16_async(shared + row * Shape::kStride + column, q + token * p.attention.q_token_stride + column, valid);
+    const uint32_t to = shared_address(shared + row * Shape::kStride + column);
+    copy_async(to, q + token * p.attention.q_token_stride + column, valid);
   }
 }
 
@@ -79,8 +45,8 @@ __device__ void load_keys(const PrefillParams<T>& p, const Tile& tile, int first
     const int at = row * Shape::kStride + column;
     const T* k_row = a.k_cache + block * a.k_block_stride + slot * a.k_slot_stride + head * a.k_head_stride;
     const T* v_row = a.v_cache + block * a.v_block_stride + slot * a.v_slot_stride + head * a.v_head_stride;
-    copy16_async(k + at, k_row + column, valid);
-    copy16_async(v + at, v_row + column, valid);
+    copy_async(shared_address(k + at), k_row + column, valid);
+    copy_async(shared_address(v + at), v_row + column, valid);
   }
 }
 
@@ -96,12 +62,12 @@ __device__ void multiply_keys(float (&scores)[PrefillShape<D>::kKeys / 2], const
 #pragma unroll
   for (int d = 0; d < D; d += 16) {
     uint32_t a[4], b[4];
-    load_matrices<false>(a, q_row + d);
+    load_matrices(a, shared_address(q_row + d));
 #pragma unroll
     for (int n = 0; n < Shape::kKeys; n += 16) {
-      load_matrices<false>(b, k_row + n * Shape::kStride + d);
-      multiply_16x8<T>(scores + n / 2, a, b[0], b[1]);
-      multiply_16x8<T>(scores + n / 2 + 4, a, b[2], b[3]);
+      load_matrices(b, shared_address(k_row + n * Shape::kStride + d));
+      multiply_add<T>(scores + n / 2, a, b[0], b[1]);
+      multiply_add<T>(scores + n / 2 + 4, a, b[2], b[3]);
     }
   }
 }
@@ -119,9 +85,9 @@ __device__ void multiply_values(float (&out)[D / 2], const float (&weights)[Pref
     for (int i = 0; i < 4; ++i) a[i] = pack<T>(weights[n / 2 + 2 * i], weights[n / 2 + 2 * i + 1]);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
-      load_matrices<true>(b, v_row + n * Shape::kStride + d);
-      multiply_16x8<T>(out + d / 2, a, b[0], b[1]);
-      multiply_16x8<T>(out + d / 2 + 4, a, b[2], b[3]);
+      load_matrices_transposed(b, shared_address(v_row + n * Shape::kStride + d));
+      multiply_add<T>(out + d / 2, a, b[0], b[1]);
+      multiply_add<T>(out + d / 2 + 4, a, b[2], b[3]);
     }
   }
 }
@@ -154,12 +120,12 @@ __device__ void attend(const PrefillParams<T>& p, const float* alibi_slopes, con
   load_queries<T, D>(p, tile, shared);
   int n = (end - 1) / kKeys, stage = 0;
   load_keys<T, D>(p, tile, n * kKeys, low, end, k, v);
-  asm volatile("cp.async.commit_group;");
+  copy_commit();
   for (; n >= low / kKeys; --n, stage ^= 1) {
     const int other = (stage ^ 1) * Shape::kStage;
     if (n > low / kKeys) load_keys<T, D>(p, tile, (n - 1) * kKeys, low, end, k + other, v + other);
-    asm volatile("cp.async.commit_group;");
-    asm volatile("cp.async.wait_group 1;");
+    copy_commit();
+    copy_wait<1>();
     __syncthreads();
     multiply_keys<T, D>(scores, shared + first_row * Shape::kStride, k + stage * Shape::kStage);
     if (p.tanh_scale != 0) soft_cap_scores(scores, p.tanh_scale);

@@ -1,13 +1,12 @@
 // What both prefill kernels (mma.sync and wgmma) share: which tile a block works on, the online softmax over the
-// fragments of a matrix product, and the way out to memory. The accumulators of both instructions have one layout: a
-// thread holds, of each 8 columns, two neighbours of row lane / 4 and the same two of row lane / 4 + 8.
+// fragments of a matrix product (tile/fragments.cuh), which both instructions lay out alike, and the way out to memory.
 #pragma once
 
 #include "raylm/cuda/attention.cuh"
+#include "raylm/cuda/ptx/math.cuh"
+#include "raylm/cuda/tile/fragments.cuh"
 
 namespace raylm::cuda {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <typename T>
 struct PrefillParams {
@@ -124,23 +123,11 @@ __device__ void zero_surplus_rows(const PrefillParams<T>& p, int64_t rank, int64
   for (int64_t i = a.query_start[a.num_seqs] * width + rank; i < end; i += count) a.out[i] = from_float<T>(0.0f);
 }
 
-__device__ inline float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // tanh.approx would be one instruction, but its 11 bits are too few for a score that is multiplied by the cap.
 template <int N>
 __device__ void soft_cap_scores(float (&scores)[N], float tanh_scale) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) scores[i] = 1.0f - 2.0f * fast_reciprocal(fast_exp2(scores[i] * tanh_scale) + 1.0f);
+  for (int i = 0; i < N; ++i) scores[i] = 1.0f - 2.0f * reciprocal_approx(exp2_approx(scores[i] * tanh_scale) + 1.0f);
 }
 
 // Keys a query does not see get -inf, whatever stands there: unused slots of the cache may hold NaN. `position` is that
@@ -172,13 +159,13 @@ struct OnlineSoftmax {
       peak[r] = fmaxf(peak[r], __shfl_xor_sync(kAllLanes, peak[r], 1));
       peak[r] = fmaxf(peak[r], __shfl_xor_sync(kAllLanes, peak[r], 2));
       base[r] = peak[r] == -INFINITY ? 0.0f : peak[r] * scale;  // a row that sees no key yet
-      shrink[r] = fast_exp2(top[r] * scale - base[r]);
+      shrink[r] = exp2_approx(top[r] * scale - base[r]);
       top[r] = peak[r];
       total[r] *= shrink[r];
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      scores[i] = fast_exp2(scores[i] * scale - base[i % 4 / 2]);
+      scores[i] = exp2_approx(scores[i] * scale - base[i % 4 / 2]);
       total[i % 4 / 2] += scores[i];
     }
   }
@@ -195,35 +182,6 @@ template <int N>
 __device__ void scale_rows(float (&values)[N], const float (&by)[2]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) values[i] *= by[i % 4 / 2];
-}
-
-template <typename T>
-__device__ uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(both);
-  } else {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(both);
-  }
-}
-
-// Lane q of four holds element q of rows 0 to 3; afterwards it holds row q.
-__device__ inline void transpose4(uint32_t (&x)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + step], step);
-      if (upper) {
-        x[i] = got;
-      } else {
-        x[i + step] = got;
-      }
-    }
-  }
 }
 
 // Writes two rows of the output, `row` and row + 8 of the tile's sequence where it has as many. Of every 32 columns

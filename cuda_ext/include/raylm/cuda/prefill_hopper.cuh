@@ -7,8 +7,12 @@
 // was no faster.
 #pragma once
 
-#include "raylm/cuda/hopper.cuh"
+#include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/prefill_common.cuh"
+#include "raylm/cuda/ptx/barrier.cuh"
+#include "raylm/cuda/ptx/tensor_copy.cuh"
+#include "raylm/cuda/ptx/warps.cuh"
+#include "raylm/cuda/ptx/wgmma.cuh"
 
 namespace raylm::cuda {
 
@@ -50,15 +54,15 @@ struct HopperShared {
 
   template <int N>
   static __device__ void init(uint64_t (&barriers)[N], int arrivals) {
-    for (int i = 0; i < N; ++i) hopper::barrier_init(hopper::shared_address(&barriers[i]), arrivals);
+    for (int i = 0; i < N; ++i) barrier_init(shared_address(&barriers[i]), arrivals);
   }
 
   __device__ void init() {
     constexpr int kWarps = 4 * Shape::kGroups;
     init(q_full, 1), init(k_full, 1), init(v_full, 1), init(tile_full, 1);
     init(q_empty, kWarps), init(k_empty, kWarps), init(v_empty, kWarps);
-    hopper::barrier_init(hopper::shared_address(&v_arrived), 1);
-    hopper::fence_barrier_init();
+    barrier_init(shared_address(&v_arrived), 1);
+    barrier_init_done();
   }
 };
 
@@ -70,7 +74,7 @@ struct HopperLayout {
   HopperShared<D>* shared;
 
   __device__ explicit HopperLayout(unsigned char* memory) {
-    const uint32_t start = hopper::shared_address(memory), pad = (1024 - start % 1024) % 1024;
+    const uint32_t start = shared_address(memory), pad = (1024 - start % 1024) % 1024;
     q = start + pad;
     k = q + Shape::kQueryStages * Shape::kQueryBytes;
     v = k + Shape::kStages * Shape::kStageBytes;
@@ -91,12 +95,12 @@ struct Fetcher {
   const HopperLayout<D>& at;
   int lane;
   Tile tile;
-  hopper::Ring<Shape::kStages> ring;
-  hopper::Ring<HopperShared<D>::kTiles> tiles;
-  hopper::Ring<Shape::kQueryStages> q;
+  Ring<Shape::kStages> ring;
+  Ring<HopperShared<D>::kTiles> tiles;
+  Ring<Shape::kQueryStages> q;
   int arrived_parity = 0;
 
-  static __device__ uint32_t address(uint64_t& barrier) { return hopper::shared_address(&barrier); }
+  static __device__ uint32_t address(uint64_t& barrier) { return shared_address(&barrier); }
 
   // The lane's box: its first row, and which half of the elements, where a box is not whole.
   __device__ int box_row() const { return (Shape::kWhole ? lane : lane / Shape::kHalves) * params.box_slots; }
@@ -123,17 +127,17 @@ struct Fetcher {
   }
 
   __device__ void load(const FetchPlan& plan, const CUtensorMap& map, uint32_t stage, uint32_t barrier) const {
-    if (lane == 0) hopper::barrier_arrive_expecting(barrier, (plan.to - plan.from) * Shape::kHalves * 128);
+    if (lane == 0) barrier_arrive_expecting(barrier, (plan.to - plan.from) * Shape::kHalves * 128);
     __syncwarp();
     const int row = box_row(), half = box_half(), head = tile.head / params.p.group;
     if (row >= plan.from && row < plan.to) {
-      hopper::load_box(stage + offset(row, half), map, barrier,
+      load_box(stage + offset(row, half), map, barrier,
                        {half * 64, 0, Shape::kWhole ? head * Shape::kHalves : head, plan.slot / 8, plan.block});
     }
   }
 
   __device__ void load_keys(const FetchPlan& plan) {
-    hopper::barrier_wait(address(at.shared->k_empty[ring.stage]), ring.parity ^ 1);
+    barrier_wait(address(at.shared->k_empty[ring.stage]), ring.parity ^ 1);
     load(plan, params.k, at.k + ring.stage * Shape::kStageBytes, address(at.shared->k_full[ring.stage]));
     ring.advance();
   }
@@ -142,16 +146,16 @@ struct Fetcher {
     for (int i = lane; i < (to - from) * Shape::kHalves * 8; i += kWarp) {
       const int row = from + i / (8 * Shape::kHalves), half = i / 8 % Shape::kHalves;
       const uint32_t vector = stage + offset(row, half) + i % 8 * 16;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(vector), "r"(0) : "memory");
+      store_shared_zeros(vector);
     }
-    hopper::fence_shared_writes();
+    fence_shared_writes();
     __syncwarp();
   }
 
   // Values that no query sees have the weight 0, but 0 times the NaN of an unused slot is NaN. So rows that are not
   // fetched become zeros, and the rest of the sequence's last box when the box has arrived.
   __device__ void load_values(const FetchPlan& plan) {
-    hopper::barrier_wait(address(at.shared->v_empty[ring.stage]), ring.parity ^ 1);
+    barrier_wait(address(at.shared->v_empty[ring.stage]), ring.parity ^ 1);
     const uint32_t stage = at.v + ring.stage * Shape::kStageBytes, full = address(at.shared->v_full[ring.stage]);
     const int end = min(tile.seq_len - plan.first_key, Shape::kKeys);
     if (plan.from > 0) zero_rows(stage, 0, plan.from);
@@ -161,21 +165,21 @@ struct Fetcher {
     } else {
       const uint32_t arrived = address(at.shared->v_arrived);
       load(plan, params.v, stage, arrived);
-      hopper::barrier_wait(arrived, arrived_parity);
+      barrier_wait(arrived, arrived_parity);
       arrived_parity ^= 1;
       zero_rows(stage, end, plan.to);
-      if (lane == 0) hopper::barrier_arrive(full);
+      if (lane == 0) barrier_arrive(full);
     }
     ring.advance();
   }
 
   __device__ void load_queries() {
-    hopper::barrier_wait(address(at.shared->q_empty[q.stage]), q.parity ^ 1);
+    barrier_wait(address(at.shared->q_empty[q.stage]), q.parity ^ 1);
     const uint32_t full = address(at.shared->q_full[q.stage]);
-    if (lane == 0) hopper::barrier_arrive_expecting(full, Shape::kQueryBytes);
+    if (lane == 0) barrier_arrive_expecting(full, Shape::kQueryBytes);
     __syncwarp();
     if (lane < Shape::kHalves) {
-      hopper::load_box(at.q + q.stage * Shape::kQueryBytes + lane * Shape::kRows * 128, params.q, full,
+      load_box(at.q + q.stage * Shape::kQueryBytes + lane * Shape::kRows * 128, params.q, full,
                        {lane * 64, tile.head, tile.query_start + tile.first_row});
     }
     q.advance();
@@ -195,7 +199,7 @@ struct Fetcher {
   __device__ void publish_tile() {
     if (lane == 0) {
       at.shared->tiles[tiles.stage] = tile;
-      hopper::barrier_arrive(address(at.shared->tile_full[tiles.stage]));
+      barrier_arrive(address(at.shared->tile_full[tiles.stage]));
     }
     tiles.advance();
   }
@@ -216,7 +220,7 @@ struct Fetcher {
 
   __device__ void run_values() {
     for (;; tiles.advance()) {
-      hopper::barrier_wait(address(at.shared->tile_full[tiles.stage]), tiles.parity);
+      barrier_wait(address(at.shared->tile_full[tiles.stage]), tiles.parity);
       tile = at.shared->tiles[tiles.stage];
       if (tile.seq < 0) break;
       for_steps([&](const FetchPlan& plan, int) { load_values(plan); });
@@ -232,41 +236,41 @@ struct Computer {
   const HopperParams<T>& params;
   const HopperLayout<D>& at;
   int group;
-  hopper::Ring<Shape::kStages> k, v;
-  hopper::Ring<Shape::kQueryStages> q;
-  hopper::Ring<HopperShared<D>::kTiles> tiles;
+  Ring<Shape::kStages> k, v;
+  Ring<Shape::kQueryStages> q;
+  Ring<HopperShared<D>::kTiles> tiles;
 
-  static __device__ uint32_t address(uint64_t& barrier) { return hopper::shared_address(&barrier); }
+  static __device__ uint32_t address(uint64_t& barrier) { return shared_address(&barrier); }
 
   static __device__ void release(uint64_t& barrier) {
-    if (threadIdx.x % kWarp == 0) hopper::barrier_arrive(address(barrier));
+    if (threadIdx.x % kWarp == 0) barrier_arrive(address(barrier));
   }
 
   // scores = Q K^T, begun only.
   __device__ __forceinline__ void multiply_keys(float (&scores)[kKeys / 2]) const {
     const uint32_t rows = at.q + q.stage * Shape::kQueryBytes + group * 64 * 128;
-    const uint64_t queries = hopper::matrix_descriptor(rows, 1024, 0);
-    const uint64_t keys = hopper::matrix_descriptor(at.k + k.stage * Shape::kStageBytes, Shape::kRowGroupBytes, 0);
-    hopper::wgmma_fence();
+    const uint64_t queries = matrix_descriptor(rows, 1024, 0);
+    const uint64_t keys = matrix_descriptor(at.k + k.stage * Shape::kStageBytes, Shape::kRowGroupBytes, 0);
+    wgmma_fence();
 #pragma unroll
     for (int d = 0; d < D / 16; ++d) {
       const int q_offset = d / 4 * Shape::kRows * 128 + d % 4 * 32;
       const int k_offset = d / 4 * Shape::kHalfBytes + d % 4 * 32;
-      hopper::multiply_transposed<T, kKeys>(scores, queries + (q_offset >> 4), keys + (k_offset >> 4), d != 0);
+      multiply_transposed<T, kKeys>(scores, queries + (q_offset >> 4), keys + (k_offset >> 4), d != 0);
     }
-    hopper::wgmma_commit();
+    wgmma_commit();
   }
 
   // out += weights V, begun only.
   __device__ __forceinline__ void multiply_values(float (&out)[D / 2], const uint32_t (&weights)[kKeys / 4]) const {
-    const uint64_t values = hopper::matrix_descriptor(at.v + v.stage * Shape::kStageBytes, Shape::kRowGroupBytes,
+    const uint64_t values = matrix_descriptor(at.v + v.stage * Shape::kStageBytes, Shape::kRowGroupBytes,
                                                       Shape::kHalfBytes);
-    hopper::wgmma_fence();
+    wgmma_fence();
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      hopper::multiply<T, D>(out, weights + 4 * n, values + n * (2 * Shape::kRowGroupBytes >> 4));
+      multiply<T, D>(out, weights + 4 * n, values + n * (2 * Shape::kRowGroupBytes >> 4));
     }
-    hopper::wgmma_commit();
+    wgmma_commit();
   }
 
   // Soft cap and mask, for the keys of step n.
@@ -294,21 +298,21 @@ struct Computer {
     uint32_t weights[kKeys / 4];
     OnlineSoftmax softmax;
 
-    hopper::barrier_wait(address(at.shared->k_full[k.stage]), k.parity);
+    barrier_wait(address(at.shared->k_full[k.stage]), k.parity);
     multiply_keys(scores);
-    hopper::wgmma_wait<0>();
-    hopper::settle(scores);
+    wgmma_wait<0>();
+    settle(scores);
     finish_keys(last == first);
     shape_scores(scores, group_position, last);
     softmax.update(scores, params.p.exp2_scale, shrink);
     pack_weights(weights, scores);
     for (int n = last - 1; n >= first; --n) {
-      hopper::barrier_wait(address(at.shared->k_full[k.stage]), k.parity);
+      barrier_wait(address(at.shared->k_full[k.stage]), k.parity);
       multiply_keys(scores);
-      hopper::barrier_wait(address(at.shared->v_full[v.stage]), v.parity);
+      barrier_wait(address(at.shared->v_full[v.stage]), v.parity);
       multiply_values(out, weights);
-      hopper::wgmma_wait<1>();
-      hopper::settle(scores);
+      wgmma_wait<1>();
+      settle(scores);
       finish_keys(n == first);
       shape_scores(scores, group_position, n);
       softmax.update(scores, params.p.exp2_scale, shrink);
@@ -316,7 +320,7 @@ struct Computer {
       scale_rows(out, shrink);
       pack_weights(weights, scores);
     }
-    hopper::barrier_wait(address(at.shared->v_full[v.stage]), v.parity);
+    barrier_wait(address(at.shared->v_full[v.stage]), v.parity);
     multiply_values(out, weights);
     finish_values(out);
     const int row = group * 64 + threadIdx.x % 128 / kWarp * 16 + threadIdx.x % kWarp / 4;
@@ -333,18 +337,18 @@ struct Computer {
   }
 
   __device__ __forceinline__ void finish_values(float (&out)[D / 2]) {
-    hopper::wgmma_wait<0>();
-    hopper::settle(out);
+    wgmma_wait<0>();
+    settle(out);
     release(at.shared->v_empty[v.stage]);
     v.advance();
   }
 
   __device__ __forceinline__ void run() {
     for (;; tiles.advance()) {
-      hopper::barrier_wait(address(at.shared->tile_full[tiles.stage]), tiles.parity);
+      barrier_wait(address(at.shared->tile_full[tiles.stage]), tiles.parity);
       const Tile tile = at.shared->tiles[tiles.stage];
       if (tile.seq < 0) break;
-      hopper::barrier_wait(address(at.shared->q_full[q.stage]), q.parity);
+      barrier_wait(address(at.shared->q_full[q.stage]), q.parity);
       compute_tile(tile);
     }
   }
@@ -362,7 +366,7 @@ __global__ void __launch_bounds__(HopperShape<D>::kThreads, 1)
   __syncthreads();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (warp < 4) {
-    hopper::give_registers_back<Shape::kFetchRegisters>();
+    give_registers_back<Shape::kFetchRegisters>();
     if (warp == 0) {
       Fetcher<T, D>{params, at, lane}.run_keys();
     } else if (warp == 1) {
@@ -371,7 +375,7 @@ __global__ void __launch_bounds__(HopperShape<D>::kThreads, 1)
       zero_surplus_rows(params.p, blockIdx.x * kWarp + lane, gridDim.x * kWarp);
     }
   } else {
-    hopper::take_registers<Shape::kComputeRegisters>();
+    take_registers<Shape::kComputeRegisters>();
     Computer<T, D>{params, at, warp / 4 - 1}.run();
   }
 #endif

@@ -3,8 +3,8 @@
 // R rotary dimensions, of which i < R/2 pairs with i + R/2.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
     squares += u[i] * u[i] + v[i] * v[i];
   }
   if (p.q_weight) {  // the same for the whole warp
-    for (int step = kLanes / 2; step > 0; step /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
+    for (int step = kLanes / 2; step > 0; step /= 2) squares += __shfl_xor_sync(kAllLanes, squares, step);
   }
   if (!inside || !head.target) return;
   if (head.weight) {

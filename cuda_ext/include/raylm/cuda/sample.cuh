@@ -15,9 +15,9 @@
 #include <climits>
 #include <utility>
 
-#include "raylm/cuda/grid_dependency.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/order.cuh"
-#include "raylm/cuda/vec.cuh"
+#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 
@@ -62,7 +62,7 @@ struct SampleScratch {
 // Inclusive sum over the lanes up to one's own.
 __device__ inline double warp_scan(double x, int lane) {
   for (int step = 1; step < kWarp; step *= 2) {
-    const double before = __shfl_up_sync(0xffffffffu, x, step);
+    const double before = __shfl_up_sync(kAllLanes, x, step);
     if (lane >= step) x += before;
   }
   return x;
@@ -217,7 +217,7 @@ __device__ inline void SampleRow::count_above(const uint32_t (&pivots)[kPivots])
 #pragma unroll
   for (int j = 0; j < kPivots; ++j) {
     mass[j] = warp_sum(mass[j]);
-    count[j] = __reduce_add_sync(0xffffffffu, count[j]);
+    count[j] = __reduce_add_sync(kAllLanes, count[j]);
     if (lane == j) scratch.mass[warp][j] = mass[j], scratch.count[warp][j] = count[j];
   }
   __syncthreads();
@@ -307,14 +307,14 @@ __device__ inline uint64_t SampleRow::cut_ranked(const SampleLimits& limits, con
   const auto weight = [&](int i) { return i < num ? __uint_as_float(scratch.sorted[i] >> 32) : 0.0f; };
   double sum = 0;
   for (int i = 0; i < kEach; ++i) sum += weight(kEach * lane + i);
-  const double upto = __shfl_up_sync(0xffffffffu, warp_scan(sum, lane), 1);
+  const double upto = __shfl_up_sync(kAllLanes, warp_scan(sum, lane), 1);
   double before = bracket.mass_high + (lane ? upto : 0);
   int last = 0;  // the first of them is kept, or `high` would not have been allowed
   for (int i = kEach * lane; i < min(num, kEach * (lane + 1)); ++i) {
     if (limits.allows(bracket.count_high + i, before)) last = i;
     before += weight(i);
   }
-  return scratch.sorted[__reduce_max_sync(0xffffffffu, last)];
+  return scratch.sorted[__reduce_max_sync(kAllLanes, last)];
 }
 
 // All tokens of the bracket weigh the same, and are too many to rank: keeps the first of them.
@@ -325,7 +325,7 @@ __device__ inline uint64_t SampleRow::cut_ties(const SampleLimits& limits, const
   const auto is_tie = [&](float w, int) { return __float_as_uint(w) == bracket.high ? 1.0f : 0.0f; };
   int count = 0;
   each([&](float w, int token) { count += is_tie(w, token) != 0; });
-  tell(exchange.sums[1], static_cast<double>(__reduce_add_sync(0xffffffffu, count)));
+  tell(exchange.sums[1], static_cast<double>(__reduce_add_sync(kAllLanes, count)));
   sync();
   const int token = locate(exchange.sums[1], kept - 0.5, is_tie);
   if (token >= 0 && lane < kSampleCtas) *of_cta(&exchange.tie_token, lane) = token;
@@ -340,16 +340,16 @@ __device__ int SampleRow::locate(const double* sums, double target, const Weight
   constexpr int kEach = kRowWarps / kWarp;
   double own[kEach], sum = 0;
   for (int i = 0; i < kEach; ++i) sum += own[i] = sums[kEach * lane + i];
-  const double upto = __shfl_up_sync(0xffffffffu, warp_scan(sum, lane), 1);
+  const double upto = __shfl_up_sync(kAllLanes, warp_scan(sum, lane), 1);
   double bound = lane ? upto : 0, start = 0;
   int owner = -1;
   for (int i = 0; i < kEach; ++i) {
     if (own[i] > 0 && bound <= target) owner = kEach * lane + i, start = bound;
     bound += own[i];
   }
-  const int last = __reduce_max_sync(0xffffffffu, owner);
+  const int last = __reduce_max_sync(kAllLanes, owner);
   if (last != row_warp()) return -1;
-  return walk(target - __shfl_sync(0xffffffffu, start, last / kEach), weight);
+  return walk(target - __shfl_sync(kAllLanes, start, last / kEach), weight);
 }
 
 // Within this warp's tokens; where rounding leaves the sum short of the target, the last token that weighs anything.
@@ -365,20 +365,20 @@ __device__ int SampleRow::walk(double target, const Weight& weight) const {
       w[i] = token < end ? weight(weights[at + i], token) : 0.0f;
       passed[i] = sum += w[i];
     }
-    const double upto = warp_scan(sum, lane), before = __shfl_up_sync(0xffffffffu, upto, 1);
+    const double upto = warp_scan(sum, lane), before = __shfl_up_sync(kAllLanes, upto, 1);
     int found = -1, mine = -1;
     for (int i = 3; i >= 0; --i) {
       if (w[i] <= 0) continue;
       if (mine < 0) mine = first + at + i;
       if (running + (lane ? before : 0) + passed[i] > target) found = first + at + i;
     }
-    if (const unsigned lanes = __ballot_sync(0xffffffffu, found >= 0)) {
-      return __shfl_sync(0xffffffffu, found, __ffs(lanes) - 1);
+    if (const unsigned lanes = __ballot_sync(kAllLanes, found >= 0)) {
+      return __shfl_sync(kAllLanes, found, __ffs(lanes) - 1);
     }
-    if (const unsigned lanes = __ballot_sync(0xffffffffu, mine >= 0)) {
-      last = __shfl_sync(0xffffffffu, mine, 31 - __clz(lanes));
+    if (const unsigned lanes = __ballot_sync(kAllLanes, mine >= 0)) {
+      last = __shfl_sync(kAllLanes, mine, 31 - __clz(lanes));
     }
-    running += __shfl_sync(0xffffffffu, upto, kWarp - 1);
+    running += __shfl_sync(kAllLanes, upto, kWarp - 1);
   }
   return last;
 }
@@ -386,7 +386,7 @@ __device__ int SampleRow::walk(double target, const Weight& weight) const {
 __device__ inline double row_total(const double* sums, int lane) {
   double sum = 0;
   for (int i = 0; i < kRowWarps / kWarp; ++i) sum += sums[kRowWarps / kWarp * lane + i];
-  return __shfl_sync(0xffffffffu, warp_scan(sum, lane), kWarp - 1);
+  return __shfl_sync(kAllLanes, warp_scan(sum, lane), kWarp - 1);
 }
 
 // From the weights to a token.

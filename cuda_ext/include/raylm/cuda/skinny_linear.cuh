@@ -13,9 +13,10 @@
 // row's result depends neither on the rows beside it nor on timing.
 #pragma once
 
-#include "raylm/cuda/async_copy.cuh"
-#include "raylm/cuda/common.cuh"
-#include "raylm/cuda/grid_dependency.cuh"
+#include "raylm/cuda/ptx/barrier.cuh"
+#include "raylm/cuda/ptx/copy.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/matrix.cuh"
 
 namespace raylm::cuda {
 
@@ -43,20 +44,6 @@ constexpr int kSkinnySlots = 2;  // tiles of a team whose sums may wait to be ad
 constexpr int kSkinnyPitch = kSkinnyBlock * 2 + 64;
 __host__ __device__ constexpr int skinny_x_pitch(int k) { return (k * 2 + 127) / 128 * 128 + 64; }
 
-template <typename T>
-__device__ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                 unsigned b1) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
 struct SkinnyTeam {
   int index, warp, lane;  // of this thread: its team in the block, its warp in the team, its lane
   int first_tile, tile_step;
@@ -74,7 +61,7 @@ class SkinnyRing {
  public:
   static constexpr int kStageBytes = 8 * Tiles * kSkinnyPitch;
 
-  __device__ SkinnyRing(const SkinnyArgs<T>& args, const SkinnyTeam& team, char* stages, unsigned full)
+  __device__ SkinnyRing(const SkinnyArgs<T>& args, const SkinnyTeam& team, char* stages, uint32_t full)
       : args_(args), team_(team), stages_(stages), full_(full), tile_(team.first_tile), k_(team.warp * kSkinnyBlock),
         policy_(evict_first_policy()) {
     for (int i = 0; i < Stages; ++i) load();
@@ -97,12 +84,13 @@ class SkinnyRing {
   __device__ void load() {
     if (k_ >= args_.k || tile_ >= args_.tiles) return;
     const int lane = threadIdx.x % kWarp;
-    const unsigned bytes = min(kSkinnyBlock, args_.k - k_) * 2, barrier = full_ + 8 * write_;
-    if (lane == 0) barrier_expect(barrier, bytes * 8 * Tiles);
+    const int bytes = min(kSkinnyBlock, args_.k - k_) * 2;
+    const uint32_t barrier = full_ + 8 * write_;
+    if (lane == 0) barrier_arrive_expecting(barrier, bytes * 8 * Tiles);
     __syncwarp();
     if (lane < 8 * Tiles) {
       const int row = min(tile_ * Tiles * 8 + lane, args_.n - 1);
-      const unsigned to = shared_address(stages_) + write_ * kStageBytes + lane * kSkinnyPitch;
+      const uint32_t to = shared_address(stages_) + write_ * kStageBytes + lane * kSkinnyPitch;
       bulk_copy_once(to, args_.weight + row * args_.weight_stride + k_, bytes, barrier, policy_);
     }
     if (++write_ == Stages) write_ = 0;
@@ -115,10 +103,10 @@ class SkinnyRing {
   const SkinnyArgs<T>& args_;
   const SkinnyTeam& team_;
   char* const stages_;
-  const unsigned full_;
+  const uint32_t full_;
   int tile_, k_;  // of the next copy
   int read_ = 0, write_ = 0;
-  unsigned phase_ = 0;
+  int phase_ = 0;
   const uint64_t policy_;
 };
 
@@ -155,8 +143,8 @@ class SkinnySums {
 #pragma unroll
         for (int m = 0; m < kBlocks16; ++m) {
           const uint4 low = a[2 * m], high = a[2 * m + 1];
-          mma_16816<T>(sums_[m][t][0], low.x, high.x, low.y, high.y, b.x, b.y);
-          mma_16816<T>(sums_[m][t][1], low.z, high.z, low.w, high.w, b.z, b.w);
+          multiply_add<T>(sums_[m][t][0], {low.x, high.x, low.y, high.y}, b.x, b.y);
+          multiply_add<T>(sums_[m][t][1], {low.z, high.z, low.w, high.w}, b.z, b.w);
         }
       }
     }
@@ -196,10 +184,10 @@ class SkinnyMeeting {
 
   static __host__ __device__ constexpr int bytes(int split) { return kSkinnySlots * split * kSums * 4; }
 
-  __device__ SkinnyMeeting(const SkinnyArgs<T>& args, const SkinnyTeam& team, float* parts, unsigned barriers)
+  __device__ SkinnyMeeting(const SkinnyArgs<T>& args, const SkinnyTeam& team, float* parts, uint32_t barriers)
       : args_(args), team_(team), parts_(parts), filled_(barriers), emptied_(barriers + 8 * kSkinnySlots) {}
 
-  static __device__ void init(unsigned barriers, int split) {
+  static __device__ void init(uint32_t barriers, int split) {
     for (int i = 0; i < kSkinnySlots; ++i) {
       barrier_init(barriers + 8 * i, split * kWarpArrivals);
       barrier_init(barriers + 8 * (kSkinnySlots + i), kWarpArrivals);
@@ -243,14 +231,14 @@ class SkinnyMeeting {
   const SkinnyArgs<T>& args_;
   const SkinnyTeam& team_;
   float* const parts_;
-  const unsigned filled_, emptied_;
+  const uint32_t filled_, emptied_;
   int count_ = 0;
 };
 
 // x goes to shared memory by bulk copies, one a row.
 template <typename T>
-__device__ void skinny_copy_x(const SkinnyArgs<T>& args, char* to, unsigned barrier) {
-  if (threadIdx.x == 0) barrier_expect(barrier, args.rows * args.k * 2);
+__device__ void skinny_copy_x(const SkinnyArgs<T>& args, char* to, uint32_t barrier) {
+  if (threadIdx.x == 0) barrier_arrive_expecting(barrier, args.rows * args.k * 2);
   __syncwarp();
   for (int row = threadIdx.x; row < args.rows; row += kWarp) {
     bulk_copy(shared_address(to) + row * skinny_x_pitch(args.k), args.x + row * args.x_stride, args.k * 2, barrier);
@@ -275,8 +263,8 @@ __global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __
   start_dependents();
   const SkinnyTeam team(args.split);
   const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
-  const unsigned full = shared_address(ring_barriers + warp * Stages), x_full = shared_address(&x_barrier);
-  const unsigned meet = shared_address(meeting_barriers + team.index * 2 * kSkinnySlots);
+  const uint32_t full = shared_address(ring_barriers + warp * Stages), x_full = shared_address(&x_barrier);
+  const uint32_t meet = shared_address(meeting_barriers + team.index * 2 * kSkinnySlots);
   if (team.lane == 0) {
     for (int i = 0; i < Stages; ++i) barrier_init(full + 8 * i, 1);
     if (team.warp == 0) Meeting::init(meet, args.split);

@@ -8,9 +8,13 @@
 // the rows beside it nor on timing.
 #pragma once
 
-#include "raylm/cuda/grid_dependency.cuh"
-#include "raylm/cuda/hopper.cuh"
-#include "raylm/cuda/warp_mma.cuh"
+#include "raylm/cuda/pipeline/ring.cuh"
+#include "raylm/cuda/ptx/cluster.cuh"
+#include "raylm/cuda/ptx/copy.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/tensor_copy.cuh"
+#include "raylm/cuda/ptx/wgmma.cuh"
+#include "raylm/cuda/tile/fragments.cuh"
 
 namespace raylm::cuda {
 
@@ -45,7 +49,7 @@ struct SplitLayout {
   uint32_t stages, x, sums;
 
   __device__ SplitLayout(const unsigned char* memory, int block_steps) {
-    stages = (hopper::shared_address(memory) + 1023) / 1024 * 1024;
+    stages = (shared_address(memory) + 1023) / 1024 * 1024;
     x = stages + kSplitStages * kSplitStageBytes;
     sums = x + block_steps * kStepBytes;
   }
@@ -59,18 +63,18 @@ struct SplitLayout {
 template <typename T, int Rows, int Cluster>
 struct SplitBlock {
   using Layout = SplitLayout<Rows>;
-  using Ring = hopper::Ring<kSplitStages>;
+  using Stages = Ring<kSplitStages>;
   static constexpr int kSums = Rows / 2;  // of a thread
   const SplitLinearParams<T>& params;
   const Layout at;
   const uint32_t full, empty, met;
-  const int rank = hopper::cluster_rank();
+  const int rank = cluster_rank();
   const int from = min(rank * params.block_steps, params.steps);
   const int steps = min(params.block_steps, params.steps - from);
 
   __device__ SplitBlock(const SplitLinearParams<T>& p, const unsigned char* memory, SplitBarriers& barriers)
-      : params(p), at(memory, p.block_steps), full(hopper::shared_address(barriers.full)),
-        empty(hopper::shared_address(barriers.empty)), met(hopper::shared_address(barriers.met)) {}
+      : params(p), at(memory, p.block_steps), full(shared_address(barriers.full)),
+        empty(shared_address(barriers.empty)), met(shared_address(barriers.met)) {}
 
   __device__ int first_tile() const { return blockIdx.x / Cluster; }
   __device__ int tile_step() const { return gridDim.x / Cluster; }
@@ -80,16 +84,16 @@ struct SplitBlock {
   // The first tile's stages bring x as well.
   __device__ void load_weights(int tile, int step, int stage, bool first) const {
     const uint64_t policy = evict_first_policy();
-    hopper::barrier_arrive_expecting(full + 8 * stage, kSplitStageBytes + (first ? Layout::kStepBytes : 0));
+    barrier_arrive_expecting(full + 8 * stage, kSplitStageBytes + (first ? Layout::kStepBytes : 0));
     for (int box = 0; box < kSplitBoxes; ++box) {
-      hopper::load_box_once(at.stages + stage * kSplitStageBytes + box * kSplitTile * 128, params.weight,
+      load_box_once(at.stages + stage * kSplitStageBytes + box * kSplitTile * 128, params.weight,
                             full + 8 * stage, {(from + step) * kSplitStep + box * 64, tile * kSplitTile}, policy);
     }
   }
 
   __device__ void load_x(int step, int stage) const {
     for (int box = 0; box < kSplitBoxes; ++box) {
-      hopper::load_box(at.x + step * Layout::kStepBytes + box * Rows * 128, params.x, full + 8 * stage,
+      load_box(at.x + step * Layout::kStepBytes + box * Rows * 128, params.x, full + 8 * stage,
                        {(from + step) * kSplitStep + box * 64, 0});
     }
   }
@@ -97,24 +101,23 @@ struct SplitBlock {
   // The one thread that fetches. It asks for the first stages of W before the other blocks are there.
   __device__ void begin() const {
     for (int i = 0; i < kSplitStages; ++i) {
-      hopper::barrier_init(full + 8 * i, 1);
-      hopper::barrier_init(empty + 8 * i, 4);
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4);
     }
-    for (int i = 0; i < 2; ++i) hopper::barrier_init(met + 8 * i, 4 * Cluster * kWarpArrivals);
-    hopper::fence_barrier_init();
-    hopper::fence_shared_writes();
+    for (int i = 0; i < 2; ++i) barrier_init(met + 8 * i, 4 * Cluster * kWarpArrivals);
+    barrier_init_done();
     if (!params.early) wait_for_dependencies();
     for (int step = 0; step < ahead(); ++step) load_weights(first_tile(), step, step, true);
   }
 
   __device__ void fetch() const {
     wait_for_dependencies();
-    Ring ring;
+    Stages ring;
     for (int step = 0; step < ahead(); ++step, ring.advance()) load_x(step, step);
     for (int tile = first_tile(); tile < params.tiles; tile += tile_step()) {
       const bool first = tile == first_tile();
       for (int step = first ? ahead() : 0; step < steps; ++step, ring.advance()) {
-        hopper::barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         load_weights(tile, step, ring.stage, first);
         if (first) load_x(step, ring.stage);
       }
@@ -123,7 +126,7 @@ struct SplitBlock {
 
   // Four warps, tile after tile.
   __device__ void compute() const {
-    Ring ring;
+    Stages ring;
     int count = 0, tile = first_tile();
     wait_for_dependencies();
     for (; tile < params.tiles; tile += tile_step(), ++count) {
@@ -142,23 +145,23 @@ struct SplitBlock {
     write(tile - tile_step(), last);
   }
 
-  __device__ __forceinline__ void sum_tile(float (&sums)[kSums], Ring& ring) const {
+  __device__ __forceinline__ void sum_tile(float (&sums)[kSums], Stages& ring) const {
     for (int step = 0; step < steps; ++step, ring.advance()) {
-      hopper::barrier_wait(full + 8 * ring.stage, ring.parity);
-      hopper::wgmma_fence();
+      barrier_wait(full + 8 * ring.stage, ring.parity);
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kSplitStep / 16; ++i) {
         const int box = i / 4, inside = i % 4 * 2;
-        const uint64_t w = hopper::matrix_descriptor(
+        const uint64_t w = matrix_descriptor(
             at.stages + ring.stage * kSplitStageBytes + box * kSplitTile * 128, 1024, 0);
-        const uint64_t x = hopper::matrix_descriptor(at.x + step * Layout::kStepBytes + box * Rows * 128, 1024, 0);
-        hopper::multiply_transposed<T, Rows>(sums, w + inside, x + inside, 1);
+        const uint64_t x = matrix_descriptor(at.x + step * Layout::kStepBytes + box * Rows * 128, 1024, 0);
+        multiply_transposed<T, Rows>(sums, w + inside, x + inside, 1);
       }
-      hopper::wgmma_commit();
-      hopper::wgmma_wait<0>();
-      if (threadIdx.x % kWarp == 0) hopper::barrier_arrive(empty + 8 * ring.stage);
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (threadIdx.x % kWarp == 0) barrier_arrive(empty + 8 * ring.stage);
     }
-    hopper::settle(sums);
+    settle(sums);
   }
 
   __device__ uint32_t buffer(int count) const { return at.sums + count % 2 * Layout::kSumBytes; }
@@ -170,10 +173,10 @@ struct SplitBlock {
     const uint32_t to = buffer(count) + (lane % 4 * 2 * kSplitPitch + threadIdx.x / kWarp * 16 + lane / 4) * 4;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      hopper::store_shared(to + ((i / 4 * 8 + i % 2) * kSplitPitch + i / 2 % 2 * 8) * 4, sums[i]);
+      store_shared(to + ((i / 4 * 8 + i % 2) * kSplitPitch + i / 2 % 2 * 8) * 4, sums[i]);
     }
     __syncwarp();
-    hopper::barrier_arrive_lane<Cluster>(met + 8 * (count % 2), lane);
+    barrier_arrive_lane<Cluster>(met + 8 * (count % 2), lane);
   }
 
   // A thread's four neighbours number i of this block's share of a tile: row of x, first row of W.
@@ -184,14 +187,14 @@ struct SplitBlock {
 
   // All blocks' sums of this block's share of tile number `count`.
   __device__ __forceinline__ void add(int count, float4 (&sum)[kQuads]) const {
-    hopper::barrier_wait_acquiring(met + 8 * (count % 2), count / 2 & 1);
+    barrier_wait_acquiring(met + 8 * (count % 2), count / 2 & 1);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       if (row_of(i) >= kShare) continue;
       const uint32_t from = buffer(count) + ((rank * kShare + row_of(i)) * kSplitPitch + column_of(i)) * 4;
       float4 parts[Cluster];
 #pragma unroll
-      for (int block = 0; block < Cluster; ++block) parts[block] = hopper::load_shared_at(from, block);
+      for (int block = 0; block < Cluster; ++block) parts[block] = load_shared_at(from, block);
       sum[i] = parts[0];
 #pragma unroll
       for (int block = 1; block < Cluster; ++block) {
@@ -226,12 +229,12 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   const bool fetches = threadIdx.x == 128;
   if (fetches) block.begin();
   __syncwarp();
-  hopper::cluster_sync();
+  cluster_sync();
   if (threadIdx.x < 128) block.compute();
   if (fetches) block.fetch();
   // A block stays until the others have read its sums.
   __syncwarp();
-  hopper::cluster_sync();
+  cluster_sync();
 #endif
 }
 

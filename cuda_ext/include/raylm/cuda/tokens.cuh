@@ -2,7 +2,7 @@
 #pragma once
 
 #include "raylm/cuda/common.cuh"
-#include "raylm/cuda/grid_dependency.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
 
 namespace raylm::cuda {
 
@@ -74,7 +74,7 @@ __device__ inline int64_t equal_drafts(const int64_t* cells, int64_t known, int6
     const int64_t j = base + threadIdx.x % kWarp;
     const bool has_cell = static_cast<uint64_t>(known + j) < static_cast<uint64_t>(width);
     const bool differs = j < count && !(has_cell && cells[known + j] == sampled[j]);
-    if (const unsigned lanes = __ballot_sync(0xffffffffu, differs)) return base + __ffs(lanes) - 1;
+    if (const unsigned lanes = __ballot_sync(kAllLanes, differs)) return base + __ffs(lanes) - 1;
   }
   return count;
 }

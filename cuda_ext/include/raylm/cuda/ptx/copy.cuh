@@ -1,64 +1,44 @@
-// Hopper's bulk copies into shared memory and the barriers in shared memory that they complete on.
+// Copies of bytes into shared memory that run behind the program: 16 bytes a thread (sm_80), and rows by the copy engine,
+// which complete on a barrier in shared memory (sm_90).
 #pragma once
 
-#include <cstdint>
-
-#include "raylm/cuda/common.cuh"
+#include "raylm/cuda/ptx/shared.cuh"
 
 namespace raylm::cuda {
 
-__device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
-
-__device__ inline void barrier_init(unsigned barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+// Copies 16 bytes, or writes 16 zero bytes and reads nothing.
+__device__ inline void copy_async(uint32_t to, const void* from, bool read) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(read ? 16 : 0));
 }
 
-// After barrier_init, before another thread or a copy uses the barriers.
-__device__ inline void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `Pending` of this thread's latest groups of copies are under way.
+template <int Pending>
+__device__ inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-__device__ inline void barrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// A warp's arrivals, all of kWarpArrivals.
-__device__ inline void barrier_arrive_warp(unsigned barrier) {
-  __syncwarp();
-  if (threadIdx.x % kWarp < kWarpArrivals) barrier_arrive(barrier);
-}
-
-// One arrival, which also announces the bytes that copies will bring.
-__device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ inline void barrier_wait(unsigned barrier, unsigned phase) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\n"
-      "DONE:\n}" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
+// For copies of what is read once: it is the first to leave the L2 cache.
+__device__ inline uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
 // Addresses and bytes are multiples of 16.
-__device__ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier)
-      : "memory");
+__device__ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// The same for bytes that are read once: they are the first to leave L2.
-__device__ inline void bulk_copy_once(unsigned to, const void* from, unsigned bytes, unsigned barrier,
-                                      uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
+// The same for bytes that are read once.
+__device__ inline void bulk_copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], %4;"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+
+__device__ inline void prefetch(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
 
 }  // namespace raylm::cuda

@@ -1,0 +1,62 @@
+"""Writes the header that has wgmma's instruction for each type and width: its operands are written out one by one.
+
+    python wgmma_forms.py HEADER
+"""
+
+import sys
+from pathlib import Path
+
+TYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
+SHARED = (16, 32, 64, 96, 128, 256)
+"""Widths of products whose left side lies in shared memory."""
+REGISTERS = (64, 80, 96, 128, 192, 256)
+"""Widths of those whose left side lies in registers."""
+
+
+def names(first, count):
+    """Operands as the instruction's text names them."""
+    return ", ".join(f"%{number}" for number in range(first, first + count))
+
+
+def form(signature, width, kind, left, operands, accumulates, flags):
+    """One specialisation. `left`: how the text names the left side; `operands`: C expressions after the sums."""
+    sums = width // 2
+    outputs = ", ".join(f'"+f"(c[{number}])' for number in range(sums))
+    last = sums + len(operands) - 1
+    condition = f"%{last}" if accumulates else "1"
+    right = f"%{last - 1}" if accumulates else f"%{last}"
+    lines = [
+        "template <>",
+        f"__device__ __forceinline__ void {signature} {{",
+        '  asm volatile("{\\n.reg .pred p;\\n"',
+        f'               "setp.ne.b32 p, {condition}, 0;\\n"',
+        f'               "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} "',
+        f'               "{{{names(0, sums)}}}, "',
+        f'               "{left}, {right}, p, {flags};\\n}}"',
+        f"               : {outputs}",
+        f"               : {', '.join(operands)});",
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def header():
+    """The header's text."""
+    forms = []
+    for name, kind in TYPES.items():
+        for width in SHARED:
+            sums = width // 2
+            signature = f"multiply_transposed<{name}, {width}>(float (&c)[{sums}], uint64_t a, uint64_t b, int accumulate)"
+            operands = ['"l"(a)', '"l"(b)', '"r"(accumulate)']
+            forms.append(form(signature, width, kind, f"%{sums}", operands, True, "1, 1, 0, 0"))
+        for width in REGISTERS:
+            sums = width // 2
+            signature = f"multiply<{name}, {width}>(float (&c)[{sums}], const uint32_t* a, uint64_t b)"
+            operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
+            forms.append(form(signature, width, kind, f"{{{names(sums, 4)}}}", operands, False, "1, 1, 1"))
+    begin = "// Written by cmake/wgmma_forms.py.\n#pragma once\n\nnamespace raylm::cuda {\n"
+    return "\n".join([begin, *forms, "}  // namespace raylm::cuda\n"])
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(header())

@@ -1,0 +1,72 @@
+// Blocks in a cluster (sm_90): they see each other's shared memory and arrive at each other's barriers.
+#pragma once
+
+#include "raylm/cuda/ptx/barrier.cuh"
+
+namespace raylm::cuda {
+
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// Until all threads of the cluster's blocks are here, or have ended.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at the barrier that the cluster's block `rank` has at this block's address of it; threads that name no such rank
+// do nothing. It orders no ordinary writes for the other block (a release to the cluster would wait for all memory
+// accesses of the thread): for shared memory that the copy engine and wgmma alone touch.
+template <int Ranks>
+__device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\n.reg .pred p;\n"
+               "setp.lt.u32 p, %1, %2;\n"
+               "@p mapa.shared::cluster.u32 there, %0, %1;\n"
+               "@p mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+               ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
+}
+
+// The same for ordinary writes to shared memory, also of the threads that were synchronised with this one before: another
+// block's thread sees them when it has waited by barrier_wait_acquiring.
+template <int Ranks>
+__device__ inline void barrier_arrive_releasing(uint32_t barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\n.reg .pred p;\n"
+               "setp.lt.u32 p, %1, %2;\n"
+               "@p mapa.shared::cluster.u32 there, %0, %1;\n"
+               "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
+               ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
+}
+
+// A lane's part of its warp's arrivals, kWarpArrivals of them, at this barrier of every block; __syncwarp stands before.
+template <int Ranks>
+__device__ inline void barrier_arrive_lane(uint32_t barrier, int lane) {
+  if constexpr (kWarpArrivals == 1) {
+    barrier_arrive_releasing<Ranks>(barrier, lane);
+  } else {
+    for (int rank = 0; rank < Ranks; ++rank) barrier_arrive_releasing<Ranks>(barrier, rank);
+  }
+}
+
+__device__ inline void barrier_wait_acquiring(uint32_t barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  }
+}
+
+// What the cluster's block `rank` has at this block's address of it, 16-byte aligned.
+__device__ inline float4 load_shared_at(uint32_t from, int rank) {
+  float4 x;
+  asm volatile("{\n.reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %4, %5;\n"
+               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from), "r"(rank) : "memory");
+  return x;
+}
+
+}  // namespace raylm::cuda

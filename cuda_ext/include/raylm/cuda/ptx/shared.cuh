@@ -1,0 +1,24 @@
+// Shared memory by its address, as PTX's instructions take it.
+#pragma once
+
+#include <cstdint>
+
+namespace raylm::cuda {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void store_shared(uint32_t to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
+// 16 bytes, aligned.
+__device__ inline void store_shared_zeros(uint32_t to) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
+// Makes the thread's ordinary writes to shared memory visible to the copy engine and to wgmma (sm_90).
+__device__ inline void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace raylm::cuda
