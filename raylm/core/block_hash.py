@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
+from struct import iter_unpack
 from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -58,13 +59,9 @@ class PrefixForm(NamedTuple):
 
 def chain(token_ids: Sequence[int], parent: bytes, *, block_size: int, hash_of: Hash) -> list[bytes]:
     """The hashes alone of the full blocks of `token_ids`, of which the first follows `parent`."""
-    data = array("I", token_ids[: len(token_ids) // block_size * block_size]).tobytes()
-    size = block_size * _TOKEN_BYTES
-    hashes = []
-    for start in range(0, len(data), size):
-        parent = hash_of(parent + data[start : start + size])
-        hashes.append(parent)
-    return hashes
+    data, size = array("I", token_ids).tobytes(), block_size * _TOKEN_BYTES
+    blocks = iter_unpack(f"{size}s", data[: len(data) // size * size])
+    return [parent := hash_of(parent + block) for (block,) in blocks]
 
 
 def extend_keys(keys: list[BlockKey], token_ids: list[int], *, block_size: int, root: bytes, hash_of: Hash) -> None:

@@ -14,6 +14,15 @@ _KEPT_BYTES = 8
 _STRIDE = 16
 """Blocks looked at together: where the last of them is there, so are the others, since an engine gives up the end of a
 prefix before its beginning."""
+_AHEAD = 192
+"""Blocks that are named beyond those that are there: by them prompts know each other that come at the same time."""
+
+
+class Naming(NamedTuple):
+    """What decides how blocks are named, besides their tokens."""
+
+    form: PrefixForm
+    epoch: int
 
 
 class PrefixIndex:
@@ -21,8 +30,8 @@ class PrefixIndex:
 
     def __init__(self, form: PrefixForm, *, limit: int) -> None:
         """At most `limit` blocks are kept of each kind; what finds no room is only never matched."""
-        self.form = form
-        self.epoch = 0
+        self.naming = Naming(form, 0)
+        """How the blocks are named that the engine stores by now."""
         self._limit = limit
         self._stored: set[bytes] = set()
         self._expected: dict[bytes, float] = {}
@@ -53,31 +62,39 @@ class PrefixIndex:
         self._forget_expected()
 
     def expect(self, keys: list[bytes], *, now: float, seconds: float) -> None:
-        """A prompt with these blocks was sent to the engine: count them as there for so long, until it says so."""
-        expected = self._expected
-        kept = []
-        for key in keys:
-            if key not in expected and len(expected) >= self._limit:
-                break
-            expected[key] = now + seconds
-            kept.append(key)
-        if kept:
-            self._until.append((now + seconds, kept))
+        """A prompt with these blocks was sent to the engine: count them as there for so long, until it says so.
+        The list is kept."""
+        if len(self._expected) + len(keys) > self._limit:
+            keys = self._that_fit(keys)
+        if keys:
+            self._expected.update(dict.fromkeys(keys, now + seconds))
+            self._until.append((now + seconds, keys))
 
     def expire(self, now: float) -> None:
         """Drop what was expected until now."""
+        expected = self._expected
         while self._until and self._until[0][0] <= now:
             for key in self._until.popleft()[1]:
                 # Sent once more, it is expected for longer.
-                if self._expected.get(key, now + 1) <= now:
-                    del self._expected[key]
+                if expected.get(key, now + 1) <= now:
+                    del expected[key]
+
+    def _that_fit(self, keys: list[bytes]) -> list[bytes]:
+        """The first keys, up to one that would be one too many."""
+        room = self._limit - len(self._expected)
+        for count, key in enumerate(keys):
+            if key not in self._expected:
+                if room == 0:
+                    return keys[:count]
+                room -= 1
+        return keys
 
     def _add(self, events: list[BlockEvent]) -> None:
-        stored, group = self._stored, self.form.group
+        stored, group = self._stored, self.naming.form.group
         for kind, block_hash, _, _, of in events:
             if kind == "cleared":
                 stored.clear()
-                self._set_epoch(self.epoch + 1)
+                self._set_epoch(self.naming.epoch + 1)
             elif of != group:
                 continue
             elif kind == "removed":
@@ -86,20 +103,13 @@ class PrefixIndex:
                 stored.add(block_hash[:_KEPT_BYTES])
 
     def _set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch = epoch
+        if epoch != self.naming.epoch:
+            self.naming = self.naming._replace(epoch=epoch)
             self._forget_expected()
 
     def _forget_expected(self) -> None:
         self._expected.clear()
         self._until.clear()
-
-
-class Naming(NamedTuple):
-    """What decides how blocks are named, besides their tokens."""
-
-    form: PrefixForm
-    epoch: int
 
 
 class PromptKeys:
@@ -132,12 +142,14 @@ class PromptKeys:
         return self.keys[min(count, len(self.keys) - 1)] if self.keys else b""
 
     def matched(self, indexes: Sequence[PrefixIndex]) -> list[int]:
-        """How many of the first blocks each engine has. Ends at the first block that none of them has."""
+        """How many of the first blocks each engine has. Ends at the first block that none of them has, and names those
+        that follow, as far as prompts that come at the same time know each other by them."""
         counts = [0] * len(indexes)
         walking = list(range(len(indexes)))
         begin = 0
         while walking and begin < self.limit:
-            self.reach(begin + _STRIDE)
+            if len(self.keys) < begin + _STRIDE:
+                self.reach(begin + _AHEAD)
             keys = self.keys[begin : begin + _STRIDE]
             ahead = []
             for each in walking:
@@ -148,6 +160,7 @@ class PromptKeys:
                     counts[each] = begin + _first_missing(keys, indexes[each])
             walking = ahead
             begin += len(keys)
+        self.reach(max(counts) + _AHEAD)
         return counts
 
 

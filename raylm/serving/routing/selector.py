@@ -16,8 +16,6 @@ from raylm.serving.routing.prefixes import Naming, PrefixIndex, PromptKeys
 
 _EXPECTED_S = 30.0
 """How long a prompt counts as cached where it was sent, without a word of its engine."""
-_NEW_BLOCKS = 192
-"""Blocks beyond those that are there by which prompts know each other that come at the same time."""
 
 
 class EngineView:
@@ -96,7 +94,6 @@ class Selector:
             for at, count in zip(members, counts, strict=True):
                 matched[at] = count * keys.block_size
                 named[at] = keys
-            keys.reach(max(counts) + _NEW_BLOCKS)
             part = part or keys.after(max(counts))
         candidates = [
             Candidate(view.engine_id, view.backlog.num_tokens, view.backlog.num_sequences, tokens)
@@ -115,5 +112,5 @@ class Selector:
         for at, view in enumerate(views):
             if view.index is not None:
                 view.index.expire(now)
-                found.setdefault(Naming(view.index.form, view.index.epoch), []).append(at)
+                found.setdefault(view.index.naming, []).append(at)
         return found

@@ -60,7 +60,7 @@ async def test_a_router_learns_from_the_engines_what_each_of_them_has() -> None:
     assert choice.matched_tokens == len(prompt) // served[1].executor.block_size * served[1].executor.block_size
     assert router.choose(Ask([*prompt, 6], OPTIONS), avoid={"e1"}).engine is not engines[1]
     served[1].engine._cache.forget_prefixes()
-    await until(lambda: engines[1].view.index.epoch == 1)
+    await until(lambda: engines[1].view.index.naming.epoch == 1)
     assert router.choose(Ask([9] * 100, OPTIONS)).matched_tokens == 0
     await other.close()
     for engine in engines:

@@ -57,7 +57,9 @@ def test_a_prompt_matches_what_it_has_in_common_with_what_is_there(prompt, engin
         index.apply(EventSnapshot(0, [event for each in held for event in stored(each)]))
         indexes.append(index)
     expected = [max((common(prompt, each) for each in held), default=0) for held in engines]
-    assert keys_of(prompt).matched(indexes) == expected
+    keys = keys_of(prompt)
+    assert keys.matched(indexes) == expected
+    assert len(keys.keys) == min((len(prompt) - 1) // 4, max(expected) + 192)
     for limit in (1, 17):
         assert keys_of(prompt, limit=limit).matched(indexes) == [min(each, limit) for each in expected]
 
@@ -106,12 +108,12 @@ def test_what_is_matched_is_what_the_engine_would_find(history, prompt, windows)
         else:
             real.serve(each[:80])
         real.follow()
-    assert real.index.epoch == real.epoch
-    keys = PromptKeys(prompt, Naming(real.form, real.index.epoch), adapter="", salt="", limit=1000)
+    assert real.index.naming.epoch == real.epoch
+    keys = PromptKeys(prompt, real.index.naming, adapter="", salt="", limit=1000)
     [count] = keys.matched([real.index])
     found = real.cache.num_cached(real.request(prompt)) // 4
     assert count == found if windows == [0] else count >= found
-    other = PromptKeys(prompt, Naming(real.form, real.index.epoch), adapter="", salt="another", limit=1000)
+    other = PromptKeys(prompt, real.index.naming, adapter="", salt="another", limit=1000)
     assert other.matched([real.index]) == [0]
 
 
@@ -150,5 +152,8 @@ def test_what_was_sent_counts_until_its_time_is_over_or_the_cache_is_reset():
     assert keys.matched([index]) == [0] and index.num_expected == 0
     index.expect(keys.keys, now=20.0, seconds=10.0)
     assert index.num_expected == 6, "the limit holds for it too"
+    index.expect(keys.keys, now=25.0, seconds=10.0)
+    index.expire(30.0)
+    assert index.num_expected == 6 and keys.matched([index]) == [6], "those that were there have their time anew"
     index.apply(EventBatch(0, [BlockEvent("cleared", b"", b"", 0, 0)]))
-    assert index.num_expected == 0 and index.epoch == 1
+    assert index.num_expected == 0 and index.naming.epoch == 1
