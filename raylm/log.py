@@ -7,7 +7,9 @@ import logging
 import sys
 import time
 from datetime import UTC, datetime
+from typing import Literal
 
+LogFormat = Literal["text", "json"]
 Field = str | int | float | None
 _EVENT, _FIELDS = "raylm_event", "raylm_fields"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -18,11 +20,11 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("raylm") else f"raylm.{name}")
 
 
-def configure(level: str = "INFO", *, as_json: bool = False) -> None:
-    """Print raylm's log lines to stderr, as JSON objects where asked. Called by programs (cli, actors), never by the
+def configure(level: str = "INFO", *, form: LogFormat = "text") -> None:
+    """Print raylm's log lines to stderr, as text or as JSON objects. Called by programs (cli, actors), never by the
     library."""
     logger = logging.getLogger("raylm")
-    if as_json:
+    if form == "json":
         # Serve gives a replica another sys.stderr, whose lines it writes into a file behind words of its own.
         handler = logging.StreamHandler(sys.__stderr__)
         handler.setFormatter(JsonLines())

@@ -61,7 +61,7 @@ class ShardStage:
 
     def __init__(self, *, config: EngineConfig, folder: str, max_tokens: int, keep_order: bool, max_lives: int) -> None:
         """Raises RaylmError when the engines of this run have died so often that something must be wrong."""
-        log.configure()
+        log.configure(form=config.runtime.log_format)
         self._folder = WorkFolder(Place(folder))
         self._folder.note_life(max_lives)
         self._keep_order = keep_order
@@ -84,7 +84,7 @@ class RowStage:
     """Answers the rows of a table and adds the columns answer, response and error."""
 
     def __init__(self, *, config: EngineConfig, max_tokens: int) -> None:
-        log.configure()
+        log.configure(form=config.runtime.log_format)
         self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
         gc.freeze()
 

@@ -14,6 +14,7 @@ from raylm.config.chat import ChatConfig
 from raylm.config.kv_events import KVEventsConfig
 from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
 from raylm.config.speculation import ON_HOST, SpeculationConfig
+from raylm.log import LogFormat
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -142,6 +143,9 @@ class RuntimeConfig(FrozenConfig):
     folder none can be asked for."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Loading a model may take this long; so may a worker wait for another one in a collective."""
+    log_format: LogFormat = "text"
+    """How the model's processes on Ray write their log lines, on standard error: replica, engine, workers, and the
+    stages of a batch job. json: one object a line."""
 
 
 class ParallelConfig(FrozenConfig):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from raylm.config.base import FrozenConfig
+from raylm.log import LogFormat
 
 
 class LogConfig(FrozenConfig):
     """The log of an ingress, on its standard error."""
 
-    format: Literal["text", "json"] = "text"
-    """json: one object a line, with time, level, logger, event or message, and the event's fields."""
+    format: LogFormat = "text"
+    """json: one object a line, with time, level, logger, event or message, and the event's fields. A model's processes
+    write as its engine's runtime.log_format says."""
     requests: bool | None = None
     """One line a request at its end: id, model, tenant, engine, status, tokens, times; no text. None: where the format
     is json."""

@@ -68,9 +68,6 @@ class EngineAddress(NamedTuple):
 class EngineActor:
     """Owns the engine, its workers and the thread that drives them. Imports no torch."""
 
-    def __init__(self) -> None:
-        log.configure()
-
     def answer(self) -> None:
         """Show that this process gets on, whatever it starts meanwhile in another thread."""
 
@@ -79,6 +76,7 @@ class EngineActor:
     ) -> EngineAddress:
         """Load the model in worker actors and start serving on `host`; first of all, and once. `peers`: the workers of
         another engine, to get the weights from. Raises ConfigError, EngineDeadError."""
+        log.configure(form=config.runtime.log_format)
         begin = time.monotonic()
         self._executor = ray_executor(config, group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)

@@ -51,7 +51,7 @@ class WorkerActor:
     def __init__(self, config: ResolvedEngine) -> None:
         from raylm import log
 
-        log.configure()
+        log.configure(form=config.runtime.log_format)
         self._config = config
         self._tried_to_start = threading.Event()
 

@@ -42,7 +42,7 @@ class OpenAIIngress:
     channel, never through Serve handles."""
 
     async def __init__(self, config: IngressConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        log.configure(as_json=config.log.format == "json")
+        log.configure(form=config.log.format)
         self._config = config
         directory = DirectoryClient(config.endpoint)
         self._catalog = LiveCatalog(directory, _load_text, partial(load_grammars, config.http), config.routing)

@@ -55,7 +55,7 @@ class ModelReplica:
     """Owns the placement group (it is in bundle 0), starts the engine in it, reports it to the Directory, drains it."""
 
     async def __init__(self, config: ModelDeployment, resources: Bundle, host: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        log.configure()
+        log.configure(form=config.engine.runtime.log_format)
         self._config = config
         model = config.engine.model
         context = serve.get_replica_context()

@@ -260,6 +260,11 @@ def test_a_steps_size_and_time_are_by_default_the_devices(device, rows, budget, 
     assert resolve(resolved, device) == resolved and resolved.runtime.device == device
 
 
+def test_a_log_format_is_text_or_json():
+    with pytest.raises(ConfigError, match=r"runtime\.log_format.*'text' or 'json'"):
+        parse(EngineConfig, {"model": MODEL, "runtime": {"log_format": "xml"}}, source="test")
+
+
 def test_a_given_step_timeout_stays():
     config = EngineConfig.model_validate({"model": MODEL, "runtime": {"step_timeout_s": 3}})
     assert resolve(config, "cpu").runtime.step_timeout_s == resolve(config, "cuda").runtime.step_timeout_s == 3

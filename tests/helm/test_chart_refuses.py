@@ -38,6 +38,7 @@ def with_value(path: str, value: object, base: dict[str, object] = GPU) -> dict[
         ("rayVersion", "2.59.1", ["/rayVersion"]),
         ("service.deployment", "lllm", ['service.deployment is "lllm"; the chart has', "llm"]),
         ("service.port", 80, ["/service/port", "want 1,024"]),
+        ("service.logFormat", "xml", ["/service/logFormat", "'text', 'json'"]),
         ("service.args", {"models": []}, ["/service", "'args' not allowed"]),
         ("service.models", [{}], ["/service/models/0", "missing property 'engine'"]),
         ("service.models.0.engine", {}, ["/service/models/0/engine", "missing property 'model'"]),

@@ -148,9 +148,12 @@ def test_models_and_ingress_of_the_values_are_what_is_served(name):
     ingress = {key: value for key, value in service.get("ingress", {}).items() if key != "replicas"}
     if "apiKeys" in values:
         ingress["http"] = {**ingress["http"], "api_keys_file": "/etc/raylm/api-keys"}
+    form = service.get("logFormat", "text")
+    ingress["log"] = {"format": form}
     assert loaded(face) == load_ingress(ingress, source=name)
     for application, given in zip(models, service["models"], strict=True):
         args = {key: value for key, value in given.items() if key not in ("replicas", "autoscaling")}
+        args["engine"] = {**args["engine"], "runtime": {**args["engine"].get("runtime", {}), "log_format": form}}
         expected = in_pods(load_model(args, source=name), service.get("placementSeconds", 1800))
         assert loaded(application) == expected
         assert application["name"] == f"model-{expected.engine.model.served_name}"

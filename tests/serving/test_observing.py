@@ -308,7 +308,7 @@ def test_json_goes_to_the_process_own_standard_error() -> None:
     """Serve puts another sys.stderr in its place."""
     code = (
         "import sys, io; sys.stderr = io.StringIO(); from raylm import log; log.configure(); "
-        "log.configure(as_json=True); log.get_logger('x').info('one')"
+        "log.configure(form='json'); log.get_logger('x').info('one')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = done.stderr.splitlines()

@@ -115,7 +115,6 @@ class PacedEngine(actor.EngineActor):
     """An EngineActor whose engine has no workers."""
 
     def __init__(self, pace: Pace) -> None:
-        super().__init__()
         # In this process there is no other engine.
         actor.ray_executor = lambda config, **_: PacedExecutor(resolve(config, "cpu"), pace)
 

@@ -48,6 +48,9 @@ models fetched.
 {{- else -}}
 {{- $ingress := $.Values.service.ingress -}}
 {{- $args = mergeOverwrite $args (omit (deepCopy $ingress) "replicas") -}}
+{{- if eq $.Values.service.logFormat "json" -}}
+{{- $_ := set $args "log" (merge (dict) (default dict $args.log) (dict "format" "json")) -}}
+{{- end -}}
 {{- if hasKey $ingress "replicas" -}}
 {{- $_ := set $application "deployments" (list (dict "name" "OpenAIIngress" "num_replicas" $ingress.replicas)) -}}
 {{- end -}}
@@ -125,6 +128,9 @@ applications:
 {{- if kindIs "map" $engine -}}
 {{- $wait := dict "placement_timeout_s" .root.Values.service.placementSeconds -}}
 {{- $engine = set (deepCopy $engine) "parallel" (merge (dict) (default dict $engine.parallel) $wait) -}}
+{{- if eq .root.Values.service.logFormat "json" -}}
+{{- $engine = set $engine "runtime" (merge (dict) (default dict $engine.runtime) (dict "log_format" "json")) -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml (dict "engine" $engine) -}}
 {{- end }}
