@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylm.bench.shapes import SHAPES
+from raylm.cli.bench_autoscaling import add_autoscaling
 from raylm.cli.bench_routing import add_routing
 from raylm.cli.bench_serve import add_cases, add_report, add_serve
 from raylm.cli.bench_serve import cases as cases_of
@@ -35,6 +36,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_startup(kinds.add_parser("startup", help="from starting a process to its first answer"))
     _add_scheduler(kinds.add_parser("scheduler", help="the scheduler's own time for a step; needs no model"))
     add_routing(kinds.add_parser("routing", help="what a choice of engine costs, and policies on a simulated cluster"))
+    add_autoscaling(kinds.add_parser("autoscaling", help="replicas that a changing load brings, on a simulated clock"))
     _add_steps(kinds.add_parser("steps", help="plans to workers and results back, without a model"))
     _add_trace(kinds.add_parser("trace", help="what a GPU does in a step, and how much of the time it waits"))
     _add_all_reduce(kinds.add_parser("all-reduce", help="sums over this host's GPUs, by size and by way"))

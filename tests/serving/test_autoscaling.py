@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raylm.cli import main
 from raylm.config.application import IngressPolicyConfig, QueuePolicyConfig
 from raylm.core.load import Load
 from raylm.errors import ConfigError
@@ -19,7 +21,10 @@ from raylm.serving.autoscaling import (
     desired_ingresses,
     desired_replicas,
 )
-from tests.serving.autoscaling_sim import AT_REST, Step, reversals, simulate
+from raylm.serving.autoscaling_sim import ReplicaKind, Sample, Step, reversals, serve_options, simulate
+
+AT_REST = 1500.0
+"""After so many seconds of an unchanged load nothing changes any more."""
 
 
 def demands(count: int, *, capacity: int = 64, **total: float) -> list[Demand]:
@@ -140,8 +145,15 @@ def test_wrong_options_are_refused():
         IngressPolicy(busy=1)
 
 
+def replicas_of(rates: list[tuple[float, float]], *, seconds: float, start_s: float = 19.0) -> list[Sample]:
+    """A simulation with Serve's default delays; rates are in what one replica can do."""
+    kind = ReplicaKind(start_s=start_s)
+    steps = [Step(at, rate * kind.rows / kind.service_s) for at, rate in rates]
+    return simulate(steps, kind, serve_options({}, source="test"), QueuePolicy(), seconds=seconds)
+
+
 def test_a_load_step_adds_replicas_once_and_takes_them_away_once():
-    found = simulate([Step(0, 0.3), Step(60, 1.6), Step(360, 0.3)], seconds=1100)
+    found = replicas_of([(0, 0.3), (60, 1.6), (360, 0.3)], seconds=1100)
     assert reversals(found) == 1
     assert found[-1].target == 1
     # What waits while the second one starts brings more of them.
@@ -166,8 +178,49 @@ def test_each_of_many_changes_of_load_turns_the_number_at_most_once(rates, start
 
 
 def check_reversals(rates, start_s):
-    steps = [Step(index * AT_REST, rate) for index, rate in enumerate(rates)]
-    found = simulate(steps, seconds=AT_REST * len(rates), start_s=start_s)
+    steps = [(index * AT_REST, rate) for index, rate in enumerate(rates)]
+    found = replicas_of(steps, seconds=AT_REST * len(rates), start_s=start_s)
     for index in range(len(rates)):
         part = [sample for sample in found if index * AT_REST <= sample.at < (index + 1) * AT_REST]
         assert reversals(part) <= 1, (rates, start_s)
+
+
+def bench(*options: str) -> int:
+    return main(["bench", "autoscaling", *options])
+
+
+def test_the_command_prints_each_change_and_a_summary_of_each_step(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "replicas.svg"
+    assert bench("--load", "0:0.8,120:3.2", "--seconds", "600", "--plot", str(plot)) == 0
+    *changes, before, after = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [line["target"] for line in changes] == [1, 1, 2, 2, 4, 4, 5, 5, 4, 4]
+    assert (before["most_replicas"], before["reversals"], before["quiet_after_s"]) == (1, 0, 0)
+    assert (after["rate"], after["most_replicas"], after["last_replicas"], after["reversals"]) == (3.2, 5, 4, 1)
+    assert plot.stat().st_size > 1000
+
+
+def test_the_command_takes_the_policy_and_what_serve_takes(capsys):
+    assert bench("--load", "0:0.8,120:3.2", "--seconds", "600", "--serve", '{"max_replicas": 2}') == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["most_replicas"] == 2
+    policy = '{"target_queued_requests": 1000, "max_kv_usage": 1}'
+    assert bench("--load", "0:0.8,120:3.2", "--seconds", "600", "--policy", policy) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["most_replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--load", "5:1"], "seconds begin at 0 and grow"),
+        (["--load", "0:1,3000:2"], "to less than --seconds 2000"),
+        (["--load", "0:1,fast"], "SECOND:RATE is expected"),
+        (["--load", "0:-1"], "0 or more requests/s"),
+        (["--policy", '{"target": 1}'], "'target' is unknown"),
+        (["--serve", '{"min_replicas": 0}'], "a simulated model never sleeps"),
+        (["--serve", '{"max_replica": 2}'], "'max_replica' is unknown"),
+        (["--serve", '{"policy": {}}'], "'policy' is not taken here"),
+    ],
+)
+def test_the_command_refuses(options, said, capsys):
+    assert bench(*options) == 2
+    assert said in capsys.readouterr().err
