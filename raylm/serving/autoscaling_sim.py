@@ -78,7 +78,7 @@ def serve_options(given: Mapping[str, object], *, source: str) -> AutoscalingCon
         raise ConfigError(f"{source}: 'policy' is not taken here; its policy_kwargs are given on their own")
     config = parse_foreign(AutoscalingConfig, {**DEFAULTS, **given}, source=source)
     if config.min_replicas < 1:
-        raise ConfigError(f"{source}: 'min_replicas' is {config.min_replicas}; a simulated model never sleeps: at least 1")
+        raise ConfigError(f"{source}: 'min_replicas' is {config.min_replicas}; no simulated model sleeps: at least 1")
     return config
 
 

@@ -216,7 +216,7 @@ def test_the_command_takes_the_policy_and_what_serve_takes(capsys):
         (["--load", "0:1,fast"], "SECOND:RATE is expected"),
         (["--load", "0:-1"], "0 or more requests/s"),
         (["--policy", '{"target": 1}'], "'target' is unknown"),
-        (["--serve", '{"min_replicas": 0}'], "a simulated model never sleeps"),
+        (["--serve", '{"min_replicas": 0}'], "no simulated model sleeps"),
         (["--serve", '{"max_replica": 2}'], "'max_replica' is unknown"),
         (["--serve", '{"policy": {}}'], "'policy' is not taken here"),
     ],
