@@ -56,10 +56,12 @@ class Turn(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """All engines at one time, ten times a second: sequences of each, and how many of them wait."""
+    """All engines at one time, ten times a second: sequences of each, how many of them wait, and the tokens of all of
+    them, prompts and what was answered so far."""
 
     live: list[int]
     waiting: list[int]
+    tokens: list[int]
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ class _Live:
     replica: int
     ingress: int
     has_begun: bool = False
+    num_answered: int = 0
 
 
 class Cluster:
@@ -147,6 +150,7 @@ class Cluster:
         self._live: dict[str, _Live] = {}
         self._random = random.Random(seed)
         self._outcome = ClusterOutcome()
+        self._tokens = [0] * setup.replicas
         self._next_sample = 0.0
         self._num_asked = 0
 
@@ -200,6 +204,7 @@ class Cluster:
         ingress.hear(chosen.at, replica.executor.now, partial(backlog.take, request_id))
         ingress.live[chosen.at] += 1
         self._live[request_id] = _Live(session, now, len(prompt_ids), chosen.at, at_ingress)
+        self._tokens[chosen.at] += len(prompt_ids)
 
     def _step(self, number: int) -> None:
         replica = self._replicas[number]
@@ -221,8 +226,11 @@ class Cluster:
             live.has_begun = True
             self._outcome.turns.append(Turn(live.at, now - live.at, live.prompt_tokens))
         live.session.answered += token_ids
+        live.num_answered += len(token_ids)
+        self._tokens[live.replica] += len(token_ids)
         if has_ended:
             del self._live[request_id]
+            self._tokens[live.replica] -= live.prompt_tokens + live.num_answered
             self._ingresses[live.ingress].live[live.replica] -= 1
             session = live.session
             if not session.is_over:
@@ -233,6 +241,10 @@ class Cluster:
         while self._next_sample <= now:
             loads = [replica.engine.stats() for replica in self._replicas]
             self._outcome.samples.append(
-                Sample([load.running + load.waiting for load in loads], [load.waiting for load in loads])
+                Sample(
+                    [load.running + load.waiting for load in loads],
+                    [load.waiting for load in loads],
+                    self._tokens.copy(),
+                )
             )
             self._next_sample += _SAMPLE_S

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
+from typing import NamedTuple
 
 from raylm.config.base import parse
 from raylm.config.resolve import ResolvedScheduler
@@ -14,7 +16,7 @@ from raylm.config.routing import RoutePolicy, RoutingConfig
 from raylm.core.block_hash import HASHES, PrefixForm, chain
 from raylm.core.events import BlockEvent, EventSnapshot
 from raylm.engine.backlog import Backlog
-from raylm.serving.routing.cluster import Cluster, ClusterOutcome, ClusterSetup
+from raylm.serving.routing.cluster import Cluster, ClusterOutcome, ClusterSetup, Sample
 from raylm.serving.routing.selector import EngineView, Prompt, Selector
 from raylm.sim.cost import PRESETS, DeviceCost
 from raylm.sim.sessions import SessionKind, make_sessions
@@ -38,11 +40,30 @@ class ChoiceCost:
     new_us_p99: float
 
 
+_MAX_ROWS = 256
+_UNEVEN = 1.25
+
+
+class Balance(NamedTuple):
+    """How even the engines' load is, of samples ten times a second. A free engine is one where nobody waits and another
+    sequence finds room.
+
+    mean_sequences: running and waiting at an engine. The others are shares of the samples. imbalanced: an engine has
+    more than 1.25 times the mean of sequences, and at least one more than the mean. tokens_imbalanced: an engine has
+    more than 1.25 times the mean of tokens of its running and waiting sequences while another one is free.
+    queued_beside_free: the same, and requests wait at that engine.
+    """
+
+    mean_sequences: float
+    imbalanced: float
+    tokens_imbalanced: float
+    queued_beside_free: float
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy. hit_rate: share of prompt tokens found in the cache of the engine that got them. imbalanced: share of
-    samples, ten a second, in which an engine has more than 1.25 times the mean of running and waiting sequences, and at
-    least one more than the mean. Times in milliseconds."""
+    """One policy. hit_rate: share of prompt tokens found in the cache of the engine that got them. The last four are
+    those of Balance. Times in milliseconds."""
 
     policy: str
     replicas: int
@@ -55,6 +76,8 @@ class PolicyResult:
     ttft_ms_p99: float
     mean_sequences: float
     imbalanced: float
+    tokens_imbalanced: float
+    queued_beside_free: float
 
 
 def cost_of_a_choice(num_engines: int, num_tokens: int) -> ChoiceCost:
@@ -96,25 +119,39 @@ def measure_policy(
     """Conversations, `rate` new ones a second, on engines of an H200 and an 8B model with `num_blocks` blocks each,
     `speed` times as fast."""
     scheduler = parse(
-        ResolvedScheduler, {"max_num_seqs": 256, "max_num_batched_tokens": 8192}, source="raylm bench routing"
+        ResolvedScheduler,
+        {"max_num_seqs": _MAX_ROWS, "max_num_batched_tokens": 8192},
+        source="raylm bench routing",
     )
     cost = DeviceCost(*(seconds / speed for seconds in PRESETS["h200-8b"]))
     config = RoutingConfig(policy=policy)
     setup = ClusterSetup(scheduler, cost, num_blocks, config, replicas, ingresses, with_sessions=named)
     outcome = Cluster(make_sessions(SessionKind(), rate=rate, sessions=sessions, seed=1), setup).run()
     ttft = quantiles([turn.ttft * 1e3 for turn in outcome.turns if turn.ttft is not None], n=100)
-    mean, imbalanced = _balance(outcome, until=sessions / rate)
     return PolicyResult(
-        policy, replicas, ingresses, named, len(outcome.turns), outcome.hit_rate, ttft[49], ttft[89], ttft[98], mean,
-        imbalanced,
+        policy, replicas, ingresses, named, len(outcome.turns), outcome.hit_rate, ttft[49], ttft[89], ttft[98],
+        *_steady_balance(outcome, until=sessions / rate),
     )  # fmt: skip
 
 
-def _balance(outcome: ClusterOutcome, *, until: float) -> tuple[float, float]:
-    """Mean sequences of an engine, and the share of samples that are imbalanced, while the load is steady."""
+def _steady_balance(outcome: ClusterOutcome, *, until: float) -> Balance:
+    """While the load is steady."""
     begin = min(_SETTLING_S, until / 2)
-    samples = [each.live for number, each in enumerate(outcome.samples) if begin < number / 10 < until]
-    means = [sum(live) / len(live) for live in samples]
-    uneven = [max(live) > 1.25 * mean and max(live) - mean >= 1 for live, mean in zip(samples, means, strict=True)]
-    count = max(len(samples), 1)
-    return sum(means) / count, sum(uneven) / count
+    return balance([each for number, each in enumerate(outcome.samples) if begin < number / 10 < until])
+
+
+def balance(samples: Sequence[Sample], *, max_sequences: int = _MAX_ROWS) -> Balance:
+    """`max_sequences`: what an engine runs at a time."""
+    mean_sequences = 0.0
+    counts = [0, 0, 0]
+    for live, waiting, tokens in samples:
+        mean, mean_tokens = sum(live) / len(live), sum(tokens) / len(tokens)
+        mean_sequences += mean
+        is_free = [not waits and has < max_sequences for has, waits in zip(live, waiting, strict=True)]
+        above = [at for at, has in enumerate(tokens) if has > _UNEVEN * mean_tokens]
+        beside_free = [at for at in above if any(free for other, free in enumerate(is_free) if other != at)]
+        counts[0] += max(live) > _UNEVEN * mean and max(live) - mean >= 1
+        counts[1] += bool(beside_free)
+        counts[2] += any(waiting[at] for at in beside_free)
+    num_samples = max(len(samples), 1)
+    return Balance(mean_sequences / num_samples, *(count / num_samples for count in counts))

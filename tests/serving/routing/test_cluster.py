@@ -9,8 +9,9 @@ import pytest
 from raylm.config.routing import RoutingConfig
 from raylm.core.sampling import SamplingParams
 from raylm.serving.routing.choice import Ask
+from raylm.serving.routing.cluster import Sample
 from raylm.serving.routing.engines import RoutedEngine
-from raylm.serving.routing.measuring import measure_policy
+from raylm.serving.routing.measuring import balance, measure_policy
 from raylm.serving.routing.router import ModelRouter
 from tests.support.channel_fakes import OPTIONS, Served, collect, until
 from tests.support.fakes import FakeExecutor
@@ -34,6 +35,19 @@ def test_conversations_find_their_prefixes_as_on_one_engine_of_all_the_memory(pr
 
 def test_four_ingresses_agree_without_a_word(prefix) -> None:
     assert measure_policy("prefix", ingresses=4, **LOAD).hit_rate > prefix.hit_rate - 0.03
+
+
+def test_an_engine_counts_as_overloaded_where_another_one_is_free_and_requests_wait_for_it() -> None:
+    even = Sample([4, 4], [0, 0], [400, 400])
+    long = Sample([4, 4], [0, 0], [800, 200])  # more tokens, and nobody waits
+    queued = Sample([5, 4], [1, 0], [800, 200])
+    no_room = Sample([5, 8], [1, 0], [800, 200])
+    all_wait = Sample([9, 9], [1, 1], [800, 200])
+    many = Sample([8, 2], [0, 0], [400, 400])
+    found = [balance([each], max_sequences=8)[1:] for each in (even, long, queued, no_room, all_wait, many)]
+    assert found == [(0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 0, 0), (0, 0, 0), (1, 0, 0)]
+    assert balance([even, queued], max_sequences=8) == (4.25, 0, 0.5, 0.5)
+    assert balance([]) == (0, 0, 0, 0)
 
 
 async def test_a_router_learns_from_the_engines_what_each_of_them_has() -> None:
