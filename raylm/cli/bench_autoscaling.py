@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylm.cli.options import positive
+from raylm.cli.options import json_object, positive
 
 if TYPE_CHECKING:
     from raylm.serving.autoscaling_sim import Sample, Step
@@ -31,11 +31,11 @@ def add_autoscaling(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=positive, default=200, metavar="N", help="of a request (default: %(default)s)"
     )
     parser.add_argument(
-        "--policy", type=_mapping, default={}, metavar="JSON", help='policy_kwargs: {"target_queued_requests": 4}'
+        "--policy", type=json_object, default={}, metavar="JSON", help='policy_kwargs: {"target_queued_requests": 4}'
     )
     parser.add_argument(
         "--serve",
-        type=_mapping,
+        type=json_object,
         default={},
         metavar="JSON",
         help='autoscaling_config without its policy: {"max_replicas": 8, "downscale_delay_s": 120}',
@@ -124,16 +124,6 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be over 0, got {text}")
-    return value
-
-
-def _mapping(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"a JSON object is expected, got {text}")
     return value
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylm.cli.options import positive
+from raylm.cli.options import json_object, positive
 
 if TYPE_CHECKING:
     from raylm.serving.routing.measuring import PolicyResult
@@ -23,6 +23,9 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-blocks", type=positive, default=24_000, metavar="N", help="of an engine (default: %(default)s)"
     )
+    parser.add_argument(
+        "--routing", type=json_object, default={}, metavar="JSON", help='keys of routing: {"prefix_weight": 4}'
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the policies (.png, .svg or .pdf)")
     parser.set_defaults(run=run)
 
@@ -30,16 +33,22 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """JSON lines: first the costs, then the policies, beside one engine that is as large and fast as all together."""
     from raylm.bench.plot import check_plot
+    from raylm.config.base import parse
+    from raylm.config.routing import RoutingConfig
+    from raylm.errors import ConfigError
     from raylm.serving.routing.measuring import cost_of_a_choice, measure_policy
 
     if args.plot is not None:
         check_plot(args.plot)
+    if "policy" in args.routing:
+        raise ConfigError("--routing: 'policy' is not taken; all of them are measured")
+    routing = parse(RoutingConfig, args.routing, source="--routing")
     for engines in (1, 4, 8):
         for tokens in (100, 1000, 4000, 32_000):
             _say(dataclasses.asdict(cost_of_a_choice(engines, tokens)))
     if not args.sessions:
         return 0
-    load = {"rate": args.rate, "sessions": args.sessions}
+    load = {"rate": args.rate, "sessions": args.sessions, "routing": routing}
     many = {**load, "replicas": args.replicas, "num_blocks": args.num_blocks}
     whole = args.replicas * args.num_blocks
     kinds = {

@@ -13,7 +13,8 @@ class KVEventsConfig(FrozenConfig):
     """What happens to the cached blocks, published in vLLM's form over ZeroMQ, for llm-d, Dynamo and the like."""
 
     endpoint: str | None = Field(default=None, pattern=r"^(tcp|ipc)://\S+$")
-    """Where an engine publishes, such as tcp://*:5557; one with a * is listened at, any other connected to. Each engine
+    """Where an engine publishes, such as tcp://*:5557; one with a *, or of ipc, is listened at, any other
+    connected to. Each engine
     of a node needs a port of its own, so replicas on one node connect. Without one nothing is published. Nothing is
     encrypted, and the events hold every prompt's tokens."""
     replay_endpoint: str | None = Field(default=None, pattern=r"^(tcp|ipc)://\S+$")
@@ -27,4 +28,4 @@ class KVEventsConfig(FrozenConfig):
     """Messages that are kept for replay."""
     max_queued: int = Field(default=100_000, ge=1)
     """Batches that may wait to be published; one more is dropped, and its number with it, so that subscribers see the
-    gap and ask where there is a replay endpoint."""
+    gap. No replay has it."""

@@ -115,16 +115,17 @@ def measure_policy(
     sessions: int,
     named: bool = False,
     speed: float = 1.0,
+    routing: RoutingConfig | None = None,
 ) -> PolicyResult:
     """Conversations, `rate` new ones a second, on engines of an H200 and an 8B model with `num_blocks` blocks each,
-    `speed` times as fast."""
+    `speed` times as fast. `routing`: all but the policy."""
     scheduler = parse(
         ResolvedScheduler,
         {"max_num_seqs": _MAX_ROWS, "max_num_batched_tokens": 8192},
         source="raylm bench routing",
     )
     cost = DeviceCost(*(seconds / speed for seconds in PRESETS["h200-8b"]))
-    config = RoutingConfig(policy=policy)
+    config = (routing or RoutingConfig()).model_copy(update={"policy": policy})
     setup = ClusterSetup(scheduler, cost, num_blocks, config, replicas, ingresses, with_sessions=named)
     outcome = Cluster(make_sessions(SessionKind(), rate=rate, sessions=sessions, seed=1), setup).run()
     ttft = quantiles([turn.ttft * 1e3 for turn in outcome.turns if turn.ttft is not None], n=100)

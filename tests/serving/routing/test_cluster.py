@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raylm.cli import main
 from raylm.config.routing import RoutingConfig
 from raylm.core.sampling import SamplingParams
 from raylm.serving.routing.choice import Ask
@@ -31,6 +32,14 @@ def test_conversations_find_their_prefixes_as_on_one_engine_of_all_the_memory(pr
     assert prefix.hit_rate > 0.95 * whole.hit_rate
     assert turns.hit_rate < prefix.hit_rate - 0.1
     assert prefix.ttft_ms_p99 < turns.ttft_ms_p99
+
+
+def test_a_cluster_takes_the_keys_of_routing_but_for_the_policy(prefix, capsys) -> None:
+    blind = measure_policy("prefix", routing=RoutingConfig(max_match_blocks=1, policy="load"), **LOAD)
+    assert blind.policy == "prefix" and blind.hit_rate < prefix.hit_rate - 0.05
+    for options, said in (('{"policy": "load"}', "'policy' is not taken"), ('{"weight": 1}', "'weight' is unknown")):
+        assert main(["bench", "routing", "--routing", options]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_four_ingresses_agree_without_a_word(prefix) -> None:
