@@ -1,6 +1,6 @@
 """Writes the header that has wgmma's instruction for each type and width: its operands are written out one by one.
 
-    python wgmma_forms.py HEADER
+python wgmma_forms.py HEADER
 """
 
 import sys
@@ -46,7 +46,8 @@ def header():
     for name, kind in TYPES.items():
         for width in SHARED:
             sums = width // 2
-            signature = f"multiply_transposed<{name}, {width}>(float (&c)[{sums}], uint64_t a, uint64_t b, int accumulate)"
+            given = "uint64_t a, uint64_t b, int accumulate"
+            signature = f"multiply_transposed<{name}, {width}>(float (&c)[{sums}], {given})"
             operands = ['"l"(a)', '"l"(b)', '"r"(accumulate)']
             forms.append(form(signature, width, kind, f"%{sums}", operands, True, "1, 1, 0, 0"))
         for width in REGISTERS:

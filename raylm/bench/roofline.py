@@ -20,7 +20,6 @@ from raylm.models.arch import ArchConfig
 
 _KINDS = (
     ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas")),
-    ("join of attention", ("decode_join",)),
     ("attention", ("attention_kernel", "prefill_kernel", "prefill_hopper", "flash")),
     ("sums over ranks", ("all_reduce", "peer_", "nccl")),
     ("norms", ("norm_kernel", "norm_any")),

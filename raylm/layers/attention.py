@@ -29,6 +29,8 @@ class AttentionMetadata:
     """int64 [T]: block * block_size + offset of each token of the step."""
     max_query_len: int
     max_seq_len: int
+    arrivals: Tensor | None = None
+    """int32 [ops.MAX_ARRIVALS]: counters for ops.paged_attention; without them it makes some."""
 
 
 class Attention:
@@ -71,4 +73,5 @@ class Attention:
             self._window,
             self._soft_cap,
             self._alibi_slopes,
+            meta.arrivals,
         )

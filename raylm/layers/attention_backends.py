@@ -152,6 +152,7 @@ def _attend_flash(
     window: int,
     soft_cap: float,
     alibi_slopes: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """ops.paged_attention by `flash_attn_varlen_func`; every row of q must belong to a sequence."""
     biases = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}

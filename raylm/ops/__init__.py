@@ -40,6 +40,8 @@ _peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
 _peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
 _peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add_rms_norm.default
 
+MAX_ARRIVALS = 4096
+"""Counters that paged_attention has a use for: more blocks than any GPU runs at a time."""
 MAX_KERNEL_TOP = 64
 """Most likeliest tokens that the compiled kernel of token_logprobs gives; for more, torch sorts."""
 
@@ -106,6 +108,7 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -119,6 +122,10 @@ def paged_attention(
     `alibi_slopes` (float32 [Hq], on q's device) are linear biases (ALiBi, arXiv:2108.12409): slope * (j - i) is added
     to the score of a query at position i and a key at position j, after the scale and, as in FlashAttention, after the
     soft cap.
+
+    `arrivals` (int32 [MAX_ARRIVALS], on q's device) are counters of the CUDA kernel that has the parts of a sequence in
+    several blocks: zeros before and after a call. Calls that may run at the same time need counters of their own.
+    Without them the call makes some, which takes a launch.
     """
     return _paged_attention(
         q,
@@ -133,6 +140,7 @@ def paged_attention(
         window,
         soft_cap,
         alibi_slopes,
+        arrivals,
     )
 
 

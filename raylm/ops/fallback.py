@@ -82,6 +82,7 @@ def paged_attention(
     window: int,
     soft_cap: float,
     alibi_slopes: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     starts, lens = query_start.tolist(), seq_lens.tolist()
     if max_query_len == 1 and len(lens) == q.shape[0] == starts[-1]:

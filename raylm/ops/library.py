@@ -25,7 +25,8 @@ SCHEMAS = {
     ),
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
-        "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes) -> Tensor"
+        "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
+        "Tensor(a!)? arrivals=None) -> Tensor"
     ),
     "silu_mul": "(Tensor x) -> Tensor",
     "gelu_tanh_mul": "(Tensor x) -> Tensor",

@@ -141,6 +141,7 @@ class DraftRunner:
             slot_mapping=blocks * size + positions % size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            arrivals=table.arrivals,
         )
         token_ids = table.token_ids[token_rows, positions]
         self._proposer.absorb(StepTokens(token_ids, token_rows, positions, rows, meta))

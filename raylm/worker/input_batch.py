@@ -113,7 +113,9 @@ class InputBatch(NamedTuple):
         num_columns = -(-max_seq_len // table.block_size)
         block_tables = table.block_table[:, :, :num_columns].index_select(1, arrays.rows)  # [groups, S, num_columns]
         attention = [
-            AttentionMetadata(arrays.query_start, seq_lens, block_table, slot_mapping, max_query_len, max_seq_len)
+            AttentionMetadata(
+                arrays.query_start, seq_lens, block_table, slot_mapping, max_query_len, max_seq_len, table.arrivals
+            )
             for block_table, slot_mapping in zip(block_tables, slot_mappings, strict=True)
         ]
         return cls(token_ids, positions, attention)

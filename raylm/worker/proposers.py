@@ -37,6 +37,8 @@ class Rows(Protocol):
     """int32 [groups, rows, columns]."""
     num_known: Tensor
     """int64 [rows]."""
+    arrivals: Tensor
+    """As AttentionMetadata has them."""
     block_size: int
 
 
@@ -83,7 +85,7 @@ class DeviceProposer(ABC):
     def _ahead(self, rows: Tensor, max_seq_len: int) -> _Ahead:
         columns = -(-max_seq_len // self._rows.block_size)
         blocks = self._rows.block_table[self._group, :, :columns].index_select(0, rows)
-        return _Ahead(blocks, self._rows.block_size, max_seq_len)
+        return _Ahead(blocks, self._rows.block_size, max_seq_len, self._rows.arrivals)
 
     def _write(self, rows: Tensor, counts: Tensor, drafts: list[Tensor]) -> None:
         """Put drafts [S] each into the cells of rows, in order, the first counts[i] of them."""
@@ -100,10 +102,11 @@ class DeviceProposer(ABC):
 class _Ahead:
     """Tokens of some sequences, up to their last known one and past it."""
 
-    def __init__(self, blocks: Tensor, block_size: int, max_seq_len: int) -> None:
+    def __init__(self, blocks: Tensor, block_size: int, max_seq_len: int, arrivals: Tensor) -> None:
         self._blocks = blocks
         self._block_size = block_size
         self._max_seq_len = max_seq_len
+        self._arrivals = arrivals
         self._query_start = torch.arange(len(blocks) + 1, dtype=torch.int32, device=blocks.device)
 
     def pairs_at(self, positions: Tensor, real: Tensor) -> tuple[Tensor, AttentionMetadata]:
@@ -129,7 +132,8 @@ class _Ahead:
         return torch.where(real, blocks, 0) * self._block_size + positions % self._block_size
 
     def _meta(self, query_start: Tensor, lengths: Tensor, slots: Tensor, query_len: int) -> AttentionMetadata:
-        return AttentionMetadata(query_start, lengths, self._blocks, slots, query_len, self._max_seq_len)
+        most = self._max_seq_len
+        return AttentionMetadata(query_start, lengths, self._blocks, slots, query_len, most, self._arrivals)
 
 
 class DraftModelProposer(DeviceProposer):

@@ -41,6 +41,8 @@ class RequestTable:
         self._row_len = max(max_model_len, 2)
         self.token_ids = torch.zeros(self.num_rows, self._row_len, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(num_groups, self.num_rows, self.max_blocks, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(ops.MAX_ARRIVALS, dtype=torch.int32, device=device)
+        """For the attention of steps, which come one after the other (ops.paged_attention)."""
         self.num_known = torch.zeros(self.num_rows, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(self.num_rows, dtype=torch.int64, device=device)
         self.known_bound = np.zeros(self.num_rows, dtype=np.int64)

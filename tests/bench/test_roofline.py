@@ -56,7 +56,6 @@ def test_a_prompt_sees_half_of_its_square_and_samples_one_row(llama: ArchConfig)
         ("raylm::cuda::gated_linear_kernel<2>", "products"),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "products"),
         ("decode_attention_kernel<128>", "attention"),
-        ("decode_join_kernel", "join of attention"),
         ("prefill_hopper_kernel", "attention"),
         ("rms_norm_any_kernel<float>", "norms"),
         ("peer_add_rms_norm_kernel", "sums over ranks"),

@@ -80,6 +80,24 @@ def test_many_rows(needs_cuda_extension, activation, dtype, rows, in_size, width
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+@pytest.mark.parametrize(
+    ("in_size", "width", "bias"),
+    [(64, 128, False), (576, 384, True), (1024, 3072, False), (4096, 1403, True), (4096, 14336, False), (72, 1, True)],
+)
+def test_few_rows(needs_cuda_extension, activation, dtype, rows, in_size, width, bias):
+    """To the bit what product and activation give, in one kernel or not."""
+    x, weight = _inputs(rows, in_size, width, dtype, "cuda")
+    b = _random(2 * width, device="cuda").to(dtype) if bias else None
+    out = ops.gated_linear(x, weight, activation, b)
+    product = ops.linear(x, weight, b)
+    assert torch.equal(out, ops.silu_mul(product) if activation == "silu" else ops.gelu_tanh_mul(product))
+    close(out, _expected(x, weight, activation, b), scale=2)
+
+
+@pytest.mark.gpu
 def test_strides_of_many_rows(needs_cuda_extension):
     """Rows of x and of the weight may lie apart; the kernel does not depend on it."""
     wide, weights = _inputs(1100, 1024, 256, torch.bfloat16, "cuda")

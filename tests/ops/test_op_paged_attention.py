@@ -260,6 +260,31 @@ def test_a_graph_of_long_sequences_replays_short_ones(needs_cuda_extension, bias
         close(out, case.expected(alibi_slopes=slopes))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [2, 8, 64])
+def test_counters_of_cut_sequences_are_left_at_zero(needs_cuda_extension, num_heads):
+    """Sequences are cut where they are long; the blocks that join them are others each time, the bits are not."""
+    lengths = [(1, 5000), (1, 40), (4, 1300), (1, 290), (2, 17), (1, 2600)]
+    case = make_case(lengths, num_heads=num_heads, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    arrivals = torch.zeros(ops.MAX_ARRIVALS, dtype=torch.int32, device="cuda")
+    expected = ops.paged_attention(*case.arguments())
+    close(expected, case.expected())
+    for _ in range(50):
+        assert torch.equal(ops.paged_attention(*case.arguments(), arrivals), expected)
+    assert not arrivals.any()
+    # Too few of them are not used.
+    assert torch.equal(ops.paged_attention(*case.arguments(), arrivals[:1]), expected)
+
+
+@pytest.mark.gpu
+def test_bad_counters_are_named(needs_cuda_extension):
+    case = make_case([(3, 5), (1, 7)], dtype=torch.float16, device="cuda")
+    with pytest.raises(RuntimeError, match="paged_attention: arrivals is int64, must be int32"):
+        ops.paged_attention(*case.arguments(), torch.zeros(9, dtype=torch.int64, device="cuda"))
+    with pytest.raises(RuntimeError, match="paged_attention: arrivals is not on the CUDA device"):
+        ops.paged_attention(*case.arguments(), torch.zeros(9, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_chunks_give_what_the_whole_prefill_gives(op, device, biased):
     whole = make_case([(60, 60)], device=device)

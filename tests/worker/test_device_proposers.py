@@ -75,6 +75,7 @@ class Rig:
             block_table=torch.zeros(1, NUM_ROWS, COLUMNS, dtype=torch.int32),
             num_known=torch.ones(NUM_ROWS, dtype=torch.int64),
             num_computed=torch.zeros(NUM_ROWS, dtype=torch.int64),
+            arrivals=torch.zeros(0, dtype=torch.int32),
             block_size=BLOCK,
             max_rows=NUM_ROWS - 1,
             padding_row=NUM_ROWS - 1,

@@ -25,8 +25,8 @@ void launch(const AttentionParams<T>& params, int64_t num_tokens, const float* a
 // Whether the decode kernel has taken the sequences with few queries.
 template <typename T>
 bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-            const float* alibi_slopes) {
-  if constexpr (sizeof(T) == 2) return decode_attention(params, q, max_query_len, max_seq_len, alibi_slopes);
+            const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
+  if constexpr (sizeof(T) == 2) return decode_attention(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
   return false;
 }
 
@@ -45,7 +45,7 @@ bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
-                       double soft_cap, std::optional<Tensor> alibi_slopes) {
+                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals) {
   const char* op = "paged_attention";
   check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes);
   Arg(op, "k_cache", k_cache).on_device_of(q);
@@ -54,6 +54,7 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   Arg(op, "query_start", query_start).on_device_of(q);
   Arg(op, "seq_lens", seq_lens).on_device_of(q);
   if (alibi_slopes) Arg(op, "alibi_slopes", *alibi_slopes).on_device_of(q);
+  if (arrivals) Arg(op, "arrivals", *arrivals).dtype({ScalarType::Int}).dim(1).contiguous().on_device_of(q);
   if (q.size(2) > kMaxHeadDim) fail(op, "q has a head size of ", q.size(2), ", must be at most ", kMaxHeadDim);
   Tensor out = torch::stable::new_empty(q, q.sizes());
   if (q.numel() == 0) return out;
@@ -68,7 +69,7 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
         data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
         data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
         static_cast<float>(scale), window, static_cast<float>(soft_cap), 0};
-    if (decode(params, q, max_query_len, max_seq_len, slopes)) params.min_query_len = kMaxDecodeQueries + 1;
+    if (decode(params, q, max_query_len, max_seq_len, slopes, arrivals)) params.min_query_len = kMaxDecodeQueries + 1;
     if (max_query_len < params.min_query_len) return;
     const cudaStream_t stream = current_stream(q);
     if (!prefill(params, q, k_cache, max_query_len, slopes, stream)) launch(params, q.size(0), slopes, stream);

@@ -10,8 +10,7 @@ namespace {
 static_assert(kMaxDecodeQueries == kDecodeQueries);
 
 constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
-
-int64_t align_up(int64_t bytes) { return divide_up(bytes, 16) * 16; }
+constexpr int kFewSlots = 4;  // a sequence: with as many, there are few sequences
 
 bool aligned(const void* pointer, size_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
 
@@ -48,10 +47,12 @@ int resident_blocks(int device) {
 
 template <typename T>
 DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t units, int64_t columns, int blocks) {
-  const int64_t share = (units <= kDecodeWhole ? units : kMinShare) + kDecodeTurn;
-  const int64_t shares = divide_up(attention.num_seqs * (units + kDecodeTurn), share);
   const int64_t most = std::max<int64_t>(1, blocks / columns);
   DecodeParams<T> p{attention, {}, {}, 0, nullptr};
+  p.batch.few = kFewSlots * attention.num_seqs <= most;
+  const int64_t cut = p.batch.few ? kDecodeTile : kMinShare + kDecodeTurn;
+  const int64_t share = units <= p.batch.whole() ? units + kDecodeTurn : cut;
+  const int64_t shares = divide_up(attention.num_seqs * (units + kDecodeTurn), share);
   p.batch.query_start = attention.query_start;
   p.batch.seq_lens = attention.seq_lens;
   p.batch.num_seqs = static_cast<int>(attention.num_seqs);
@@ -62,31 +63,29 @@ DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t units, 
   return p;
 }
 
-// Points the parts into `memory`, or only counts its bytes.
-template <typename T>
-int64_t lay_out(DecodeParams<T>& p, int64_t columns, char* memory) {
-  const int64_t parts = int64_t{2} * p.batch.slots * columns * p.parts.rows;
-  const int64_t sums = parts * p.attention.head_dim * sizeof(float), logs = parts * sizeof(float);
-  p.parts.sums = reinterpret_cast<float*>(memory);
-  p.parts.logs = reinterpret_cast<float*>(memory + sums);
-  p.parts.joins = reinterpret_cast<int4*>(memory + sums + align_up(logs));
-  const int64_t joins = std::min(p.batch.slots, p.batch.num_seqs) * (columns / p.attention.num_kv_heads);
-  return sums + align_up(logs) + joins * static_cast<int64_t>(sizeof(int4));
-}
+// Memory of one launch, which torch's allocator keeps for this stream, and for a CUDA graph.
+struct Memory {
+  Tensor parts, arrivals;
+};
 
+// Room for the parts of sequences that are cut. `arrivals` are zeros, and are so again when the kernel has ended.
 template <typename T>
-void launch_join(const DecodeParams<T>& p, int64_t columns, cudaStream_t stream) {
-  // Where few sequences share many slots, there are many parts to join.
-  const bool many = p.batch.slots >= 8 * p.batch.num_seqs;
-  const int rows = p.parts.rows, blocks = many ? std::min(rows, 16) : std::clamp(rows / 8, 1, 4);
-  const dim3 grid(columns, std::min(p.batch.slots, p.batch.num_seqs), blocks), block(many ? kJoinThreads : 128);
-  const auto kernel = p.attention.head_dim <= 128 ? decode_join_kernel<T, 1> : decode_join_kernel<T, 2>;
-  launch_dependent(kernel, grid, block, stream, p);
+Memory lay_out(DecodeParams<T>& p, int64_t columns, const Tensor& q, const std::optional<Tensor>& arrivals) {
+  const int64_t slots = p.batch.slots * columns, parts = 2 * slots * p.parts.rows;
+  const int64_t sums = parts * p.attention.head_dim;
+  Memory memory;
+  memory.parts = torch::stable::new_empty(q, {sums + parts}, ScalarType::Float);
+  const bool given = arrivals && arrivals->numel() >= slots;
+  memory.arrivals = given ? *arrivals : torch::stable::new_zeros(q, {slots}, ScalarType::Int);
+  p.parts.sums = data<float>(memory.parts);
+  p.parts.logs = p.parts.sums + sums;
+  p.parts.arrivals = data<unsigned>(memory.arrivals);
+  return memory;
 }
 
 template <typename T, int D, int N, bool Biased>
 bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-            const float* alibi_slopes) {
+            const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
   using Layout = DecodeLayout<D, N>;
   const int64_t rows = most_rows(attention, max_query_len);
   const int blocks = resident_blocks<T, D, N, Biased>(q.get_device_index());
@@ -98,57 +97,56 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_qu
   DecodeParams<T> p = make_params(attention, units, columns, blocks);
   p.num_tokens = q.size(0);
   p.alibi_slopes = alibi_slopes;
-  p.parts.by_sequence = p.batch.num_seqs <= p.batch.slots;
-  p.parts.chunk = Layout::kRows;
   p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
-  Tensor memory;  // torch's allocator keeps it for this stream, and for a CUDA graph
-  const bool may_cut = units > kDecodeWhole && p.batch.num_seqs > 0;
-  if (may_cut) {
-    memory = torch::stable::new_empty(q, {lay_out(p, columns, nullptr)}, ScalarType::Byte);
-    lay_out(p, columns, data<char>(memory));
-  }
+  Memory memory;
+  if (units > p.batch.whole() && p.batch.num_seqs > 0) memory = lay_out(p, columns, q, arrivals);
   const dim3 grid(columns, p.batch.slots);
   const cudaStream_t stream = current_stream(q);
   const auto kernel = decode_attention_kernel<T, D, N, Biased>;
   launch_dependent(kernel, {grid, dim3(kDecodeThreads), stream, Layout::kBytes}, p);
   check_launch("paged_attention");
-  if (may_cut) launch_join(p, columns, stream);
   return true;
 }
 
 // As many rows in a warp as a sequence may have, and registers can hold.
 template <typename T, int D>
-bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len) {
+bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
+            const std::optional<Tensor>& arrivals) {
   if (most_rows(attention, max_query_len) <= 8) {
-    return launch<T, D, 1, false>(attention, q, max_query_len, max_seq_len, nullptr);
+    return launch<T, D, 1, false>(attention, q, max_query_len, max_seq_len, nullptr, arrivals);
   }
-  return launch<T, D, 2, false>(attention, q, max_query_len, max_seq_len, nullptr);
+  return launch<T, D, 2, false>(attention, q, max_query_len, max_seq_len, nullptr, arrivals);
 }
 
 // Linear biases are rare, and every kernel takes long to compile: a few of them do for all shapes.
 template <typename T>
 bool launch_biased(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-                   const float* alibi_slopes) {
-  if (params.head_dim <= 64) return launch<T, 64, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes);
-  if (params.head_dim <= 128) return launch<T, 128, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes);
-  return launch<T, 256, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes);
+                   const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
+  const auto run = [&]<int D> {
+    return launch<T, D, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  };
+  if (params.head_dim <= 64) return run.template operator()<64>();
+  if (params.head_dim <= 128) return run.template operator()<128>();
+  return run.template operator()<256>();
 }
 
 }  // namespace
 
 template <typename T>
 bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-                      const float* alibi_slopes) {
+                      const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
   if (!can_take(params)) return false;
-  if (alibi_slopes) return launch_biased(params, q, max_query_len, max_seq_len, alibi_slopes);
-  if (params.head_dim <= 64) return launch<T, 64>(params, q, max_query_len, max_seq_len);
-  if (params.head_dim <= 96) return launch<T, 96>(params, q, max_query_len, max_seq_len);
-  if (params.head_dim <= 128) return launch<T, 128>(params, q, max_query_len, max_seq_len);
-  if (params.head_dim <= 192) return launch<T, 192>(params, q, max_query_len, max_seq_len);
-  return launch<T, 256>(params, q, max_query_len, max_seq_len);
+  if (alibi_slopes) return launch_biased(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  if (params.head_dim <= 64) return launch<T, 64>(params, q, max_query_len, max_seq_len, arrivals);
+  if (params.head_dim <= 96) return launch<T, 96>(params, q, max_query_len, max_seq_len, arrivals);
+  if (params.head_dim <= 128) return launch<T, 128>(params, q, max_query_len, max_seq_len, arrivals);
+  if (params.head_dim <= 192) return launch<T, 192>(params, q, max_query_len, max_seq_len, arrivals);
+  return launch<T, 256>(params, q, max_query_len, max_seq_len, arrivals);
 }
 
-template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*);
-template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t, const float*);
+template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*,
+                               const std::optional<Tensor>&);
+template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t, const float*,
+                               const std::optional<Tensor>&);
 
 }  // namespace raylm::cuda

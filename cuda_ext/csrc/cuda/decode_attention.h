@@ -1,5 +1,7 @@
 #pragma once
 
+#include <optional>
+
 #include "launch.h"
 #include "raylm/cuda/attention.cuh"
 
@@ -8,13 +10,15 @@ namespace raylm::cuda {
 constexpr int64_t kMaxDecodeQueries = 16;
 
 // Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence. Where
-// this kernel cannot take the arguments it does nothing and returns false. alibi_slopes [num_heads] may be null.
+// this kernel cannot take the arguments it does nothing and returns false. alibi_slopes [num_heads] may be null. `arrivals`
+// is as paged_attention takes it.
 template <typename T>
 bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-                      const float* alibi_slopes);
+                      const float* alibi_slopes, const std::optional<Tensor>& arrivals);
 
-extern template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*);
+extern template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*,
+                                      const std::optional<Tensor>&);
 extern template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t,
-                                      const float*);
+                                      const float*, const std::optional<Tensor>&);
 
 }  // namespace raylm::cuda

@@ -119,9 +119,11 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStre
   launch_dependent(kernel, Launch{grid, block, stream}, params...);
 }
 
-// Whether a kernel may read weights while the one before it still runs: in a captured graph, where no one writes them
-// between two kernels of a step. Elsewhere a kernel that lets this one start early might be the one that writes them.
-inline bool reads_weights_early(cudaStream_t stream) {
+// Whether a kernel may read weights and a step's tables (positions, slots, lengths, blocks) while the one before it still
+// runs: in a captured graph, where weights are written by no one and tables by kernels that have ended before the first
+// layer begins: a kernel that starts no other early looks the embeddings up in between. Elsewhere a kernel that lets this
+// one start early might be the one that writes them.
+inline bool reads_early(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
 }

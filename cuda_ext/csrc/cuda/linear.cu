@@ -70,12 +70,12 @@ Grid grid_of(bool small, int shared, int blocks, int multiprocessors) {
   return {divide_up(blocks, turns), shared};
 }
 
-template <typename T, int Groups, int Tiles>
+template <typename T, typename Results, int Groups, int Tiles>
 void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
-  auto* const kernel = skinny_linear_kernel<T, Groups, Tiles, kStages, kWarpsOfBlock>;
+  auto* const kernel = skinny_linear_kernel<T, Results, Groups, Tiles, kStages, kWarpsOfBlock>;
   args.split = split_of(args.k);
-  args.tiles = divide_up(args.n, 8 * Tiles);
-  args.early = reads_weights_early(stream);
+  args.tiles = divide_up(Results::outputs(args.n), Results::outputs(8 * Tiles));
+  args.early = reads_early(stream);
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
                             divide_up(args.tiles, teams), device_attribute(cudaDevAttrMultiProcessorCount, device));
@@ -84,37 +84,62 @@ void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   launch_dependent(kernel, {dim3(grid.blocks), block, stream, static_cast<size_t>(grid.shared)}, args);
 }
 
-template <typename T>
+template <typename T, typename Results, int Groups>
 void launch(Plan plan, const SkinnyArgs<T>& args, int32_t device, cudaStream_t stream) {
-  if (plan.groups == 1) {
-    plan.tiles == 1 ? launch<T, 1, 1>(args, device, stream) : launch<T, 1, 2>(args, device, stream);
-  } else {
-    plan.tiles == 1 ? launch<T, 2, 1>(args, device, stream) : launch<T, 2, 2>(args, device, stream);
-  }
+  plan.tiles == 1 ? launch<T, Results, Groups, 1>(args, device, stream)
+                  : launch<T, Results, Groups, 2>(args, device, stream);
 }
 
 bool has_aligned_rows(const Tensor& tensor, int64_t stride) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && stride % 8 == 0;
 }
 
+// A product as the kernels see it.
+struct Product {
+  const Tensor& x;
+  const Tensor& weight;
+  const std::optional<Tensor>& bias;
+  int64_t k = weight.size(1), rows = k ? x.numel() / k : 0, x_stride = x.dim() == 2 ? x.stride(0) : k;
+
+  // Whether the kernels for few rows take such tensors at all.
+  bool fits() const {
+    return x.scalar_type() != ScalarType::Float && (x.dim() == 2 || x.is_contiguous()) &&
+           has_aligned_rows(x, x_stride) && has_aligned_rows(weight, weight.stride(0)) &&
+           compute_major(x.get_device_index()) == 9;
+  }
+
+  Plan plan() const { return plan_for(rows, weight.size(0), k); }
+
+  template <typename T>
+  SkinnyArgs<T> args(const Tensor& out) const {
+    SkinnyArgs<T> args{};
+    args.x = data<T>(x);
+    args.weight = data<T>(weight);
+    args.bias = bias.has_value() ? data<T>(*bias) : nullptr;
+    args.out = data<T>(out);
+    args.x_stride = x_stride;
+    args.weight_stride = weight.stride(0);
+    args.rows = static_cast<int>(rows);
+    args.n = static_cast<int>(weight.size(0));
+    args.k = static_cast<int>(k);
+    return args;
+  }
+};
+
 template <typename T>
-Tensor skinny(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows, int64_t x_stride,
-              Plan plan) {
-  Tensor out = new_product(x, weight);
-  SkinnyArgs<T> args{};
-  args.x = data<T>(x);
-  args.weight = data<T>(weight);
-  args.bias = bias.has_value() ? data<T>(*bias) : nullptr;
-  args.out = data<T>(out);
-  args.x_stride = x_stride;
-  args.weight_stride = weight.stride(0);
-  args.rows = static_cast<int>(rows);
-  args.n = static_cast<int>(weight.size(0));
-  args.k = static_cast<int>(weight.size(1));
-  const Guard guard(x.get_device_index());
-  launch(plan, args, x.get_device_index(), current_stream(x));
-  check_launch("linear");
-  return out;
+void run_plain(const Product& product, Plan plan, const Tensor& out, cudaStream_t stream) {
+  const int32_t device = product.x.get_device_index();
+  const SkinnyArgs<T> args = product.args<T>(out);
+  plan.groups == 1 ? launch<T, SkinnyPlain, 1>(plan, args, device, stream)
+                   : launch<T, SkinnyPlain, 2>(plan, args, device, stream);
+}
+
+template <typename T>
+void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& out, cudaStream_t stream) {
+  const int32_t device = product.x.get_device_index();
+  const SkinnyArgs<T> args = product.args<T>(out);
+  gelu_tanh ? launch<T, SkinnyGated<GeluTanh>, 1>(plan, args, device, stream)
+            : launch<T, SkinnyGated<Silu>, 1>(plan, args, device, stream);
 }
 
 }  // namespace
@@ -124,17 +149,33 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
   Arg("linear", "weight", weight).on_device_of(x);
   if (bias.has_value()) Arg("linear", "bias", *bias).on_device_of(x);
-  const int64_t k = weight.size(1), rows = k ? x.numel() / k : 0, x_stride = x.dim() == 2 ? x.stride(0) : k;
-  const bool fits = x.scalar_type() != ScalarType::Float && (x.dim() == 2 || x.is_contiguous()) &&
-                    has_aligned_rows(x, x_stride) && has_aligned_rows(weight, weight.stride(0)) &&
-                    compute_major(x.get_device_index()) == 9;
-  const Plan plan = fits ? plan_for(rows, weight.size(0), k) : Plan{0, 0};
+  const Product product{x, weight, bias};
+  if (!product.fits()) return torch_linear(x, weight, bias);
+  const Plan plan = product.plan();
   if (plan.groups == 0) {
-    const std::optional<Tensor> out = fits ? split_linear(x, weight, bias, rows, x_stride) : std::nullopt;
+    const std::optional<Tensor> out = split_linear(x, weight, bias, product.rows, product.x_stride);
     return out ? *out : torch_linear(x, weight, bias);
   }
-  return x.scalar_type() == ScalarType::Half ? skinny<__half>(x, weight, bias, rows, x_stride, plan)
-                                             : skinny<__nv_bfloat16>(x, weight, bias, rows, x_stride, plan);
+  const Guard guard(x.get_device_index());
+  const Tensor out = new_product(x, weight);
+  x.scalar_type() == ScalarType::Half ? run_plain<__half>(product, plan, out, current_stream(x))
+                                      : run_plain<__nv_bfloat16>(product, plan, out, current_stream(x));
+  check_launch("linear");
+  return out;
+}
+
+std::optional<Tensor> skinny_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                                          bool gelu_tanh) {
+  const Product product{x, weight, bias};
+  const Plan plan = product.fits() ? product.plan() : Plan{0, 0};
+  if (plan.groups != 1) return std::nullopt;
+  const Guard guard(x.get_device_index());
+  const int64_t shape[2] = {product.rows, weight.size(0) / 2};
+  const Tensor out = torch::stable::new_empty(x, torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
+  x.scalar_type() == ScalarType::Half ? run_gated<__half>(product, plan, gelu_tanh, out, current_stream(x))
+                                      : run_gated<__nv_bfloat16>(product, plan, gelu_tanh, out, current_stream(x));
+  check_launch("gated_linear");
+  return out;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("linear", TORCH_BOX(&linear)); }

@@ -21,6 +21,11 @@ Tensor gelu_tanh_mul(Tensor x);
 std::optional<Tensor> split_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                    int64_t rows, int64_t x_stride);
 
+// gated_linear by the kernel for up to 8 rows; nothing where it does not take them. The caller has checked x [rows, k] and
+// the others.
+std::optional<Tensor> skinny_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                                          bool gelu_tanh);
+
 // For the product of x and the transposed weight.
 inline Tensor new_product(const Tensor& x, const Tensor& weight) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());

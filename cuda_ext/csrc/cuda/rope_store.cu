@@ -70,7 +70,7 @@ void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, st
         q_weight ? data<T>(*q_weight) : nullptr, k_weight ? data<T>(*k_weight) : nullptr, static_cast<float>(eps),
         data<int64_t>(positions), data<int64_t>(slot_mapping), data<float>(cos_sin), q.size(0), cos_sin.size(0),
         k_cache.size(0) * k_cache.size(1), static_cast<int>(k_cache.size(1)), static_cast<int>(q.size(2)),
-        static_cast<int>(cos_sin.size(1))};
+        static_cast<int>(cos_sin.size(1)), reads_early(current_stream(q))};
     launch(params, current_stream(q));
   });
   check_launch(op);

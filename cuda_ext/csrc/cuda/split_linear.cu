@@ -82,7 +82,7 @@ std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::opti
   params.rows = static_cast<int>(rows), params.n = static_cast<int>(n);
   params.tiles = static_cast<int>(divide_up(n, kSplitTile));
   params.steps = static_cast<int>(divide_up(k, kSplitStep)), params.block_steps = plan.block_steps;
-  params.early = reads_weights_early(stream);
+  params.early = reads_early(stream);
   switch (plan.cluster) {
     case 1: launch<T, Rows, 1>(params, plan, stream); break;
     case 2: launch<T, Rows, 2>(params, plan, stream); break;

@@ -1,9 +1,10 @@
 // Paged attention for sequences with few queries: decode, and the checking of speculated tokens. K and V are read once
-// for all query heads of a group and all query tokens. The keys are split over the blocks of the grid and a second
-// kernel joins the parts, as in Flash-Decoding (arXiv:2311.01282); decode_schedule.cuh says how. In a block, each warp
-// copies 16 keys of a tile of 64 into shared memory, ahead of their use and across sequences; the softmax is kept up to
-// date as keys pass by (arXiv:1805.02867). The products on tensor cores are transposed, keys x queries and head x
-// queries: so 8 rows of queries are the least that is multiplied, where the other way round it would be 16.
+// for all query heads of a group and all query tokens. The keys are split over the blocks of the grid, as in
+// Flash-Decoding (arXiv:2311.01282); decode_schedule.cuh says how. The last block to bring its part of a sequence that was
+// cut joins them all, in the order of the keys: which block that is changes nothing. In a block, each warp copies 16 keys
+// of a tile of 64 into shared memory, ahead of their use and across sequences; the softmax is kept up to date as keys pass
+// by (arXiv:1805.02867). The products on tensor cores are transposed, keys x queries and head x queries: so 8 rows of
+// queries are the least that is multiplied, where the other way round it would be 16.
 #pragma once
 
 #include "raylm/cuda/attention.cuh"
@@ -17,20 +18,15 @@
 namespace raylm::cuda {
 
 constexpr int kDecodeWarps = kDecodeThreads / kWarp;
-constexpr int kJoinThreads = 512;  // at most
 constexpr float kLog2E = 1.4426950408889634f;
 
-// What is left to join where sequences were cut. A slot has at most two parts of sequences: of one that an earlier slot
-// began (part 2 * slot) and of one that it begins itself (part 2 * slot + 1).
+// Parts of sequences that were cut. A slot has at most two: of one that an earlier slot began (part 2 * slot) and of one
+// that it begins itself (part 2 * slot + 1).
 struct DecodeParts {
   float* sums;  // [slots, 2, columns, rows, head_dim], each divided by its softmax's denominator
   float* logs;  // [slots, 2, columns, rows]: the logarithm to base 2 of that denominator
-  // [sequences or slots, chunks]: of a sequence, or of the one cut at the slot's end, the number of parts (0: not cut),
-  // the slot that begins it, the first query, the number of queries. Sequences without keys have none.
-  int4* joins;
-  bool by_sequence;
-  int rows;   // room for as many rows
-  int chunk;  // rows in a chunk
+  unsigned* arrivals;  // [slots, columns]: parts so far of the sequence that is cut at the slot's end; 0 but in a kernel
+  int rows;            // room for as many rows
 
   __device__ int64_t index(int slot, bool begins, int columns, int column) const {
     return (static_cast<int64_t>(slot * 2 + begins) * columns + column) * rows;
@@ -69,6 +65,39 @@ struct DecodeRows {
   uint32_t q[D / 16][N][2];
   float sum[D / 16][N][4];
   float top[N][2], total[N][2];
+};
+
+// A row's softmax over its parts; a thread has 4 neighbouring elements.
+template <int D, int N>
+struct DecodeJoin {
+  static constexpr int kThreads = D <= 64 ? 16 : D <= 128 ? 32 : 64;
+  static constexpr int kBatch = N == 1 ? 8 : 2;  // parts loaded at a time, as far as registers go
+  float top = -INFINITY, total = 0;
+  float4 sum = {};
+
+  __device__ void add(const float (&logs)[kBatch], const float4 (&sums)[kBatch]) {
+    float highest = top;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) highest = fmaxf(highest, logs[i]);
+    if (highest == -INFINITY) return;
+    scale(exp2_approx(top - highest));
+    top = highest;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float weight = exp2_approx(logs[i] - top);
+      total += weight;
+      sum.x += weight * sums[i].x, sum.y += weight * sums[i].y;
+      sum.z += weight * sums[i].z, sum.w += weight * sums[i].w;
+    }
+  }
+
+  __device__ float4 result() {
+    scale(1 / total);
+    return sum;
+  }
+
+ private:
+  __device__ void scale(float by) { total *= by, sum.x *= by, sum.y *= by, sum.z *= by, sum.w *= by; }
 };
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
@@ -338,23 +367,55 @@ struct DecodeBlock {
     *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
   }
 
-  // To the kernel that joins the parts: how many the sequence that the block has just begun is cut into.
-  __device__ void leave_join(const DecodeCursor& at, const DecodeShare& share) const {
-    if (!p.parts.joins || threadIdx.x != 0 || kv_head != 0) return;
-    const bool cut = at.stop < at.now.last();
-    if (!cut && !p.parts.by_sequence) return;
-    const int slot = blockIdx.y, ahead = at.start - share.begin;  // units of the share before the sequence
-    const int parts = cut ? (ahead + at.now.units() + share.size - 1) / share.size : 0;
-    *join(p.parts.by_sequence ? at.seq : slot) = make_int4(parts, slot, at.now.query, at.now.num_queries);
+  // The slots that have the sequence's parts: the first one, and how many. (A sequence begins in the slot that its first
+  // unit is in.)
+  __device__ static int2 slots_of(const DecodeCursor& at, const DecodeShare& share) {
+    const int first = at.start / share.size;
+    return make_int2(first, (at.start + at.now.units() - 1) / share.size - first + 1);
   }
 
-  __device__ int4* join(int row) const {
-    return p.parts.joins + row * (columns / static_cast<int>(p.attention.num_kv_heads)) + first_row / Layout::kRows;
+  // Whether this block is the last to have brought its part; what the others wrote can be read then. The counter is left
+  // as it was found.
+  __device__ bool is_last(int2 slots) const {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+      unsigned* arrivals = p.parts.arrivals + slots.x * columns + column;
+      __threadfence();
+      last = atomicAdd(arrivals, 1) + 1 == slots.y;
+      if (last) *arrivals = 0;
+      __threadfence();
+    }
+    __syncthreads();
+    return last;
+  }
+
+  // Rows go to teams of as many threads as take a row at once.
+  __device__ void join_parts(const DecodeCursor& at, const DecodeShare& share) const {
+    using Join = DecodeJoin<D, N>;
+    const int2 slots = slots_of(at, share);
+    if (!is_last(slots)) return;
+    const int thread = threadIdx.x % Join::kThreads;
+    for (int row = threadIdx.x / Join::kThreads; row < rows; row += kDecodeThreads / Join::kThreads) {
+      Join join;
+      for (int first = 0; first < slots.y; first += Join::kBatch) {
+        float logs[Join::kBatch];
+        float4 sums[Join::kBatch];
+#pragma unroll
+        for (int i = 0; i < Join::kBatch; ++i) {
+          const int part = first + i;
+          const int64_t from = p.parts.index(slots.x + part, part == 0, columns, column) + row;
+          const bool read = part < slots.y && thread * 4 < p.attention.head_dim;
+          logs[i] = part < slots.y ? __ldcg(p.parts.logs + from) : -INFINITY;
+          const float4* sum = reinterpret_cast<const float4*>(p.parts.sums + from * p.attention.head_dim) + thread;
+          sums[i] = read ? __ldcg(sum) : make_float4(0, 0, 0, 0);
+        }
+        join.add(logs, sums);
+      }
+      if (thread * 4 < p.attention.head_dim) write(at.now, row, thread * 4, join.result());
+    }
   }
 
   __device__ void run(const DecodeShare& share) {
-    const bool leaves_none = p.parts.joins && !p.parts.by_sequence;  // so far
-    if (leaves_none && threadIdx.x == 0 && kv_head == 0) *join(blockIdx.y) = make_int4(0, 0, 0, 0);
     DecodeCursor ahead = share.cursor, at = share.cursor;
     int block = cache_block(ahead);
     const auto copy_next = [&](int stage) {
@@ -379,7 +440,7 @@ struct DecodeBlock {
       multiply(at, stage, mine);
       fresh = at.last_tile();
       if (fresh) finish(at, begins, stage, mine);
-      if (fresh && begins) leave_join(at, share);
+      if (fresh && !(begins && at.stop == at.now.last())) join_parts(at, share);
       at.advance(p.batch, first_row);
     }
   }
@@ -399,112 +460,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
   for (int64_t row = p.batch.query_start[p.batch.num_seqs] + first; row < p.num_tokens; row += blocks) {
     T* out = p.attention.out + row * width;
     for (int64_t i = threadIdx.x; i < width; i += kDecodeThreads) out[i] = from_float<T>(0.0f);
-  }
-}
-
-// A softmax over parts of a row, of which a thread has Quads times 4 elements.
-template <int Quads>
-struct DecodeJoin {
-  static constexpr int kBatch = 4;  // parts loaded at a time
-  float top = -INFINITY, total = 0;
-  float4 sum[Quads] = {};
-
-  __device__ void add(float weight, float weight_total, const float4 (&x)[Quads]) {
-    total += weight * weight_total;
-    for (int j = 0; j < Quads; ++j) {
-      sum[j].x += weight * x[j].x, sum[j].y += weight * x[j].y;
-      sum[j].z += weight * x[j].z, sum[j].w += weight * x[j].w;
-    }
-  }
-
-  __device__ void raise_top(float to) {
-    const float shrink = to == -INFINITY ? 0 : exp2_approx(top - to);
-    top = to;
-    total *= shrink;
-    for (int j = 0; j < Quads; ++j) sum[j].x *= shrink, sum[j].y *= shrink, sum[j].z *= shrink, sum[j].w *= shrink;
-  }
-
-  __device__ void add(const float (&logs)[kBatch], const float4 (&x)[kBatch][Quads]) {
-    raise_top(fmaxf(fmaxf(fmaxf(logs[0], logs[1]), fmaxf(logs[2], logs[3])), top));
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) add(top == -INFINITY ? 0 : exp2_approx(logs[b] - top), 1, x[b]);
-  }
-
-  // Gives the first `stride` threads of the block what those a multiple of it further have.
-  __device__ void gather(int stride) {
-    __shared__ float4 sums[kJoinThreads * Quads];
-    __shared__ float tops[kJoinThreads], totals[kJoinThreads];
-    for (int j = 0; j < Quads; ++j) sums[j * kJoinThreads + threadIdx.x] = sum[j];
-    tops[threadIdx.x] = top, totals[threadIdx.x] = total;
-    __syncthreads();
-    if (threadIdx.x >= stride) return;
-    float highest = top;
-#pragma unroll 4
-    for (int other = threadIdx.x + stride; other < blockDim.x; other += stride) highest = fmaxf(highest, tops[other]);
-    raise_top(highest);
-#pragma unroll 4
-    for (int other = threadIdx.x + stride; other < blockDim.x; other += stride) {
-      float4 x[Quads];
-      for (int j = 0; j < Quads; ++j) x[j] = sums[j * kJoinThreads + other];
-      add(top == -INFINITY ? 0 : exp2_approx(tops[other] - top), totals[other], x);
-    }
-  }
-
-  template <typename T>
-  __device__ void write(T* out, int head_dim, int lanes, int lane) const {
-    for (int j = 0; j < Quads; ++j) {
-      const int d = (j * lanes + lane) * 4;
-      const float4 x = make_float4(sum[j].x / total, sum[j].y / total, sum[j].z / total, sum[j].w / total);
-      if (d < head_dim) *reinterpret_cast<uint2*>(out + d) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
-    }
-  }
-};
-
-// Joins the parts of the sequences that were cut; the grid is (columns, sequences or slots, any). A block is made of
-// teams of `lanes` threads, which share out the rows, and where there are more teams than rows also the parts.
-template <typename T, int Quads>
-__global__ void __launch_bounds__(kJoinThreads) decode_join_kernel(const __grid_constant__ DecodeParams<T> p) {
-  constexpr int kBatch = DecodeJoin<Quads>::kBatch;
-  start_dependents();
-  wait_for_dependencies();
-  const int columns = gridDim.x, column = blockIdx.x, num_kv_heads = static_cast<int>(p.attention.num_kv_heads);
-  const int chunk = column / num_kv_heads, first_row = chunk * p.parts.chunk, kv_head = column - chunk * num_kv_heads;
-  const int4 join = p.parts.joins[blockIdx.y * (columns / num_kv_heads) + chunk];
-  if (p.parts.by_sequence && decode_sequence(p.batch, blockIdx.y, first_row).units() == 0) return;
-  if (join.x == 0) return;
-  const int slot = join.y, rows = min(join.w * p.batch.group - first_row, p.parts.chunk);
-  const int head_dim = static_cast<int>(p.attention.head_dim);
-  const int lanes = head_dim <= 64 ? 16 : 32, lane = threadIdx.x % lanes;
-  const int team = threadIdx.x / lanes, teams = blockDim.x / lanes;
-  const int wanted = min((rows + static_cast<int>(gridDim.z) - 1) / static_cast<int>(gridDim.z), teams);
-  int abreast = 1;
-  while (abreast < wanted) abreast *= 2;
-  for (int first = blockIdx.z * abreast; first < rows; first += gridDim.z * abreast) {
-    const int row = first + team % abreast;
-    DecodeJoin<Quads> mine;
-    const int step = teams / abreast, parts = row < rows ? join.x : 0;
-    for (int i = team / abreast; i < parts; i += kBatch * step) {
-      float4 x[kBatch][Quads] = {};
-      float logs[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int part = i + b * step;
-        const int64_t from = p.parts.index(slot + part, part == 0, columns, column) + row;
-        logs[b] = part < parts ? p.parts.logs[from] : -INFINITY;
-        for (int j = 0; j < Quads; ++j) {
-          const int d = (j * lanes + lane) * 4;
-          const float4* sum = reinterpret_cast<const float4*>(p.parts.sums + from * head_dim + d);
-          if (d < head_dim && part < parts) x[b][j] = *sum;
-        }
-      }
-      mine.add(logs, x);
-    }
-    if (step > 1) mine.gather(abreast * lanes);  // there is but one turn of this loop then
-    if (row >= rows || team >= abreast) continue;
-    const int pair = first_row + row;
-    const int64_t token = join.z + pair / p.batch.group;
-    const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
-    mine.write(p.attention.out + (token * p.attention.num_heads + head) * head_dim, head_dim, lanes, lane);
   }
 }
 

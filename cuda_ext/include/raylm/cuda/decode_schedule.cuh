@@ -14,13 +14,18 @@ constexpr int kDecodeTile = 4;      // units that a block takes in one go
 constexpr int kDecodeThreads = 128;
 constexpr int kDecodeQueries = 16;  // sequences with more are not decode
 constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
-constexpr int kDecodeWhole = 16;    // sequences of at most as many units are not cut: the first one's slot has them all
+constexpr int kDecodeWhole = 16;
 
 struct DecodeBatch {
   const int32_t* query_start;
   const int32_t* seq_lens;
   int num_seqs, group, window;
   int slots, min_share;
+  bool few;  // sequences, for the slots that there are
+
+  // Sequences of at most as many units are not cut: the first one's slot has them all. Where blocks would be idle, the
+  // shortest way is a tile a block.
+  __host__ __device__ int whole() const { return few ? kDecodeTile : kDecodeWhole; }
 };
 
 // A sequence as one block sees it: queries from row `query` of q on, which see the keys [low, high) between them.
@@ -59,7 +64,7 @@ struct DecodeCursor {
       const int units = now.units();
       if (units == 0) continue;
       unit = now.first();
-      stop = units <= kDecodeWhole || start + units <= end ? now.last() : unit + end - start;
+      stop = units <= batch.whole() || start + units <= end ? now.last() : unit + end - start;
       return;
     }
     seq = -1;
@@ -103,6 +108,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   }
   DecodeShare share;
   share.size = max(batch.min_share, (total + batch.slots - 1) / batch.slots);
+  if (batch.few) share.size = (share.size + kDecodeTile - 1) / kDecodeTile * kDecodeTile;
   share.begin = slot * share.size;
   if (before <= share.begin && share.begin < before + units) {
     int s = from, start = before;
@@ -116,7 +122,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   share.cursor.take(batch, found[0], found[1], first_row);
   const int passed = share.begin - share.cursor.start;
   if (share.cursor.done() || passed <= 0) return share;
-  if (share.cursor.now.units() <= kDecodeWhole) {
+  if (share.cursor.now.units() <= batch.whole()) {
     share.cursor.unit = share.cursor.stop;
     share.cursor.advance(batch, first_row);
   } else {

@@ -33,6 +33,7 @@ struct RopeStoreParams {
   const float* cos_sin;
   int64_t num_tokens, max_position, num_slots;
   int block_size, head_dim, rotary_dim;
+  bool early;  // positions, slots and weights may be read before the kernel before has ended
 };
 
 // One head of one token: where it is read, where it goes, and what happens to it on the way.
@@ -95,20 +96,24 @@ struct Floats {
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
   constexpr int kSize = kVec<T>;
-  wait_for_dependencies();
-  start_dependents();
+  if (!p.early) wait_for_dependencies();
   const int heads = p.q.num_heads + p.k.num_heads + p.v.num_heads, half = p.head_dim / 2;
   const int64_t unit = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   const int64_t token = unit / heads;
   const int at = threadIdx.x % kLanes * kSize;
   const bool inside = token < p.num_tokens && at < half;
   Head<T> head{};
-  Vec<T> a{}, b{};
+  const float* angles = nullptr;
+  Floats<kSize> cos{}, sin{};
   if (inside) {
     head = head_of(p, token, static_cast<int>(unit - token * heads));
-    a = Vec<T>::load(head.source + at);
-    b = Vec<T>::load(head.source + half + at);
+    if (head.rotates) angles = angles_of(p, token);
   }
+  if (angles) cos = Floats<kSize>::load(angles + at), sin = Floats<kSize>::load(angles + half + at);
+  if (p.early) wait_for_dependencies();
+  start_dependents();
+  Vec<T> a{}, b{};
+  if (inside) a = Vec<T>::load(head.source + at), b = Vec<T>::load(head.source + half + at);
   float u[kSize], v[kSize], squares = 0;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
@@ -125,9 +130,7 @@ __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) u[i] *= scale * wa[i], v[i] *= scale * wb[i];
   }
-  const float* angles = head.rotates ? angles_of(p, token) : nullptr;
   if (angles) {
-    const auto cos = Floats<kSize>::load(angles + at), sin = Floats<kSize>::load(angles + half + at);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       const float first = u[i] * cos.x[i] - v[i] * sin.x[i];

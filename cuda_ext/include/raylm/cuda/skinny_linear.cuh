@@ -1,4 +1,4 @@
-// y = x W^T (+ bias) for a few rows of x: bound by the reading of W [n, k], which happens once.
+// y = x W^T (+ bias), or its gated activation, for a few rows of x: bound by the reading of W [n, k], which happens once.
 //
 // A team of warps takes tiles of 8 * Tiles rows of W in turn. Its warps split k, in blocks of 256 dealt out in turn,
 // and each warp keeps its own ring of bulk copies of W in flight, across the end of a tile into the next one: no warp
@@ -10,9 +10,10 @@
 // rows of W as its B operand. The sum over k may run in any order, so long as both operands agree: each lane reads 16
 // bytes of a row and feeds them to two instructions. The warps' sums of a tile meet in shared memory, where one warp
 // adds them in the order of the warps while the others are at the next tile. All these orders depend on k only, so a
-// row's result depends neither on the rows beside it nor on timing.
+// row's result depends neither on the rows beside it nor on timing. What is made of the sums is said by `Results`.
 #pragma once
 
+#include "raylm/cuda/gated.cuh"
 #include "raylm/cuda/ptx/barrier.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
@@ -44,6 +45,34 @@ constexpr int kSkinnySlots = 2;  // tiles of a team whose sums may wait to be ad
 constexpr int kSkinnyPitch = kSkinnyBlock * 2 + 64;
 __host__ __device__ constexpr int skinny_x_pitch(int k) { return (k * 2 + 127) / 128 * 128 + 64; }
 
+// y = x W^T. Of a tile of `width` rows of W, `weight_row` is its row number i, and sum(i) the product with it.
+struct SkinnyPlain {
+  static __host__ __device__ constexpr int outputs(int width) { return width; }
+  static __device__ int weight_row(int, int tile, int width, int i) { return tile * width + i; }
+
+  template <typename T, typename Sum>
+  static __device__ T result(const Sum& sum, int i, int) {
+    return from_float<T>(sum(i));
+  }
+};
+
+// act(gate) * up, where the first half of W's rows is gate's: a tile has as many of each. Both are rounded first, as the
+// product alone would be.
+template <typename Act>
+struct SkinnyGated {
+  static __host__ __device__ constexpr int outputs(int width) { return width / 2; }
+  static __device__ int weight_row(int n, int tile, int width, int i) {
+    const int half = width / 2, row = min(tile * half + i % half, n / 2 - 1);
+    return i < half ? row : n / 2 + row;
+  }
+
+  template <typename T, typename Sum>
+  static __device__ T result(const Sum& sum, int i, int width) {
+    const T gate = from_float<T>(sum(i)), up = from_float<T>(sum(i + width / 2));
+    return from_float<T>(Act{}(to_float(gate)) * to_float(up));
+  }
+};
+
 struct SkinnyTeam {
   int index, warp, lane;  // of this thread: its team in the block, its warp in the team, its lane
   int first_tile, tile_step;
@@ -56,7 +85,7 @@ struct SkinnyTeam {
 };
 
 // A warp's ring of copies of W: stage after stage in the order in which it uses them.
-template <typename T, int Tiles, int Stages>
+template <typename T, typename Results, int Tiles, int Stages>
 class SkinnyRing {
  public:
   static constexpr int kStageBytes = 8 * Tiles * kSkinnyPitch;
@@ -89,7 +118,7 @@ class SkinnyRing {
     if (lane == 0) barrier_arrive_expecting(barrier, bytes * 8 * Tiles);
     __syncwarp();
     if (lane < 8 * Tiles) {
-      const int row = min(tile_ * Tiles * 8 + lane, args_.n - 1);
+      const int64_t row = min(Results::weight_row(args_.n, tile_, 8 * Tiles, lane), args_.n - 1);
       const uint32_t to = shared_address(stages_) + write_ * kStageBytes + lane * kSkinnyPitch;
       bulk_copy_once(to, args_.weight + row * args_.weight_stride + k_, bytes, barrier, policy_);
     }
@@ -176,7 +205,7 @@ class SkinnySums {
 };
 
 // Where the sums of a team's warps meet: `kSkinnySlots` tiles, each filled by all warps and emptied by one of them.
-template <typename T, int Groups, int Tiles>
+template <typename T, typename Results, int Groups, int Tiles>
 class SkinnyMeeting {
  public:
   static constexpr int kWidth = 8 * Tiles;
@@ -213,18 +242,23 @@ class SkinnyMeeting {
   }
 
  private:
-  // Adds the warps' sums of the team's tile number `count`, in their order, and writes its part of y.
+  // Adds the warps' sums of the team's tile number `count`, in their order, and writes what they make.
   __device__ void write(int count, int thread, int threads) const {
     const int slot = count % kSkinnySlots, tile = team_.first_tile + count * team_.tile_step;
     barrier_wait(filled_ + 8 * slot, count / kSkinnySlots & 1);
     const float* parts = parts_ + slot * args_.split * kSums;
-    for (int i = thread; i < args_.rows * kWidth; i += threads) {
-      float sum = parts[i];
-      for (int w = 1; w < args_.split; ++w) sum += parts[w * kSums + i];
-      const int column = tile * kWidth + i % kWidth;
-      if (column >= args_.n) continue;
-      if (args_.bias) sum += to_float(args_.bias[column]);
-      args_.out[static_cast<int64_t>(i / kWidth) * args_.n + column] = from_float<T>(sum);
+    constexpr int kOutputs = Results::outputs(kWidth);
+    const int outputs = Results::outputs(args_.n);
+    for (int i = thread; i < args_.rows * kOutputs; i += threads) {
+      const int row = i / kOutputs, column = tile * kOutputs + i % kOutputs;
+      if (column >= outputs) continue;
+      const auto sum = [&](int of) {
+        const float* part = parts + row * kWidth + of;
+        float sum = part[0];
+        for (int w = 1; w < args_.split; ++w) sum += part[w * kSums];
+        return args_.bias ? sum + to_float(args_.bias[Results::weight_row(args_.n, tile, kWidth, of)]) : sum;
+      };
+      args_.out[static_cast<int64_t>(row) * outputs + column] = Results::template result<T>(sum, i % kOutputs, kWidth);
     }
   }
 
@@ -253,10 +287,10 @@ constexpr int skinny_shared_bytes(int groups, int tiles, int stages, int warps, 
   return warps * skinny_ring_bytes(tiles, stages) + meetings + rows * skinny_x_pitch(k);
 }
 
-template <typename T, int Groups, int Tiles, int Stages, int MaxWarps>
+template <typename T, typename Results, int Groups, int Tiles, int Stages, int MaxWarps>
 __global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __grid_constant__ SkinnyArgs<T> args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Meeting = SkinnyMeeting<T, Groups, Tiles>;
+  using Meeting = SkinnyMeeting<T, Results, Groups, Tiles>;
   constexpr int kRing = skinny_ring_bytes(Tiles, Stages);
   extern __shared__ char shared[] __attribute__((aligned(128)));
   __shared__ uint64_t ring_barriers[MaxWarps * Stages], meeting_barriers[MaxWarps * 2 * kSkinnySlots], x_barrier;
@@ -273,7 +307,7 @@ __global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __
   }
   __syncwarp();
   if (!args.early) wait_for_dependencies();
-  SkinnyRing<T, Tiles, Stages> ring(args, team, shared + warp * kRing, full);
+  SkinnyRing<T, Results, Tiles, Stages> ring(args, team, shared + warp * kRing, full);
   if (args.early) wait_for_dependencies();
   char* const meetings = shared + warps * kRing;
   char* const x = meetings + Meeting::bytes(warps);
