@@ -170,8 +170,9 @@ def gated_linear(
     rows first, bias [2I]; returns [T, I].
 
     With many rows on Hopper GPUs one kernel does all of it and rounds once, at the end; elsewhere gate and up are
-    rounded to x's dtype before the activation, also where few rows have a kernel. That for many takes 16-bit numbers, K of a multiple of 64, I of a multiple
-    of 128, tensors and rows that begin at multiples of 16 bytes, and no bias. Weights in captured graphs: as in linear.
+    rounded to x's dtype before the activation, also where few rows have a kernel. That for many takes 16-bit numbers, K
+    of a multiple of 64, I of a multiple of 128, tensors and rows that begin at multiples of 16 bytes, and no bias.
+    Weights in captured graphs: as in linear.
     """
     return _gated_linear(x, weight, bias, activation == "gelu_tanh")
 
