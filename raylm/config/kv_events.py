@@ -13,10 +13,9 @@ class KVEventsConfig(FrozenConfig):
     """What happens to the cached blocks, published in vLLM's form over ZeroMQ, for llm-d, Dynamo and the like."""
 
     endpoint: str | None = Field(default=None, pattern=r"^(tcp|ipc)://\S+$")
-    """Where an engine publishes, such as tcp://*:5557; one with a *, or of ipc, is listened at, any other
-    connected to. Each engine
-    of a node needs a port of its own, so replicas on one node connect. Without one nothing is published. Nothing is
-    encrypted, and the events hold every prompt's tokens."""
+    """Where an engine publishes, such as tcp://*:5557; one with a *, or of ipc, is listened at, any other connected to.
+    Each engine of a node needs a port of its own, so replicas on one node connect. Without one nothing is published.
+    Nothing is encrypted, and the events hold every prompt's tokens."""
     replay_endpoint: str | None = Field(default=None, pattern=r"^(tcp|ipc)://\S+$")
     """Where those who missed something may ask for it again, such as tcp://*:5558."""
     topic: str = Field(default="", max_length=256)

@@ -29,8 +29,7 @@ class RoutingConfig(FrozenConfig):
     slack_tokens: int = Field(default=8192, ge=0)
     """So many more than the mean are no overload, however small the mean is."""
     max_match_blocks: int = Field(default=512, ge=1, le=65536)
-    """Blocks of a prompt that are looked up at most; each costs about a third of a
-    microsecond."""
+    """Blocks of a prompt that are looked up at most; each costs about a third of a microsecond."""
     max_index_blocks: int = Field(default=262_144, ge=1)
     """Blocks that are remembered of each engine; one takes about 100 bytes."""
     hold_s: float = Field(default=30.0, ge=0)
