@@ -57,6 +57,28 @@ class KVEventBatch(EventBatchOf):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
+def replay_of(dealer: zmq.Socket[bytes], first: int) -> list[tuple[int, bytes]]:
+    """The messages from number `first` on that have been published."""
+    dealer.send_multipart((b"", first.to_bytes(8, "big")))
+    found: list[tuple[int, bytes]] = []
+    while True:
+        assert dealer.poll(5000)
+        empty, number, payload = dealer.recv_multipart()
+        assert empty == b""
+        if not payload:
+            assert number == b"\xff" * 8
+            return found
+        found.append((int.from_bytes(number, "big"), payload))
+
+
+def wait_until_published(address: str, number: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(address)
+        deadline = time.monotonic() + 30
+        while not replay_of(dealer, number):
+            assert time.monotonic() < deadline
+
+
 class Subscriber:
     """A REQ socket, as vLLM's example has, would read but the first message of a replay; a DEALER reads all. It asks
     for what it missed where a number is left out, and keeps the tokens of every block that is there."""
@@ -84,15 +106,7 @@ class Subscriber:
         self.take(sequence, payload)
 
     def catch_up(self, until: int) -> None:
-        self.replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
-        while True:
-            assert self.replay.poll(5000)
-            empty, number, payload = self.replay.recv_multipart()
-            assert empty == b""
-            if not payload:
-                assert number == b"\xff" * 8
-                return
-            sequence = int.from_bytes(number, "big")
+        for sequence, payload in replay_of(self.replay, self.last + 1):
             if self.last < sequence < until:
                 self.replayed.append(sequence)
                 self.take(sequence, payload)
@@ -151,6 +165,7 @@ def test_a_subscriber_of_vllm_sees_the_cache_and_gets_what_it_missed() -> None:
             cache.serve(prompt)
             publisher.publish(cache.log.take(), cache.log.take_tokens())
             if number == 0:
+                wait_until_published(publisher.addresses[1], 0)
                 subscriber = Subscriber(publisher.addresses, "kv@")
                 time.sleep(0.5)
         assert subscriber is not None
