@@ -10,7 +10,7 @@ namespace {
 static_assert(kMaxDecodeQueries == kDecodeQueries);
 
 constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
-constexpr int kFewSlots = 4;  // a sequence: with as many, there are few sequences
+constexpr int kFewSlots = 4;  // for each sequence: with as many slots or more, a batch has few sequences
 
 bool aligned(const void* pointer, size_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
 

@@ -18,7 +18,6 @@
 namespace raylm::cuda {
 
 constexpr int kDecodeWarps = kDecodeThreads / kWarp;
-constexpr float kLog2E = 1.4426950408889634f;
 
 // Parts of sequences that were cut. A slot has at most two: of one that an earlier slot began (part 2 * slot) and of one
 // that it begins itself (part 2 * slot + 1).
@@ -449,10 +448,10 @@ struct DecodeBlock {
 template <typename T, int D, int N, bool Biased>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ uint4 stages[];
   start_dependents();
   wait_for_dependencies();
-  DecodeBlock<T, D, N, Biased> block(p, reinterpret_cast<T*>(shared));
+  DecodeBlock<T, D, N, Biased> block(p, reinterpret_cast<T*>(stages));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   // Rows past the last sequence are zeros.
   const int64_t width = p.attention.num_heads * p.attention.head_dim;

@@ -21,7 +21,7 @@ struct DecodeBatch {
   const int32_t* seq_lens;
   int num_seqs, group, window;
   int slots, min_share;
-  bool few;  // sequences, for the slots that there are
+  bool few;  // there are several slots for each sequence
 
   // Sequences of at most as many units are not cut: the first one's slot has them all. Where blocks would be idle, the
   // shortest way is a tile a block.

@@ -8,14 +8,13 @@
 namespace raylm::cuda {
 
 struct Silu {
-  __device__ float operator()(float x) const { return x * reciprocal_approx(1.0f + exp2_approx(-kLog2e * x)); }
-  static constexpr float kLog2e = 1.4426950408889634f;
+  __device__ float operator()(float x) const { return x * reciprocal_approx(1.0f + exp2_approx(-kLog2E * x)); }
 };
 
 // 0.5 * (1 + tanh(y)) is the logistic function of 2 * y.
 struct GeluTanh {
   __device__ float operator()(float x) const {
-    constexpr float kScale = -1.5957691216f * Silu::kLog2e;
+    constexpr float kScale = -1.5957691216f * kLog2E;
     return x * reciprocal_approx(1.0f + exp2_approx(x * (kScale + 0.044715f * kScale * x * x)));
   }
 };

@@ -7,8 +7,9 @@
 // down to as many chunks of 8 in the same way, and ranks what is left.
 #pragma once
 
-#include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/order.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/math.cuh"
 #include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
@@ -21,7 +22,6 @@ constexpr int kMaxKeys = kMaxTop * kGroup / kChunk;
 constexpr int kIdBits = 20;  // of a token's id in a key
 constexpr int kMaxVocab = kMaxKeys * kGroup;
 constexpr int kStripsEach = kMaxVocab / kStrip / kTopThreads;
-constexpr float kLog2E = 1.4426950409f;
 static_assert(kMaxVocab + kGroup <= 1 << kIdBits && kMaxKeys % kTopThreads == 0);
 
 // What is left of a strip: of its logits x the sum of exp(x - max), and how many are above the row's token.
@@ -46,13 +46,6 @@ struct RowParams {
     return known ? to_float(logits[row * stride + token]) : -INFINITY;
   }
 };
-
-// 2 to the power of x; 0 where that is denormal.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // What to subtract in an exponent, so that no difference of infinities comes of a row without finite logits.
 __device__ inline float reference_of(float max) { return max == -INFINITY ? 0.0f : max; }
@@ -156,7 +149,7 @@ __global__ void __launch_bounds__(kStripThreads) row_strips_kernel(const __grid_
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kVecs * kVec<T>; ++i) {
-    sum += exp2_fast((held[i / kVec<T>][i % kVec<T>] - reference) * kLog2E);
+    sum += exp2_approx((held[i / kVec<T>][i % kVec<T>] - reference) * kLog2E);
   }
   sum = warp_sum(sum);
   const int above = p.token_ids ? __reduce_add_sync(kAllLanes, count_above(held, own)) : 0;
@@ -199,7 +192,7 @@ __device__ inline RowTotal total_of(const StripSum* strips, int num_strips) {
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < kStripsEach; ++j) {
-    sum += held[j].sum * exp2_fast((held[j].max - reference_of(total.max)) * kLog2E);
+    sum += held[j].sum * exp2_approx((held[j].max - reference_of(total.max)) * kLog2E);
     total.above += held[j].above;
   }
   sum = warp_sum(sum);

@@ -30,7 +30,7 @@
 
 namespace raylm::cuda {
 
-constexpr int kSplitThreads = 512;
+constexpr int kSplitNormThreads = 512;
 constexpr int kSplitChunks = kMeetings / 2;
 
 // How a call is divided; the same on all ranks. A row takes `width` threads, whole warps, and a block has threads for
@@ -43,7 +43,7 @@ struct Split {
 // The sum over the `width` threads of a row, which are group `group` of the block. A group calls it with `turn` one
 // higher each time: the next call writes where this one's reads are not.
 __device__ inline float group_sum(float x, int group, int width, int turn) {
-  __shared__ float parts[2][kSplitThreads / kWarp];
+  __shared__ float parts[2][kSplitNormThreads / kWarp];
   x = warp_sum(x);
   const int warps = width / kWarp, lane = threadIdx.x % kWarp;
   if (warps == 1) return x;
@@ -200,7 +200,7 @@ class SplitNorm {
 };
 
 template <typename T, int kMost, int kVecs>
-__global__ void __launch_bounds__(kSplitThreads, 1)
+__global__ void __launch_bounds__(kSplitNormThreads, 1)
     peer_split_add_rms_norm_kernel(const __grid_constant__ Peers peers, const __grid_constant__ NormParams<T> p,
                                    const __grid_constant__ Split split) {
   start_dependents();

@@ -21,7 +21,6 @@ struct PrefillParams {
 
 template <typename T>
 PrefillParams<T> prefill_params(const AttentionParams<T>& a, int64_t num_tokens, int64_t min_query_len) {
-  constexpr float kLog2e = 1.4426950408889634f;
   const bool capped = a.soft_cap > 0;
   return {a,
           num_tokens,
@@ -31,8 +30,8 @@ PrefillParams<T> prefill_params(const AttentionParams<T>& a, int64_t num_tokens,
           static_cast<int>(a.block_size),
           static_cast<int>(a.window < INT32_MAX ? a.window : 0),
           static_cast<int>(min_query_len > 1 ? min_query_len : 1),
-          (capped ? a.soft_cap : a.scale) * kLog2e,
-          capped ? 2 * kLog2e * a.scale / a.soft_cap : 0.0f};
+          (capped ? a.soft_cap : a.scale) * kLog2E,
+          capped ? 2 * kLog2E * a.scale / a.soft_cap : 0.0f};
 }
 
 // The most tiles of `rows` query tokens that sequences of at least min_query_len tokens can make of num_tokens.

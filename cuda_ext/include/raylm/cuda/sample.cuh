@@ -15,8 +15,9 @@
 #include <climits>
 #include <utility>
 
-#include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/order.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/math.cuh"
 #include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
@@ -189,7 +190,7 @@ __device__ inline uint64_t SampleRow::best_of_row(uint64_t best_of_warp) const {
 
 // Logits to weights, in place, and their sums to all blocks. The largest weighs 1, also when it is infinite.
 __device__ inline void SampleRow::weigh(float max, float temperature) const {
-  const float scale = 1.4426950409f / temperature;
+  const float scale = kLog2E / temperature;
   const auto weight = [&](float logit, int token) {
     return token >= end ? 0.0f : logit == max ? 1.0f : exp2f((logit - max) * scale);
   };

@@ -3,6 +3,9 @@
 
 namespace raylm::cuda {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// 2 to the power of x; 0 where that is denormal.
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
