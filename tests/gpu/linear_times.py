@@ -1,4 +1,4 @@
-"""What products of few rows take, beside torch's library.
+"""What products of few rows take, beside torch's library; that of gate and up with its activation.
 
 python -m tests.gpu.linear_times [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
 
@@ -45,6 +45,9 @@ def main() -> None:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
             ours: list[Call] = [lambda x=x, w=w: ops.linear(x, w) for w in weights]
             library: list[Call] = [lambda x=x, w=w: functional.linear(x, w) for w in weights]
+            if name.endswith("gate, up"):
+                ours = [lambda x=x, w=w: ops.gated_linear(x, w, "silu") for w in weights]
+                library = [lambda x=x, w=w: ops.silu_mul(functional.linear(x, w)) for w in weights]
             us, library_us = graph_us(ours), graph_us(library)
             line = {"bench": "linear", "name": name, "n": n, "k": k, "rows": rows, "us": round(us, 2)}
             share = round(2 * n * k / us / most, 3)

@@ -83,12 +83,14 @@ def test_a_bad_row_stays_where_it_is(op, device, rows, dtype, in_size):
         (1, 8, 4096, 4096),
         (1, 4, 4096, 14336),
         (1, 2, 520, 14336),
-        (9, 16, 6144, 4096),
+        (9, 32, 6144, 4096),
+        (9, 32, 28680, 4096),
         (17, 32, 1360, 14336),
-        (17, 32, 20008, 1024),
+        (17, 64, 20008, 1024),
         (17, 32, 1000, 520),
         (33, 64, 1024, 4096),
         (33, 64, 1024, 3072),
+        (33, 64, 4096, 14336),
     ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, fewest, most, out_size, in_size):
@@ -103,7 +105,38 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, fe
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [4, 30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [9, 17, 32, 33, 64, 65, 127, 128, 129, 256, 300, 700])
+@pytest.mark.parametrize(
+    ("out_size", "in_size"),
+    [(6144, 4096), (4096, 4104), (28680, 128), (4096, 14336), (4096, 1024), (65544, 520), (70000, 64), (8200, 2184)],
+)
+def test_more_rows(needs_extension, dtype, rows, out_size, in_size):
+    """Tiles of all shapes, whole and cut off at their edges."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    x, weight = _random(rows, in_size).to("cuda", dtype), _random(out_size, in_size).to("cuda", dtype)
+    bias = _random(out_size).to("cuda", dtype)
+    out, expected = ops.linear(x, weight, bias), x.double() @ weight.double().t() + bias.double()
+    close(out, expected, scale=in_size**0.5)
+    assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out_size", "in_size"), [(20, 4096, 1024), (100, 4096, 4096), (200, 65536, 256)])
+def test_a_bad_row_stays_where_it_is_on_cuda(needs_extension, rows, out_size, in_size):
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    x, weight = _random(rows, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
+    x[2], weight[7] = float("nan"), float("inf")
+    out = ops.linear(x, weight)
+    fine = torch.ones(rows, out_size, dtype=torch.bool, device="cuda")
+    fine[2], fine[:, 7] = False, False
+    assert torch.isfinite(out[fine]).all() and not torch.isfinite(out[~fine]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 30, 120])
 def test_products_in_a_captured_graph(needs_extension, rows):
     """Each product's weights are read while the kernel before still runs, its rows are not."""
     if not torch.cuda.is_available():

@@ -71,7 +71,7 @@ bool run(const Tensor& x, const Tensor& weight, bool gelu_tanh, const Tensor& ou
   return true;
 }
 
-// Many rows and few have kernels on Hopper; all else is the product, and then the activation.
+// What has no kernel here is the product, and then the activation.
 Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool gelu_tanh) {
   check_gated_linear(x, weight, bias.has_value() ? &*bias : nullptr);
   Arg(kOp, "weight", weight).on_device_of(x);
@@ -83,7 +83,7 @@ Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool ge
                                                           : run<__nv_bfloat16>(x, weight, gelu_tanh, out);
     if (done) return out;
   }
-  if (const std::optional<Tensor> out = skinny_gated_linear(x, weight, bias, gelu_tanh)) return *out;
+  if (const std::optional<Tensor> out = fused_gated_linear(x, weight, bias, gelu_tanh)) return *out;
   const Tensor product = linear(x, weight, bias);
   return gelu_tanh ? gelu_tanh_mul(product) : silu_mul(product);
 }

@@ -88,6 +88,23 @@ inline cudaLaunchAttribute cluster_attribute(unsigned blocks) {
   return attribute;
 }
 
+// How many clusters of `blocks` a device runs at a time, with a block on each multiprocessor: of `threads`, with all the
+// shared memory that the kernel may have, `shared` bytes, which it may use from now on. 0: none.
+inline int resident_clusters(const void* kernel, unsigned blocks, unsigned threads, int shared) {
+  cudaLaunchAttribute cluster = cluster_attribute(blocks);
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared) == cudaSuccess &&
+                     cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
+  cudaGetLastError();  // of these two
+  return known ? clusters : 0;
+}
+
 struct Launch {
   dim3 grid, block;
   cudaStream_t stream;

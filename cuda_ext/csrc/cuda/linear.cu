@@ -144,7 +144,7 @@ void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& 
 
 }  // namespace
 
-// A few rows of 16-bit numbers have a kernel of their own; all else goes to torch, whose library is made for it.
+// Up to 1,023 rows of 16-bit numbers have kernels of their own; all else goes to torch, whose library is made for it.
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
   Arg("linear", "weight", weight).on_device_of(x);
@@ -153,7 +153,8 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   if (!product.fits()) return torch_linear(x, weight, bias);
   const Plan plan = product.plan();
   if (plan.groups == 0) {
-    const std::optional<Tensor> out = split_linear(x, weight, bias, product.rows, product.x_stride);
+    std::optional<Tensor> out = tile_linear(x, weight, bias, product.rows, product.x_stride);
+    if (!out) out = split_linear(x, weight, bias, product.rows, product.x_stride);
     return out ? *out : torch_linear(x, weight, bias);
   }
   const Guard guard(x.get_device_index());
@@ -164,11 +165,12 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return out;
 }
 
-std::optional<Tensor> skinny_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                          bool gelu_tanh) {
+std::optional<Tensor> fused_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                                         bool gelu_tanh) {
   const Product product{x, weight, bias};
-  const Plan plan = product.fits() ? product.plan() : Plan{0, 0};
-  if (plan.groups != 1) return std::nullopt;
+  if (!product.fits()) return std::nullopt;
+  const Plan plan = product.plan();
+  if (plan.groups != 1) return bias ? std::nullopt : tile_gated_linear(x, weight, gelu_tanh);
   const Guard guard(x.get_device_index());
   const int64_t shape[2] = {product.rows, weight.size(0) / 2};
   const Tensor out = torch::stable::new_empty(x, torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));

@@ -21,10 +21,16 @@ Tensor gelu_tanh_mul(Tensor x);
 std::optional<Tensor> split_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                    int64_t rows, int64_t x_stride);
 
-// gated_linear by the kernel for up to 8 rows; nothing where it does not take them. The caller has checked x [rows, k] and
-// the others.
-std::optional<Tensor> skinny_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                          bool gelu_tanh);
+// linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
+// not take the shape or was measured to be slower. The caller has checked the same.
+std::optional<Tensor> tile_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows,
+                                  int64_t x_stride);
+std::optional<Tensor> tile_gated_linear(const Tensor& x, const Tensor& weight, bool gelu_tanh);
+
+// gated_linear by the kernels for up to 1,023 rows; nothing where they do not take the shape. The caller has checked x
+// [rows, k] and the others.
+std::optional<Tensor> fused_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                                         bool gelu_tanh);
 
 // For the product of x and the transposed weight.
 inline Tensor new_product(const Tensor& x, const Tensor& weight) {

@@ -19,24 +19,12 @@ struct Plan {
   int cost;  // of a block: its steps of k, and what its tiles cost besides, in such steps
 };
 
-// How many clusters the device runs at a time, with a block on each multiprocessor.
 template <typename T, int Rows, int Cluster>
-int resident_clusters(int device) {
+int resident(int device) {
   static DeviceNumber known;
   return known.of(device, [] {
-    const auto kernel = split_linear_kernel<T, Rows, Cluster>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDynamicOfBlock);
-    cudaLaunchAttribute cluster = cluster_attribute(Cluster);
-    cudaLaunchConfig_t config{};
-    config.gridDim = Cluster;
-    config.blockDim = kSplitThreads;
-    config.dynamicSmemBytes = kDynamicOfBlock;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) clusters = 0;
-    cudaGetLastError();
-    return clusters;
+    const auto* kernel = reinterpret_cast<const void*>(split_linear_kernel<T, Rows, Cluster>);
+    return resident_clusters(kernel, Cluster, kSplitThreads, kDynamicOfBlock);
   });
 }
 
@@ -47,7 +35,7 @@ void consider(Plan& plan, int64_t n, int64_t k, int device) {
   const int tiles = static_cast<int>(divide_up(n, kSplitTile));
   const int shared = SplitLayout<Rows>::bytes(block_steps);
   if (shared > kDynamicOfBlock) return;
-  const int clusters = std::min(tiles, resident_clusters<T, Rows, Cluster>(device));
+  const int clusters = std::min(tiles, resident<T, Rows, Cluster>(device));
   if (clusters == 0) return;
   const int cost = divide_up(tiles, clusters) * (block_steps + (Cluster == 1 ? kTileCost : kMeetingCost));
   if (plan.clusters == 0 || cost < plan.cost) plan = {Cluster, clusters, block_steps, shared, cost};

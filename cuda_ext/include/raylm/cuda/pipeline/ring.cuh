@@ -12,4 +12,12 @@ struct Ring {
   }
 };
 
+// The same for a number of stages that is known at run time.
+struct SizedRing {
+  int stages, stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
 }  // namespace raylm::cuda

@@ -26,6 +26,12 @@ __device__ inline uint64_t evict_first_policy() {
   return policy;
 }
 
+__device__ inline uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Addresses and bytes are multiples of 16.
 __device__ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
