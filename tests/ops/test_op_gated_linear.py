@@ -105,8 +105,9 @@ def test_few_rows(needs_cuda_extension, activation, dtype, rows, in_size, width,
     ("in_size", "width"), [(1024, 3072), (4096, 14336), (4104, 7160), (128, 9000), (2048, 5632), (576, 384)]
 )
 def test_more_rows(needs_cuda_extension, activation, dtype, rows, in_size, width):
-    """The kernel for them rounds once, as that for many rows does: for up to 64 where the width fills a device, and for
-    large weights where the rows fill tiles of 256."""
+    """The kernel rounds once, so it is closer to the reference than two operators are. It takes up to 64 rows if the
+    width fills the device, and more if the weight is large and the rows nearly fill tiles of 256; else two operators
+    give the result."""
     x, weight = _inputs(rows, in_size, width, dtype, "cuda")
     out, apart = ops.gated_linear(x, weight, activation), _apart(x, weight, activation)
     expected = _expected(x, weight, activation)

@@ -93,10 +93,8 @@ def test_a_bad_row_stays_where_it_is(op, device, rows, dtype, in_size):
         (33, 64, 4096, 14336),
     ],
 )
-def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, fewest, most, out_size, in_size):
+def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_cuda_extension, fewest, most, out_size, in_size):
     """Among the rows that one of the extension's own kernels takes; torch's library takes more."""
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
     x, weight = _random(most, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
     together = ops.linear(x, weight)
     close(together, x.double() @ weight.double().t(), scale=in_size**0.5)
@@ -111,10 +109,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_on_cuda(needs_extension, fe
     ("out_size", "in_size"),
     [(6144, 4096), (4096, 4104), (28680, 128), (4096, 14336), (4096, 1024), (65544, 520), (70000, 64), (8200, 2184)],
 )
-def test_more_rows(needs_extension, dtype, rows, out_size, in_size):
-    """Tiles of all shapes, whole and cut off at their edges."""
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
+def test_more_rows(needs_cuda_extension, dtype, rows, out_size, in_size):
+    """Tiles of all shapes, whole and cut off at their edges; over 64 rows it is the library."""
     x, weight = _random(rows, in_size).to("cuda", dtype), _random(out_size, in_size).to("cuda", dtype)
     bias = _random(out_size).to("cuda", dtype)
     out, expected = ops.linear(x, weight, bias), x.double() @ weight.double().t() + bias.double()
@@ -124,9 +120,7 @@ def test_more_rows(needs_extension, dtype, rows, out_size, in_size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "out_size", "in_size"), [(20, 4096, 1024), (100, 4096, 4096), (200, 65536, 256)])
-def test_a_bad_row_stays_where_it_is_on_cuda(needs_extension, rows, out_size, in_size):
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
+def test_a_bad_row_stays_where_it_is_on_cuda(needs_cuda_extension, rows, out_size, in_size):
     x, weight = _random(rows, in_size).to("cuda", torch.bfloat16), _random(out_size, in_size).to("cuda", torch.bfloat16)
     x[2], weight[7] = float("nan"), float("inf")
     out = ops.linear(x, weight)
@@ -137,10 +131,8 @@ def test_a_bad_row_stays_where_it_is_on_cuda(needs_extension, rows, out_size, in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [4, 30, 120])
-def test_products_in_a_captured_graph(needs_extension, rows):
+def test_products_in_a_captured_graph(needs_cuda_extension, rows):
     """Each product's weights are read while the kernel before still runs, its rows are not."""
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
     sizes = [1024, 4096, 1024, 3072, 1024, 256, 2048, 8]
     weights = [_random(n, k).to("cuda", torch.bfloat16) / k**0.5 for k, n in zip(sizes, sizes[1:], strict=False)]
     static = torch.zeros(rows, 1024, dtype=torch.bfloat16, device="cuda")

@@ -29,8 +29,7 @@ template <typename Act>
 Tensor run(const char* op, const Tensor& x) {
   check_gated(op, x);
   const int64_t rows = x.size(0), width = x.size(1) / 2;
-  const int64_t shape[2] = {rows, width};
-  Tensor out = torch::stable::new_empty(x, torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
+  Tensor out = new_rows(x, width);
   if (out.numel() == 0) return out;
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) { launch<decltype(type), Act>(x, out, rows, width); });

@@ -71,14 +71,13 @@ bool run(const Tensor& x, const Tensor& weight, bool gelu_tanh, const Tensor& ou
   return true;
 }
 
-// What has no kernel here is the product, and then the activation.
+// Where no kernel does both: the product, and then the activation.
 Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool gelu_tanh) {
   check_gated_linear(x, weight, bias.has_value() ? &*bias : nullptr);
   Arg(kOp, "weight", weight).on_device_of(x);
   if (fits(x, weight, bias)) {
     const Guard guard(x.get_device_index());
-    const int64_t shape[2] = {x.size(0), weight.size(0) / 2};
-    const Tensor out = torch::stable::new_empty(x, torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
+    const Tensor out = new_rows(x, weight.size(0) / 2);
     const bool done = x.scalar_type() == ScalarType::Half ? run<__half>(x, weight, gelu_tanh, out)
                                                           : run<__nv_bfloat16>(x, weight, gelu_tanh, out);
     if (done) return out;

@@ -88,8 +88,8 @@ inline cudaLaunchAttribute cluster_attribute(unsigned blocks) {
   return attribute;
 }
 
-// How many clusters of `blocks` a device runs at a time, with a block on each multiprocessor: of `threads`, with all the
-// shared memory that the kernel may have, `shared` bytes, which it may use from now on. 0: none.
+// How many clusters of `blocks` blocks the device runs at a time. A block has `threads` threads and `shared` bytes of
+// dynamic shared memory, which become the most that the kernel may be launched with. 0 where it cannot run so.
 inline int resident_clusters(const void* kernel, unsigned blocks, unsigned threads, int shared) {
   cudaLaunchAttribute cluster = cluster_attribute(blocks);
   cudaLaunchConfig_t config{};

@@ -144,7 +144,7 @@ void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& 
 
 }  // namespace
 
-// Up to 1,023 rows of 16-bit numbers have kernels of their own; all else goes to torch, whose library is made for it.
+// Up to 64 rows of 16-bit numbers have kernels here; all else goes to torch, whose library is made for it.
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
   Arg("linear", "weight", weight).on_device_of(x);
@@ -158,7 +158,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
     return out ? *out : torch_linear(x, weight, bias);
   }
   const Guard guard(x.get_device_index());
-  const Tensor out = new_product(x, weight);
+  const Tensor out = new_rows(x, weight.size(0));
   x.scalar_type() == ScalarType::Half ? run_plain<__half>(product, plan, out, current_stream(x))
                                       : run_plain<__nv_bfloat16>(product, plan, out, current_stream(x));
   check_launch("linear");
@@ -172,8 +172,7 @@ std::optional<Tensor> fused_gated_linear(const Tensor& x, const Tensor& weight, 
   const Plan plan = product.plan();
   if (plan.groups != 1) return bias ? std::nullopt : tile_gated_linear(x, weight, gelu_tanh);
   const Guard guard(x.get_device_index());
-  const int64_t shape[2] = {product.rows, weight.size(0) / 2};
-  const Tensor out = torch::stable::new_empty(x, torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
+  const Tensor out = new_rows(x, weight.size(0) / 2);
   x.scalar_type() == ScalarType::Half ? run_gated<__half>(product, plan, gelu_tanh, out, current_stream(x))
                                       : run_gated<__nv_bfloat16>(product, plan, gelu_tanh, out, current_stream(x));
   check_launch("gated_linear");

@@ -32,10 +32,10 @@ std::optional<Tensor> tile_gated_linear(const Tensor& x, const Tensor& weight, b
 std::optional<Tensor> fused_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                          bool gelu_tanh);
 
-// For the product of x and the transposed weight.
-inline Tensor new_product(const Tensor& x, const Tensor& weight) {
+// For a result that has x's rows, of so many columns.
+inline Tensor new_rows(const Tensor& x, int64_t columns) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = weight.size(0);
+  shape.back() = columns;
   return torch::stable::new_empty(x, shape);
 }
 

@@ -64,7 +64,7 @@ std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::opti
     return std::nullopt;
   }
   const cudaStream_t stream = current_stream(x);
-  Tensor out = new_product(x, weight);
+  Tensor out = new_rows(x, n);
   params.bias = bias ? data<T>(*bias) : nullptr;
   params.out = data<T>(out);
   params.rows = static_cast<int>(rows), params.n = static_cast<int>(n);

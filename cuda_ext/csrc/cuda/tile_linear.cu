@@ -11,7 +11,7 @@ namespace {
 
 // A kernel, by the shape of its tiles.
 struct Variant {
-  int rows, width, split, depth, stage_bytes, most_stages, threads;
+  int rows, width, split, depth, stage_bytes, threads;
   int (*shared_bytes)(int stages);
   int (*resident)(int device);  // clusters that the device runs at a time, a block on each multiprocessor
   void (*kernel)(TileParams, TileAct);
@@ -29,7 +29,7 @@ int resident(int device) {
 template <typename T, bool Gated, int Rows, int Width, int Split>
 constexpr Variant variant() {
   using Shape = TileShape<Rows, Width, Split>;
-  return {Rows, Width, Split, Shape::kDepth, Shape::kStageBytes, Shape::kMostStages, Shape::kThreads, Shape::shared_bytes,
+  return {Rows, Width, Split, Shape::kDepth, Shape::kStageBytes, Shape::kThreads, Shape::shared_bytes,
           resident<T, Shape, Gated>, tile_linear_kernel<T, Shape, Gated>};
 }
 
@@ -70,7 +70,8 @@ double cycles(const Variant& v, const Size& size, int tiles, int resident) {
   double sum = v.split > 1 ? kMeet + area * kMeetWord : 0;
   for (int left = tiles; left > 0; left -= resident) {
     const double weights = v.width * 128.0 * v.split * std::min(left, resident);
-    const double step = std::max({area * kMultiply, (v.rows + v.width) * 128 / kFromCache, weights / kFromMemory, kLeast});
+    const double fetch = (v.rows + v.width) * 128 / kFromCache;
+    const double step = std::max({area * kMultiply, fetch, weights / kFromMemory, kLeast});
     sum += steps * step + area * kWrite;
   }
   return sum;
@@ -107,15 +108,17 @@ Plan plan_for(const std::array<Variant, N>& variants, const Size& size, int devi
 
 // The rest of the parameters. False where the copy engine cannot address a tensor.
 template <typename T>
-bool fill(TileParams& params, const Plan& plan, const Size& size, const Tensor& x, const Tensor& weight, int64_t x_stride) {
+bool fill(TileParams& params, const Plan& plan, const Size& size, const Tensor& x, const Tensor& weight,
+          int64_t x_stride) {
   const Variant& v = *plan.variant;
   const int64_t n = weight.size(0), box = size.gated ? v.width / 2 : v.width;
   params.rows = static_cast<int>(size.rows), params.columns = static_cast<int>(size.columns);
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles;
-  params.tile_rows = static_cast<int>(plan.row_tiles == 1 ? size.rows : divide_up(divide_up(size.rows, plan.row_tiles), 8) * 8);
+  const int64_t even = divide_up(size.rows, plan.row_tiles);
+  params.tile_rows = static_cast<int>(plan.row_tiles == 1 ? even : divide_up(even, 8) * 8);
   params.steps = static_cast<int>(divide_up(size.k, v.depth)), params.slice_steps = divide_up(params.steps, v.split);
   const int steps = params.slice_steps * divide_up(plan.tiles, plan.clusters);
-  params.stages = std::min({steps, v.most_stages, (kDynamicOfBlock - 1024) / v.stage_bytes});
+  params.stages = std::min({steps, kMostTileStages, (kDynamicOfBlock - 1024) / v.stage_bytes});
   params.early = reads_early(current_stream(x));
   return make_map<T, 2>(&params.x, data<T>(x), {size.k, size.rows}, {x_stride}, {64, params.tile_rows}) &&
          make_map<T, 2>(&params.weight, data<T>(weight), {size.k, n}, {weight.stride(0)}, {64, box});
@@ -129,9 +132,7 @@ std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::opti
   TileParams params{};
   if (!plan.variant || !fill<T>(params, plan, size, x, weight, x_stride)) return std::nullopt;
   const Variant& v = *plan.variant;
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = size.columns;
-  const Tensor out = torch::stable::new_empty(x, shape);
+  const Tensor out = new_rows(x, size.columns);
   params.bias = bias ? data<T>(*bias) : nullptr;
   params.out = data<T>(out);
   launch_dependent(v.kernel,

@@ -24,7 +24,7 @@
 namespace raylm::cuda {
 
 struct TileParams {
-  CUtensorMap x;       // [rows, k], boxes of tile_rows rows: what lies outside of a tensor takes the copy engine longer than the rest
+  CUtensorMap x;       // [rows, k], boxes of tile_rows rows: the copy engine takes longer for what lies outside of a tensor
   CUtensorMap weight;  // [n, k], boxes of Width rows, or of half as many where they are gate's and up's
   const void* bias;    // of T, or null
   void* out;           // of T, [rows, columns]
@@ -39,6 +39,8 @@ struct TileParams {
 // What becomes of a product's two halves, gate and up.
 enum class TileAct { kNone, kSilu, kGeluTanh };
 
+constexpr int kMostTileStages = 12;
+
 template <int Rows_, int Width_, int Split_>
 struct TileShape {
   static constexpr int kRows = Rows_, kWidth = Width_, kSplit = Split_;
@@ -49,7 +51,6 @@ struct TileShape {
   static constexpr int kDepth = 64 * kBoxes;
   static constexpr int kXBytes = kRows * 128, kWeightBytes = kWidth * 128;  // of a box
   static constexpr int kStageBytes = kBoxes * (kXBytes + kWeightBytes);
-  static constexpr int kMostStages = 12;
   static constexpr int kThreads = 128 * kGroups + kWarp;
   static constexpr int kPitch = kWidth + 4;  // of sums that meet
   static constexpr int kMeetingBytes = kSplit > 1 ? kRows * kPitch * 4 : 0;
@@ -62,9 +63,8 @@ struct TileShape {
   }
 };
 
-template <typename Shape>
 struct TileBarriers {
-  uint64_t full[Shape::kMostStages], empty[Shape::kMostStages];
+  uint64_t full[kMostTileStages], empty[kMostTileStages];
 };
 
 // Of one block: where everything is, and its part of the work.
@@ -80,7 +80,7 @@ struct TileBlock {
   const int from = min(slice * params.slice_steps, params.steps);
   const int steps = min(params.slice_steps, params.steps - from);
 
-  __device__ TileBlock(const TileParams& p, const unsigned char* dynamic, TileBarriers<Shape>& barriers, TileAct a)
+  __device__ TileBlock(const TileParams& p, const unsigned char* dynamic, TileBarriers& barriers, TileAct a)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
         empty(shared_address(barriers.empty)), act(a) {}
 
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     tile_linear_kernel(const __grid_constant__ TileParams params, TileAct act) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
-  __shared__ TileBarriers<Shape> barriers;
+  __shared__ TileBarriers barriers;
   start_dependents();
   const TileBlock<T, Shape, Gated> block(params, dynamic, barriers, act);
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
