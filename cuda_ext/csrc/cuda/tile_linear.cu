@@ -59,9 +59,10 @@ struct Plan {
   double cost;
 };
 
-// Cycles of a block for its tiles, about (fitted to an H200, where it chose the fastest variant or one within 5 % of it for
-// the products of Llama-3.1-8B and Qwen3-0.6B). A step of 64 of k takes what is longest: multiplying, its bytes' way from
-// the L2 cache, and all blocks' weights' way from memory.
+// Cycles of a block for its tiles, about, fitted to an H200. Of the products of Llama-3.1-8B and Qwen3-0.6B with 12 to 64
+// rows the variant of least cost was the fastest or 2 % slower, but for qkv: 12 % slower there (8B) and once 21 % (0.6B). A
+// step of 64 of k takes what is longest: multiplying, its bytes' way from the L2 cache, and all blocks' weights' way from
+// memory.
 double cycles(const Variant& v, const Size& size, int tiles, int resident) {
   constexpr double kFromCache = 45, kFromMemory = 2457, kLeast = 300;  // bytes a cycle, of a block and of all; cycles
   constexpr double kMultiply = 1.08 / 32, kWrite = 0.1, kMeet = 1200, kMeetWord = 1.0 / 6;
