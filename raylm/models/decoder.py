@@ -17,6 +17,7 @@ from raylm.layers.norm import LayerNorm, RMSNorm
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.arch import ArchConfig
+from raylm.models.few_rows import FewRows
 from raylm.models.names import GGUF_WEIGHTS, HF_WEIGHTS, WeightTable
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -192,6 +193,9 @@ class DecoderModel(nn.Module):
             }
         )
         self._layer_list = list(self.layers.values())
+        self.runs_layers_together = attention is RAYLM and self.LAYER is DecoderLayer
+        """Whether one operator may run all layers of a step of few rows."""
+        self._few_rows: FewRows | None = None
         if context.is_last_stage:
             self.norm = layer_norm(arch, context, dtype, sums=self.LAYER.NORMS_SUM)
             if not arch.tie_embeddings:
@@ -210,12 +214,25 @@ class DecoderModel(nn.Module):
         """
         residual = self._embed(given) if self.context.is_first_stage else given
         delta = None
-        for layer, cache, meta in zip(self._layer_list, kv_caches, metas, strict=True):
-            delta = layer(delta, residual, positions, cache, meta)
+        few_rows = self._few_rows_of(metas[0])
+        if few_rows is not None:
+            few_rows(residual, positions, kv_caches, metas[0])
+        else:
+            for layer, cache, meta in zip(self._layer_list, kv_caches, metas, strict=True):
+                delta = layer(delta, residual, positions, cache, meta)
         if not self.context.is_last_stage:
             return residual if delta is None else residual.add_(self._summed(delta))
         normed: Tensor = self.norm(residual, delta)
         return normed
+
+    def _few_rows_of(self, meta: AttentionMetadata) -> FewRows | None:
+        """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
+        rows = len(meta.seq_lens)
+        if not self.runs_layers_together or meta.max_query_len > 1 or rows > ops.FEW_ROWS:
+            return None
+        if self._few_rows is None:  # By now the weights have their places.
+            self._few_rows = FewRows(self.arch, self._layer_list, self._position_tables, self.context)
+        return self._few_rows if rows <= self._few_rows.most_rows else None
 
     def _summed(self, delta: Tensor) -> Tensor:
         """What the last layer of a stage returned, without a norm behind it to sum it."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
+from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
+from raylm.ops.few_layers import LayerWeights as LayerWeights
 
 extension.load()
 
@@ -28,6 +30,8 @@ _silu_mul: Callable[..., Tensor] = torch.ops.raylm.silu_mul.default
 _gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
 _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _gated_linear: Callable[..., Tensor] = torch.ops.raylm.gated_linear.default
+_few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
+_few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
 _place: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.place.default
@@ -175,6 +179,64 @@ def gated_linear(
     Weights in captured graphs: as in linear.
     """
     return _gated_linear(x, weight, bias, activation == "gelu_tanh")
+
+
+def few_layers(
+    residual: Tensor,
+    weights: LayerWeights,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    cos_sin: Tensor,
+    cells: Tensor,
+    counters: Tensor,
+) -> None:
+    """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
+    tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences.
+
+    positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
+    every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave
+    for these weights: the operator's own between calls, of which only one may run at a time.
+    """
+    _few_layers(
+        residual,
+        weights.products,
+        weights.norms,
+        weights.head_norms,
+        weights.biases,
+        k_caches,
+        v_caches,
+        positions,
+        slot_mapping,
+        seq_lens,
+        block_table,
+        cos_sin,
+        weights.eps,
+        weights.scale,
+        weights.gelu_tanh,
+        cells,
+        counters,
+    )
+
+
+def few_layers_rows(weights: LayerWeights, *, num_kv_heads: int, head_dim: int) -> int:
+    """How many rows few_layers takes of a model with a compiled kernel; 0 where there is none for it."""
+    norms, o, down = weights.norms, weights.products[1], weights.products[3]
+    return _few_layers_rows(
+        norms[0].unsqueeze(0), down.shape[1], o.shape[1] // head_dim, num_kv_heads, head_dim, len(norms) // 2
+    )
+
+
+def few_layers_memory(weights: LayerWeights, *, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The cells and counters that few_layers keeps for a model."""
+    device = weights.norms[0].device
+    return (
+        torch.zeros(FEW_ROWS * weights.outputs // 2, dtype=torch.int64, device=device),
+        torch.zeros(FEW_ROWS * num_kv_heads + 2, dtype=torch.int32, device=device),
+    )
 
 
 def sample(

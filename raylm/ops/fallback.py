@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
@@ -200,6 +201,8 @@ _KERNELS = (
     gelu_tanh_mul,
     linear,
     gated_linear,
+    few_layers,
+    few_layers_rows,
     sample,
     penalize,
     place,

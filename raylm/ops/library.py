@@ -32,6 +32,13 @@ SCHEMAS = {
     "gelu_tanh_mul": "(Tensor x) -> Tensor",
     "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh) -> Tensor",
+    "few_layers": (
+        "(Tensor(a!) residual, Tensor[] products, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "
+        "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, "
+        "Tensor block_table, Tensor cos_sin, float eps, float scale, bool gelu_tanh, Tensor(d!) cells, "
+        "Tensor(e!) counters) -> ()"
+    ),
+    "few_layers_rows": ("(Tensor x, int width, int num_heads, int num_kv_heads, int head_dim, int num_layers) -> int"),
     "sample": (
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
@@ -134,6 +141,8 @@ _FAKES = {
     "gelu_tanh_mul": _half_width,
     "linear": _linear,
     "gated_linear": _gated_linear,
+    "few_layers": _nothing,
+    "few_layers_rows": lambda *_: 0,
     "sample": _token_each,
     "penalize": _like,
     "place": _placed,

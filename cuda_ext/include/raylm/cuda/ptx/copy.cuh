@@ -11,12 +11,32 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool read) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(read ? 16 : 0));
 }
 
+// The same for bytes that are read once.
+__device__ inline void copy_async_once(uint32_t to, const void* from, bool read, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(read ? 16 : 0), "l"(policy));
+}
+
 __device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `Pending` of this thread's latest groups of copies are under way.
 template <int Pending>
 __device__ inline void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// As many groups as are known at run time: 0 to 7.
+__device__ inline void copy_wait(int pending) {
+  switch (pending) {
+    case 0: return copy_wait<0>();
+    case 1: return copy_wait<1>();
+    case 2: return copy_wait<2>();
+    case 3: return copy_wait<3>();
+    case 4: return copy_wait<4>();
+    case 5: return copy_wait<5>();
+    case 6: return copy_wait<6>();
+    default: return copy_wait<7>();
+  }
 }
 
 // For copies of what is read once: it is the first to leave the L2 cache.

@@ -18,6 +18,16 @@ __device__ inline uint32_t pack(float first, float second) {
   }
 }
 
+// The other way round.
+template <typename T>
+__device__ inline float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+  }
+}
+
 // Lane q of four holds element q of rows 0 to 3; afterwards it holds row q.
 __device__ inline void transpose4(uint32_t (&x)[4]) {
 #pragma unroll

@@ -1,0 +1,240 @@
+#include <algorithm>
+#include <vector>
+
+#include "launch.h"
+#include "products.h"
+#include "raylm/cuda/few_layers.cuh"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr const char* kOp = "few_layers";
+constexpr int kLeastStages = 2;  // of a warp's ring: one is used while the other is filled
+constexpr int kStatic = 5 * 1024;  // bytes of shared memory that the kernel has besides
+
+using Tensors = std::vector<Tensor>;
+
+struct Model {
+  int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
+
+  int64_t attended() const { return num_heads * head_dim; }
+  int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+};
+
+template <typename T>
+void set_products(FewLayersArgs<T>& args, const Model& model) {
+  const auto product = [](int64_t n, int64_t k) {
+    return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / 8)};
+  };
+  args.products[kFewQkv] = product(model.qkv(), model.hidden);
+  args.products[kFewO] = product(model.hidden, model.attended());
+  args.products[kFewGateUp] = product(2 * model.width, model.hidden);
+  args.products[kFewDown] = product(model.hidden, model.width);
+  args.rows = static_cast<int>(model.rows);
+  args.hidden = static_cast<int>(model.hidden);
+  args.num_heads = static_cast<int>(model.num_heads);
+  args.num_kv_heads = static_cast<int>(model.num_kv_heads);
+  args.num_layers = static_cast<int>(model.num_layers);
+}
+
+template <typename T>
+int shared_besides_rings(const FewLayersArgs<T>& args) {
+  return args.x_bytes() + args.norm_bytes() + kFewMeeting;
+}
+
+// As many stages as shared memory has room for; head sizes share the size of a stage.
+template <typename T>
+int stages_of(const FewLayersArgs<T>& args) {
+  const int room = kSharedOfBlock - kStatic - shared_besides_rings(args);
+  return std::min(kFewMostStages, room / (kFewWarps * FewReader<T, 128>::kStage));
+}
+
+bool fits(const Model& m, int32_t device) {
+  const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  if (!kHopperKernels || compute_major(device) != 9 || m.num_layers > kFewMostLayers) return false;
+  if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > blocks) return false;
+  if (m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
+  if (m.head_dim != 64 && m.head_dim != 128) return false;
+  if (m.hidden % 8 != 0 || m.width % 8 != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
+  FewLayersArgs<__half> args{};
+  set_products(args, m);
+  return stages_of(args) >= kLeastStages;
+}
+
+// Where the cells of each phase begin, for kFewRows rows; the last is how many there are in all.
+std::vector<int64_t> cell_starts(const Model& m) {
+  std::vector<int64_t> starts{0};
+  for (const int64_t outputs : {m.qkv(), m.attended(), m.hidden, m.width, m.hidden}) {
+    starts.push_back(starts.back() + kFewRows * outputs / 2);
+  }
+  return starts;
+}
+
+void check_layers(const Model& m, const Tensors& weights, const Tensors& norms, const Tensors& head_norms,
+                  const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches, const Tensor& x) {
+  const auto count = [&](const char* name, const Tensors& list, int64_t each, bool optional) {
+    const int64_t size = static_cast<int64_t>(list.size());
+    if (size == m.num_layers * each || (optional && size == 0)) return;
+    fail(kOp, name, " has ", size, " tensors, must have ", each, " for each of ", m.num_layers, " layers");
+  };
+  count("weights", weights, 4, false);
+  count("norms", norms, 2, false);
+  count("head_norms", head_norms, 2, true);
+  count("biases", biases, 1, true);
+  count("v_caches", v_caches, 1, false);
+  const int64_t sizes[4][2] = {
+      {m.qkv(), m.hidden}, {m.hidden, m.attended()}, {2 * m.width, m.hidden}, {m.hidden, m.width}};
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    Arg(kOp, name, tensor).dtype({x.scalar_type()}).on_device_of(x).contiguous();
+    if (!is_aligned(tensor.data_ptr())) fail(kOp, name, " is not aligned to 16 bytes");
+  };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check("a weight", weights[i]);
+    Arg(kOp, "a weight", weights[i]).dim(2).size(0, sizes[i % 4][0], "the model's").size(1, sizes[i % 4][1], "the model's");
+  }
+  for (const Tensor& norm : norms) check("a norm", norm), Arg(kOp, "a norm", norm).size(0, m.hidden, "hidden");
+  for (const Tensor& norm : head_norms) check("a head's norm", norm), Arg(kOp, "a head's norm", norm).size(0, m.head_dim, "head size");
+  for (const Tensor& bias : biases) check("a bias", bias), Arg(kOp, "a bias", bias).size(0, m.qkv(), "the model's");
+  for (const Tensors* caches : {&k_caches, &v_caches}) {
+    for (const Tensor& cache : *caches) {
+      Arg(kOp, "a cache", cache).dtype({x.scalar_type()}).on_device_of(x).dim(4).last_contiguous();
+      for (int d = 0; d < 4; ++d) Arg(kOp, "a cache", cache).size(d, (*caches)[0].size(d), "as the first");
+      for (int d = 0; d < 3; ++d) {
+        if (cache.stride(d) == (*caches)[0].stride(d) && cache.stride(d) % 8 == 0) continue;
+        fail(kOp, "a cache has stride ", cache.stride(d), " in dimension ", d, ", must be as the first, a multiple of 8");
+      }
+    }
+  }
+}
+
+template <typename T>
+void set_layers(FewLayersArgs<T>& args, const Tensors& weights, const Tensors& norms, const Tensors& head_norms,
+                const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
+  constexpr FewPhase kPhases[4] = {kFewQkv, kFewO, kFewGateUp, kFewDown};
+  for (int i = 0; i < args.num_layers; ++i) {
+    FewLayer<T>& layer = args.layers[i];
+    for (int j = 0; j < 4; ++j) layer.weights[kPhases[j]] = data<T>(weights[4 * i + j]);
+    layer.attention_norm = data<T>(norms[2 * i]);
+    layer.mlp_norm = data<T>(norms[2 * i + 1]);
+    if (!head_norms.empty()) layer.q_norm = data<T>(head_norms[2 * i]), layer.k_norm = data<T>(head_norms[2 * i + 1]);
+    if (!biases.empty()) layer.qkv_bias = data<T>(biases[i]);
+    layer.k_cache = data<T>(k_caches[i]);
+    layer.v_cache = data<T>(v_caches[i]);
+  }
+}
+
+FewStrides strides_of(const Tensor& cache) { return {cache.stride(0), cache.stride(1), cache.stride(2)}; }
+
+FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapping, const Tensor& seq_lens,
+                const Tensor& block_table, const Tensor& cos_sin, const Tensor& k_cache, const Tensor& v_cache) {
+  Arg(kOp, "positions", positions).dtype({ScalarType::Long}).dim(1).size(0, m.rows, "rows").contiguous();
+  Arg(kOp, "slot_mapping", slot_mapping).dtype({ScalarType::Long}).dim(1).size(0, m.rows, "rows").contiguous();
+  Arg(kOp, "seq_lens", seq_lens).dtype({ScalarType::Int}).dim(1).size(0, m.rows, "rows").contiguous();
+  Arg(kOp, "block_table", block_table).dtype({ScalarType::Int}).dim(2).size(0, m.rows, "rows").last_contiguous();
+  Arg(kOp, "cos_sin", cos_sin).dtype({ScalarType::Float}).dim(2).size(1, m.head_dim, "the head size").contiguous();
+  for (const Tensor* tensor : {&positions, &slot_mapping, &seq_lens, &block_table, &cos_sin}) {
+    Arg(kOp, "a table", *tensor).on_device_of(k_cache);
+  }
+  const int64_t block_size = k_cache.size(1);
+  int log2 = 0;
+  while ((int64_t{1} << log2) < block_size) ++log2;
+  if (block_size < kFewKeys || int64_t{1} << log2 != block_size) {
+    fail(kOp, "blocks have ", block_size, " slots, must have a power of two of at least ", kFewKeys);
+  }
+  FewStep step{};
+  step.positions = data<int64_t>(positions);
+  step.slots = data<int64_t>(slot_mapping);
+  step.seq_lens = data<int32_t>(seq_lens);
+  step.block_table = data<int32_t>(block_table);
+  step.block_table_stride = block_table.stride(0);
+  step.cos_sin = data<float>(cos_sin);
+  step.max_position = cos_sin.size(0);
+  step.num_slots = k_cache.size(0) * block_size;
+  step.block_log2 = log2;
+  step.k_strides = strides_of(k_cache);
+  step.v_strides = strides_of(v_cache);
+  return step;
+}
+
+// All blocks must live at once, as they wait for each other: a cooperative launch fails where they cannot.
+template <typename T, int D>
+void launch(const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
+  auto* const kernel = few_layers_kernel<T, D>;
+  const int shared = shared_besides_rings(args) + args.stages * kFewWarps * FewReader<T, D>::kStage;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared) != cudaSuccess) {
+    fail(kOp, "no block can have ", shared, " bytes of shared memory: ", cudaGetErrorString(cudaGetLastError()));
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(device_attribute(cudaDevAttrMultiProcessorCount, device));
+  config.blockDim = dim3(kFewThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args);
+}
+
+// Most rows that the kernel takes of a model at a time; 0 where it takes none, on this device or of this shape.
+int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                        int64_t num_layers) {
+  int64_t rows = kFewRows;
+  while (rows > 0 && !fits({rows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers}, x.get_device_index())) {
+    --rows;
+  }
+  return x.scalar_type() == ScalarType::Float ? 0 : rows;
+}
+
+void few_layers(Tensor residual, Tensors weights, Tensors norms, Tensors head_norms, Tensors biases, Tensors k_caches,
+                Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
+                Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells, Tensor counters) {
+  Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
+  Arg(kOp, "cos_sin", cos_sin).dim(2);
+  if (k_caches.empty() || weights.size() < 4) fail(kOp, "there are no layers");
+  Arg(kOp, "a cache", k_caches[0]).dim(4);
+  Arg(kOp, "a weight", weights[1]).dim(2);
+  Arg(kOp, "a weight", weights[3]).dim(2);
+  const int64_t head_dim = cos_sin.size(1);
+  const Model model{residual.size(0), residual.size(1), weights[3].size(1), weights[1].size(1) / head_dim,
+                    k_caches[0].size(2), head_dim, static_cast<int64_t>(k_caches.size())};
+  const int32_t device = residual.get_device_index();
+  if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
+  check_layers(model, weights, norms, head_norms, biases, k_caches, v_caches, residual);
+  const FewStep step = step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
+  const std::vector<int64_t> starts = cell_starts(model);
+  const int64_t columns = kFewRows * model.num_kv_heads;
+  Arg(kOp, "cells", cells).dtype({ScalarType::Long}).dim(1).size(0, starts.back(), "the model's").on_device_of(residual).contiguous();
+  Arg(kOp, "counters", counters).dtype({ScalarType::Int}).dim(1).size(0, columns + 2, "the model's").on_device_of(residual).contiguous();
+  const Guard guard(device);
+  const int64_t part_rows = model.rows * model.num_kv_heads * kFewMostParts * kFewGroup;
+  const Tensor parts = torch::stable::new_empty(cos_sin, {part_rows * (head_dim + 1)});
+  by_dtype(residual, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(T) == 2) {
+      FewLayersArgs<T> args{};
+      set_products(args, model);
+      set_layers(args, weights, norms, head_norms, biases, k_caches, v_caches);
+      args.step = step;
+      args.eps = static_cast<float>(eps), args.scale = static_cast<float>(scale), args.gelu = gelu_tanh;
+      args.residual = data<T>(residual);
+      for (int i = 0; i < kFewPhases; ++i) args.cells[i] = data<uint2>(cells) + starts[i];
+      args.part_sums = data<float>(parts), args.part_logs = args.part_sums + part_rows * head_dim;
+      args.launches = data<unsigned>(counters), args.arrivals = args.launches + 2;
+      args.stages = stages_of(args);
+      const cudaStream_t stream = current_stream(residual);
+      head_dim == 64 ? launch<T, 64>(args, device, stream) : launch<T, 128>(args, device, stream);
+    }
+  });
+  check_launch(kOp);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("few_layers", TORCH_BOX(&few_layers));
+  m.impl("few_layers_rows", TORCH_BOX(&few_layers_rows));
+}
+
+}  // namespace raylm::cuda

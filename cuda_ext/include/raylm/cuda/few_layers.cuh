@@ -1,0 +1,257 @@
+// All layers of a decode step of up to four rows in one kernel, for dense models of the usual kind (norm, attention with
+// rotary embedding, norm, gated MLP): so that the memory never waits for a kernel to end and the next one to begin.
+//
+// One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o; gate
+// and up; down. What a block will read of weights and of the cache's older keys and values depends on no result: each warp
+// keeps a ring of copies of it in flight (few_reader.cuh), across the end of a phase into the next ones. Results pass
+// between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a barrier, only for
+// what it reads. Each phase has cells of its own, the same for every layer: whoever reads some contributes to what must be
+// there before they are written again.
+//
+// The products are those of skinny_linear.cuh: x in shared memory, W read once, k shared out among warps whose sums are
+// added in their order. That a whole model fits one persistent kernel is an old idea (Hazy Research, "Look Ma, No
+// Bubbles!", 2025); here the order is fixed, so there are no tasks to interpret.
+#pragma once
+
+#include "raylm/cuda/few_attention.cuh"
+
+namespace raylm::cuda {
+
+constexpr int kFewMeeting = (2 * 64 + kFewRows) * kFewWarps * 4;  // bytes: of each warp, two tiles' sums, x's squares
+
+template <typename T, int D>
+class FewBlock {
+ public:
+  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<T, D>& reader,
+                      FewAttentionShared<T, D>& shared, char* x)
+      : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
+        norm_(reinterpret_cast<T*>(x + args.x_bytes())),
+        meeting_(reinterpret_cast<float*>(x + args.x_bytes() + args.norm_bytes())),
+        squares_(meeting_ + 2 * 64 * kFewWarps), lane_(threadIdx.x % kWarp),
+        warp_(threadIdx.x / kWarp) {}
+
+  __device__ void run() {
+    // Cells that are not of this launch have other stamps, but for those of 2^32 layers ago.
+    stamp_ = args_.launches[1] * args_.num_layers;
+#pragma unroll 1
+    for (int layer = 0; layer < args_.num_layers; ++layer) {
+      ++stamp_;
+#pragma unroll 1
+      for (int phase = kFewQkv; phase < kFewPhases; ++phase) {
+        if (phase != kFewAttention) multiply(layer, phase);
+        else if (column_.works) attention_.run(args_.layers[layer], stamp_);
+        reader_.refill();
+      }
+    }
+    leave();
+  }
+
+ private:
+  // The last block to end counts the launch.
+  __device__ void leave() const {
+    if (threadIdx.x == 0 && atomicAdd(args_.launches, 1) + 1 == gridDim.x) args_.launches[0] = 0, ++args_.launches[1];
+  }
+
+  __device__ void multiply(int layer, int phase) {
+    const FewProduct& product = args_.products[phase];
+    if (FewTeam(product.k, 0).first_tile >= product.tiles) return;  // no tile of it is this block's
+    const bool norms = phase == kFewQkv || phase == kFewGateUp;
+    if (norms) fetch_norm(phase == kFewQkv ? args_.layers[layer].attention_norm : args_.layers[layer].mlp_norm);
+    if (phase == kFewQkv) {
+      copy(layer == 0 ? nullptr : args_.cells[kFewDown], product.k, stamp_ - 1, norms);
+    } else {
+      copy(args_.cells[phase - 1], product.k, stamp_, norms);
+    }
+    if (norms) norm();
+    multiply_tiles(layer, phase, product);
+    sync_some(0, kFewThreads);  // x has been read
+  }
+
+  __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
+
+  static constexpr int kStep = kFewThreads * 4;  // elements of a row that the block takes at once, 4 a thread
+
+  // Rows of cells become x, once they are there; without cells, the rows that the layers are given. Also says what the
+  // sums of the squares of this warp's elements are.
+  __device__ void copy(const uint2* cells, int k, uint32_t stamp, bool squares) {
+    constexpr int kBatch = 4;
+    const int pitch = args_.x_pitch(k), end = pitch / 2 - 32;
+#pragma unroll 1
+    for (int r = 0; r < args_.rows; ++r) {
+      float sum = 0;
+#pragma unroll 1
+      for (int first = threadIdx.x * 4; first < end; first += kStep * kBatch) {
+        const int64_t at = static_cast<int64_t>(r) * k + first;
+        uint4 seen[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          if (cells && first + j * kStep < k) seen[j] = load_cells(cells + (at + j * kStep) / 2);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const int i = first + j * kStep;
+          if (i >= end) break;
+          uint2 x = make_uint2(0, 0);
+          if (i < k) {
+            x = cells ? await_cells(cells + (at + j * kStep) / 2, stamp, seen[j])
+                      : *reinterpret_cast<const uint2*>(args_.residual + at + j * kStep);
+          }
+          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = x;
+          const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
+          sum += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
+        }
+      }
+      if (!squares) continue;
+      sum = warp_sum(sum);
+      if (lane_ == 0) squares_[r * kFewWarps + warp_] = sum;
+    }
+    sync_some(0, kFewThreads);
+  }
+
+  // Before the block waits for what is to be normed.
+  __device__ void fetch_norm(const T* weight) const {
+    for (int i = threadIdx.x * 8; i < args_.hidden; i += kFewThreads * 8) Vec<T>::load(weight + i).store(norm_ + i);
+  }
+
+  // Norms the rows of x.
+  __device__ void norm() {
+    const int pitch = args_.x_pitch(args_.hidden);
+#pragma unroll 1
+    for (int r = 0; r < args_.rows; ++r) {
+      float squares = 0;
+#pragma unroll
+      for (int w = 0; w < kFewWarps; ++w) squares += squares_[r * kFewWarps + w];
+      const float by = rsqrtf(squares / static_cast<float>(args_.hidden) + args_.eps);
+#pragma unroll 1
+      for (int i = threadIdx.x * 4; i < args_.hidden; i += kStep) {
+        uint2* const x = reinterpret_cast<uint2*>(x_row(r, pitch) + i);
+        const uint2 scale = *reinterpret_cast<const uint2*>(norm_ + i);
+        *x = make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y));
+      }
+    }
+    sync_some(0, kFewThreads);
+  }
+
+  __device__ static uint32_t normed(uint32_t pair, float by, uint32_t weights) {
+    const float2 x = unpack<T>(pair), scale = unpack<T>(weights);
+    return pack<T>(x.x * by * scale.x, x.y * by * scale.y);
+  }
+
+  // What is added to a product's pair of outputs before they are rounded (a bias) or after (the residual stream). It is
+  // asked for when a tile begins, and needed when it ends.
+  struct Besides {
+    uint4 seen{};
+    const uint2* cells = nullptr;  // two of them
+    bool odd;
+  };
+
+  __device__ Besides ask_besides(int layer, int phase, int row, int column) const {
+    Besides out;
+    const T* plain = nullptr;
+    const int64_t at = static_cast<int64_t>(row) * args_.hidden + column;
+    if (phase == kFewQkv && args_.layers[layer].qkv_bias) plain = args_.layers[layer].qkv_bias + column;
+    if (phase == kFewO && layer == 0) plain = args_.residual + at;
+    out.odd = at / 2 % 2;
+    if (plain) {
+      out.seen.x = out.seen.z = *reinterpret_cast<const uint32_t*>(plain);
+    } else if (phase == kFewO || phase == kFewDown) {
+      out.cells = args_.cells[phase == kFewO ? kFewDown : kFewO] + at / 4 * 2;
+      out.seen = load_cells(out.cells);
+    }
+    return out;
+  }
+
+  __device__ float2 await_besides(const Besides& asked, int phase) const {
+    uint2 both = make_uint2(asked.seen.x, asked.seen.z);
+    if (asked.cells) both = await_cells(asked.cells, phase == kFewO ? stamp_ - 1 : stamp_, asked.seen);
+    return unpack<T>(asked.odd ? both.y : both.x);
+  }
+
+  // x W^T for this block's tiles of W. Sums are rounded before they are added to the residual stream, and before the
+  // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two neighbouring outputs.
+  __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
+    const FewTeam team(product.k, warp_);
+    const int pairs_log2 = (phase == kFewGateUp) ? 1 : 2, row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
+    const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * args_.x_pitch(product.k)};
+    const char* const x = x_ + lane_ % 4 * 16;
+    const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
+    float* const meeting = meeting_ + team.index * team.split * 64;
+    int turn = 0;
+#pragma unroll 1
+    for (int tile = team.first_tile; tile < product.tiles; tile += team.tile_step, ++turn) {
+      const bool writes = (turn & (team.split - 1)) == team.warp && row < args_.rows;
+      const int column = ((tile << pairs_log2) + pair) * 2;
+      Besides besides;
+      if (writes) besides = ask_besides(layer, phase, row, column);
+      SkinnySums<T, 1, 1> sums;
+      sums.clear();
+#pragma unroll 1
+      for (int k = team.warp * kSkinnyBlock; k < product.k; k += team.split * kSkinnyBlock) {
+        sums.template add<true>(x + k * 2, x_rows, reader_.next() + w_lane, 0);
+      }
+      float* const parts = meeting + (turn & 1) * (kFewWarps * 64);
+      sums.store(parts + team.warp * 64);
+      sync_some(1 + team.index, team.split * kWarp);
+      if (writes) write(layer, phase, product, row, column, parts + row * 8 + pair * 2, team.split, besides);
+    }
+  }
+
+  __device__ static float2 sum(const float* parts, int split) {
+    float2 all = make_float2(0, 0);
+#pragma unroll
+    for (int w = 0; w < kFewWarps; ++w) {
+      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * 64) : make_float2(0, 0);
+      all.x += part.x, all.y += part.y;
+    }
+    return all;
+  }
+
+  __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
+                        int split, const Besides& besides) const {
+    float2 out = sum(parts, split);
+    const float2 added = await_besides(besides, phase);
+    if (phase == kFewQkv) out.x += added.x, out.y += added.y;
+    if ((phase == kFewGateUp)) out = gated(rounded(out), rounded(sum(parts + 4, split)));
+    if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
+    const int outputs = (phase == kFewGateUp) ? product.n / 2 : product.n;
+    const int64_t at = static_cast<int64_t>(row) * outputs + column;
+    const uint32_t packed = pack<T>(out.x, out.y);
+    store_cell(args_.cells[phase] + at / 2, packed, stamp_);
+    if (phase == kFewDown && layer + 1 == args_.num_layers) *reinterpret_cast<uint32_t*>(args_.residual + at) = packed;
+  }
+
+  __device__ static float2 rounded(float2 x) { return unpack<T>(pack<T>(x.x, x.y)); }
+
+  __device__ float2 gated(float2 gate, float2 up) const {
+    const auto act = [&](float x) { return args_.gelu ? GeluTanh{}(x) : Silu{}(x); };
+    return make_float2(act(gate.x) * up.x, act(gate.y) * up.y);
+  }
+
+  const FewLayersArgs<T>& args_;
+  const FewColumn& column_;
+  FewReader<T, D>& reader_;
+  FewAttention<T, D> attention_;
+  char* const x_;
+  T* const norm_;  // the weight of the norm that comes next
+  float* const meeting_;
+  float* const squares_;
+  const int lane_, warp_;
+  uint32_t stamp_;
+};
+
+template <typename T, int D>
+__global__ void __launch_bounds__(kFewThreads, 1) few_layers_kernel(const __grid_constant__ FewLayersArgs<T> args) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ char shared[] __attribute__((aligned(128)));
+  __shared__ FewAttentionShared<T, D> attention;
+  start_dependents();
+  wait_for_dependencies();
+  char* const rings = shared + args.x_bytes() + args.norm_bytes() + kFewMeeting;
+  const FewColumn column(args);
+  FewReader<T, D> reader(args, column, rings + threadIdx.x / kWarp * args.stages * FewReader<T, D>::kStage);
+  FewBlock<T, D> block(args, column, reader, attention, shared);
+  block.run();
+#endif
+}
+
+}  // namespace raylm::cuda

@@ -1,0 +1,83 @@
+"""All layers of a decode step of few rows as one operator: at so few rows the time between kernels is what is felt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from raylm import ops
+from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.models.arch import ArchConfig
+from raylm.parallel.context import ParallelContext
+
+_log = logging.getLogger(__name__)
+
+
+class FewRows:
+    """Runs all layers of a stage, where there is an operator for that: it takes steps of up to `most_rows` rows."""
+
+    def __init__(
+        self, arch: ArchConfig, layers: Sequence[nn.Module], tables: dict[int, Tensor], context: ParallelContext
+    ) -> None:
+        """The layers are a DecoderModel's of the shared class, `tables` their rotary tables."""
+        self.most_rows = 0
+        obstacle = _obstacle(arch, tables, context)
+        if obstacle is None:
+            self._table = next(iter(tables.values()))
+            self._weights = weights = _weights(arch, layers)
+            self.most_rows = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
+            obstacle = f"there is no kernel for it on {context.device.type}, or not for these sizes"
+        if self.most_rows == 0:
+            _log.info("Decode steps of few rows run layer by layer: %s.", obstacle)
+            return
+        _log.info("Decode steps of up to %d rows run all layers in one kernel.", self.most_rows)
+        self._cells, self._counters = ops.few_layers_memory(weights, num_kv_heads=arch.num_kv_heads)
+
+    def __call__(self, residual: Tensor, positions: Tensor, caches: Sequence[KVCache], meta: AttentionMetadata) -> None:
+        """All layers, on the residual stream [S, hidden_size] in place, for a token of each of S sequences, whose keys
+        and values are written into the caches."""
+        ops.few_layers(
+            residual,
+            self._weights,
+            [keys for keys, _ in caches],
+            [values for _, values in caches],
+            positions,
+            meta.slot_mapping,
+            meta.seq_lens,
+            meta.block_table,
+            self._table,
+            self._cells,
+            self._counters,
+        )
+
+
+def _obstacle(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContext) -> str | None:
+    """What of the model the operator does not do; None where there is nothing."""
+    if context.tensor_size > 1:
+        return "each layer's products are summed over tensor ranks"
+    if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
+        return "other norms, linear biases, biases behind attention and in the MLP, and capped scores are not its"
+    if any(arch.window(number) for number in tables):
+        return "layers have sliding windows"
+    if len({id(table) for table in tables.values()}) > 1 or next(iter(tables.values())).shape[1] != arch.head_dim:
+        return "rotary embeddings differ between layers, or leave a part of each head as it is"
+    return None
+
+
+def _weights(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.LayerWeights:
+    def each(*names: str) -> list[Tensor]:
+        return [layer.get_parameter(name) for layer in layers for name in names]
+
+    return ops.LayerWeights(
+        products=each(
+            "self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
+        ),
+        norms=each("input_layernorm.weight", "post_attention_layernorm.weight"),
+        head_norms=each("self_attn.q_norm.weight", "self_attn.k_norm.weight") if arch.qk_norm else [],
+        biases=each("self_attn.qkv_proj.bias") if arch.qkv_bias else [],
+        eps=arch.norm_eps,
+        scale=arch.attention_scale,
+        gelu_tanh=arch.activation == "gelu_tanh",
+    )

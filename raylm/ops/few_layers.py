@@ -1,0 +1,82 @@
+"""All layers of a decode step of few rows as one operator: its arguments, and what it does in terms of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEW_ROWS = 4
+"""Rows that the operator's memory between steps has room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP. Contiguous, of one dtype."""
+
+    products: list[Tensor]
+    """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]."""
+    norms: list[Tensor]
+    """2 L, [H]: before attention and before the MLP."""
+    head_norms: list[Tensor]
+    """2 L, [D]: of queries and of keys; or none."""
+    biases: list[Tensor]
+    """L, [(Hq + 2 Hk) * D]: of q, k and v; or none."""
+    eps: float
+    """Of the norms."""
+    scale: float
+    """Of attention's scores."""
+    gelu_tanh: bool
+    """The MLP's activation: silu otherwise."""
+
+    @property
+    def outputs(self) -> int:
+        """What the phases of a layer hand to the next of a row: heads, attention, residual stream, activation, and
+        residual stream again."""
+        qkv, o, _, down = self.products[:4]
+        return qkv.shape[0] + o.shape[1] + o.shape[0] + down.shape[1] + down.shape[0]
+
+
+def few_layers(
+    residual: Tensor,
+    products: list[Tensor],
+    norms: list[Tensor],
+    head_norms: list[Tensor],
+    biases: list[Tensor],
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+    scale: float,
+    gelu_tanh: bool,
+    cells: Tensor,
+    counters: Tensor,
+) -> None:
+    op = torch.ops.raylm
+    rows, head_dim = len(residual), cos_sin.shape[1]
+    query_start = torch.arange(rows + 1, dtype=torch.int32, device=residual.device)
+    longest = block_table.shape[1] * k_caches[0].shape[1]
+    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        qkv, o, gate_up, down = products[4 * layer : 4 * layer + 4]
+        x = op.rms_norm(residual, norms[2 * layer], eps)
+        heads = F.linear(x, qkv, biases[layer] if biases else None).view(rows, -1, head_dim)
+        num_kv_heads = k_cache.shape[2]
+        q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        q_norm, k_norm = head_norms[2 * layer : 2 * layer + 2] if head_norms else (None, None)
+        op.rope_store(q, k, v, q_norm, k_norm, eps, positions, cos_sin, k_cache, v_cache, slot_mapping)
+        attended = op.paged_attention(
+            q, k_cache, v_cache, block_table, query_start, seq_lens, 1, longest, scale, 0, 0.0, None
+        )
+        residual.add_(F.linear(attended.view(rows, -1), o))
+        gated = F.linear(op.rms_norm(residual, norms[2 * layer + 1], eps), gate_up)
+        residual.add_(F.linear(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated), down))
+
+
+def few_layers_rows(x: Tensor, width: int, num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int) -> int:
+    return 0

@@ -1,0 +1,262 @@
+"""raylm::few_layers: whole layers against the plain operators in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.ops import fallback
+from tests.ops.op_reference import attention, gated, rms_norm, rotary
+
+BLOCK_SIZE = 16
+MAX_POSITION = 3100
+LAYERS = 3
+HOPPER = (9, 0)
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Step(NamedTuple):
+    """What a step is given besides the weights."""
+
+    residual: Tensor
+    k_caches: list[Tensor]
+    v_caches: list[Tensor]
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    cos_sin: Tensor
+
+
+SMALL = Sizes(64, 96, 4, 2, 64)
+
+
+def make_weights(sizes: Sizes, *, head_norms: bool, bias: bool, gelu_tanh: bool = False) -> ops.LayerWeights:
+    generator = torch.Generator().manual_seed(5)
+
+    def random(n: int, k: int) -> Tensor:
+        return torch.randn(n, k, generator=generator) / k**0.5
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    hidden, width, heads, kv_heads, head_dim = sizes
+    qkv = (heads + 2 * kv_heads) * head_dim
+    shapes = [(qkv, hidden), (hidden, heads * head_dim), (2 * width, hidden), (hidden, width)]
+    return ops.LayerWeights(
+        products=[random(*shape) for _ in range(LAYERS) for shape in shapes],
+        norms=[norm(hidden) for _ in range(2 * LAYERS)],
+        head_norms=[norm(head_dim) for _ in range(2 * LAYERS)] if head_norms else [],
+        biases=[torch.randn(qkv, generator=generator) for _ in range(LAYERS)] if bias else [],
+        eps=1e-5,
+        scale=head_dim**-0.5,
+        gelu_tanh=gelu_tanh,
+    )
+
+
+def make_step(sizes: Sizes, seq_lens: list[int]) -> Step:
+    generator = torch.Generator().manual_seed(len(seq_lens))
+    rows, per_row = len(seq_lens), -(-max(seq_lens) // BLOCK_SIZE)
+    table = torch.randperm(rows * per_row, generator=generator).view(rows, per_row)
+    positions = torch.tensor(seq_lens) - 1
+    blocks = table[torch.arange(rows), positions // BLOCK_SIZE]
+    shape = (rows * per_row, BLOCK_SIZE, sizes.num_kv_heads, sizes.head_dim)
+    caches = [torch.randn(shape, generator=generator) for _ in range(2 * LAYERS)]
+    for cache in caches:  # What lies behind a sequence's end may be anything.
+        for row, length in enumerate(seq_lens):
+            cache[table[row, -1], (length - 1) % BLOCK_SIZE + 1 :] = float("nan")
+    angles = torch.arange(MAX_POSITION)[:, None] / 10000 ** (torch.arange(sizes.head_dim // 2) / sizes.head_dim * 2)
+    return Step(
+        residual=torch.randn(rows, sizes.hidden, generator=generator),
+        k_caches=caches[:LAYERS],
+        v_caches=caches[LAYERS:],
+        positions=positions,
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table.int(),
+        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
+    )
+
+
+def cast(x: Tensor | list[Tensor], dtype: torch.dtype, device: str) -> Tensor | list[Tensor]:
+    if isinstance(x, list):
+        return [cast(one, dtype, device) for one in x]
+    return x.to(device, dtype if x.is_floating_point() else None, copy=True)
+
+
+def placed(step: Step, dtype: torch.dtype, device: str) -> Step:
+    """A copy of the step; angles stay as they are."""
+    return Step(*(cast(x, dtype, device) for x in step[:-1]), step.cos_sin.to(device))
+
+
+def placed_weights(weights: ops.LayerWeights, dtype: torch.dtype, device: str) -> ops.LayerWeights:
+    lists = {
+        name: cast(getattr(weights, name), dtype, device) for name in ("products", "norms", "head_norms", "biases")
+    }
+    return replace(weights, **lists)
+
+
+def run(step: Step, weights: ops.LayerWeights, memory: tuple[Tensor, Tensor]) -> None:
+    ops.few_layers(step.residual, weights, *step[1:], *memory)
+
+
+def expected(step: Step, weights: ops.LayerWeights) -> Tensor:
+    """The residual stream behind all layers, in float64; keys and values go into the step's caches."""
+    x, head_dim = step.residual.double(), step.cos_sin.shape[1]
+    for layer, (k_cache, v_cache) in enumerate(zip(step.k_caches, step.v_caches, strict=True)):
+        qkv, o, gate_up, down = (weight.double() for weight in weights.products[4 * layer : 4 * layer + 4])
+        heads = rms_norm(x, weights.norms[2 * layer], weights.eps) @ qkv.T
+        if weights.biases:
+            heads = heads + weights.biases[layer].double()
+        num_kv_heads = k_cache.shape[2]
+        heads = heads.view(len(x), -1, head_dim)
+        q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        if weights.head_norms:
+            q = rms_norm(q, weights.head_norms[2 * layer], weights.eps)
+            k = rms_norm(k, weights.head_norms[2 * layer + 1], weights.eps)
+        q, k = (rotary(part, step.positions, step.cos_sin) for part in (q, k))
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.flatten(0, 1)[step.slot_mapping] = new.to(cache.dtype)
+        cached = [
+            [cache[row].flatten(0, 1)[:length] for row, length in zip(step.block_table, step.seq_lens, strict=True)]
+            for cache in (k_cache, v_cache)
+        ]
+        attended = attention(q, *cached, [1] * len(x), scale=weights.scale)
+        x = x + attended.flatten(1) @ o.T
+        mlp = rms_norm(x, weights.norms[2 * layer + 1], weights.eps) @ gate_up.T
+        x = x + gated(mlp, "gelu_tanh" if weights.gelu_tanh else "silu") @ down.T
+    return x
+
+
+def check(step: Step, before: Step, weights: ops.LayerWeights, *, tolerance: float) -> None:
+    """Compares a step that has run with the reference, and finds its caches changed where the tokens are."""
+    wanted = placed(before, torch.float64, "cpu")
+    wanted = wanted._replace(residual=expected(wanted, placed_weights(weights, torch.float64, "cpu")))
+    for name in ("residual", "k_caches", "v_caches"):
+        ours, theirs = (torch.cat([x.flatten() for x in _list(getattr(s, name))]) for s in (step, wanted))
+        error = (ours.cpu().double() - theirs).nan_to_num(0)
+        assert torch.equal(ours.cpu().isnan(), theirs.isnan()), name
+        assert error.norm() <= tolerance * theirs.nan_to_num(0).norm(), f"{name}: off by {error.norm():.3g}"
+
+
+def _list(x: Tensor | list[Tensor]) -> list[Tensor]:
+    return x if isinstance(x, list) else [x]
+
+
+@pytest.mark.parametrize("gelu_tanh", [False, True], ids=["silu", "gelu"])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "norms-biases"])
+def test_plain_operators(extras, gelu_tanh):
+    weights = make_weights(SMALL, head_norms=extras, bias=extras, gelu_tanh=gelu_tanh)
+    before = make_step(SMALL, [1, 17, 40])
+    step = placed(before, torch.float32, "cpu")
+    static = (weights.products, weights.norms, weights.head_norms, weights.biases)
+    settings = (weights.eps, weights.scale, weights.gelu_tanh)
+    fallback.few_layers(step.residual, *static, *step[1:], *settings, *ops.few_layers_memory(weights, num_kv_heads=2))
+    check(step, before, weights, tolerance=1e-5)
+
+
+def test_no_kernel_takes_rows_on_a_cpu():
+    weights = make_weights(SMALL, head_norms=False, bias=False)
+    assert ops.few_layers_rows(weights, num_kv_heads=2, head_dim=64) == 0
+
+
+@pytest.fixture
+def hopper(needs_cuda_extension) -> None:
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("the kernel is for compute capability 9.0")
+
+
+ROWS = ([1], [16], [17, 5], [300], [640, 1, 33], [3000], [7, 900, 256, 128])
+SHAPES = {
+    "group-of-two": Sizes(1024, 3072, 16, 8, 128),
+    "group-of-seven": Sizes(896, 4864, 14, 2, 64),
+    "odd-widths": Sizes(576, 1544, 9, 3, 64),
+    "group-of-eight": Sizes(2048, 5632, 16, 2, 128),
+    "no-groups": Sizes(512, 1032, 4, 4, 128),
+    "few-tiles": Sizes(64, 96, 4, 2, 64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seq_lens", ROWS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernel(hopper, dtype, shape, seq_lens):
+    sizes = SHAPES[shape]
+    extras = sizes.num_heads % 2 == 0
+    weights = make_weights(sizes, head_norms=extras, bias=extras, gelu_tanh=not extras)
+    weights = placed_weights(weights, dtype, "cuda")
+    assert ops.few_layers_rows(weights, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim) == ops.FEW_ROWS
+    before = placed(make_step(sizes, seq_lens), dtype, "cuda")
+    step = placed(before, dtype, "cuda")
+    run(step, weights, ops.few_layers_memory(weights, num_kv_heads=sizes.num_kv_heads))
+    check(step, before, weights, tolerance=2e-2 if dtype == torch.bfloat16 else 3e-3)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time_and_for_any_rows_beside(hopper):
+    sizes = SHAPES["group-of-two"]
+    weights = placed_weights(make_weights(sizes, head_norms=True, bias=False), torch.bfloat16, "cuda")
+    memory = ops.few_layers_memory(weights, num_kv_heads=sizes.num_kv_heads)
+    before = placed(make_step(sizes, [90, 700, 20, 300]), torch.bfloat16, "cuda")
+    first = placed(before, torch.bfloat16, "cuda")
+    run(first, weights, memory)
+    for rows in (1, 2, 4, 3, 4, 1):  # The memory is the same for all.
+        step = placed(before, torch.bfloat16, "cuda")
+        few = [x[:rows] for x in (step.residual, step.positions, step.slot_mapping, step.seq_lens, step.block_table)]
+        ops.few_layers(few[0], weights, step.k_caches, step.v_caches, *few[1:], step.cos_sin, *memory)
+        assert torch.equal(step.residual[:1], first.residual[:1])
+        if rows == 4:
+            assert torch.equal(step.residual, first.residual)
+
+
+@pytest.mark.gpu
+def test_a_graph_runs_it_again_and_again(hopper):
+    sizes = SHAPES["group-of-eight"]
+    weights = placed_weights(make_weights(sizes, head_norms=True, bias=True), torch.bfloat16, "cuda")
+    memory = ops.few_layers_memory(weights, num_kv_heads=sizes.num_kv_heads)
+    before = placed(make_step(sizes, [41, 500]), torch.bfloat16, "cuda")
+    eager, step = placed(before, torch.bfloat16, "cuda"), placed(before, torch.bfloat16, "cuda")
+    run(eager, weights, memory)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(step, weights, memory)
+    for _ in range(300):
+        step.residual.copy_(before.residual)
+        graph.replay()
+    assert torch.equal(step.residual, eager.residual)
+
+
+@pytest.mark.gpu
+def test_a_token_outside_of_the_cache_is_not_stored(hopper):
+    weights = placed_weights(make_weights(SMALL, head_norms=False, bias=False), torch.bfloat16, "cuda")
+    memory = ops.few_layers_memory(weights, num_kv_heads=SMALL.num_kv_heads)
+    before = placed(make_step(SMALL, [10, 20]), torch.bfloat16, "cuda")
+    step = placed(before, torch.bfloat16, "cuda")
+    run(step._replace(slot_mapping=torch.full_like(step.slot_mapping, -1)), weights, memory)
+    for ours, theirs in zip(step.k_caches + step.v_caches, before.k_caches + before.v_caches, strict=True):
+        assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.gpu
+def test_what_it_does_not_take_is_refused(hopper):
+    weights = placed_weights(make_weights(SMALL, head_norms=False, bias=False), torch.bfloat16, "cuda")
+    memory = ops.few_layers_memory(weights, num_kv_heads=SMALL.num_kv_heads)
+    step = placed(make_step(SMALL, [3] * 5), torch.bfloat16, "cuda")
+    with pytest.raises(RuntimeError, match="does not take 5 rows"):
+        run(step, weights, memory)
+    step = placed(make_step(SMALL, [3]), torch.bfloat16, "cuda")
+    with pytest.raises(RuntimeError, match="norms has 5 tensors"):
+        run(step, replace(weights, norms=weights.norms[1:]), memory)
