@@ -18,7 +18,9 @@ from raylm.bench.report import KindResult
 from raylm.layers.linear import MIN_ROWS_TO_ADD
 from raylm.models.arch import ArchConfig
 
+_TOGETHER, _HEAD = "layers in one kernel", "head"
 _KINDS = (
+    (_TOGETHER, ("few_layers",)),
     ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas")),
     ("attention", ("attention_kernel", "prefill_kernel", "prefill_hopper", "flash")),
     ("sums over ranks", ("all_reduce", "peer_", "nccl")),
@@ -94,11 +96,13 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     seen = [min(1.0, window * step.tokens / step.pairs) if (window := arch.window(n)) else 1.0 for n in range(layers)]
     # A norm reads what came and the residual stream and writes both, or its product has added them already.
     streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
+    attention = Need(item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen))
     return {
         "products": Need(item * (weights + head + moved), 2 * (tokens * weights + step.logit_rows * head)),
-        "attention": Need(
-            item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen)
-        ),
+        "attention": attention,
+        # Where one kernel is all layers, it is their products and attention, and the head is the only other product.
+        _TOGETHER: Need(item * weights + attention.bytes, 2 * tokens * weights + attention.flops),
+        _HEAD: Need(item * (head + step.logit_rows * (hidden + arch.vocab_size)), 2 * step.logit_rows * head),
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
         "activation": Need(item * 3 * arch.intermediate_size * tokens * layers, 0.0),
@@ -134,6 +138,8 @@ def kind_results(
     if (activation := needed.get("activation")) and "activation" in own_us:
         share = min(1.0, own_us["activation"][1] / layers)
         needed = needed | {"activation": Need(activation.bytes * share, activation.flops * share)}
+    if _TOGETHER in own_us:
+        needed = needed | {"products": needed[_HEAD]}
     found = [
         _result(kind, us, count, needed.get(kind, Need(0, 0)), peaks, model=model, batch=batch)
         for kind, (us, count) in sorted(own_us.items(), key=lambda item: -item[1][0])

@@ -59,6 +59,7 @@ def test_a_prompt_sees_half_of_its_square_and_samples_one_row(llama: ArchConfig)
         ("prefill_hopper_kernel", "attention"),
         ("rms_norm_any_kernel<float>", "norms"),
         ("peer_add_rms_norm_kernel", "sums over ranks"),
+        ("few_layers_kernel", "layers in one kernel"),
         ("rope_store_kernel", "rotary and cache"),
         ("gated_kernel", "activation"),
         ("sample_kernel", "sampling"),
@@ -84,6 +85,16 @@ def test_a_kind_is_held_against_what_it_needs() -> None:
     assert (norms.kind, norms.roofline_share, norms.memory_idle_us) == ("norms", 0.25, 0.75)
     assert products.mb == 8 and norms.gflop == 0
     assert (step.kind, step.kernels, step.mb, step.memory_idle_us) == ("the step", 5.0, 9.0, 3.75)
+
+
+def test_layers_in_one_kernel_leave_the_head(llama: ArchConfig) -> None:
+    needed = needs(llama, decode_shape(1, 100), item=2)
+    peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
+    us = {"layers in one kernel": (3500.0, 1.0), "products": (250.0, 1.0)}
+    layers, head, step = kind_results(us, needed, peaks, model="m", batch=1, step_us=3800.0, layers=32)
+    assert head.mb == pytest.approx(2 * 4096 * 128256 / 1e6, rel=1e-2)
+    everything = needed["products"].bytes + needed["attention"].bytes
+    assert layers.mb + head.mb == step.mb == pytest.approx(everything / 1e6, rel=1e-3)
 
 
 def test_an_activation_in_its_product_needs_nothing_of_its_own() -> None:

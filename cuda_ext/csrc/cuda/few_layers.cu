@@ -90,18 +90,22 @@ void check_layers(const Model& m, const Tensors& weights, const Tensors& norms, 
   };
   for (size_t i = 0; i < weights.size(); ++i) {
     check("a weight", weights[i]);
-    Arg(kOp, "a weight", weights[i]).dim(2).size(0, sizes[i % 4][0], "the model's").size(1, sizes[i % 4][1], "the model's");
+    Arg(kOp, "a weight", weights[i]).dim(2).size(0, sizes[i % 4][0], "the model's").size(1, sizes[i % 4][1], "its");
   }
-  for (const Tensor& norm : norms) check("a norm", norm), Arg(kOp, "a norm", norm).size(0, m.hidden, "hidden");
-  for (const Tensor& norm : head_norms) check("a head's norm", norm), Arg(kOp, "a head's norm", norm).size(0, m.head_dim, "head size");
-  for (const Tensor& bias : biases) check("a bias", bias), Arg(kOp, "a bias", bias).size(0, m.qkv(), "the model's");
+  const auto check_vectors = [&](const char* name, const Tensors& vectors, int64_t size) {
+    for (const Tensor& vector : vectors) check(name, vector), Arg(kOp, name, vector).size(0, size, "the model's");
+  };
+  check_vectors("a norm", norms, m.hidden);
+  check_vectors("a norm of heads", head_norms, m.head_dim);
+  check_vectors("a bias", biases, m.qkv());
   for (const Tensors* caches : {&k_caches, &v_caches}) {
     for (const Tensor& cache : *caches) {
       Arg(kOp, "a cache", cache).dtype({x.scalar_type()}).on_device_of(x).dim(4).last_contiguous();
       for (int d = 0; d < 4; ++d) Arg(kOp, "a cache", cache).size(d, (*caches)[0].size(d), "as the first");
       for (int d = 0; d < 3; ++d) {
-        if (cache.stride(d) == (*caches)[0].stride(d) && cache.stride(d) % 8 == 0) continue;
-        fail(kOp, "a cache has stride ", cache.stride(d), " in dimension ", d, ", must be as the first, a multiple of 8");
+        const int64_t stride = cache.stride(d);
+        if (stride == (*caches)[0].stride(d) && stride % 8 == 0) continue;
+        fail(kOp, "a cache has stride ", stride, " in dimension ", d, ", must be the first one's and a multiple of 8");
       }
     }
   }
@@ -159,11 +163,8 @@ FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapp
 // All blocks must live at once, as they wait for each other: a cooperative launch fails where they cannot.
 template <typename T, int D>
 void launch(const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
-  auto* const kernel = few_layers_kernel<T, D>;
   const int shared = shared_besides_rings(args) + args.stages * kFewWarps * FewReader<T, D>::kStage;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared) != cudaSuccess) {
-    fail(kOp, "no block can have ", shared, " bytes of shared memory: ", cudaGetErrorString(cudaGetLastError()));
-  }
+  allow_shared<few_layers_kernel<T, D>>(kOp, device, kSharedOfBlock - kStatic);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
@@ -174,17 +175,16 @@ void launch(const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args);
+  cudaLaunchKernelEx(&config, few_layers_kernel<T, D>, args);  // its error is read by check_launch
 }
 
 // Most rows that the kernel takes of a model at a time; 0 where it takes none, on this device or of this shape.
 int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                         int64_t num_layers) {
-  int64_t rows = kFewRows;
-  while (rows > 0 && !fits({rows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers}, x.get_device_index())) {
-    --rows;
-  }
-  return x.scalar_type() == ScalarType::Float ? 0 : rows;
+  if (x.scalar_type() == ScalarType::Float) return 0;
+  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers};
+  while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
+  return model.rows;
 }
 
 void few_layers(Tensor residual, Tensors weights, Tensors norms, Tensors head_norms, Tensors biases, Tensors k_caches,
@@ -202,11 +202,14 @@ void few_layers(Tensor residual, Tensors weights, Tensors norms, Tensors head_no
   const int32_t device = residual.get_device_index();
   if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
   check_layers(model, weights, norms, head_norms, biases, k_caches, v_caches, residual);
-  const FewStep step = step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
+  const FewStep step =
+      step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
   const std::vector<int64_t> starts = cell_starts(model);
   const int64_t columns = kFewRows * model.num_kv_heads;
-  Arg(kOp, "cells", cells).dtype({ScalarType::Long}).dim(1).size(0, starts.back(), "the model's").on_device_of(residual).contiguous();
-  Arg(kOp, "counters", counters).dtype({ScalarType::Int}).dim(1).size(0, columns + 2, "the model's").on_device_of(residual).contiguous();
+  Arg(kOp, "cells", cells).dtype({ScalarType::Long}).on_device_of(residual).contiguous();
+  Arg(kOp, "cells", cells).dim(1).size(0, starts.back(), "the model's");
+  Arg(kOp, "counters", counters).dtype({ScalarType::Int}).on_device_of(residual).contiguous();
+  Arg(kOp, "counters", counters).dim(1).size(0, columns + 2, "the model's");
   const Guard guard(device);
   const int64_t part_rows = model.rows * model.num_kv_heads * kFewMostParts * kFewGroup;
   const Tensor parts = torch::stable::new_empty(cos_sin, {part_rows * (head_dim + 1)});

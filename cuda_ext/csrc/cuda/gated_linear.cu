@@ -43,8 +43,8 @@ bool make_params(GatedLinearParams& params, const Tensor& x, const Tensor& weigh
 template <typename T, typename Act>
 void launch(const GatedLinearParams& params, int32_t device, cudaStream_t stream) {
   using Shape = GatedShape;
-  const auto kernel = gated_linear_kernel<T, Act, kCluster>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  constexpr auto* kernel = gated_linear_kernel<T, Act, kCluster>;
+  allow_shared<kernel>("gated_linear", device, Shape::kSharedBytes);
   constexpr int kSlab = kCluster * Shape::kRows;
   const int tiles = divide_up(params.rows, kSlab) * (params.columns / Shape::kColumns);
   const int clusters = std::min(tiles, device_attribute(cudaDevAttrMultiProcessorCount, device) / kCluster);

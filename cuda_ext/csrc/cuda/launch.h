@@ -80,6 +80,25 @@ class DeviceNumber {
   std::array<std::atomic<int>, kMost> known_{};  // plus one; 0: not yet
 };
 
+// Lets a kernel be launched with so many bytes of dynamic shared memory, always the same number for a kernel. False where
+// a block of the device cannot have them. The driver is asked once for a kernel and device.
+template <auto Kernel>
+bool allows_shared(int device, int bytes) {
+  static DeviceNumber allowed;
+  return allowed.of(device, [&] {
+    const bool allows = cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+    cudaGetLastError();  // forgotten, or the next check would find it
+    return static_cast<int>(allows);
+  });
+}
+
+template <auto Kernel>
+void allow_shared(const char* op, int device, int bytes) {
+  if (!allows_shared<Kernel>(device, bytes)) {
+    fail(op, "its kernel needs ", bytes, " bytes of shared memory a block, which this device has not");
+  }
+}
+
 // Has a grid's blocks run in clusters of `blocks` neighbours in x.
 inline cudaLaunchAttribute cluster_attribute(unsigned blocks) {
   cudaLaunchAttribute attribute{};

@@ -72,14 +72,14 @@ Grid grid_of(bool small, int shared, int blocks, int multiprocessors) {
 
 template <typename T, typename Results, int Groups, int Tiles>
 void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
-  auto* const kernel = skinny_linear_kernel<T, Results, Groups, Tiles, kStages, kWarpsOfBlock>;
+  constexpr auto* kernel = skinny_linear_kernel<T, Results, Groups, Tiles, kStages, kWarpsOfBlock>;
   args.split = split_of(args.k);
   args.tiles = divide_up(Results::outputs(args.n), Results::outputs(8 * Tiles));
   args.early = reads_early(stream);
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
                             divide_up(args.tiles, teams), device_attribute(cudaDevAttrMultiProcessorCount, device));
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDynamicOfBlock);
+  allow_shared<kernel>("linear", device, kDynamicOfBlock);
   const dim3 block(teams * args.split * kWarp);
   launch_dependent(kernel, {dim3(grid.blocks), block, stream, static_cast<size_t>(grid.shared)}, args);
 }

@@ -22,13 +22,12 @@ bool supported(const AttentionParams<T>& a) {
 template <typename T, int D, bool Biased>
 bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
   using Shape = PrefillShape<D>;
-  const auto kernel = prefill_kernel<T, D, Biased>;
+  constexpr auto* kernel = prefill_kernel<T, D, Biased>;
   const int64_t tiles = most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
   const dim3 grid(a.num_heads, tiles > 0 ? tiles : 1);  // one row of blocks for the rows past the last sequence
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes) != cudaSuccess) {
-    cudaGetLastError();  // forgotten, or the next check would find it
-    return false;
-  }
+  int device = 0;
+  cudaGetDevice(&device);
+  if (!allows_shared<kernel>(device, Shape::kSharedBytes)) return false;
   kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(
       prefill_params(a, sizes.num_tokens, sizes.min_query_len), alibi_slopes);
   return true;

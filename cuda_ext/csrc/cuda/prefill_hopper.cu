@@ -46,8 +46,8 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor
   const Tensor counter = torch::stable::new_empty(like, {1}, ScalarType::Int);
   params.next_tile = data<int>(counter);
   cudaMemsetAsync(params.next_tile, 0, sizeof(int), stream);
-  const auto kernel = prefill_hopper_kernel<T, D>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  constexpr auto* kernel = prefill_hopper_kernel<T, D>;
+  allow_shared<kernel>("paged_attention", like.get_device_index(), Shape::kSharedBytes);
   const int64_t tiles = a.num_heads * most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
   const int64_t blocks = std::clamp<int64_t>(tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount, like.get_device_index()));
   kernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params);

@@ -19,15 +19,14 @@ void check(const Tensor& logits, const std::pair<const char*, const Tensor*> (&s
 template <typename T>
 void launch(const SampleParams& params, int64_t rows, int device, cudaStream_t stream) {
   const int bytes = kSampleWarps * params.segment * static_cast<int>(sizeof(float));
-  int most = 0;
-  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  most -= sizeof(SampleExchange) + sizeof(SampleScratch);
+  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) -
+                   static_cast<int>(sizeof(SampleExchange) + sizeof(SampleScratch));
   if (bytes > most) {
     const int columns = most / static_cast<int>(sizeof(float)) / (kSampleWarps * kSegmentUnit) * kSampleWarps *
                         kSegmentUnit * kSampleCtas;
     fail(kOp, "logits has ", params.vocab, " columns, must have at most ", columns);
   }
-  cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  allow_shared<sample_kernel<T>>(kOp, device, most);
   const dim3 grid(rows * kSampleCtas), block(kSampleThreads);
   launch_dependent(sample_kernel<T>, {grid, block, stream, static_cast<size_t>(bytes), kSampleCtas}, params);
 }
