@@ -223,6 +223,20 @@ def test_the_same_bits_every_time_and_for_any_rows_beside(hopper):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seq_lens", [[32, 40], [640, 700, 641], [16, 17, 33, 300]], ids=str)
+def test_a_row_sees_what_another_stores_in_the_same_step(hopper, seq_lens):
+    sizes = SHAPES["group-of-two"]
+    weights = placed_weights(make_weights(sizes, head_norms=True, bias=True), torch.bfloat16, "cuda")
+    before = make_step(sizes, seq_lens)
+    shared = seq_lens[0] // BLOCK_SIZE  # The first row's token fills a block, which the others have.
+    before.block_table[1:, :shared] = before.block_table[0, :shared]
+    before = placed(before, torch.bfloat16, "cuda")
+    step = placed(before, torch.bfloat16, "cuda")
+    run(step, weights, ops.few_layers_memory(weights, num_kv_heads=sizes.num_kv_heads))
+    check(step, before, weights, tolerance=2e-2)
+
+
+@pytest.mark.gpu
 def test_a_graph_runs_it_again_and_again(hopper):
     sizes = SHAPES["group-of-eight"]
     weights = placed_weights(make_weights(sizes, head_norms=True, bias=True), torch.bfloat16, "cuda")

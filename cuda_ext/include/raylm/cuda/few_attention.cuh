@@ -1,7 +1,9 @@
-// Attention of few_layers.cuh: of one query token a row, over the paged cache and the token's own key, which goes into the
-// cache here. A column is a row and a KV head; its keys, in units of 16, are cut into parts, a block each. In a block the
-// warps take units in turn, with a softmax each (arXiv:1805.02867), and join in shared memory; the last block to bring its
-// part of a column joins those, in the order of the keys. As in decode_attention.cuh the products are transposed.
+// Attention of few_layers.cuh: of one query token a row, over the paged cache and the token's own key, which goes into
+// the cache here. (A row may also see the token of another row, if the two share its block: then that key and value are
+// made here too.) A column is a row and a KV head; its keys, in units of 16, are cut into parts, a block each. In a block
+// the warps take units in turn, with a softmax each (arXiv:1805.02867), and join in shared memory; the last block
+// to bring its part of a column joins those, in the order of the keys. The products are transposed, as in
+// decode_attention.cuh.
 #pragma once
 
 #include "raylm/cuda/few_reader.cuh"
@@ -18,9 +20,9 @@ template <typename T, int D>
 struct FewAttentionShared {
   static constexpr int kPitch = D + 8;  // so that the same 16 bytes of 8 heads are in 8 different banks
   alignas(16) T heads[kFewGroup][kPitch];  // the queries, normed and rotated
-  alignas(16) T key[D], value[D];          // the token's own
+  alignas(16) T keys[kFewRows][D], values[kFewRows][D];  // of the step's tokens that the block sees
   alignas(16) T q_norm[D], k_norm[D];
-  alignas(16) float angles[D];             // cosines, then sines
+  alignas(16) float angles[kFewRows][D];   // of their positions: cosines, then sines
   float tops[kFewWarps][kFewGroup], totals[kFewWarps][kFewGroup];
   const float* sums[kFewWarps];
   bool last;
@@ -37,12 +39,18 @@ class FewAttention {
       : args_(args), column_(column), reader_(reader), shared_(shared), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {
     if (!column.works) return;
-    const int64_t position = args.step.positions[column.row];
-    rotates_ = position >= 0 && position < args.step.max_position;
-    if (rotates_ && threadIdx.x < D) shared.angles[threadIdx.x] = args.step.cos_sin[position * D + threadIdx.x];
+#pragma unroll 1
+    for (int row = 0; row < args.rows; ++row) {
+      const int64_t position = args.step.positions[row];
+      if (row != column.row && !sees(row, position)) continue;
+      const int unit = static_cast<int>(position) / kFewKeys;
+      if (position >= 0 && column.begin <= unit && unit < column.end) tokens_ |= 1 << row;
+      if (position < 0 || position >= args.step.max_position) continue;
+      rotated_ |= 1 << row;
+      if (threadIdx.x < D) shared.angles[row][threadIdx.x] = args.step.cos_sin[position * D + threadIdx.x];
+    }
     const int64_t slot = args.step.slots[column.row], block = slot >> args.step.block_log2;
-    const bool has_own = column.begin * kFewKeys < column.length && own_key(column.end - 1) >= 0;
-    stores_ = has_own && slot >= 0 && slot < args.step.num_slots;
+    stores_ = (tokens_ >> column.row & 1) && slot >= 0 && slot < args.step.num_slots;
     k_at_ = slot_of(args.step.k_strides, block, slot - (block << args.step.block_log2));
     v_at_ = slot_of(args.step.v_strides, block, slot - (block << args.step.block_log2));
   }
@@ -55,9 +63,12 @@ class FewAttention {
       Vec<T>::load((q ? layer.q_norm : layer.k_norm) + i).store((q ? shared_.q_norm : shared_.k_norm) + i);
     }
     sync_some(0, kFewThreads);
-    // The group's queries, the key, the value.
 #pragma unroll 1
-    for (int head = warp_; head < column_.group + 2; head += kFewWarps) prepare(layer, head, stamp);
+    for (int head = warp_; head < column_.group; head += kFewWarps) prepare_query(layer, head, stamp);
+#pragma unroll 1
+    for (int i = kFewWarps - 1 - warp_; i < 2 * args_.rows; i += kFewWarps) {
+      if (tokens_ >> i / 2 & 1) prepare_token(layer, i / 2, i % 2, stamp);
+    }
     clear();
     sync_some(0, kFewThreads);
     char* stage = nullptr;
@@ -65,7 +76,7 @@ class FewAttention {
 #pragma unroll 1
     for (int unit = column_.begin + warp_, values = 0; unit < column_.end; unit += values * kFewWarps, values ^= 1) {
       stage = reader_.next();
-      put_own(stage, own_key(unit), values ? shared_.value : shared_.key);
+      put_tokens(stage, unit, values ? shared_.values : shared_.keys);
       values ? add_values(stage, s) : score(stage, unit, s);
     }
     join_warps(stage, stamp);
@@ -75,22 +86,37 @@ class FewAttention {
  private:
   static constexpr int kEach = D / kWarp;  // elements of a head that a lane prepares
 
-  // A head of q or k is normed, where there is a weight, and rotated; key and value go into the cache.
-  __device__ void prepare(const FewLayer<T>& layer, int head, uint32_t stamp) {
-    const int group = column_.group, heads = args_.num_heads, at = lane_ * kEach;
-    const int from = head < group    ? column_.kv_head * group + head
-                     : head == group ? heads + column_.kv_head
-                                     : heads + args_.num_kv_heads + column_.kv_head;
-    const int64_t width = (heads + 2 * args_.num_kv_heads) * D;
+  // Whether the column sees another row's token of this step: both have its block, so it lies at the same position.
+  __device__ bool sees(int row, int64_t position) const {
+    if (position < 0 || position >= column_.length - 1) return false;
+    const int64_t at = column_.row * args_.step.block_table_stride + (position >> args_.step.block_log2);
+    return args_.step.block_table[at] == args_.step.slots[row] >> args_.step.block_log2;
+  }
+
+  __device__ const uint2* cells_of(int row, int head) const {
+    const int64_t width = static_cast<int64_t>(args_.num_heads + 2 * args_.num_kv_heads) * D;
+    return args_.cells[kFewQkv] + (row * width + head * D + lane_ * kEach) / 2;
+  }
+
+  __device__ void prepare_query(const FewLayer<T>& layer, int head, uint32_t stamp) {
     float x[kEach];
-    load(args_.cells[kFewQkv] + (column_.row * width + from * D + at) / 2, stamp, x);
-    if (head <= group) {
-      if (layer.q_norm) norm(head < group ? shared_.q_norm : shared_.k_norm, x);
-      if (rotates_) rotate(x);
+    load(cells_of(column_.row, column_.kv_head * column_.group + head), stamp, x);
+    if (layer.q_norm) norm(shared_.q_norm, x);
+    rotate(column_.row, x);
+    store(shared_.heads[head] + lane_ * kEach, x);
+  }
+
+  // The key or the value of a token of this step; the row's own go into the cache.
+  __device__ void prepare_token(const FewLayer<T>& layer, int row, bool value, uint32_t stamp) {
+    float x[kEach];
+    load(cells_of(row, args_.num_heads + (value ? args_.num_kv_heads : 0) + column_.kv_head), stamp, x);
+    if (!value) {
+      if (layer.k_norm) norm(shared_.k_norm, x);
+      rotate(row, x);
     }
-    T* const to = head < group ? shared_.heads[head] : head == group ? shared_.key : shared_.value;
-    store(to + at, x);
-    if (head >= group && stores_) store((head == group ? layer.k_cache + k_at_ : layer.v_cache + v_at_) + at, x);
+    store((value ? shared_.values : shared_.keys)[row] + lane_ * kEach, x);
+    if (row != column_.row || !stores_) return;
+    store((value ? layer.v_cache + v_at_ : layer.k_cache + k_at_) + lane_ * kEach, x);
   }
 
   __device__ static void load(const uint2* cells, uint32_t stamp, float (&x)[kEach]) {
@@ -125,12 +151,14 @@ class FewAttention {
   }
 
   // Elements i and i + D / 2 of a head lie in lanes 16 apart.
-  __device__ void rotate(float (&x)[kEach]) const {
+  __device__ void rotate(int row, float (&x)[kEach]) const {
+    if (!(rotated_ >> row & 1)) return;
+    const float* const angles = shared_.angles[row];
     const int at = lane_ % 16 * kEach;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const float other = __shfl_xor_sync(kAllLanes, x[i], 16), c = shared_.angles[at + i];
-      const float s = shared_.angles[D / 2 + at + i];
+      const float other = __shfl_xor_sync(kAllLanes, x[i], 16), c = angles[at + i];
+      const float s = angles[D / 2 + at + i];
       x[i] = lane_ < 16 ? x[i] * c - other * s : x[i] * c + other * s;
     }
   }
@@ -145,15 +173,17 @@ class FewAttention {
     return block * strides.block + offset * strides.slot + column_.kv_head * strides.head;
   }
 
-  // The place of the token's own key in a unit, or -1.
-  __device__ int own_key(int unit) const {
-    const int at = column_.length - 1 - unit * kFewKeys;
-    return at < kFewKeys ? at : -1;
-  }
-
-  __device__ void put_own(char* unit, int at, const T* own) const {
-    if (at < 0) return;
-    if (lane_ < D / 8) Vec<T>::load(own + lane_ * 8).store(reinterpret_cast<T*>(unit + at * Reader::kKeyPitch) + lane_ * 8);
+  // What tokens of this step have in a unit, in the place of what the copies brought from the cache.
+  __device__ void put_tokens(char* unit, int number, const T (*of_rows)[D]) const {
+#pragma unroll 1
+    for (int row = 0; row < args_.rows; ++row) {
+      if (!(tokens_ >> row & 1)) continue;
+      const int position = row == column_.row ? column_.length - 1 : static_cast<int>(args_.step.positions[row]);
+      const int at = position - number * kFewKeys;
+      if (at < 0 || at >= kFewKeys) continue;
+      T* const to = reinterpret_cast<T*>(unit + at * Reader::kKeyPitch);
+      if (lane_ < D / 8) Vec<T>::load(of_rows[row] + lane_ * 8).store(to + lane_ * 8);
+    }
     __syncwarp();
   }
 
@@ -208,7 +238,7 @@ class FewAttention {
     }
   }
 
-  // Joins the warps' sums, each of which lies where the values were that the warp used last, and writes the block's part.
+  // Joins the warps' sums, each where the values were that the warp used last, and writes the block's part.
   __device__ void join_warps(char* mine, uint32_t stamp) {
     constexpr int kPitch = D + 4;  // floats
     __syncwarp();
@@ -265,7 +295,7 @@ class FewAttention {
     store_cell(to + 1, pack<T>(sum.z, sum.w), stamp);
   }
 
-  // If this block is the last to bring its part of the column, it joins all of them. The counter is left as it was found.
+  // If this block is the last to bring its part of the column, it joins all of them. The counter is left as found.
   __device__ void join_parts(uint32_t stamp) {
     if (threadIdx.x == 0) {
       unsigned* arrivals = args_.arrivals + column_.index;
@@ -301,7 +331,8 @@ class FewAttention {
   Reader& reader_;
   Shared& shared_;
   const int lane_, warp_;
-  bool rotates_ = false, stores_ = false;
+  unsigned tokens_ = 0, rotated_ = 0;  // bits of rows: their tokens are among the block's keys; have angles
+  bool stores_ = false;
   int64_t k_at_ = 0, v_at_ = 0;  // where the token's own key and value go in the caches
   float sum_[D / 16][4], top_[2], total_[2];
 };

@@ -1,12 +1,12 @@
-// All layers of a decode step of up to four rows in one kernel, for dense models of the usual kind (norm, attention with
-// rotary embedding, norm, gated MLP): so that the memory never waits for a kernel to end and the next one to begin.
+// All layers of a decode step of up to four rows in one kernel, for dense models of the usual kind (norm, attention
+// with rotary embedding, norm, gated MLP): so that nothing waits for a kernel to end and the next one to begin.
 //
-// One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o; gate
-// and up; down. What a block will read of weights and of the cache's older keys and values depends on no result: each warp
-// keeps a ring of copies of it in flight (few_reader.cuh), across the end of a phase into the next ones. Results pass
-// between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a barrier, only for
-// what it reads. Each phase has cells of its own, the same for every layer: whoever reads some contributes to what must be
-// there before they are written again.
+// One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o;
+// gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result:
+// each warp keeps a ring of copies of it in flight (few_reader.cuh), across the end of a phase into the next ones.
+// Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
+// barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
+// contributes to what must be there before they are written again.
 //
 // The products are those of skinny_linear.cuh: x in shared memory, W read once, k shared out among warps whose sums are
 // added in their order. That a whole model fits one persistent kernel is an old idea (Hazy Research, "Look Ma, No
@@ -168,10 +168,11 @@ class FewBlock {
   }
 
   // x W^T for this block's tiles of W. Sums are rounded before they are added to the residual stream, and before the
-  // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two neighbouring outputs.
+  // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two outputs.
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
     const FewTeam team(product.k, warp_);
-    const int pairs_log2 = (phase == kFewGateUp) ? 1 : 2, row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
+    const int pairs_log2 = phase == kFewGateUp ? 1 : 2;
+    const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
     const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * args_.x_pitch(product.k)};
     const char* const x = x_ + lane_ % 4 * 16;
     const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
@@ -211,9 +212,9 @@ class FewBlock {
     float2 out = sum(parts, split);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
-    if ((phase == kFewGateUp)) out = gated(rounded(out), rounded(sum(parts + 4, split)));
+    if (phase == kFewGateUp) out = gated(rounded(out), rounded(sum(parts + 4, split)));
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
-    const int outputs = (phase == kFewGateUp) ? product.n / 2 : product.n;
+    const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
     const int64_t at = static_cast<int64_t>(row) * outputs + column;
     const uint32_t packed = pack<T>(out.x, out.y);
     store_cell(args_.cells[phase] + at / 2, packed, stamp_);

@@ -78,8 +78,8 @@ struct FewLayersArgs {
 
 };
 
-// A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a block
-// are one of 8 warps, or two of 4 where k is short.
+// A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a
+// block are one of 8 warps, or two of 4 where k is short.
 struct FewTeam {
   int split, index, warp, first_tile, tile_step;
 
@@ -111,8 +111,8 @@ struct FewColumn {
   }
 };
 
-// One warp's ring of copies, in the order in which it uses them through all layers: of its products' weights 8 rows by 256
-// of k, of the cache 16 keys, then their values.
+// One warp's ring of copies, in the order in which it uses them through all layers: of its products' weights 8 rows by
+// 256 of k, of the cache 16 keys, then their values.
 template <typename T, int D>
 class FewReader {
  public:
