@@ -214,7 +214,7 @@ class DecoderModel(nn.Module):
         """
         residual = self._embed(given) if self.context.is_first_stage else given
         delta = None
-        few_rows = self._few_rows_of(metas[0])
+        few_rows = self._few_rows_of(metas[0], kv_caches[0][0])
         if few_rows is not None:
             few_rows(residual, positions, kv_caches, metas[0])
         else:
@@ -225,13 +225,15 @@ class DecoderModel(nn.Module):
         normed: Tensor = self.norm(residual, delta)
         return normed
 
-    def _few_rows_of(self, meta: AttentionMetadata) -> FewRows | None:
-        """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
+    def _few_rows_of(self, meta: AttentionMetadata, keys: Tensor) -> FewRows | None:
+        """What runs all layers of a step of few rows of one token each; None for others, and where nothing does.
+        `keys`: a layer's cache."""
         rows = len(meta.seq_lens)
         if not self.runs_layers_together or meta.max_query_len > 1 or rows > ops.FEW_ROWS:
             return None
         if self._few_rows is None:  # By now the weights have their places.
-            self._few_rows = FewRows(self.arch, self._layer_list, self._position_tables, self.context)
+            tables, block_size = self._position_tables, keys.shape[1]
+            self._few_rows = FewRows(self.arch, self._layer_list, tables, self.context, block_size=block_size)
         return self._few_rows if rows <= self._few_rows.most_rows else None
 
     def _summed(self, delta: Tensor) -> Tensor:

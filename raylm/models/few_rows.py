@@ -23,11 +23,18 @@ class FewRows:
     """Runs all layers of a stage, where there is an operator for that: it takes steps of up to `most_rows` rows."""
 
     def __init__(
-        self, arch: ArchConfig, layers: Sequence[nn.Module], tables: dict[int, Tensor], context: ParallelContext
+        self,
+        arch: ArchConfig,
+        layers: Sequence[nn.Module],
+        tables: dict[int, Tensor],
+        context: ParallelContext,
+        *,
+        block_size: int,
     ) -> None:
-        """The layers are a DecoderModel's of the shared class, `tables` their rotary tables."""
+        """The layers are a DecoderModel's of the shared class, `tables` their rotary tables; `block_size` is the
+        cache's."""
         self.most_rows = 0
-        obstacle = _obstacle(arch, tables, context)
+        obstacle = why_not(arch, tables, context, block_size)
         if obstacle is None:
             self._table = next(iter(tables.values()))
             self._weights = weights = _weights(arch, layers)
@@ -58,12 +65,14 @@ class FewRows:
         )
 
 
-def _obstacle(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContext) -> str | None:
-    """What of the model the operator does not do; None where there is nothing."""
+def why_not(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContext, block_size: int) -> str | None:
+    """What of a model the operator does not do; None where there is nothing."""
     if context.tensor_size > 1:
         return "each layer's products are summed over tensor ranks"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
         return "other norms, linear biases, biases behind attention and in the MLP, and capped scores are not its"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"cache.block_size is {block_size}; allowed: powers of two from 16 on"
     if any(arch.window(number) for number in tables):
         return "layers have sliding windows"
     if len({id(table) for table in tables.values()}) > 1 or next(iter(tables.values())).shape[1] != arch.head_dim:

@@ -24,7 +24,8 @@ class HiddenTaps:
         self._buffer = torch.zeros(
             max_tokens, len(layers), arch.hidden_size, dtype=model.dtype, device=model.context.device
         )
-        model.runs_layers_together = all(layer == arch.num_layers for layer in layers)
+        if any(layer < arch.num_layers for layer in layers):
+            model.runs_layers_together = False
         for place, layer in enumerate(layers):
             norm = model.norm if layer == arch.num_layers else model.layers[str(layer)].get_submodule("input_layernorm")
             # The norm adds the layer before to the residual stream in place, and reads it next.

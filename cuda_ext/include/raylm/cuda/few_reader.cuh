@@ -75,7 +75,6 @@ struct FewLayersArgs {
     return (rows * x_pitch(widest) + 127) / 128 * 128;
   }
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
-
 };
 
 // A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a
