@@ -67,8 +67,9 @@ class FewRows:
 
 def why_not(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContext, block_size: int) -> str | None:
     """What of a model the operator does not do; None where there is nothing."""
-    if context.tensor_size > 1:
-        return "each layer's products are summed over tensor ranks"
+    if context.tensor_size > 1 or context.pipeline_size > 1:
+        # Its blocks all live at once: beside a kernel that waits for another GPU they might wait for each other.
+        return "the model is split over GPUs"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
         return "other norms, linear biases, biases behind attention and in the MLP, and capped scores are not its"
     if block_size < 16 or block_size & (block_size - 1):

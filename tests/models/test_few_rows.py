@@ -65,5 +65,6 @@ def test_why_not(tmp_path: Path) -> None:
     tables = dict.fromkeys(range(arch.num_layers), table)
     assert why_not(arch, tables, single, 32) is None
     assert why_not(arch, tables, single, 24) == "cache.block_size is 24; allowed: powers of two from 16 on"
-    assert "tensor ranks" in str(why_not(arch, tables, ParallelContext(0, 0, 2, 0, 1, CPU), 16))
+    for split in (ParallelContext(0, 0, 2, 0, 1, CPU), ParallelContext(0, 0, 1, 0, 2, CPU)):
+        assert why_not(arch, tables, split, 16) == "the model is split over GPUs"
     assert "rotary" in str(why_not(arch, tables | {0: table.clone()}, single, 16))
