@@ -19,10 +19,10 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # What follows the logits is torch's on a CPU, as is where tokens go; a gated product is two operators, and CPUs
-        # reduce through a process group.
+        # What follows the logits is torch's on a CPU, as is where tokens go; a gated product is two operators, whole
+        # layers are many, and CPUs reduce through a process group.
         logits = ("penalize", "sample", "accept", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
-        torchs = ("gated_linear", "place", *logits)
+        torchs = ("gated_linear", "few_layers", "few_layers_rows", "place", *logits)
         elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith("peer_")}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)
