@@ -91,18 +91,20 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     shapes = [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * arch.intermediate_size), (arch.intermediate_size, hidden)]
     weights = layers * sum(k * n for k, n in shapes)
-    head = hidden * arch.vocab_size
-    moved = layers * tokens * sum(k + n for k, n in shapes) + step.logit_rows * (hidden + arch.vocab_size)
+    head_weights = hidden * arch.vocab_size
+    moved = layers * tokens * sum(k + n for k, n in shapes)
     seen = [min(1.0, window * step.tokens / step.pairs) if (window := arch.window(n)) else 1.0 for n in range(layers)]
     # A norm reads what came and the residual stream and writes both, or its product has added them already.
     streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
     attention = Need(item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen))
+    logits = step.logit_rows
+    head = Need(item * (head_weights + logits * (hidden + arch.vocab_size)), 2 * logits * head_weights)
     return {
-        "products": Need(item * (weights + head + moved), 2 * (tokens * weights + step.logit_rows * head)),
+        "products": Need(item * (weights + moved) + head.bytes, 2 * tokens * weights + head.flops),
         "attention": attention,
-        # Where one kernel is all layers, it is their products and attention, and the head is the only other product.
+        # A kernel that runs all layers does their products and attention: the head is the only product beside it.
         _TOGETHER: Need(item * weights + attention.bytes, 2 * tokens * weights + attention.flops),
-        _HEAD: Need(item * (head + step.logit_rows * (hidden + arch.vocab_size)), 2 * step.logit_rows * head),
+        _HEAD: head,
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
         "activation": Need(item * 3 * arch.intermediate_size * tokens * layers, 0.0),

@@ -36,10 +36,11 @@ int resident_blocks(int device) {
   static DeviceNumber known;
   return known.of(device, [device] {
     constexpr int bytes = DecodeLayout<D, N>::kBytes;
-    const auto kernel = decode_attention_kernel<T, D, N, Biased>;
+    constexpr auto* kernel = decode_attention_kernel<T, D, N, Biased>;
     int blocks = 0;
-    const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
-    if (fits) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
+    if (allows_shared<kernel>(device, bytes)) {
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
+    }
     cudaGetLastError();
     return blocks * device_attribute(cudaDevAttrMultiProcessorCount, device);
   });

@@ -54,7 +54,7 @@ bool fits(const Model& m, int32_t device) {
   const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
   if (!kHopperKernels || compute_major(device) != 9 || m.num_layers > kFewMostLayers) return false;
   if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > blocks) return false;
-  if (m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
+  if (m.num_kv_heads < 1 || m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
   if (m.head_dim != 64 && m.head_dim != 128) return false;
   if (m.hidden % 8 != 0 || m.width % 8 != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
   FewLayersArgs<__half> args{};
@@ -71,14 +71,14 @@ std::vector<int64_t> cell_starts(const Model& m) {
   return starts;
 }
 
-void check_layers(const Model& m, const Tensors& weights, const Tensors& norms, const Tensors& head_norms,
+void check_layers(const Model& m, const Tensors& products, const Tensors& norms, const Tensors& head_norms,
                   const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches, const Tensor& x) {
   const auto count = [&](const char* name, const Tensors& list, int64_t each, bool optional) {
     const int64_t size = static_cast<int64_t>(list.size());
     if (size == m.num_layers * each || (optional && size == 0)) return;
     fail(kOp, name, " has ", size, " tensors, must have ", each, " for each of ", m.num_layers, " layers");
   };
-  count("weights", weights, 4, false);
+  count("products", products, 4, false);
   count("norms", norms, 2, false);
   count("head_norms", head_norms, 2, true);
   count("biases", biases, 1, true);
@@ -89,36 +89,41 @@ void check_layers(const Model& m, const Tensors& weights, const Tensors& norms, 
     Arg(kOp, name, tensor).dtype({x.scalar_type()}).on_device_of(x).contiguous();
     if (!is_aligned(tensor.data_ptr())) fail(kOp, name, " is not aligned to 16 bytes");
   };
-  for (size_t i = 0; i < weights.size(); ++i) {
-    check("a weight", weights[i]);
-    Arg(kOp, "a weight", weights[i]).dim(2).size(0, sizes[i % 4][0], "the model's").size(1, sizes[i % 4][1], "its");
+  for (size_t i = 0; i < products.size(); ++i) {
+    check("one of products", products[i]);
+    Arg(kOp, "one of products", products[i]).dim(2).size(0, sizes[i % 4][0], "as the model's other sizes say");
+    Arg(kOp, "one of products", products[i]).size(1, sizes[i % 4][1], "as the model's other sizes say");
   }
   const auto check_vectors = [&](const char* name, const Tensors& vectors, int64_t size) {
-    for (const Tensor& vector : vectors) check(name, vector), Arg(kOp, name, vector).size(0, size, "the model's");
+    for (const Tensor& vector : vectors) {
+      check(name, vector);
+      Arg(kOp, name, vector).size(0, size, "as the model's other sizes say");
+    }
   };
-  check_vectors("a norm", norms, m.hidden);
-  check_vectors("a norm of heads", head_norms, m.head_dim);
-  check_vectors("a bias", biases, m.qkv());
+  check_vectors("one of norms", norms, m.hidden);
+  check_vectors("one of head_norms", head_norms, m.head_dim);
+  check_vectors("one of biases", biases, m.qkv());
   for (const Tensors* caches : {&k_caches, &v_caches}) {
     for (const Tensor& cache : *caches) {
-      Arg(kOp, "a cache", cache).dtype({x.scalar_type()}).on_device_of(x).dim(4).last_contiguous();
-      for (int d = 0; d < 4; ++d) Arg(kOp, "a cache", cache).size(d, (*caches)[0].size(d), "as the first");
+      Arg(kOp, "one of the caches", cache).dtype({x.scalar_type()}).on_device_of(x).dim(4).last_contiguous();
+      for (int d = 0; d < 4; ++d) Arg(kOp, "one of the caches", cache).size(d, (*caches)[0].size(d), "as the first");
       for (int d = 0; d < 3; ++d) {
         const int64_t stride = cache.stride(d);
         if (stride == (*caches)[0].stride(d) && stride % 8 == 0) continue;
-        fail(kOp, "a cache has stride ", stride, " in dimension ", d, ", must be the first one's and a multiple of 8");
+        fail(kOp, "one of the caches has stride ", stride, " in dimension ", d,
+             ", must be the first one's and a multiple of 8");
       }
     }
   }
 }
 
 template <typename T>
-void set_layers(FewLayersArgs<T>& args, const Tensors& weights, const Tensors& norms, const Tensors& head_norms,
+void set_layers(FewLayersArgs<T>& args, const Tensors& products, const Tensors& norms, const Tensors& head_norms,
                 const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
   constexpr FewPhase kPhases[4] = {kFewQkv, kFewO, kFewGateUp, kFewDown};
   for (int i = 0; i < args.num_layers; ++i) {
     FewLayer<T>& layer = args.layers[i];
-    for (int j = 0; j < 4; ++j) layer.weights[kPhases[j]] = data<T>(weights[4 * i + j]);
+    for (int j = 0; j < 4; ++j) layer.weights[kPhases[j]] = data<T>(products[4 * i + j]);
     layer.attention_norm = data<T>(norms[2 * i]);
     layer.mlp_norm = data<T>(norms[2 * i + 1]);
     if (!head_norms.empty()) layer.q_norm = data<T>(head_norms[2 * i]), layer.k_norm = data<T>(head_norms[2 * i + 1]);
@@ -138,7 +143,7 @@ FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapp
   Arg(kOp, "block_table", block_table).dtype({ScalarType::Int}).dim(2).size(0, m.rows, "rows").last_contiguous();
   Arg(kOp, "cos_sin", cos_sin).dtype({ScalarType::Float}).dim(2).size(1, m.head_dim, "the head size").contiguous();
   for (const Tensor* tensor : {&positions, &slot_mapping, &seq_lens, &block_table, &cos_sin}) {
-    Arg(kOp, "a table", *tensor).on_device_of(k_cache);
+    Arg(kOp, "one of positions, slot_mapping, seq_lens, block_table and cos_sin", *tensor).on_device_of(k_cache);
   }
   const int64_t block_size = k_cache.size(1);
   int log2 = 0;
@@ -188,29 +193,30 @@ int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_
   return model.rows;
 }
 
-void few_layers(Tensor residual, Tensors weights, Tensors norms, Tensors head_norms, Tensors biases, Tensors k_caches,
+void few_layers(Tensor residual, Tensors products, Tensors norms, Tensors head_norms, Tensors biases, Tensors k_caches,
                 Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
                 Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells, Tensor counters) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
-  if (k_caches.empty() || weights.size() < 4) fail(kOp, "there are no layers");
-  Arg(kOp, "a cache", k_caches[0]).dim(4);
-  Arg(kOp, "a weight", weights[1]).dim(2);
-  Arg(kOp, "a weight", weights[3]).dim(2);
+  if (k_caches.empty() || products.size() < 4) fail(kOp, "there are no layers");
+  Arg(kOp, "one of the caches", k_caches[0]).dim(4);
+  Arg(kOp, "one of products", products[1]).dim(2);
+  Arg(kOp, "one of products", products[3]).dim(2);
   const int64_t head_dim = cos_sin.size(1);
-  const Model model{residual.size(0), residual.size(1), weights[3].size(1), weights[1].size(1) / head_dim,
+  if (head_dim < 1) fail(kOp, "cos_sin has no columns");
+  const Model model{residual.size(0), residual.size(1), products[3].size(1), products[1].size(1) / head_dim,
                     k_caches[0].size(2), head_dim, static_cast<int64_t>(k_caches.size())};
   const int32_t device = residual.get_device_index();
   if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
-  check_layers(model, weights, norms, head_norms, biases, k_caches, v_caches, residual);
+  check_layers(model, products, norms, head_norms, biases, k_caches, v_caches, residual);
   const FewStep step =
       step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
   const std::vector<int64_t> starts = cell_starts(model);
   const int64_t columns = kFewRows * model.num_kv_heads;
   Arg(kOp, "cells", cells).dtype({ScalarType::Long}).on_device_of(residual).contiguous();
-  Arg(kOp, "cells", cells).dim(1).size(0, starts.back(), "the model's");
+  Arg(kOp, "cells", cells).dim(1).size(0, starts.back(), "as few_layers_memory makes it");
   Arg(kOp, "counters", counters).dtype({ScalarType::Int}).on_device_of(residual).contiguous();
-  Arg(kOp, "counters", counters).dim(1).size(0, columns + 2, "the model's");
+  Arg(kOp, "counters", counters).dim(1).size(0, columns + 2, "as few_layers_memory makes it");
   const Guard guard(device);
   const int64_t part_rows = model.rows * model.num_kv_heads * kFewMostParts * kFewGroup;
   const Tensor parts = torch::stable::new_empty(cos_sin, {part_rows * (head_dim + 1)});
@@ -219,7 +225,7 @@ void few_layers(Tensor residual, Tensors weights, Tensors norms, Tensors head_no
     if constexpr (sizeof(T) == 2) {
       FewLayersArgs<T> args{};
       set_products(args, model);
-      set_layers(args, weights, norms, head_norms, biases, k_caches, v_caches);
+      set_layers(args, products, norms, head_norms, biases, k_caches, v_caches);
       args.step = step;
       args.eps = static_cast<float>(eps), args.scale = static_cast<float>(scale), args.gelu = gelu_tanh;
       args.residual = data<T>(residual);

@@ -71,8 +71,8 @@ class FewBlock {
 
   static constexpr int kStep = kFewThreads * 4;  // elements of a row that the block takes at once, 4 a thread
 
-  // Rows of cells become x, once they are there; without cells, the rows that the layers are given. Also says what the
-  // sums of the squares of this warp's elements are.
+  // Rows of cells become x, once they are there; without cells, the rows that the layers are given. With `squares`, the
+  // sum of the squares of this warp's elements of each row goes to squares_.
   __device__ void copy(const uint2* cells, int k, uint32_t stamp, bool squares) {
     constexpr int kBatch = 4;
     const int pitch = args_.x_pitch(k), end = pitch / 2 - 32;
@@ -108,7 +108,7 @@ class FewBlock {
     sync_some(0, kFewThreads);
   }
 
-  // Before the block waits for what is to be normed.
+  // Called before the block waits for the rows that it norms, so that the weight is there when they are.
   __device__ void fetch_norm(const T* weight) const {
     for (int i = threadIdx.x * 8; i < args_.hidden; i += kFewThreads * 8) Vec<T>::load(weight + i).store(norm_ + i);
   }

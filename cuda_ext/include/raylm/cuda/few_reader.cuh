@@ -137,7 +137,7 @@ class FewReader {
     return stages_ + at_ * kStage;
   }
 
-  // Gives the last stage up, which is filled with what comes after all others. It takes a while: better done where the
+  // Fills the stage that next() gave with the copy behind all those under way. It takes a while: better done where the
   // warp would only wait.
   __device__ void refill() {
     if (holds_) fill();

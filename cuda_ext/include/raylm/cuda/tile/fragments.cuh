@@ -18,7 +18,7 @@ __device__ inline uint32_t pack(float first, float second) {
   }
 }
 
-// The other way round.
+// The two elements of one register.
 template <typename T>
 __device__ inline float2 unpack(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) {
