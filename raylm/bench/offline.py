@@ -55,7 +55,9 @@ class RaylmRunner:
 
     def run(self, requests: Sequence[TokenRequest]) -> float:
         start = perf_counter()
-        params = [replace(self._sampling, max_tokens=own.output_len, ignore_eos=True) for own in requests]
+        lengths = {own.output_len for own in requests}
+        params_of = {length: replace(self._sampling, max_tokens=length, ignore_eos=True) for length in lengths}
+        params = [params_of[own.output_len] for own in requests]
         completions = self._llm.generate([own.prompt_ids for own in requests], params, progress=False)
         for completion, own in zip(completions, requests, strict=True):
             check_count(self.name, len(completion.outputs[0].token_ids), own.output_len)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from raylm.config.engine import EngineConfig
     from raylm.layers.attention_backends import Setting
+    from raylm.models.arch import ArchConfig
 
 _PACKAGES = ("torch", "ray", "transformers", "tokenizers", "pydantic", "pyzmq", "msgspec")
 # Optional package -> what it is good for.
@@ -170,8 +171,21 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
         ),
         _attention(config.runtime.attention, setting),
+        *_slow_parts(config, arch, dtype, device),
         _sampling(config),
     ]
+
+
+def _slow_parts(config: EngineConfig, arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> list[Choice]:
+    """What of the model this GPU has no fast kernel for."""
+    from raylm.layers.attention_backends import RAYLM, raylm_lacks
+    from raylm.models.coverage import slow_parts
+
+    if device.type == "cpu" or raylm_lacks(device) is not None:
+        return []
+    own = config.runtime.attention in ("auto", RAYLM.name)
+    parts = slow_parts(arch, dtype, device, block_size=config.cache.block_size, own_attention=own)
+    return [Choice("slow parts", "; ".join(parts) or "none", f"the kernels that {device} has for this model")]
 
 
 def _sampling(config: EngineConfig) -> Choice:

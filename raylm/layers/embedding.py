@@ -38,7 +38,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden_size] times this table's transpose: [S, vocab_size] in the table's type, on every rank."""
-        logits = collectives.all_gather(ops.linear(hidden, self.weight), self._context)
+        logits = collectives.all_gather(ops.linear(hidden, self.weight, frozen=True), self._context)
         return logits if logits.shape[-1] == self._vocab_size else logits[:, : self._vocab_size]
 
     def slots(self) -> dict[SlotName, Slot]:

@@ -44,7 +44,7 @@ class _FusedColumnLinear(nn.Module):
         self.bias = empty_parameter(out_size, dtype=dtype, device=context.device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, frozen=True)
 
     def slots(self) -> dict[SlotName, Slot]:
         slots: dict[SlotName, Slot] = {}
@@ -95,7 +95,7 @@ class GatedParallelLinear(_FusedColumnLinear):
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.gated_linear(x, self.weight, self._activation, self.bias)
+        return ops.gated_linear(x, self.weight, self._activation, self.bias, frozen=True)
 
 
 class QKVParallelLinear(_FusedColumnLinear):
@@ -161,7 +161,7 @@ class RowParallelLinear(nn.Module):
         if residual is not None and self._adds(x):
             residual.addmm_(x, self.weight.t())
             return None
-        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None)
+        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None, frozen=True)
         if self._norm_follows and collectives.norm_sums(out, self._context):
             return out
         return collectives.all_reduce(out, self._context)

@@ -87,7 +87,11 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv_proj(x).view(len(x), *self._heads).split(self._splits, dim=1)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        ops.rope_store(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping)
+        # `positions` and the slots were written before the embedding or the previous stage gave x.
+        ops.rope_store(
+            *(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping),
+            frozen=True,
+        )
         return q
 
     @staticmethod

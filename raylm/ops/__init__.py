@@ -30,9 +30,12 @@ _silu_mul: Callable[..., Tensor] = torch.ops.raylm.silu_mul.default
 _gelu_tanh_mul: Callable[..., Tensor] = torch.ops.raylm.gelu_tanh_mul.default
 _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _gated_linear: Callable[..., Tensor] = torch.ops.raylm.gated_linear.default
+_linear_rows: Callable[..., int] = torch.ops.raylm.linear_rows.default
+_attention_kernels: Callable[..., tuple[bool, bool]] = torch.ops.raylm.attention_kernels.default
 _few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
 _few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
+_sample_columns: Callable[..., int] = torch.ops.raylm.sample_columns.default
 _penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
 _place: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.place.default
 _accept: Callable[..., Tensor] = torch.ops.raylm.accept.default
@@ -90,13 +93,17 @@ def rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    frozen: bool = False,
 ) -> None:
     """All that happens to q [T, Hq, D], k and v [T, Hk, D] before attention: rms_norm, rotary, store_kv, in this order.
 
     q is changed in place, k and v go to the caches; what k itself holds afterwards is not defined. `q_weight` and
     `k_weight` [D] norm each head; without them nothing is normed.
+
+    `frozen`, as in linear, holds for both weights, positions, cos_sin and slot_mapping.
     """
-    _rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping)
+    _rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, frozen)
 
 
 def paged_attention(
@@ -148,6 +155,12 @@ def paged_attention(
     )
 
 
+def attention_kernels(q: Tensor, num_kv_heads: int, block_size: int, *, biased: bool) -> tuple[bool, bool]:
+    """Whether paged_attention has kernels on tensor cores for decode, and for prefill, where heads are like those of
+    q [T, Hq, D] and linear biases are given or not. Elsewhere a plain kernel serves, which is many times slower."""
+    return _attention_kernels(q, num_kv_heads, block_size, biased)
+
+
 def silu_mul(x: Tensor) -> Tensor:
     """silu(first half) * second half of x [T, 2I]; returns [T, I]."""
     return _silu_mul(x)
@@ -158,17 +171,28 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return _gelu_tanh_mul(x)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, frozen: bool = False) -> Tensor:
     """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N].
 
-    A captured CUDA graph may read `weight` while the kernel before still runs: weights are written before the graph
-    is replayed, not in it.
+    With `frozen` a CUDA kernel may read weight and bias while the kernel ahead of it on the stream still runs, where
+    that lets it begin: raylm's kernels do, torch's do not. So if one of raylm's operators writes them, one of torch's
+    must come between.
     """
-    return _linear(x, weight, bias)
+    return _linear(x, weight, bias, frozen)
+
+
+def linear_rows(weight: Tensor) -> int:
+    """Up to how many rows linear has kernels of raylm's for weights of this type on this device; 0: none."""
+    return _linear_rows(weight)
 
 
 def gated_linear(
-    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    activation: Literal["silu", "gelu_tanh"],
+    bias: Tensor | None = None,
+    *,
+    frozen: bool = False,
 ) -> Tensor:
     """act(gate) * up, where gate and up are the halves of linear(x, weight, bias): x [T, K], weight [2I, K] with gate's
     rows first, bias [2I]; returns [T, I].
@@ -176,9 +200,9 @@ def gated_linear(
     With many rows on Hopper GPUs one kernel does all of it and rounds once, at the end; elsewhere gate and up are
     rounded to x's dtype before the activation, also where few rows have a kernel. That for many takes 16-bit numbers, K
     of a multiple of 64, I of a multiple of 128, tensors and rows that begin at multiples of 16 bytes, and no bias.
-    Weights in captured graphs: as in linear.
+    `frozen`: as in linear.
     """
-    return _gated_linear(x, weight, bias, activation == "gelu_tanh")
+    return _gated_linear(x, weight, bias, activation == "gelu_tanh", frozen)
 
 
 def few_layers(
@@ -250,7 +274,7 @@ def sample(
     probabilities, in the order of the vocabulary, passes a uniform number's share of their total. The number follows
     from (seed, position), so a row's token does not depend on the other rows.
     """
-    if logits.is_cuda and not _has_clusters(logits.device):
+    if logits.is_cuda and not sample_is_async(logits.device, logits.shape[1]):
         return fallback.sample(logits, temperature, top_k, top_p, min_p, seed, position)
     return _sample(logits, temperature, top_k, top_p, min_p, seed, position)
 
@@ -426,12 +450,8 @@ def peer_split_add_rms_norm(
     return _peer_split_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 
 
-def sample_is_async(device: torch.device) -> bool:
-    """Whether `sample` on this device only queues work, whatever the values: torch's operators look at them."""
-    return device.type == "cpu" or ("sample" in extension.load().ops.get("cuda", ()) and _has_clusters(device))
-
-
 @functools.cache
-def _has_clusters(device: torch.device) -> bool:
-    """Whether the device has what the compiled kernel of `sample` is built on."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def sample_is_async(device: torch.device, vocab_size: int) -> bool:
+    """Whether `sample` only queues work, whatever the values, of logits of so many columns on this device: torch's
+    operators, which are slower too, look at them."""
+    return device.type == "cpu" or vocab_size <= _sample_columns(torch.empty(0, device=device))

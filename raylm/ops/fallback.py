@@ -62,6 +62,7 @@ def rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    frozen: bool = False,
 ) -> None:
     if q_weight is not None and k_weight is not None:
         q.copy_(rms_norm(q, q_weight, eps))
@@ -106,6 +107,10 @@ def paged_attention(
     return out
 
 
+def attention_kernels(q: Tensor, num_kv_heads: int, block_size: int, biased: bool) -> tuple[bool, bool]:
+    return False, False
+
+
 def silu_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
@@ -116,15 +121,23 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: bool = False) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool) -> Tensor:
+def linear_rows(weight: Tensor) -> int:
+    return 0
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool, frozen: bool = False) -> Tensor:
     """Made of the operators, not of this file's functions: those may have compiled kernels where this has none."""
-    product = torch.ops.raylm.linear(x, weight, bias)
+    product = torch.ops.raylm.linear(x, weight, bias, frozen)
     out: Tensor = (torch.ops.raylm.gelu_tanh_mul if gelu_tanh else torch.ops.raylm.silu_mul)(product)
     return out
+
+
+def sample_columns(like: Tensor) -> int:
+    return 0
 
 
 def _attend_decode(
@@ -197,13 +210,16 @@ _KERNELS = (
     store_kv,
     rope_store,
     paged_attention,
+    attention_kernels,
     silu_mul,
     gelu_tanh_mul,
     linear,
+    linear_rows,
     gated_linear,
     few_layers,
     few_layers_rows,
     sample,
+    sample_columns,
     penalize,
     place,
     accept,

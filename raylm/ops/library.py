@@ -21,17 +21,19 @@ SCHEMAS = {
     "store_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
     "rope_store": (
         "(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, Tensor positions, "
-        "Tensor cos_sin, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor slot_mapping) -> ()"
+        "Tensor cos_sin, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor slot_mapping, bool frozen=False) -> ()"
     ),
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
         "Tensor(a!)? arrivals=None) -> Tensor"
     ),
+    "attention_kernels": "(Tensor q, int num_kv_heads, int block_size, bool biased) -> (bool, bool)",
     "silu_mul": "(Tensor x) -> Tensor",
     "gelu_tanh_mul": "(Tensor x) -> Tensor",
-    "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh) -> Tensor",
+    "linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",
+    "linear_rows": "(Tensor weight) -> int",
+    "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, bool frozen=False) -> Tensor",
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "
         "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, "
@@ -43,6 +45,7 @@ SCHEMAS = {
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
     ),
+    "sample_columns": "(Tensor like) -> int",
     "penalize": (
         "(Tensor logits, Tensor token_ids, Tensor rows, Tensor prompt_lens, Tensor seq_lens, Tensor repetition, "
         "Tensor frequency, Tensor presence) -> Tensor"
@@ -87,11 +90,11 @@ def _half_width(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool) -> Tensor:
+def _gated_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
@@ -137,13 +140,16 @@ _FAKES = {
     "store_kv": _nothing,
     "rope_store": _nothing,
     "paged_attention": _like,
+    "attention_kernels": lambda *_: (False, False),
     "silu_mul": _half_width,
     "gelu_tanh_mul": _half_width,
     "linear": _linear,
+    "linear_rows": lambda *_: 0,
     "gated_linear": _gated_linear,
     "few_layers": _nothing,
     "few_layers_rows": lambda *_: 0,
     "sample": _token_each,
+    "sample_columns": lambda *_: 0,
     "penalize": _like,
     "place": _placed,
     "accept": _accepted,

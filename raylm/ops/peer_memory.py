@@ -14,6 +14,9 @@ import torch
 
 from raylm.ops import extension
 
+_PART = " MIG "
+"""In the name that a part of a GPU goes by (Multi-Instance GPU)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -56,14 +59,17 @@ class PeerWindow:
         _call("close", self.device, ctypes.c_void_p(self.address))
 
 
-def missing() -> str | None:
-    """Why this process has no operators over peer memory, or None where it has them."""
+def missing(device: int) -> str | None:
+    """Why this process has no operators over peer memory on this GPU, or None where it has them."""
     status = extension.load()
     if not status.loaded:
         return str(status)
     for name in ("peer_all_reduce", "peer_add_rms_norm", "peer_split_add_rms_norm"):
         if name not in status.ops.get("cuda", ()):
             return f"the compiled extension {status.path} has no {name}"
+    if _PART in (name := torch.cuda.get_device_name(device)):
+        # Blocks of the sums wait for each other, and so few multiprocessors might not run all of them at once.
+        return f"{name} is a part of a GPU, too small for kernels that wait for each other"
     return None
 
 

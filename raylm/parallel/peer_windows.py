@@ -91,9 +91,9 @@ def _offer(device: torch.device, capacity: int) -> tuple[Window | None, _Offer]:
     host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     if device.type != "cuda":
         return None, _Offer(host, "", b"", f"its device is {device}, not a GPU")
-    if (problem := peer_memory.missing()) is not None:
-        return None, _Offer(host, "", b"", problem)
     index = torch.cuda.current_device() if device.index is None else device.index
+    if (problem := peer_memory.missing(index)) is not None:
+        return None, _Offer(host, "", b"", problem)
     gpu = str(torch.cuda.get_device_properties(index).uuid)
     try:
         own = Window.allocate(index, capacity)

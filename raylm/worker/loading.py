@@ -14,10 +14,11 @@ from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import ModelSource, locate
 from raylm.errors import TransferError
-from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
+from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting, choose_backend, raylm_lacks
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.check import target_arch
+from raylm.models.coverage import slow_parts
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
 from raylm.models.load import checkpoint_digest, load_model
@@ -125,8 +126,11 @@ def choose_attention(
     graphs = "" if attention.supports_graphs else ", no CUDA graphs"
     if device.type == "cuda" and (missing := raylm_lacks(device)):
         logger.warning("attention: %s%s; the other kernels are slow: %s", attention.name, graphs, missing)
-    else:
-        logger.info("attention: %s (%s)%s", attention.name, reason, graphs if device.type == "cuda" else "")
+        return attention
+    logger.info("attention: %s (%s)%s", attention.name, reason, graphs if device.type == "cuda" else "")
+    own = attention is RAYLM
+    for part in slow_parts(arch, dtype, device, block_size=config.cache.block_size, own_attention=own):
+        logger.warning("slow on this GPU: %s", part)
     return attention
 
 

@@ -127,7 +127,7 @@ class ModelRunner:
             hidden_size=model.arch.hidden_size,
             dtype=model.dtype,
             begins=model.context.is_first_stage,
-            samples=model.context.is_last_stage and ops.sample_is_async(device),
+            samples=model.context.is_last_stage and ops.sample_is_async(device, model.arch.vocab_size),
             capture=capture,
             num_drafts=num_drafts,
             follow=self._drafts.absorb if self._drafts is not None and not self._drafts.is_lazy else None,

@@ -41,13 +41,15 @@ def main() -> None:
         weights = [
             torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5 for _ in range(cold_copies(2 * n * k))
         ]
-        graph_us([lambda w=w: ops.linear(w[:1], w) for w in weights])  # what is timed first of new weights reads high
+        graph_us(
+            [lambda w=w: ops.linear(w[:1], w, frozen=True) for w in weights]
+        )  # what is timed first of new weights reads high
         for rows in [int(rows) for rows in sys.argv[1:]] or ROWS:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
-            ours: list[Call] = [lambda x=x, w=w: ops.linear(x, w) for w in weights]
+            ours: list[Call] = [lambda x=x, w=w: ops.linear(x, w, frozen=True) for w in weights]
             library: list[Call] = [lambda x=x, w=w: functional.linear(x, w) for w in weights]
             if name.endswith("gate, up"):
-                ours = [lambda x=x, w=w: ops.gated_linear(x, w, "silu") for w in weights]
+                ours = [lambda x=x, w=w: ops.gated_linear(x, w, "silu", frozen=True) for w in weights]
                 library = [lambda x=x, w=w: ops.silu_mul(functional.linear(x, w)) for w in weights]
             us, library_us = graph_us(ours), graph_us(library)
             line = {"bench": "linear", "name": name, "n": n, "k": k, "rows": rows, "us": round(us, 2)}

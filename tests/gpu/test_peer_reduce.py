@@ -30,7 +30,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def extension() -> None:
-    if (problem := peer_memory.missing()) is not None:
+    if (problem := peer_memory.missing(0)) is not None:
         pytest.skip(problem)
 
 

@@ -22,7 +22,8 @@ def test_status_of_what_is_installed():
         # What follows the logits is torch's on a CPU, as is where tokens go; a gated product is two operators, whole
         # layers are many, and CPUs reduce through a process group.
         logits = ("penalize", "sample", "accept", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
-        torchs = ("gated_linear", "few_layers", "few_layers_rows", "place", *logits)
+        torchs = ("gated_linear", "few_layers", "place", *logits)
+        torchs += ("few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
         elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith("peer_")}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)

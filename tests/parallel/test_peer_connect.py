@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from raylm.config.engine import ParallelConfig
+from raylm.ops import extension, peer_memory
+from raylm.ops.extension import ExtensionStatus
 from raylm.parallel import groups
 from raylm.parallel.groups import Seat
 from raylm.parallel.peer_reduce import SizeLimits, SplitLimits, connect_peers
@@ -73,6 +75,16 @@ def test_stages_split_no_norms(stages: int, splits: bool, monkeypatch: pytest.Mo
     parallel = ParallelConfig(tensor=2, pipeline=stages)
     context = groups.connect(parallel, seat, torch.device("cuda"), timeout_s=1.0, split=limits)
     assert context.reducer is None and given == [limits if splits else None]
+
+
+def test_parts_of_a_gpu_sum_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over peer memory hold blocks that wait for each other, which few multiprocessors may not run at once."""
+    ops = ("peer_all_reduce", "peer_add_rms_norm", "peer_split_add_rms_norm")
+    monkeypatch.setattr(extension, "load", lambda: ExtensionStatus(Path("x.so"), ops={"cuda": ops}))
+    names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    assert peer_memory.missing(0) is None
+    assert str(peer_memory.missing(1)).startswith(f"{names[1]} is a part of a GPU")
 
 
 def _connect(_: int) -> tuple[None, str]:

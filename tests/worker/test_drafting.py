@@ -78,7 +78,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if request.param:
         monkeypatch.setattr(loading, "captures_graphs", lambda *_: True)
         monkeypatch.setattr(building, "CudaCapture", lambda _: lambda run: run)
-        monkeypatch.setattr(ops, "sample_is_async", lambda _: True)
+        monkeypatch.setattr(ops, "sample_is_async", lambda *_: True)
     return request.param
 
 

@@ -20,8 +20,9 @@ void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& b
   if (bias.has_value()) Arg("linear", "bias", *bias).on_cpu();
 }
 
-// float32 has a kernel of its own; the other types go to torch, whose library has instructions for them.
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+// float32 has a kernel of its own; the other types go to torch, whose library has instructions for them. That weights are
+// frozen makes no difference here: nothing else runs.
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool /*frozen*/) {
   check(x, weight, bias);
   const int64_t in_size = weight.size(1), out_size = weight.size(0);
   if (x.scalar_type() != ScalarType::Float || in_size == 0 || out_size == 0) return torch_linear(x, weight, bias);

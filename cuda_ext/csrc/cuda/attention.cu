@@ -1,3 +1,5 @@
+#include <tuple>
+
 #include "decode_attention.h"
 #include "launch.h"
 #include "prefill_attention.h"
@@ -78,8 +80,27 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   return out;
 }
 
+// Whether decode, and prefill, have kernels on tensor cores for heads like q's; else the plain kernel serves.
+std::tuple<bool, bool> attention_kernels(Tensor q, int64_t num_kv_heads, int64_t block_size, bool biased) {
+  Arg("attention_kernels", "q", q).floating().dim(3);
+  if (num_kv_heads < 1) fail("attention_kernels", "num_kv_heads is ", num_kv_heads, ", must be at least 1");
+  const Guard guard(q.get_device_index());
+  const int64_t head_dim = q.size(2), group = q.size(1) / num_kv_heads;
+  std::tuple<bool, bool> found{false, false};
+  by_dtype(q, [&](auto type) {
+    if constexpr (sizeof(type) == 2) {
+      found = {has_decode_attention<decltype(type)>(head_dim, group, block_size, biased, q.get_device_index()),
+               by_head_dim(head_dim, []<int D> { return true; })};
+    }
+  });
+  return found;
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("paged_attention", TORCH_BOX(&paged_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("paged_attention", TORCH_BOX(&paged_attention));
+  m.impl("attention_kernels", TORCH_BOX(&attention_kernels));
+}
 
 }  // namespace raylm::cuda

@@ -109,26 +109,23 @@ bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_qu
   return true;
 }
 
-// As many rows in a warp as a sequence may have, and registers can hold.
-template <typename T, int D>
-bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-            const std::optional<Tensor>& arrivals) {
-  if (most_rows(attention, max_query_len) <= 8) {
-    return launch<T, D, 1, false>(attention, q, max_query_len, max_seq_len, nullptr, arrivals);
+// Calls body.template operator()<D, N, Biased>() of the kernel for `rows` rows of a sequence: as many in a warp as there may
+// be, and registers can hold. Linear biases are rare, and every kernel takes long to compile: a few do for all shapes.
+template <typename Body>
+bool by_shape(int64_t head_dim, int64_t rows, bool biased, const Body& body) {
+  if (biased) {
+    if (head_dim <= 64) return body.template operator()<64, 1, true>();
+    if (head_dim <= 128) return body.template operator()<128, 1, true>();
+    return body.template operator()<256, 1, true>();
   }
-  return launch<T, D, 2, false>(attention, q, max_query_len, max_seq_len, nullptr, arrivals);
-}
-
-// Linear biases are rare, and every kernel takes long to compile: a few of them do for all shapes.
-template <typename T>
-bool launch_biased(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-                   const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
-  const auto run = [&]<int D> {
-    return launch<T, D, 1, true>(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  const auto plain = [&]<int D> {
+    return rows <= 8 ? body.template operator()<D, 1, false>() : body.template operator()<D, 2, false>();
   };
-  if (params.head_dim <= 64) return run.template operator()<64>();
-  if (params.head_dim <= 128) return run.template operator()<128>();
-  return run.template operator()<256>();
+  if (head_dim <= 64) return plain.template operator()<64>();
+  if (head_dim <= 96) return plain.template operator()<96>();
+  if (head_dim <= 128) return plain.template operator()<128>();
+  if (head_dim <= 192) return plain.template operator()<192>();
+  return plain.template operator()<256>();
 }
 
 }  // namespace
@@ -137,17 +134,23 @@ template <typename T>
 bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
                       const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
   if (!can_take(params)) return false;
-  if (alibi_slopes) return launch_biased(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
-  if (params.head_dim <= 64) return launch<T, 64>(params, q, max_query_len, max_seq_len, arrivals);
-  if (params.head_dim <= 96) return launch<T, 96>(params, q, max_query_len, max_seq_len, arrivals);
-  if (params.head_dim <= 128) return launch<T, 128>(params, q, max_query_len, max_seq_len, arrivals);
-  if (params.head_dim <= 192) return launch<T, 192>(params, q, max_query_len, max_seq_len, arrivals);
-  return launch<T, 256>(params, q, max_query_len, max_seq_len, arrivals);
+  return by_shape(params.head_dim, most_rows(params, max_query_len), alibi_slopes != nullptr, [&]<int D, int N, bool B> {
+    return launch<T, D, N, B>(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  });
+}
+
+template <typename T>
+bool has_decode_attention(int64_t head_dim, int64_t group, int64_t block_size, bool biased, int device) {
+  return head_dim % 8 == 0 && block_size % 16 == 0 && by_shape(head_dim, group, biased, [&]<int D, int N, bool B> {
+    return resident_blocks<T, D, N, B>(device) > 0;
+  });
 }
 
 template bool decode_attention(const AttentionParams<__half>&, const Tensor&, int64_t, int64_t, const float*,
                                const std::optional<Tensor>&);
 template bool decode_attention(const AttentionParams<__nv_bfloat16>&, const Tensor&, int64_t, int64_t, const float*,
                                const std::optional<Tensor>&);
+template bool has_decode_attention<__half>(int64_t, int64_t, int64_t, bool, int);
+template bool has_decode_attention<__nv_bfloat16>(int64_t, int64_t, int64_t, bool, int);
 
 }  // namespace raylm::cuda

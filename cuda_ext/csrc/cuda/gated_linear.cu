@@ -72,7 +72,7 @@ bool run(const Tensor& x, const Tensor& weight, bool gelu_tanh, const Tensor& ou
 }
 
 // Where no kernel does both: the product, and then the activation.
-Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool gelu_tanh) {
+Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool gelu_tanh, bool frozen) {
   check_gated_linear(x, weight, bias.has_value() ? &*bias : nullptr);
   Arg(kOp, "weight", weight).on_device_of(x);
   if (fits(x, weight, bias)) {
@@ -82,8 +82,8 @@ Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool ge
                                                           : run<__nv_bfloat16>(x, weight, gelu_tanh, out);
     if (done) return out;
   }
-  if (const std::optional<Tensor> out = fused_gated_linear(x, weight, bias, gelu_tanh)) return *out;
-  const Tensor product = linear(x, weight, bias);
+  if (const std::optional<Tensor> out = fused_gated_linear({x, weight, bias, frozen}, gelu_tanh)) return *out;
+  const Tensor product = linear(x, weight, bias, frozen);
   return gelu_tanh ? gelu_tanh_mul(product) : silu_mul(product);
 }
 

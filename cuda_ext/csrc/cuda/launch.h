@@ -155,15 +155,6 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStre
   launch_dependent(kernel, Launch{grid, block, stream}, params...);
 }
 
-// Whether a kernel may read weights and a step's tables (positions, slots, lengths, blocks) while the one before it still
-// runs: in a captured graph, where weights are written by no one and tables by kernels that have ended before the first
-// layer begins: a kernel that starts no other early looks the embeddings up in between. Elsewhere a kernel that lets this
-// one start early might be the one that writes them.
-inline bool reads_early(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
-}
-
 // Threads for a row of `size` elements: whole warps, at most `most`.
 inline unsigned threads_for(int64_t size, int64_t most) {
   const int64_t warps = divide_up(size, 32);

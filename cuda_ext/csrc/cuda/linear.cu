@@ -75,7 +75,6 @@ void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
   constexpr auto* kernel = skinny_linear_kernel<T, Results, Groups, Tiles, kStages, kWarpsOfBlock>;
   args.split = split_of(args.k);
   args.tiles = divide_up(Results::outputs(args.n), Results::outputs(8 * Tiles));
-  args.early = reads_early(stream);
   const int teams = kWarpsOfBlock / args.split;
   const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
                             divide_up(args.tiles, teams), device_attribute(cudaDevAttrMultiProcessorCount, device));
@@ -94,50 +93,43 @@ bool has_aligned_rows(const Tensor& tensor, int64_t stride) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && stride % 8 == 0;
 }
 
-// A product as the kernels see it.
-struct Product {
-  const Tensor& x;
-  const Tensor& weight;
-  const std::optional<Tensor>& bias;
-  int64_t k = weight.size(1), rows = k ? x.numel() / k : 0, x_stride = x.dim() == 2 ? x.stride(0) : k;
-
-  // Whether the kernels for few rows take such tensors at all.
-  bool fits() const {
-    return x.scalar_type() != ScalarType::Float && (x.dim() == 2 || x.is_contiguous()) &&
-           has_aligned_rows(x, x_stride) && has_aligned_rows(weight, weight.stride(0)) &&
-           compute_major(x.get_device_index()) == 9;
-  }
-
-  Plan plan() const { return plan_for(rows, weight.size(0), k); }
-
-  template <typename T>
-  SkinnyArgs<T> args(const Tensor& out) const {
-    SkinnyArgs<T> args{};
-    args.x = data<T>(x);
-    args.weight = data<T>(weight);
-    args.bias = bias.has_value() ? data<T>(*bias) : nullptr;
-    args.out = data<T>(out);
-    args.x_stride = x_stride;
-    args.weight_stride = weight.stride(0);
-    args.rows = static_cast<int>(rows);
-    args.n = static_cast<int>(weight.size(0));
-    args.k = static_cast<int>(k);
-    return args;
-  }
-};
+// Whether the kernels for few rows take such tensors at all.
+bool fits(const Product& p) {
+  return p.x.scalar_type() != ScalarType::Float && (p.x.dim() == 2 || p.x.is_contiguous()) &&
+         has_aligned_rows(p.x, p.x_stride) && has_aligned_rows(p.weight, p.weight.stride(0)) &&
+         compute_major(p.x.get_device_index()) == 9;
+}
 
 template <typename T>
-void run_plain(const Product& product, Plan plan, const Tensor& out, cudaStream_t stream) {
+SkinnyArgs<T> args_of(const Product& p, const Tensor& out) {
+  SkinnyArgs<T> args{};
+  args.x = data<T>(p.x);
+  args.weight = data<T>(p.weight);
+  args.bias = p.bias.has_value() ? data<T>(*p.bias) : nullptr;
+  args.out = data<T>(out);
+  args.x_stride = p.x_stride;
+  args.weight_stride = p.weight.stride(0);
+  args.rows = static_cast<int>(p.rows);
+  args.n = static_cast<int>(p.n);
+  args.k = static_cast<int>(p.k);
+  args.early = p.frozen;
+  return args;
+}
+
+template <typename T>
+void run_plain(const Product& product, Plan plan, const Tensor& out) {
   const int32_t device = product.x.get_device_index();
-  const SkinnyArgs<T> args = product.args<T>(out);
+  const cudaStream_t stream = current_stream(product.x);
+  const SkinnyArgs<T> args = args_of<T>(product, out);
   plan.groups == 1 ? launch<T, SkinnyPlain, 1>(plan, args, device, stream)
                    : launch<T, SkinnyPlain, 2>(plan, args, device, stream);
 }
 
 template <typename T>
-void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& out, cudaStream_t stream) {
+void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& out) {
   const int32_t device = product.x.get_device_index();
-  const SkinnyArgs<T> args = product.args<T>(out);
+  const cudaStream_t stream = current_stream(product.x);
+  const SkinnyArgs<T> args = args_of<T>(product, out);
   gelu_tanh ? launch<T, SkinnyGated<GeluTanh>, 1>(plan, args, device, stream)
             : launch<T, SkinnyGated<Silu>, 1>(plan, args, device, stream);
 }
@@ -145,40 +137,48 @@ void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& 
 }  // namespace
 
 // Up to 64 rows of 16-bit numbers have kernels here; all else goes to torch, whose library is made for it.
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool frozen) {
   check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
   Arg("linear", "weight", weight).on_device_of(x);
   if (bias.has_value()) Arg("linear", "bias", *bias).on_device_of(x);
-  const Product product{x, weight, bias};
-  if (!product.fits()) return torch_linear(x, weight, bias);
-  const Plan plan = product.plan();
+  const Product product{x, weight, bias, frozen};
+  if (!fits(product)) return torch_linear(x, weight, bias);
+  const Plan plan = plan_for(product.rows, product.n, product.k);
   if (plan.groups == 0) {
-    std::optional<Tensor> out = tile_linear(x, weight, bias, product.rows, product.x_stride);
-    if (!out) out = split_linear(x, weight, bias, product.rows, product.x_stride);
+    std::optional<Tensor> out = tile_linear(product);
+    if (!out) out = split_linear(product);
     return out ? *out : torch_linear(x, weight, bias);
   }
   const Guard guard(x.get_device_index());
-  const Tensor out = new_rows(x, weight.size(0));
-  x.scalar_type() == ScalarType::Half ? run_plain<__half>(product, plan, out, current_stream(x))
-                                      : run_plain<__nv_bfloat16>(product, plan, out, current_stream(x));
+  const Tensor out = new_rows(x, product.n);
+  x.scalar_type() == ScalarType::Half ? run_plain<__half>(product, plan, out)
+                                      : run_plain<__nv_bfloat16>(product, plan, out);
   check_launch("linear");
   return out;
 }
 
-std::optional<Tensor> fused_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                         bool gelu_tanh) {
-  const Product product{x, weight, bias};
-  if (!product.fits()) return std::nullopt;
-  const Plan plan = product.plan();
-  if (plan.groups != 1) return bias ? std::nullopt : tile_gated_linear(x, weight, gelu_tanh);
+std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh) {
+  if (!fits(product)) return std::nullopt;
+  const Plan plan = plan_for(product.rows, product.n, product.k);
+  if (plan.groups != 1) return product.bias ? std::nullopt : tile_gated_linear(product, gelu_tanh);
+  const Tensor& x = product.x;
   const Guard guard(x.get_device_index());
-  const Tensor out = new_rows(x, weight.size(0) / 2);
-  x.scalar_type() == ScalarType::Half ? run_gated<__half>(product, plan, gelu_tanh, out, current_stream(x))
-                                      : run_gated<__nv_bfloat16>(product, plan, gelu_tanh, out, current_stream(x));
+  const Tensor out = new_rows(x, product.n / 2);
+  x.scalar_type() == ScalarType::Half ? run_gated<__half>(product, plan, gelu_tanh, out)
+                                      : run_gated<__nv_bfloat16>(product, plan, gelu_tanh, out);
   check_launch("gated_linear");
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("linear", TORCH_BOX(&linear)); }
+// Up to how many rows of x the products with such a weight have kernels here, on its device; 0: none.
+int64_t linear_rows(Tensor weight) {
+  const bool has = weight.scalar_type() != ScalarType::Float && compute_major(weight.get_device_index()) == 9;
+  return !has ? 0 : kHopperKernels ? 64 : 16;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_rows", TORCH_BOX(&linear_rows));
+}
 
 }  // namespace raylm::cuda

@@ -18,7 +18,6 @@ bool supported(const AttentionParams<T>& a) {
          whole_vectors(a.v_cache, {a.v_block_stride, a.v_slot_stride, a.v_head_stride});
 }
 
-// False where a block of this device cannot have the shared memory.
 template <typename T, int D, bool Biased>
 bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
   using Shape = PrefillShape<D>;
@@ -27,43 +26,30 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float*
   const dim3 grid(a.num_heads, tiles > 0 ? tiles : 1);  // one row of blocks for the rows past the last sequence
   int device = 0;
   cudaGetDevice(&device);
-  if (!allows_shared<kernel>(device, Shape::kSharedBytes)) return false;
+  allow_shared<kernel>("paged_attention", device, Shape::kSharedBytes);
   kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(
       prefill_params(a, sizes.num_tokens, sizes.min_query_len), alibi_slopes);
   return true;
 }
 
-template <typename T, int D>
-bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
-  return alibi_slopes ? launch<T, D, true>(a, sizes, alibi_slopes, stream)
-                      : launch<T, D, false>(a, sizes, nullptr, stream);
-}
-
 template <typename T>
-bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes,
-                 cudaStream_t stream) {
-  if (!supported(a)) return false;
-  switch (a.head_dim) {
-    case 64: return launch<T, 64>(a, sizes, alibi_slopes, stream);
-    case 80: return launch<T, 80>(a, sizes, alibi_slopes, stream);
-    case 96: return launch<T, 96>(a, sizes, alibi_slopes, stream);
-    case 128: return launch<T, 128>(a, sizes, alibi_slopes, stream);
-    case 192: return launch<T, 192>(a, sizes, alibi_slopes, stream);
-    case 256: return launch<T, 256>(a, sizes, alibi_slopes, stream);
-    default: return false;
-  }
+bool run(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
+  return supported(a) && by_head_dim(a.head_dim, [&]<int D> {
+    return alibi_slopes ? launch<T, D, true>(a, sizes, alibi_slopes, stream)
+                        : launch<T, D, false>(a, sizes, nullptr, stream);
+  });
 }
 
 }  // namespace
 
 bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
                        const float* alibi_slopes, cudaStream_t stream) {
-  return by_head_dim(params, sizes, alibi_slopes, stream);
+  return run(params, sizes, alibi_slopes, stream);
 }
 
 bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, const float* alibi_slopes,
                        cudaStream_t stream) {
-  return by_head_dim(params, sizes, alibi_slopes, stream);
+  return run(params, sizes, alibi_slopes, stream);
 }
 
 }  // namespace raylm::cuda

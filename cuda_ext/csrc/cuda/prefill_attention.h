@@ -12,6 +12,20 @@ struct PrefillSizes {
   int64_t num_tokens, num_blocks, min_query_len;
 };
 
+// Calls body.template operator()<D>() for a head size that has kernels; false for others.
+template <typename Body>
+bool by_head_dim(int64_t head_dim, const Body& body) {
+  switch (head_dim) {
+    case 64: return body.template operator()<64>();
+    case 80: return body.template operator()<80>();
+    case 96: return body.template operator()<96>();
+    case 128: return body.template operator()<128>();
+    case 192: return body.template operator()<192>();
+    case 256: return body.template operator()<256>();
+    default: return false;
+  }
+}
+
 // Tensor cores of any GPU since Ampere; alibi_slopes [num_heads] may be null.
 bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
                        const float* alibi_slopes, cudaStream_t stream);

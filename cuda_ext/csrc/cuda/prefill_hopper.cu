@@ -55,30 +55,22 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor
 }
 
 template <typename T>
-bool by_head_dim(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
+bool run(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
   if (a.block_size % 16 != 0 || !(a.scale > 0) || sizes.num_blocks == 0) return false;
   if (!kHopperKernels || compute_major(like.get_device_index()) != 9) return false;
-  switch (a.head_dim) {
-    case 64: return launch<T, 64>(a, sizes, like, stream);
-    case 80: return launch<T, 80>(a, sizes, like, stream);
-    case 96: return launch<T, 96>(a, sizes, like, stream);
-    case 128: return launch<T, 128>(a, sizes, like, stream);
-    case 192: return launch<T, 192>(a, sizes, like, stream);
-    case 256: return launch<T, 256>(a, sizes, like, stream);
-    default: return false;
-  }
+  return by_head_dim(a.head_dim, [&]<int D> { return launch<T, D>(a, sizes, like, stream); });
 }
 
 }  // namespace
 
 bool prefill_attention_hopper(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
                               const Tensor& like, cudaStream_t stream) {
-  return by_head_dim(params, sizes, like, stream);
+  return run(params, sizes, like, stream);
 }
 
 bool prefill_attention_hopper(const AttentionParams<__half>& params, const PrefillSizes& sizes, const Tensor& like,
                               cudaStream_t stream) {
-  return by_head_dim(params, sizes, like, stream);
+  return run(params, sizes, like, stream);
 }
 
 }  // namespace raylm::cuda

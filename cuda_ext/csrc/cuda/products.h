@@ -12,25 +12,31 @@ constexpr int kSharedOfBlock = 227 * 1024;  // the most that a block of compute 
 constexpr int kDynamicOfBlock = kSharedOfBlock - 1024;  // of it; the rest is for barriers
 
 // These check their arguments.
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias);
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool frozen);
 Tensor silu_mul(Tensor x);
 Tensor gelu_tanh_mul(Tensor x);
 
+// A product as the launchers see it, its arguments checked.
+struct Product {
+  const Tensor& x;
+  const Tensor& weight;
+  const std::optional<Tensor>& bias;
+  bool frozen;  // weight and bias may be read while the kernels ahead still run
+  int64_t n = weight.size(0), k = weight.size(1), rows = k ? x.numel() / k : 0;
+  int64_t x_stride = x.dim() == 2 ? x.stride(0) : k;  // elements from row to row
+};
+
 // linear by the kernel for up to 64 rows; nothing where it does not take the shape. The caller has checked that x and
-// weight hold 16-bit numbers, that their rows, `x_stride` elements apart, are 16-byte aligned, and that this is Hopper.
-std::optional<Tensor> split_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                   int64_t rows, int64_t x_stride);
+// weight hold 16-bit numbers, that their rows are 16-byte aligned, and that this is Hopper.
+std::optional<Tensor> split_linear(const Product& product);
 
 // linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
 // not take the shape or was measured to be slower. The caller has checked the same.
-std::optional<Tensor> tile_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows,
-                                  int64_t x_stride);
-std::optional<Tensor> tile_gated_linear(const Tensor& x, const Tensor& weight, bool gelu_tanh);
+std::optional<Tensor> tile_linear(const Product& product);
+std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh);
 
-// gated_linear by the kernels for up to 1,023 rows; nothing where they do not take the shape. The caller has checked x
-// [rows, k] and the others.
-std::optional<Tensor> fused_gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                         bool gelu_tanh);
+// gated_linear by the kernels for up to 1,023 rows; nothing where they do not take the shape.
+std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh);
 
 // For a result that has x's rows, of so many columns.
 inline Tensor new_rows(const Tensor& x, int64_t columns) {

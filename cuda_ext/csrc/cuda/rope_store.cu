@@ -49,7 +49,8 @@ void launch(const RopeStoreParams<T>& p, cudaStream_t stream) {
 }
 
 void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
-                double eps, Tensor positions, Tensor cos_sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+                double eps, Tensor positions, Tensor cos_sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
+                bool frozen) {
   const char* op = "rope_store";
   check_rope_store(q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slot_mapping);
   Arg(op, "k", k).on_device_of(q);
@@ -70,7 +71,7 @@ void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, st
         q_weight ? data<T>(*q_weight) : nullptr, k_weight ? data<T>(*k_weight) : nullptr, static_cast<float>(eps),
         data<int64_t>(positions), data<int64_t>(slot_mapping), data<float>(cos_sin), q.size(0), cos_sin.size(0),
         k_cache.size(0) * k_cache.size(1), static_cast<int>(k_cache.size(1)), static_cast<int>(q.size(2)),
-        static_cast<int>(cos_sin.size(1)), reads_early(current_stream(q))};
+        static_cast<int>(cos_sin.size(1)), frozen};
     launch(params, current_stream(q));
   });
   check_launch(op);

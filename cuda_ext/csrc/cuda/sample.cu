@@ -16,16 +16,22 @@ void check(const Tensor& logits, const std::pair<const char*, const Tensor*> (&s
   }
 }
 
+// Bytes of dynamic shared memory that a block may have.
+int most_bytes(int device) {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) -
+         static_cast<int>(sizeof(SampleExchange) + sizeof(SampleScratch));
+}
+
+// A row's logits lie in the shared memory of a cluster's blocks.
+int64_t most_columns(int device) {
+  constexpr int kUnit = kSampleWarps * kSegmentUnit;
+  if (compute_major(device) < 9) return 0;
+  return most_bytes(device) / static_cast<int>(sizeof(float)) / kUnit * kUnit * kSampleCtas;
+}
+
 template <typename T>
 void launch(const SampleParams& params, int64_t rows, int device, cudaStream_t stream) {
-  const int bytes = kSampleWarps * params.segment * static_cast<int>(sizeof(float));
-  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) -
-                   static_cast<int>(sizeof(SampleExchange) + sizeof(SampleScratch));
-  if (bytes > most) {
-    const int columns = most / static_cast<int>(sizeof(float)) / (kSampleWarps * kSegmentUnit) * kSampleWarps *
-                        kSegmentUnit * kSampleCtas;
-    fail(kOp, "logits has ", params.vocab, " columns, must have at most ", columns);
-  }
+  const int bytes = kSampleWarps * params.segment * static_cast<int>(sizeof(float)), most = most_bytes(device);
   allow_shared<sample_kernel<T>>(kOp, device, most);
   const dim3 grid(rows * kSampleCtas), block(kSampleThreads);
   launch_dependent(sample_kernel<T>, {grid, block, stream, static_cast<size_t>(bytes), kSampleCtas}, params);
@@ -37,7 +43,9 @@ Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Ten
                  {"seed", &seed}, {"position", &position}});
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   const int device = logits.get_device_index();
-  if (compute_major(device) < 9) fail(kOp, "the CUDA device must have compute capability 9.0 or later");
+  if (vocab > most_columns(device)) {
+    fail(kOp, "logits has ", vocab, " columns, must have at most ", most_columns(device), " on this device");
+  }
   Tensor token_ids = torch::stable::new_empty(seed, seed.sizes());
   if (rows == 0) return token_ids;
   const int64_t unit = kRowWarps * kSegmentUnit;
@@ -56,8 +64,13 @@ Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Ten
   return token_ids;
 }
 
+int64_t sample_columns(Tensor like) { return most_columns(like.get_device_index()); }
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("sample", TORCH_BOX(&sample)); }
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("sample", TORCH_BOX(&sample));
+  m.impl("sample_columns", TORCH_BOX(&sample_columns));
+}
 
 }  // namespace raylm::cuda

@@ -49,28 +49,26 @@ void launch(const SplitLinearParams<T>& params, const Plan& plan, cudaStream_t s
 }
 
 template <typename T, int Rows>
-std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows,
-                          int64_t x_stride) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  const int device = x.get_device_index();
+std::optional<Tensor> run(const Product& p) {
+  const int device = p.x.get_device_index();
   Plan plan{};
-  consider<T, Rows, 1>(plan, n, k, device);
-  consider<T, Rows, 2>(plan, n, k, device);
-  consider<T, Rows, 4>(plan, n, k, device);
-  consider<T, Rows, 8>(plan, n, k, device);
+  consider<T, Rows, 1>(plan, p.n, p.k, device);
+  consider<T, Rows, 2>(plan, p.n, p.k, device);
+  consider<T, Rows, 4>(plan, p.n, p.k, device);
+  consider<T, Rows, 8>(plan, p.n, p.k, device);
   SplitLinearParams<T> params{};
-  if (plan.clusters == 0 || !make_map<T, 2>(&params.x, data<T>(x), {k, rows}, {x_stride}, {64, Rows}) ||
-      !make_map<T, 2>(&params.weight, data<T>(weight), {k, n}, {weight.stride(0)}, {64, kSplitTile})) {
+  if (plan.clusters == 0 || !make_map<T, 2>(&params.x, data<T>(p.x), {p.k, p.rows}, {p.x_stride}, {64, Rows}) ||
+      !make_map<T, 2>(&params.weight, data<T>(p.weight), {p.k, p.n}, {p.weight.stride(0)}, {64, kSplitTile})) {
     return std::nullopt;
   }
-  const cudaStream_t stream = current_stream(x);
-  Tensor out = new_rows(x, n);
-  params.bias = bias ? data<T>(*bias) : nullptr;
+  const cudaStream_t stream = current_stream(p.x);
+  Tensor out = new_rows(p.x, p.n);
+  params.bias = p.bias ? data<T>(*p.bias) : nullptr;
   params.out = data<T>(out);
-  params.rows = static_cast<int>(rows), params.n = static_cast<int>(n);
-  params.tiles = static_cast<int>(divide_up(n, kSplitTile));
-  params.steps = static_cast<int>(divide_up(k, kSplitStep)), params.block_steps = plan.block_steps;
-  params.early = reads_early(stream);
+  params.rows = static_cast<int>(p.rows), params.n = static_cast<int>(p.n);
+  params.tiles = static_cast<int>(divide_up(p.n, kSplitTile));
+  params.steps = static_cast<int>(divide_up(p.k, kSplitStep)), params.block_steps = plan.block_steps;
+  params.early = p.frozen;
   switch (plan.cluster) {
     case 1: launch<T, Rows, 1>(params, plan, stream); break;
     case 2: launch<T, Rows, 2>(params, plan, stream); break;
@@ -82,23 +80,19 @@ std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::opti
 }
 
 template <typename T>
-std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows,
-                          int64_t x_stride) {
-  if (rows <= 16) return run<T, 16>(x, weight, bias, rows, x_stride);
-  if (rows <= 32) return run<T, 32>(x, weight, bias, rows, x_stride);
-  return run<T, 64>(x, weight, bias, rows, x_stride);
+std::optional<Tensor> run(const Product& product) {
+  if (product.rows <= 16) return run<T, 16>(product);
+  if (product.rows <= 32) return run<T, 32>(product);
+  return run<T, 64>(product);
 }
 
 }  // namespace
 
-std::optional<Tensor> split_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                   int64_t rows, int64_t x_stride) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  const bool fits = n >= 8 && n % 8 == 0 && k >= 64 && k % 8 == 0 && 2 * n * k <= most_bytes(rows);
-  if (!kHopperKernels || rows < 1 || rows > kMostRows || !fits) return std::nullopt;
-  const Guard guard(x.get_device_index());
-  return x.scalar_type() == ScalarType::Half ? run<__half>(x, weight, bias, rows, x_stride)
-                                             : run<__nv_bfloat16>(x, weight, bias, rows, x_stride);
+std::optional<Tensor> split_linear(const Product& p) {
+  const bool fits = p.n >= 8 && p.n % 8 == 0 && p.k >= 64 && p.k % 8 == 0 && 2 * p.n * p.k <= most_bytes(p.rows);
+  if (!kHopperKernels || p.rows < 1 || p.rows > kMostRows || !fits) return std::nullopt;
+  const Guard guard(p.x.get_device_index());
+  return p.x.scalar_type() == ScalarType::Half ? run<__half>(p) : run<__nv_bfloat16>(p);
 }
 
 }  // namespace raylm::cuda

@@ -107,10 +107,9 @@ Plan plan_for(const std::array<Variant, N>& variants, const Size& size, int devi
 
 // The rest of the parameters. False where the copy engine cannot address a tensor.
 template <typename T>
-bool fill(TileParams& params, const Plan& plan, const Size& size, const Tensor& x, const Tensor& weight,
-          int64_t x_stride) {
+bool fill(TileParams& params, const Plan& plan, const Size& size, const Product& p) {
   const Variant& v = *plan.variant;
-  const int64_t n = weight.size(0), box = size.gated ? v.width / 2 : v.width;
+  const int64_t box = size.gated ? v.width / 2 : v.width;
   params.rows = static_cast<int>(size.rows), params.columns = static_cast<int>(size.columns);
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles;
   const int64_t even = divide_up(size.rows, plan.row_tiles);
@@ -118,52 +117,46 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Tensor& 
   params.steps = static_cast<int>(divide_up(size.k, v.depth)), params.slice_steps = divide_up(params.steps, v.split);
   const int steps = params.slice_steps * divide_up(plan.tiles, plan.clusters);
   params.stages = std::min({steps, kMostTileStages, (kDynamicOfBlock - 1024) / v.stage_bytes});
-  params.early = reads_early(current_stream(x));
-  return make_map<T, 2>(&params.x, data<T>(x), {size.k, size.rows}, {x_stride}, {64, params.tile_rows}) &&
-         make_map<T, 2>(&params.weight, data<T>(weight), {size.k, n}, {weight.stride(0)}, {64, box});
+  params.early = p.frozen;
+  return make_map<T, 2>(&params.x, data<T>(p.x), {size.k, size.rows}, {p.x_stride}, {64, params.tile_rows}) &&
+         make_map<T, 2>(&params.weight, data<T>(p.weight), {size.k, p.n}, {p.weight.stride(0)}, {64, box});
 }
 
 template <typename T>
-std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Size& size,
-                          int64_t x_stride, TileAct act) {
-  const int device = x.get_device_index();
+std::optional<Tensor> run(const Product& p, const Size& size, TileAct act) {
+  const int device = p.x.get_device_index();
   const Plan plan = size.gated ? plan_for(kGated<T>, size, device) : plan_for(kPlain<T>, size, device);
   TileParams params{};
-  if (!plan.variant || !fill<T>(params, plan, size, x, weight, x_stride)) return std::nullopt;
+  if (!plan.variant || !fill<T>(params, plan, size, p)) return std::nullopt;
   const Variant& v = *plan.variant;
-  const Tensor out = new_rows(x, size.columns);
-  params.bias = bias ? data<T>(*bias) : nullptr;
+  const Tensor out = new_rows(p.x, size.columns);
+  params.bias = p.bias ? data<T>(*p.bias) : nullptr;
   params.out = data<T>(out);
   launch_dependent(v.kernel,
-                   {dim3(plan.clusters * v.split), dim3(v.threads), current_stream(x),
+                   {dim3(plan.clusters * v.split), dim3(v.threads), current_stream(p.x),
                     static_cast<size_t>(v.shared_bytes(params.stages)), static_cast<unsigned>(v.split)},
                    params, act);
   check_launch(size.gated ? "gated_linear" : "linear");
   return out;
 }
 
-std::optional<Tensor> run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows,
-                          int64_t x_stride, TileAct act) {
+std::optional<Tensor> run(const Product& p, TileAct act) {
   constexpr int64_t kMost = 1 << 24;
   const bool gated = act != TileAct::kNone;
-  const int64_t n = weight.size(0), k = weight.size(1), columns = gated ? n / 2 : n;
-  const bool fits = columns >= 8 && columns % 8 == 0 && n <= kMost && k >= 128 && k % 8 == 0 && k <= kMost;
-  if (!kHopperKernels || rows < 1 || rows >= 1024 || !fits) return std::nullopt;
-  const Guard guard(x.get_device_index());
-  const Size size{rows, columns, k, gated};
-  return x.scalar_type() == ScalarType::Half ? run<__half>(x, weight, bias, size, x_stride, act)
-                                             : run<__nv_bfloat16>(x, weight, bias, size, x_stride, act);
+  const int64_t columns = gated ? p.n / 2 : p.n;
+  const bool fits = columns >= 8 && columns % 8 == 0 && p.n <= kMost && p.k >= 128 && p.k % 8 == 0 && p.k <= kMost;
+  if (!kHopperKernels || p.rows < 1 || p.rows >= 1024 || !fits) return std::nullopt;
+  const Guard guard(p.x.get_device_index());
+  const Size size{p.rows, columns, p.k, gated};
+  return p.x.scalar_type() == ScalarType::Half ? run<__half>(p, size, act) : run<__nv_bfloat16>(p, size, act);
 }
 
 }  // namespace
 
-std::optional<Tensor> tile_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t rows,
-                                  int64_t x_stride) {
-  return run(x, weight, bias, rows, x_stride, TileAct::kNone);
-}
+std::optional<Tensor> tile_linear(const Product& product) { return run(product, TileAct::kNone); }
 
-std::optional<Tensor> tile_gated_linear(const Tensor& x, const Tensor& weight, bool gelu_tanh) {
-  return run(x, weight, std::nullopt, x.size(0), x.stride(0), gelu_tanh ? TileAct::kGeluTanh : TileAct::kSilu);
+std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh) {
+  return run(product, gelu_tanh ? TileAct::kGeluTanh : TileAct::kSilu);
 }
 
 }  // namespace raylm::cuda

@@ -147,7 +147,7 @@ class Sampler:
         host = self.settings(of.rows)
         settings = self._table.upload(*host)
         token_ids = ops.sample(logits, *settings, of.positions)
-        if not ops.sample_is_async(self._table.device):
+        if not ops.sample_is_async(logits.device, logits.shape[1]):
             # torch's sums on a GPU may differ in the last bit from one time to the next.
             token_ids = of_first(token_ids, self._context)
         notes = self._notes.take(of.rows)

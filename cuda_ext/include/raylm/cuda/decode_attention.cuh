@@ -54,7 +54,7 @@ struct DecodeLayout {
   static constexpr int kRows = kDecodeWarps * N * 8;  // that a block can take
   // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first.
   static constexpr int kBlocks = D <= 64 ? 4 : D <= 128 ? 3 : D <= 192 ? 2 : 1;
-  static constexpr int kStages = D <= 64 || D > 192 ? 3 : 2;
+  static constexpr int kStages = D <= 64 ? 3 : 2;
   static constexpr int kBytes = kStages * kStage * 2;
 };
 

@@ -1,6 +1,6 @@
 // Attention of long runs of queries over a paged cache, for any GPU since Ampere: FlashAttention-2 (Dao,
 // arXiv:2307.08691) with mma.sync. A block takes 128 queries of one head, each of its 8 warps 16 of them, and walks
-// over the keys 64 at a time; cp.async brings the next keys and values while the current ones are multiplied. Any block
+// over the keys 16 to 64 at a time; cp.async brings the next keys and values while the current ones are multiplied. Any block
 // size, and any strides that are multiples of 16 bytes.
 #pragma once
 
@@ -12,10 +12,12 @@ namespace raylm::cuda {
 
 template <int D>
 struct PrefillShape {
-  static constexpr int kRows = 128, kKeys = 64, kThreads = 256;
+  static constexpr int kRows = 128, kThreads = 256;
+  static constexpr int kKeys = D <= 96 ? 64 : D <= 128 ? 32 : 16;  // so that 99 KiB of shared memory, any GPU's, suffice
   static constexpr int kStride = D + 8;  // elements of a row in shared memory: an odd number of 16 bytes, no conflicts
   static constexpr int kStage = kKeys * kStride;
   static constexpr int kSharedBytes = (kRows * kStride + 4 * kStage) * 2;  // Q, two stages of K, two of V
+  static_assert(kSharedBytes <= 99 * 1024);
 };
 
 template <typename T, int D>
