@@ -17,6 +17,7 @@ from torch import Tensor
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
+from raylm.ops.tokens import Placed as Placed
 
 extension.load()
 
@@ -37,7 +38,7 @@ _few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _sample_columns: Callable[..., int] = torch.ops.raylm.sample_columns.default
 _penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
-_place: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.place.default
+_place: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.place.default
 _accept: Callable[..., Tensor] = torch.ops.raylm.accept.default
 _token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.token_logprobs.default
 _gather_logprobs: Callable[..., Tensor] = torch.ops.raylm.gather_logprobs.default
@@ -312,22 +313,24 @@ def place(
     rows: Tensor,
     query_start: Tensor,
     block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token ids, positions, cache slots and sequence lengths of a step, from the counts and tables on the device.
+) -> Placed:
+    """All that a step reads of the counts and tables on the device, in one kernel.
 
     The tables have R rows: num_computed int64 [R], token_ids int64 [R, L], block_table int32 [G, R, C]. Token t is
     number offsets[t] of the step's tokens of row token_rows[t] (both int64 [T]); sequence s is row rows[s] (int64 [S])
     and computes query_start[s + 1] - query_start[s] tokens (int32 [S + 1]). Returns
 
-    - ids, int64 [T]: token_ids[token_rows, positions];
+    - token_ids, int64 [T]: token_ids[token_rows, positions];
     - positions, int64 [T]: num_computed[token_rows] + offsets, kept within 0 and L - 1;
+    - following, int64 [T]: positions + 1, where what is sampled after the tokens goes;
     - slots, int64 [G, T]: block_table[g, row, position // block_size] * block_size + position % block_size, of the
       last column where there is no such column;
-    - sequence lengths, int32 [S]: num_computed[rows] plus the tokens that are computed now, at most L.
+    - seq_lens, int32 [S]: num_computed[rows] plus the tokens that are computed now, at most L;
+    - block_tables, int32 [G, S, C]: block_table[:, rows].
 
     A row outside the tables is an error; the CUDA kernel cannot raise one and takes the last row.
     """
-    return _place(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size)
+    return Placed(*_place(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size))
 
 
 def accept(

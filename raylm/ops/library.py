@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from raylm.ops.tokens import Placed
+
 NAMESPACE = "raylm"
 
 SCHEMAS = {
@@ -52,7 +54,7 @@ SCHEMAS = {
     ),
     "place": (
         "(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor token_rows, Tensor offsets, Tensor rows, "
-        "Tensor query_start, int block_size) -> (Tensor, Tensor, Tensor, Tensor)"
+        "Tensor query_start, int block_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "accept": (
         "(Tensor(a!) token_ids, Tensor(b!) num_known, Tensor(c!) num_computed, Tensor rows, Tensor query_start, "
@@ -111,11 +113,13 @@ def _placed(
     rows: Tensor,
     query_start: Tensor,
     block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tokens = token_rows.shape[0]
-    ids, positions = (token_ids.new_empty(num_tokens) for _ in range(2))
-    slots = token_ids.new_empty(block_table.shape[0], num_tokens)
-    return ids, positions, slots, query_start.new_empty(rows.shape[0])
+) -> Placed:
+    num_tokens, num_seqs = token_rows.shape[0], rows.shape[0]
+    num_groups, _, columns = block_table.shape
+    ids, positions, following = (token_ids.new_empty(num_tokens) for _ in range(3))
+    slots = token_ids.new_empty(num_groups, num_tokens)
+    block_tables = block_table.new_empty(num_groups, num_seqs, columns)
+    return Placed(ids, positions, following, slots, query_start.new_empty(num_seqs), block_tables)
 
 
 def _accepted(token_ids: Tensor, num_known: Tensor, num_computed: Tensor, rows: Tensor, *_: Tensor) -> Tensor:

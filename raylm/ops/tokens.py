@@ -5,8 +5,25 @@ Neither waits for the device, and both can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Placed(NamedTuple):
+    """What `place` gives of a step of T tokens and S sequences, with G cache groups."""
+
+    token_ids: Tensor
+    positions: Tensor
+    following: Tensor
+    """int64 [T]; following: positions + 1."""
+    slots: Tensor
+    """int64 [G, T]."""
+    seq_lens: Tensor
+    """int32 [S]."""
+    block_tables: Tensor
+    """int32 [G, S, C]."""
 
 
 def place(
@@ -18,13 +35,14 @@ def place(
     rows: Tensor,
     query_start: Tensor,
     block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Placed:
     width, columns = token_ids.shape[1], block_table.shape[2]
     positions = (num_computed[token_rows] + offsets).clamp_(0, width - 1)
     block_ids = block_table[:, token_rows, (positions // block_size).clamp_(max=columns - 1)]
     slots = block_ids.long() * block_size + positions % block_size
     seq_lens = (num_computed[rows] + query_start.diff()).clamp_(max=width)
-    return token_ids[token_rows, positions], positions, slots, seq_lens.int()
+    block_tables = block_table.index_select(1, rows)
+    return Placed(token_ids[token_rows, positions], positions, positions + 1, slots, seq_lens.int(), block_tables)
 
 
 def accept(

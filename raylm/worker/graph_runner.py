@@ -68,17 +68,28 @@ class Shape(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a graph gave, on the device: the next step overwrites it. T tokens, S rows, without padding."""
+    """What a graph gave, on the device: the next graph that runs overwrites it. T tokens, S rows, without padding."""
 
     hidden: Tensor
     """[T, hidden_size], unless the graph has sampled."""
     positions: Tensor
     """int64 [T]."""
     token_ids: Tensor
-    """int64 [T], where the graph has sampled."""
+    """int64 [T], where the graph has sampled, else empty."""
     counts: Tensor
-    """int64 [S], where it has sampled and rows have drafts: how many of its tokens each row keeps."""
+    """int64 [S], where it has sampled, else empty: how many of its tokens each row keeps."""
     arrays: DeviceArrays
+
+    def without_padding(self, num_tokens: int, num_rows: int) -> Decoded:
+        """The first so many tokens and rows."""
+        token_rows, offsets, rows, query_start = self.arrays
+        return Decoded(
+            self.hidden[:num_tokens],
+            self.positions[:num_tokens],
+            self.token_ids[:num_tokens],
+            self.counts[:num_rows],
+            DeviceArrays(token_rows[:num_tokens], offsets[:num_tokens], rows[:num_rows], query_start[: num_rows + 1]),
+        )
 
 
 class Follow(Protocol):
@@ -129,9 +140,6 @@ class GraphRunner:
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         # Rows that pad a batch take what is there: it must be numbers.
         self._given = None if begins else torch.zeros_like(self._hidden)
-        self._token_ids = torch.empty(most, dtype=torch.int64, device=device)
-        self._counts = torch.empty(table.max_rows, dtype=torch.int64, device=device)
-        self._positions = torch.empty(most, dtype=torch.int64, device=device)
 
     def takes(self, step: StepRows) -> bool:
         """Whether every row computes its last known token, and drafts at most behind it, and there is a graph so
@@ -152,20 +160,8 @@ class GraphRunner:
         in the table then. `given`: hidden states [T, hidden_size] where the stage does not begin."""
         if self._given is not None and given is not None:
             self._given[: len(given)].copy_(given)
-        num_rows, num_tokens = len(step.rows), int(step.query_lens.sum())
-        arrays = self._run(step, self._shape_for(step, samples=samples))
-        return Decoded(
-            self._hidden[:num_tokens],
-            self._positions[:num_tokens],
-            self._token_ids[:num_tokens],
-            self._counts[:num_rows],
-            DeviceArrays(
-                arrays.token_rows[:num_tokens],
-                arrays.offsets[:num_tokens],
-                arrays.rows[:num_rows],
-                arrays.query_start[: num_rows + 1],
-            ),
-        )
+        decoded = self._run(step, self._shape_for(step, samples=samples))
+        return decoded.without_padding(int(step.query_lens.sum()), len(step.rows))
 
     def _shape_for(self, step: StepRows, *, samples: bool) -> Shape:
         if not step.verifies:
@@ -182,7 +178,7 @@ class GraphRunner:
     def _verify_rows(self, step: StepRows) -> int:
         return min(_at_least(self._verify_sizes, len(step.rows)), self._table.max_rows)
 
-    def _run(self, step: StepRows, shape: Shape) -> DeviceArrays:
+    def _run(self, step: StepRows, shape: Shape) -> Decoded:
         arrays = _padded_arrays(step, shape, self._table.padding_row)
         settings = self._settings(arrays.token_rows) if shape.samples else ()
         packed = self._table.upload.pack([*arrays, *settings])
@@ -191,16 +187,14 @@ class GraphRunner:
             self._drop_oldest(shape)
             graph = self._graphs[shape] = _Graph(packed, [*arrays, *settings], self._table.device)
         graph.buffer.copy_(packed, non_blocking=True)
-        if graph.replay is not None:
-            graph.replay()
-            return graph.arrays
-        if graph.has_run:
+        if graph.replay is None and graph.decoded is not None:
             graph.replay = self._capture(lambda: self._compute(graph, shape))
+        if graph.replay is not None:
             graph.replay()
         else:
             self._compute(graph, shape)
-            graph.has_run = True
-        return graph.arrays
+        assert graph.decoded is not None, "it has run"
+        return graph.decoded
 
     def _drop_oldest(self, shape: Shape) -> None:
         """There are few shapes of plain decodes, and many of steps that verify drafts: of these only some are kept."""
@@ -209,20 +203,22 @@ class GraphRunner:
             del self._graphs[verifying[0]]
 
     def _compute(self, graph: _Graph, shape: Shape) -> None:
-        """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table."""
+        """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table.
+
+        Nothing is copied out of it but hidden states: what else it gives is small and stays where it
+        was made. (A slice of `hidden` here would keep all of it in memory, a shape each.)
+        """
         table, arrays, size = self._table, graph.arrays, shape.num_tokens
         batch = InputBatch.gather(arrays, table, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
         # A copy: the model overwrites what it is given.
         hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
-        self._positions[:size].copy_(batch.positions)
         if not shape.samples:
-            self._hidden[:size].copy_(hidden)
+            none = batch.positions[:0]
+            graph.decoded = Decoded(self._hidden[:size].copy_(hidden), batch.positions, none, none, arrays)
             return
-        token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.positions + 1)
-        self._token_ids[:size].copy_(token_ids)
+        token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.following)
         counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
-        if shape.max_query_len > 1:
-            self._counts[: shape.num_rows].copy_(counts)
+        graph.decoded = Decoded(self._hidden[:0], batch.positions, token_ids, counts, arrays)
         if self._follow is not None:
             self._follow(arrays, batch.positions, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
 
@@ -249,7 +245,8 @@ def _padded_arrays(step: StepRows, shape: Shape, padding_row: int) -> StepArrays
 
 
 class _Graph:
-    """One shape: where its inputs lie, and how it is launched. What it gives lies in tensors that all shapes share."""
+    """One shape: where its inputs lie, how it is launched, and where it leaves what it gives: hidden states in a tensor
+    that all shapes share, the rest in memory that an older shape's graph may write to when it runs."""
 
     def __init__(self, packed: Tensor, arrays: Sequence[np.ndarray], device: torch.device) -> None:
         """`packed` is what its inputs look like, made of `arrays`."""
@@ -257,8 +254,9 @@ class _Graph:
         inputs = unpack(self.buffer, arrays)
         count = len(StepArrays._fields)
         self.arrays, self.settings = DeviceArrays(*inputs[:count]), inputs[count:]
-        self.has_run = False
         self.replay: Run | None = None
+        self.decoded: Decoded | None = None
+        """None until it has run."""
 
 
 class CudaCapture:

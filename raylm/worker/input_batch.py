@@ -97,28 +97,28 @@ class DeviceArrays(NamedTuple):
 
 
 class InputBatch(NamedTuple):
-    """What one forward pass reads, on the device: int64 [T] token ids and positions; attention a cache group."""
+    """What one forward pass reads, on the device: int64 [T] token ids, positions and the positions that follow them;
+    attention a cache group."""
 
     token_ids: Tensor
     positions: Tensor
+    following: Tensor
     attention: list[AttentionMetadata]
 
     @classmethod
     def gather(cls, arrays: DeviceArrays, table: RequestTable, *, max_query_len: int, max_seq_len: int) -> InputBatch:
         """Gather a step's inputs from the rows; the limits are those of its lengths. Nothing here depends on values, so
         it can be captured."""
-        token_ids, positions, slot_mappings, seq_lens = ops.place(
-            table.num_computed, table.token_ids, table.block_table, *arrays, table.block_size
-        )
         num_columns = -(-max_seq_len // table.block_size)
-        block_tables = table.block_table[:, :, :num_columns].index_select(1, arrays.rows)  # [groups, S, num_columns]
+        placed = ops.place(
+            table.num_computed, table.token_ids, table.block_table[:, :, :num_columns], *arrays, table.block_size
+        )
+        lens, limits = (arrays.query_start, placed.seq_lens), (max_query_len, max_seq_len)
         attention = [
-            AttentionMetadata(
-                arrays.query_start, seq_lens, block_table, slot_mapping, max_query_len, max_seq_len, table.arrivals
-            )
-            for block_table, slot_mapping in zip(block_tables, slot_mappings, strict=True)
+            AttentionMetadata(*lens, block_table, slot_mapping, *limits, table.arrivals)
+            for block_table, slot_mapping in zip(placed.block_tables, placed.slots, strict=True)
         ]
-        return cls(token_ids, positions, attention)
+        return cls(placed.token_ids, placed.positions, placed.following, attention)
 
 
 def starts(lens: np.ndarray) -> np.ndarray:

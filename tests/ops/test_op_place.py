@@ -1,9 +1,11 @@
-"""raylm::place: a step's tokens, positions, slots and lengths, one token at a time."""
+"""raylm::place: a step's tokens, positions, slots, lengths and block tables, one cell at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from raylm import ops
 
@@ -40,15 +42,24 @@ def reference(num_computed, token_ids, block_table, token_rows, offsets, rows, q
         min(int(num_computed[row]) + end - start, token_ids.shape[1])
         for row, start, end in zip(rows.tolist(), starts[:-1], starts[1:], strict=True)
     ]
-    long = {"dtype": torch.int64}
-    return tuple(torch.tensor(x, **long) for x in (ids, positions, slots)) + (torch.tensor(lens, dtype=torch.int32),)
+    following = [position + 1 for position in positions]
+    tables = [[group[row].tolist() for row in rows.tolist()] for group in block_table]
+    num_groups, _, columns = block_table.shape
+    return ops.Placed(
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(following, dtype=torch.int64),
+        torch.tensor(slots, dtype=torch.int64),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.tensor(tables, dtype=torch.int32).view(num_groups, len(rows), columns),
+    )
 
 
 def check(given: list, placed: tuple) -> None:
     expected = reference(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in given))
     for actual, wanted in zip(placed, expected, strict=True):
         assert actual.dtype == wanted.dtype and actual.is_contiguous()
-        assert torch.equal(actual.cpu(), wanted)
+        assert actual.shape == wanted.shape and torch.equal(actual.cpu(), wanted)
 
 
 @pytest.mark.parametrize("query_lens", [(1,), (1, 1, 1, 1, 1), (1, 7, 3, 1, 1), (5, 0, 2)], ids=str)
@@ -65,6 +76,45 @@ def test_many_tokens_and_sequences(op, device):
     given[4] = torch.cat([torch.arange(n) for n in lens.tolist()]).to(device)
     given[5] = rows.to(device)
     given[6] = torch.cat([torch.zeros(1), lens.cumsum(0)]).int().to(device)
+    check(given, op("place")(*given))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list:
+    """Any step of any tables: rows that verify drafts, prompts, padding, and columns that fill no block of a GPU."""
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    num_groups, num_rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(st.integers(1, 70))
+    columns = draw(st.sampled_from([1, 2, 5, 255, 256, 257, 1023, 1024, 1025, 2500]))
+    block_size = draw(st.sampled_from([1, 3, 16]))
+    num_computed = torch.randint(-2, width + 3, (num_rows,), generator=drawn)
+    token_ids = torch.randint(50_000, (num_rows, width), generator=drawn)
+    block_table = torch.randint(2**31 - 1, (num_groups, num_rows, columns), generator=drawn, dtype=torch.int32)
+    query_lens = draw(st.lists(st.integers(0, 6), max_size=12))
+    rows = torch.tensor([draw(st.integers(0, num_rows - 1)) for _ in query_lens], dtype=torch.int64)
+    lens = torch.tensor(query_lens, dtype=torch.int64)
+    # Tokens behind those of the sequences are nobody's: a graph's padding.
+    surplus = draw(st.integers(0, 3))
+    token_rows = torch.cat([rows.repeat_interleave(lens), torch.full((surplus,), num_rows - 1)])
+    offsets = torch.cat([*(torch.arange(n) for n in query_lens), torch.zeros(surplus, dtype=torch.int64)])
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)]).int()
+    return [num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size]
+
+
+@given(step=steps())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_step(op, device, step):
+    step = [x.to(device) if isinstance(x, torch.Tensor) else x for x in step]
+    check(step, op("place")(*step))
+
+
+def test_block_tables_of_many_rows_and_columns(op, device):
+    """More pieces than there are blocks of tokens, from tables cut to the columns that the step needs."""
+    given = arguments(device)
+    wide = torch.arange(GROUPS * ROWS * 5000, dtype=torch.int32, device=device).view(GROUPS, ROWS, 5000)
+    given[2] = wide[:, :, :3001]
+    rows = torch.arange(300) % ROWS
+    given[3], given[4] = rows.to(device), torch.zeros(300, dtype=torch.int64, device=device)
+    given[5], given[6] = rows.to(device), torch.arange(301, dtype=torch.int32, device=device)
     check(given, op("place")(*given))
 
 
@@ -89,8 +139,9 @@ def test_tables_may_be_strided(op, device):
 
 
 def test_no_tokens(op, device):
-    ids, positions, slots, lens = op("place")(*arguments(device, ()))
-    assert ids.shape == positions.shape == (0,) and slots.shape == (GROUPS, 0) and lens.shape == (0,)
+    ids, positions, following, slots, lens, blocks = op("place")(*arguments(device, ()))
+    assert ids.shape == positions.shape == following.shape == lens.shape == (0,)
+    assert slots.shape == (GROUPS, 0) and blocks.shape == (GROUPS, 0, COLUMNS)
 
 
 def test_opcheck():

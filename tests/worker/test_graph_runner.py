@@ -7,13 +7,17 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raylm.core.step import NewBlocks, NewRow, RowSampling
-from raylm.worker.graph_runner import Run, graph_sizes
+from raylm.worker.graph_runner import GraphRunner, Run, graph_sizes
+from raylm.worker.input_batch import StepRows
+from raylm.worker.request_table import RequestTable
 from tests.support import checkpoints
-from tests.worker.rows import GREEDY, Rig, sampling, tokens
+from tests.worker.rows import CPU, GREEDY, Rig, sampling, tokens
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +136,52 @@ def test_the_runner_needs_no_gradients(folder: Path) -> None:
     rig = Rig(folder, num_blocks=64, capture=Noted())
     with torch.enable_grad():
         assert len(prompts(rig, [0])) == 1
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operators that do something; a view does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("samples", [True, False])
+def test_beside_the_model_a_graph_is_three_launches(samples: bool, drafts: int) -> None:
+    """Inputs, tokens, counts; where others sample, inputs and a copy of hidden states. Also of two cache groups."""
+    launches = Launches()
+
+    class Counted(Noted):
+        def __call__(self, run: Run) -> Run:
+            def counted() -> None:
+                with launches:
+                    run()
+
+            return super().__call__(counted)
+
+    table = RequestTable(max_rows=4, max_model_len=64, block_size=4, num_groups=2, device=CPU)
+    hidden, logits = torch.ones(16, 8), torch.arange(80.0).view(16, 5)
+    runner = GraphRunner(
+        lambda batch, _: hidden[: len(batch.token_ids)],
+        lambda given: logits[: len(given)],
+        table,
+        lambda rows: [np.zeros(len(rows), dtype) for dtype in (np.float32, np.int64, np.float32, np.float32, np.int64)],
+        hidden_size=8,
+        dtype=torch.float32,
+        begins=True,
+        samples=True,
+        capture=Counted(),
+        num_drafts=drafts,
+    )
+    rows, lens = np.array([2, 0]), np.array([1 + drafts, 1])
+    for _ in range(3):
+        step = StepRows(rows, lens, lens, np.zeros(2, dtype=np.bool_), np.zeros(2, dtype=np.int64))
+        runner.decode(step, samples=samples)
+    wanted = ["raylm::place", "raylm::sample", "raylm::accept"] if samples else ["raylm::place", "aten::copy_"]
+    assert launches.names == 2 * wanted

@@ -46,28 +46,44 @@ void check_place(const Tensor& num_computed, const Tensor& token_ids, const Tens
   Arg(op, "query_start", query_start).on_device_of(num_computed);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> place(Tensor num_computed, Tensor token_ids, Tensor block_table,
-                                                 Tensor token_rows, Tensor offsets, Tensor rows, Tensor query_start,
-                                                 int64_t block_size) {
+// Pieces of the block tables of a step, and the blocks that place its tokens: the grid of place_kernel.
+int64_t place_blocks(int64_t token_blocks, int64_t num_groups, int64_t num_seqs, int64_t columns) {
+  const int64_t blocks = token_blocks + num_groups * num_seqs * divide_up(columns, int64_t{kPlacePiece});
+  if (blocks > INT32_MAX) {
+    fail("place", "rows has size ", num_seqs, ", too many for ", num_groups, " groups of ", columns, " columns");
+  }
+  return blocks;
+}
+
+using Placed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Placed place(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor token_rows, Tensor offsets, Tensor rows,
+             Tensor query_start, int64_t block_size) {
   check_place(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size);
-  const int64_t num_tokens = token_rows.size(0), num_seqs = rows.size(0), num_groups = block_table.size(0);
+  const int64_t num_tokens = token_rows.size(0), num_seqs = rows.size(0);
+  const int64_t num_groups = block_table.size(0), columns = block_table.size(2);
   Tensor ids = torch::stable::new_empty(token_rows, {num_tokens});
   Tensor positions = torch::stable::new_empty(token_rows, {num_tokens});
+  Tensor following = torch::stable::new_empty(token_rows, {num_tokens});
   Tensor slots = torch::stable::new_empty(token_rows, {num_groups, num_tokens});
   Tensor seq_lens = torch::stable::new_empty(query_start, {num_seqs});
+  Tensor block_ids = torch::stable::new_empty(query_start, {num_groups, num_seqs, columns});
   if (const int64_t threads = std::max(num_tokens, num_seqs)) {
+    const int64_t token_blocks = divide_up(threads, int64_t{kTokenThreads});
+    const dim3 grid(place_blocks(token_blocks, num_groups, num_seqs, columns));
     const Guard guard(num_computed.get_device_index());
     const PlaceParams params{
         data<int64_t>(num_computed), data<int64_t>(token_ids), token_ids.stride(0), token_ids.size(0),
         token_ids.size(1), data<int32_t>(block_table), block_table.stride(0), block_table.stride(1),
-        block_table.size(2), static_cast<int>(num_groups), block_size, data<int64_t>(token_rows),
+        columns, static_cast<int>(num_groups), block_size, data<int64_t>(token_rows),
         data<int64_t>(offsets), num_tokens, data<int64_t>(rows), data<int32_t>(query_start), num_seqs,
-        data<int64_t>(ids), data<int64_t>(positions), data<int64_t>(slots), data<int32_t>(seq_lens)};
-    const dim3 grid(divide_up(threads, kTokenThreads));
+        static_cast<int>(token_blocks), static_cast<int>(divide_up(columns, int64_t{kPlacePiece})),
+        data<int64_t>(ids), data<int64_t>(positions), data<int64_t>(following), data<int64_t>(slots),
+        data<int32_t>(seq_lens), data<int32_t>(block_ids)};
     launch_dependent(place_kernel, grid, dim3(kTokenThreads), current_stream(num_computed), params);
     check_launch("place");
   }
-  return {ids, positions, slots, seq_lens};
+  return {ids, positions, following, slots, seq_lens, block_ids};
 }
 
 Tensor accept(Tensor token_ids, Tensor num_known, Tensor num_computed, Tensor rows, Tensor query_start,

@@ -22,8 +22,9 @@ struct PlaceParams {
   const int64_t* rows;
   const int32_t* query_start;
   int64_t num_seqs;
-  int64_t *ids, *positions, *slots;
-  int32_t* seq_lens;
+  int token_blocks, pieces;  // blocks of the grid that place tokens, before the others; pieces of a sequence's blocks
+  int64_t *ids, *positions, *following, *slots;
+  int32_t *seq_lens, *block_ids;
 };
 
 // What is no row of the tables is the last one.
@@ -31,10 +32,33 @@ __device__ inline int64_t row_or_last(int64_t row, int64_t num_rows) {
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows) ? row : num_rows - 1;
 }
 
-// One token a thread, and one sequence.
+constexpr int kPlaceCells = 4;  // of a block table, a thread
+constexpr int kPlacePiece = kTokenThreads * kPlaceCells;
+
+// Piece `piece` of what the sequences have in the block tables of all groups. All is loaded before any is stored: the
+// compiler cannot know that the tables are not written.
+__device__ inline void copy_block_ids(const PlaceParams& p, int piece) {
+  const int sequence = piece / p.pieces;  // of num_groups * num_seqs
+  const int group = sequence / static_cast<int>(p.num_seqs), s = sequence % static_cast<int>(p.num_seqs);
+  const int64_t first = static_cast<int64_t>(piece % p.pieces) * kPlacePiece + threadIdx.x;
+  const int32_t* from = p.block_table + group * p.group_stride + row_or_last(p.rows[s], p.num_rows) * p.row_stride;
+  int32_t* to = p.block_ids + sequence * p.columns;
+  int32_t cells[kPlaceCells]{};
+#pragma unroll
+  for (int i = 0; i < kPlaceCells; ++i) {
+    if (first + i * kTokenThreads < p.columns) cells[i] = from[first + i * kTokenThreads];
+  }
+#pragma unroll
+  for (int i = 0; i < kPlaceCells; ++i) {
+    if (first + i * kTokenThreads < p.columns) to[first + i * kTokenThreads] = cells[i];
+  }
+}
+
+// The first blocks place one token a thread, and one sequence; the others copy a piece of the block tables each.
 __global__ void __launch_bounds__(kTokenThreads) place_kernel(const __grid_constant__ PlaceParams p) {
   start_dependents();
   wait_for_dependencies();
+  if (const int piece = static_cast<int>(blockIdx.x) - p.token_blocks; piece >= 0) return copy_block_ids(p, piece);
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
   if (i < p.num_tokens) {
     const int64_t row = row_or_last(p.token_rows[i], p.num_rows);
@@ -43,6 +67,7 @@ __global__ void __launch_bounds__(kTokenThreads) place_kernel(const __grid_const
     const int64_t column = min(position / p.block_size, p.columns - 1), offset = position % p.block_size;
     p.ids[i] = p.token_ids[row * p.token_stride + position];
     p.positions[i] = position;
+    p.following[i] = position + 1;
     const int32_t* block = p.block_table + row * p.row_stride + column;
     for (int g = 0; g < p.num_groups; ++g) {
       p.slots[g * p.num_tokens + i] = block[g * p.group_stride] * p.block_size + offset;
