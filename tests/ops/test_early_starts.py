@@ -30,17 +30,24 @@ LateCopy = Callable[[Tensor, Tensor], None]
 Run = Callable[[Tensor], list[Tensor]]
 
 
+class _CurrentStream:
+    """torch's current stream, for cupy."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, torch.cuda.current_stream().cuda_stream
+
+
 @pytest.fixture(scope="module")
 def late_copy() -> LateCopy:
     """late_copy(source, target): a kernel that lets the next one begin at once, and copies at its very end."""
-    cupy: Any = pytest.importorskip("cupy", reason="cupy compiles the kernel that writes late")
+    cupy: Any = pytest.importorskip("cupy", minversion="14", reason="cupy compiles the kernel that writes late")
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels start early from compute capability 9.0 on")
     kernel = cupy.RawKernel(_LATE_COPY, "late_copy", options=("-arch=sm_90",), backend="nvrtc")
 
     def copy(source: Tensor, target: Tensor) -> None:
         assert source.is_contiguous() and target.is_contiguous() and source.nbytes == target.nbytes
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        with cupy.cuda.Stream.from_external(_CurrentStream()):
             arguments = (source.data_ptr(), target.data_ptr(), source.nbytes // 4)
             kernel((1,), (1024,), (*map(cupy.int64, arguments), cupy.int64(_CYCLES)))
 

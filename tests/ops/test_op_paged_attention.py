@@ -228,6 +228,17 @@ def test_many_sequences(op, device, num_seqs, longest):
     close(op("paged_attention")(*case.arguments()), case.expected())
 
 
+@ON_CUDA
+@pytest.mark.parametrize("odd_one", [(1, 350), (0, 60), (40, 170)], ids=["none", "empty", "prefill"])
+@pytest.mark.parametrize(("num_seqs", "length"), [(80, 350), (300, 200)])
+def test_sequences_that_are_alike(op, device, num_seqs, length, odd_one):
+    """Blocks take whole sequences, one or some each; where one differs, its own block has less to do."""
+    lengths = [(1 + s % 2, length + s % 20) for s in range(num_seqs)]
+    lengths[num_seqs // 2] = odd_one
+    case = make_case(lengths, num_heads=4, num_kv_heads=2, dtype=torch.float16, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
 def test_blocks_below_the_window_are_not_read(op, device):
     case = make_case([(1, 700), (3, 333)], dtype=torch.float16, device=device)
     expected = case.expected(window=40)

@@ -1,9 +1,11 @@
 // Who attends to what in a step of short queries, worked out on the device by every block for itself: the grid knows no
 // sequence length, so that one CUDA graph serves all. The sequences' keys, in units of kDecodeKeys, form one long line
 // with a gap before each sequence; it is cut into equal shares, one for each "slot" of the grid (the split of Stream-K,
-// arXiv:2301.03598). All KV heads of a slot walk the same keys at the same time, as a token's heads lie side by side in
-// memory.
+// arXiv:2301.03598). Where they are few or alike, slots get whole sequences instead. All KV heads of a slot walk the same
+// keys at the same time, as a token's heads lie side by side in memory.
 #pragma once
+
+#include <climits>
 
 #include "raylm/cuda/common.cuh"
 
@@ -15,6 +17,7 @@ constexpr int kDecodeThreads = 128;
 constexpr int kDecodeQueries = 16;  // sequences with more are not decode
 constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
 constexpr int kDecodeWhole = 16;
+constexpr int kDecodeJoin = 24;     // units that pass while the parts of a sequence are joined, and more
 
 struct DecodeBatch {
   const int32_t* query_start;
@@ -49,7 +52,7 @@ __device__ inline DecodeSequence decode_sequence(const DecodeBatch& batch, int s
 // A position in a slot's share: a tile of a sequence. The same tiles pass by wherever it is advanced.
 struct DecodeCursor {
   DecodeSequence now;
-  int seq;         // -1: past the end
+  int seq, seqs;   // -1: past the end; sequences from `seqs` on are other slots'
   int unit, stop;  // where the tile begins in the sequence, and where the share's part of the sequence ends
   int start, end;  // in the line: the sequence's first unit; the end of the share
 
@@ -59,7 +62,7 @@ struct DecodeCursor {
   // Takes the first sequence from `from` on that has units, the gap before which is at `at`, if it starts in the share.
   __device__ void take(const DecodeBatch& batch, int from, int at, int first_row) {
     start = at + kDecodeTurn;
-    for (seq = from; seq < batch.num_seqs && start < end; ++seq) {
+    for (seq = from; seq < seqs && start < end; ++seq) {
       now = decode_sequence(batch, seq, first_row);
       const int units = now.units();
       if (units == 0) continue;
@@ -87,27 +90,38 @@ struct DecodeShare {
 // The share of a slot, in every thread of the block. Each thread counts the units of a run of sequences; the runs' sums
 // are added up over the block, and the thread whose run holds the share's first unit says where that is.
 __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, int first_row) {
-  __shared__ int warp_units[kDecodeThreads / kWarp], found[2];
+  __shared__ int warp_units[kDecodeThreads / kWarp], warp_longest[kDecodeThreads / kWarp], found[2];
   const int run = (batch.num_seqs + kDecodeThreads - 1) / kDecodeThreads, from = threadIdx.x * run;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int to = min(from + run, batch.num_seqs);
-  int units = 0;
-  for (int s = from; s < to; ++s) units += decode_sequence(batch, s, first_row).length();
+  int units = 0, longest = 0;
+  for (int s = from; s < to; ++s) {
+    const int length = decode_sequence(batch, s, first_row).length();
+    units += length, longest = max(longest, length);
+  }
+  longest = __reduce_max_sync(kAllLanes, longest);
   int before = units;
   for (int step = 1; step < kWarp; step *= 2) {
     const int other = __shfl_up_sync(kAllLanes, before, step);
     if (lane >= step) before += other;
   }
-  if (lane == kWarp - 1) warp_units[warp] = before;
+  if (lane == kWarp - 1) warp_units[warp] = before, warp_longest[warp] = longest;
   __syncthreads();
   int total = 0;
   before -= units;
   for (int w = 0; w < kDecodeThreads / kWarp; ++w) {
     if (w < warp) before += warp_units[w];
-    total += warp_units[w];
+    total += warp_units[w], longest = max(longest, warp_longest[w]);
   }
   DecodeShare share;
   share.size = max(batch.min_share, (total + batch.slots - 1) / batch.slots);
+  // Whole sequences, as many a slot, where that takes no longer than cutting and joining would.
+  const int each = (batch.num_seqs + batch.slots - 1) / batch.slots;
+  if (!batch.few && each * longest <= share.size + kDecodeJoin) {
+    share.cursor.seqs = min((slot + 1) * each, batch.num_seqs), share.cursor.end = INT_MAX;
+    share.cursor.take(batch, slot * each, 0, first_row);
+    return share;
+  }
   if (batch.few) share.size = (share.size + kDecodeTile - 1) / kDecodeTile * kDecodeTile;
   share.begin = slot * share.size;
   if (before <= share.begin && share.begin < before + units) {
@@ -116,7 +130,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
     found[0] = s, found[1] = start;
   }
   __syncthreads();
-  share.cursor.seq = -1;
+  share.cursor.seq = -1, share.cursor.seqs = batch.num_seqs;
   if (share.begin >= total) return share;
   share.cursor.end = min(share.begin + share.size, total);
   share.cursor.take(batch, found[0], found[1], first_row);
