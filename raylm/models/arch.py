@@ -11,6 +11,7 @@ from raylm.layers.rope_settings import RopeSettings
 LayerKind = Literal["full", "sliding"]
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
+NormPlace = Literal["before", "around"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -19,7 +20,7 @@ class ArchConfig:
     """A decoder-only transformer. Sizes are those of the whole model, before any split between ranks."""
 
     architecture: str
-    """A name of raylm.models.registry, such as "LlamaForCausalLM"."""
+    """A name that raylm.models.registry knows, such as "LlamaForCausalLM"."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -57,6 +58,14 @@ class ArchConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
+    norm_place: NormPlace = "before"
+    """Attention and MLP have a norm before them, or before and behind."""
+    embed_norm: bool = False
+    """Embeddings are normed before the first layer."""
+    gated_mlp: bool = True
+    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+    qkv_by_heads: bool = False
+    """The projection has query, key and value of a head side by side, head after head."""
     mtp_layers: int = 0
     """Layers for multi-token prediction (MTP) that the checkpoint has beside its num_layers."""
     uses_mtp: bool = False
@@ -71,13 +80,15 @@ class ArchConfig:
         Raises ConfigError naming the field at fault, its value and what is allowed.
         """
         # Each reader makes an ArchConfig, so it is imported when this class exists.
-        if source.kind == "gguf":
-            from raylm.models.arch_gguf import read_gguf_arch
+        from raylm.models.registry import read_folder_arch, read_gguf_arch
 
-            return read_gguf_arch(source.path)
-        from raylm.models.arch_folder import read_folder_arch
+        return read_gguf_arch(source.path) if source.kind == "gguf" else read_folder_arch(source.path)
 
-        return read_folder_arch(source.path)
+    @property
+    def norms_sum(self) -> bool:
+        """Whether what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
+        then may keep only this rank's rows of the residual: nothing but norms reads it, all of the same rows."""
+        return self.norm == "rms" and self.norm_place == "before"
 
     @property
     def alibi(self) -> bool:

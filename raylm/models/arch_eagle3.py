@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
-from raylm.models.arch_folder import read_folder_arch, read_json
 from raylm.models.fields import Fields
+from raylm.models.read_folder import read_json
+from raylm.models.registry import read_folder_arch
 
 _NAMES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """What `architectures` may say. Heads of the authors say LlamaForCausalLM, and are told by their draft_vocab_size."""

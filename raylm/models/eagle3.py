@@ -21,13 +21,15 @@ from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import Eagle3Arch
-from raylm.models.decoder import DecoderLayer, DecoderModel, SelfAttention, layer_norm
-from raylm.models.names import HF_WEIGHTS, WeightTable
+from raylm.models.blocks import DecoderLayer, SelfAttention, layer_norm
+from raylm.models.decoder import DecoderModel
+from raylm.models.names import HF_WEIGHTS, TensorNames
 from raylm.models.safetensors import folder_tensors
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
 _EMBEDDING, _HEAD, _MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
+_NAMES = TensorNames(folder={**HF_WEIGHTS, "midlayer": ("layers.0", None)}, ignored=("t2d",))
 
 
 class Eagle3Attention(SelfAttention):
@@ -37,7 +39,7 @@ class Eagle3Attention(SelfAttention):
         self,
         arch: ArchConfig,
         layer: int,
-        rotary: Tensor,
+        position_table: Tensor,
         attention: AttentionBackend,
         *,
         context: ParallelContext,
@@ -47,7 +49,7 @@ class Eagle3Attention(SelfAttention):
         super().__init__(
             arch,
             layer,
-            rotary,
+            position_table,
             attention,
             context=context,
             dtype=dtype,
@@ -110,10 +112,6 @@ DUMMY = OwnedParts(embedding=False, head=True, map=True)
 class Eagle3Head(nn.Module):
     """Fuses hidden states of the target, runs its layer over them and the next tokens, and drafts."""
 
-    WEIGHTS: ClassVar[WeightTable] = {**HF_WEIGHTS, "midlayer": ("layers.0", None)}
-    PREFIXES: ClassVar[tuple[str, ...]] = ("model.",)
-    IGNORED: ClassVar[tuple[str, ...]] = ("t2d",)
-
     def __init__(
         self,
         head: Eagle3Arch,
@@ -142,7 +140,7 @@ class Eagle3Head(nn.Module):
             norm_before_residual=head.norm_before_residual,
         )
         self.layers = nn.ModuleDict({"0": layer})
-        self.norm = layer_norm(arch, context, dtype, sums=Eagle3Layer.NORMS_SUM)
+        self.norm = layer_norm(arch, context, dtype, sums=arch.norms_sum)
         if owned.embedding:
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         if owned.head:
@@ -228,8 +226,8 @@ def load_eagle3(
         return model
     if not owned.map:
         model.d2t.zero_()
-    loader = WeightLoader(model, progress=progress, filled=() if owned.map else (_MAP,))
-    loader.load(folder_tensors(source.path, integers=True), model.WEIGHTS)
+    loader = WeightLoader(model, _NAMES, progress=progress, filled=() if owned.map else (_MAP,))
+    loader.load(folder_tensors(source.path, integers=True), _NAMES.folder)
     limit = head.arch.vocab_size
     drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
     if int(drafted.min()) < 0 or int(drafted.max()) >= limit:

@@ -73,6 +73,8 @@ def why_not(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContex
         return "the model is split over GPUs"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
+    if arch.norm_place != "before" or not arch.gated_mlp or arch.qkv_by_heads:
+        return "its layers have norms before attention and a gated MLP, and project queries, keys and values one by one"
     if block_size < 16 or block_size & (block_size - 1):
         return f"cache.block_size is {block_size}; allowed: powers of two from 16 on"
     if any(arch.window(number) for number in tables):

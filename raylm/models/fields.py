@@ -19,6 +19,10 @@ class Fields:
         self._defaults = defaults or {}
         self.source = source
 
+    def having(self, **values: object) -> Fields:
+        """The same, with these values in place of its own."""
+        return Fields({**self._values, **values}, self.source, self._defaults)
+
     def get(self, name: str) -> object:
         """The raw value, or None."""
         return self._values[name] if name in self._values else self._defaults.get(name)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from raylm.config.gguf_metadata import GGUFTensorInfo, read_gguf
 from raylm.errors import ConfigError
-from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, Encoding, plain
 
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
@@ -31,12 +30,11 @@ _GROUPS = 16
 """The gguf package decodes at least this many rows at a time, one call each."""
 
 
-def gguf_tensors(path: Path, arch: ArchConfig) -> list[CheckpointTensor]:
-    """Every tensor of the file. Raises ConfigError for a type that cannot be decoded."""
-    file = read_gguf(path)
-    # llama.cpp pairs neighbouring dimensions in its rotary embedding of Llamas, and so stores rows in that order.
-    is_permuted = file.metadata.get("general.architecture") == "llama"
-    return [_tensor(path, info, arch.head_dim if is_permuted else 0) for info in file.tensors]
+def gguf_tensors(path: Path, *, paired_head_dim: int = 0) -> list[CheckpointTensor]:
+    """Every tensor of the file. With `paired_head_dim`, the size of a head, rows of queries and keys stand in the order
+    of a rotary embedding that pairs neighbouring dimensions, as llama.cpp has Llamas, and come in ours. Raises
+    ConfigError for a type that cannot be decoded."""
+    return [_tensor(path, info, paired_head_dim) for info in read_gguf(path).tensors]
 
 
 def _tensor(path: Path, info: GGUFTensorInfo, permuted_head_dim: int) -> CheckpointTensor:

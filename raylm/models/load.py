@@ -15,7 +15,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.check import check_format
 from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
-from raylm.models.registry import model_class
+from raylm.models.registry import family_of, model_class
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -49,8 +49,9 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        table = model.GGUF_WEIGHTS if source.kind == "gguf" else model.WEIGHTS
-        WeightLoader(model, progress=progress).load(_tensors(source, arch), table)
+        names = family_of(arch.architecture).names
+        table = names.gguf if source.kind == "gguf" else names.folder
+        WeightLoader(model, names, progress=progress).load(_tensors(source, arch), table)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
@@ -66,7 +67,8 @@ def _tensors(source: ModelSource, arch: ArchConfig) -> list[CheckpointTensor]:
     if source.kind == "gguf":
         from raylm.models.gguf import gguf_tensors
 
-        return gguf_tensors(source.path, arch)
+        pairs = family_of(arch.architecture).names.gguf_pairs
+        return gguf_tensors(source.path, paired_head_dim=arch.head_dim if pairs else 0)
     from raylm.models.safetensors import folder_tensors
 
     return folder_tensors(source.path)

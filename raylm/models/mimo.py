@@ -1,4 +1,4 @@
-"""MiMo-7B: a Qwen2 with a layer for multi-token prediction (MTP), which speculative decoding drafts with."""
+"""MiMo-7B's layer for multi-token prediction (MTP), which speculative decoding drafts with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from raylm.layers.attention import AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ReplicatedLinear
 from raylm.models.arch import ArchConfig
-from raylm.models.decoder import DecoderLayer, DecoderModel, SelfAttention, layer_norm
+from raylm.models.blocks import DecoderLayer, SelfAttention, layer_norm
+from raylm.models.decoder import DecoderModel
 from raylm.parallel.context import ParallelContext
 
 
@@ -30,7 +31,7 @@ class MtpLayer(DecoderLayer):
         self.token_layernorm = layer_norm(arch, context, dtype)
         self.hidden_layernorm = layer_norm(arch, context, dtype)
         self.input_proj = ReplicatedLinear(2 * arch.hidden_size, arch.hidden_size, context=context, dtype=dtype)
-        self.final_layernorm = layer_norm(arch, context, dtype, sums=self.NORMS_SUM)
+        self.final_layernorm = layer_norm(arch, context, dtype, sums=arch.norms_sum)
 
     def predict(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from raylm.layers.slots import SlotName
+if TYPE_CHECKING:
+    from raylm.layers.slots import SlotName
 
 WeightTable = Mapping[str, tuple[str, str | None]]
 """Part of a checkpoint's name -> the part that replaces it, and the shard that the tensor is (or None)."""
@@ -36,6 +39,21 @@ GGUF_WEIGHTS: WeightTable = {
     "ffn_down": ("mlp.down_proj", None),
 }
 """GGUF files, as llama.cpp names tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What the checkpoints of a family call the tensors that its models need."""
+
+    folder: WeightTable = field(default_factory=lambda: HF_WEIGHTS)
+    """Of safetensors."""
+    gguf: WeightTable = field(default_factory=lambda: GGUF_WEIGHTS)
+    gguf_pairs: bool = False
+    """GGUF files have the rows of queries and keys in the order of a rotary embedding of neighbouring dimensions."""
+    prefixes: tuple[str, ...] = ("model.",)
+    """What may stand before the names."""
+    ignored: tuple[str, ...] = ()
+    """Prefixes of tensors that have no place here."""
 
 
 def slot_name(name: str, table: WeightTable, prefixes: tuple[str, ...] = ()) -> SlotName:

@@ -1,31 +1,82 @@
-"""Architecture name -> model class, imported only when it is used."""
+"""The models that raylm knows: each family is a line here and a file of raylm.models.families."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylm.errors import ConfigError
+from raylm.models.arch import ArchConfig
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.read_folder import eos_token_ids, read_json, refuse_unsupported
+from raylm.models.read_gguf import open_header
 
 if TYPE_CHECKING:
     from raylm.models.decoder import DecoderModel
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "raylm.models.llama",
-    "MistralForCausalLM": "raylm.models.mistral",
-    "Qwen2ForCausalLM": "raylm.models.qwen2",
-    "Qwen3ForCausalLM": "raylm.models.qwen3",
-    "MiMoForCausalLM": "raylm.models.mimo",
-    "Gemma3ForCausalLM": "raylm.models.gemma3",
-    "Gemma3ForConditionalGeneration": "raylm.models.gemma3",
-    "BloomForCausalLM": "raylm.models.bloom",
-}
-"""Name in config.json -> the module that has a class of this name."""
+_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen",
+    "mimo",
+    "gemma3",
+    "bloom",
+)
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Every architecture, by its name in config.json."""
+    modules = [importlib.import_module(f"raylm.models.families.{name}") for name in _FAMILIES]
+    return {name: family for module in modules for name, family in module.ARCHITECTURES.items()}
+
+
+def family_of(architecture: str) -> Family:
+    """Raises ConfigError naming the allowed ones."""
+    if architecture not in families():
+        raise ConfigError(f"architecture is {architecture!r}; allowed: one of {', '.join(families())}")
+    return families()[architecture]
 
 
 def model_class(architecture: str) -> type[DecoderModel]:
     """The class of an architecture. Raises ConfigError naming the allowed ones."""
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(f"architecture is {architecture!r}; allowed: one of {', '.join(ARCHITECTURES)}")
-    found: type[DecoderModel] = getattr(importlib.import_module(ARCHITECTURES[architecture]), architecture)
+    module, _, name = family_of(architecture).model.partition(":")
+    found: type[DecoderModel] = getattr(importlib.import_module(module), name)
     return found
+
+
+def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfig:
+    """The description of the model in a folder, read as `architecture` or as what config.json names.
+
+    Raises ConfigError.
+    """
+    path = folder / "config.json"
+    values = read_json(path)
+    if architecture is None:
+        names = values.get("architectures")
+        architecture = names[0] if isinstance(names, list) and names else None
+        if architecture not in families():
+            raise ConfigError(f"{path}: architectures is {names!r}; allowed: one of {', '.join(families())}")
+    family = family_of(architecture)
+    if isinstance(text := values.get("text_config"), dict):
+        values = {**values, **{name: value for name, value in text.items() if value is not None}}
+    values |= {name: values[own] for own, name in family.field_names.items() if values.get(own) is not None}
+    fields = Fields(values, str(path), family.defaults)
+    refuse_unsupported(fields)
+    return replace(family.read(fields), architecture=architecture, eos_token_ids=eos_token_ids(fields, folder))
+
+
+def read_gguf_arch(path: Path) -> ArchConfig:
+    """The description of the model in a GGUF file. Raises ConfigError."""
+    readers = {
+        family.gguf: (name, family.read_gguf)
+        for name, family in families().items()
+        if family.gguf is not None and family.read_gguf is not None
+    }
+    header = open_header(path, list(readers))
+    architecture, read = readers[header.name]
+    return replace(read(header), architecture=architecture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -13,9 +13,9 @@ from tqdm import tqdm
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig
-from raylm.models.arch_gguf import ROPE_FACTORS
 from raylm.models.checkpoint import CheckpointTensor
-from raylm.models.names import WeightTable, slot_name
+from raylm.models.names import TensorNames, WeightTable, slot_name
+from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
 
 _MAX_NAMES = 8
@@ -25,9 +25,6 @@ _DUMMY_STD = 0.02
 
 class Fillable(Protocol):
     """A model as loading sees it; DecoderModel says what each part means."""
-
-    PREFIXES: ClassVar[tuple[str, ...]]
-    IGNORED: ClassVar[tuple[str, ...]]
 
     @property
     def arch(self) -> ArchConfig: ...
@@ -43,9 +40,10 @@ class Fillable(Protocol):
 class WeightLoader:
     """Fills one model. Which tensor goes where is settled, and proved complete, before any data is read."""
 
-    def __init__(self, model: Fillable, *, progress: bool, filled: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: Fillable, names: TensorNames, *, progress: bool, filled: tuple[str, ...] = ()) -> None:
         """`filled`: parameters that have their values already."""
         self._model = model
+        self._names = names
         self._progress = progress
         self._filled = filled
 
@@ -70,7 +68,7 @@ class WeightLoader:
         found: defaultdict[SlotName, list[CheckpointTensor]] = defaultdict(list)
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
-                found[slot_name(tensor.name, table, self._model.PREFIXES)].append(tensor)
+                found[slot_name(tensor.name, table, self._names.prefixes)].append(tensor)
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
             found.pop(("lm_head.weight", None), None)
@@ -92,7 +90,7 @@ class WeightLoader:
     def _is_ignored(self, name: str) -> bool:
         # Old checkpoints carry the rotary frequencies, which follow from the configuration.
         is_rotary = name.endswith("rotary_emb.inv_freq") or name == ROPE_FACTORS
-        return is_rotary or name.startswith(self._model.IGNORED)
+        return is_rotary or name.startswith(self._names.ignored)
 
 
 def fill_dummy(model: Fillable, *, seed: int) -> None:

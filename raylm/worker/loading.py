@@ -22,7 +22,6 @@ from raylm.models.coverage import slow_parts
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
 from raylm.models.load import checkpoint_digest, load_model
-from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
 from raylm.parallel.peer_reduce import SplitLimits
@@ -70,7 +69,7 @@ def join(config: ResolvedEngine, described: Described, device: torch.device, sea
     split = None
     # A rank that norms its share of the rows alone does not have the others' hidden states.
     whole = config.speculation.reads_hidden_states
-    if not whole and model_class(described.arch.architecture).LAYER.NORMS_SUM:
+    if not whole and described.arch.norms_sum:
         row_bytes = described.arch.hidden_size * described.dtype.itemsize
         split = SplitLimits(config.scheduler.max_num_batched_tokens, row_bytes)
     return connect(config.parallel, seat, device, timeout_s=config.runtime.start_timeout_s, split=split)

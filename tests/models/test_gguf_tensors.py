@@ -10,9 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 
-from raylm.config.source import locate
 from raylm.errors import ConfigError
-from raylm.models.arch import ArchConfig
 from raylm.models.gguf import gguf_tensors
 from tests.models.paged import PagedRun, generate, load
 from tests.support import checkpoints
@@ -48,11 +46,11 @@ def write(path: Path, tensors: dict[str, tuple[np.ndarray, GGMLType]]) -> None:
 @pytest.mark.parametrize("name", TYPES)
 # 2100 rows of 512 take several pieces; the last of them is short, and one of 3 rows decodes as a single group.
 @pytest.mark.parametrize("num_rows", [3, 2100])
-def test_types(name: str, num_rows: int, tmp_path: Path, arch: ArchConfig) -> None:
+def test_types(name: str, num_rows: int, tmp_path: Path) -> None:
     kind, shape = GGMLType[name], (num_rows, 512)
     raw = random_bytes(kind, shape)
     write(tmp_path / "a.gguf", {"x": (raw, kind)})
-    (tensor,) = gguf_tensors(tmp_path / "a.gguf", arch)
+    (tensor,) = gguf_tensors(tmp_path / "a.gguf")
     assert (tensor.name, tensor.shape, tensor.num_bytes) == ("x", shape, raw.nbytes)
     expected = torch.tensor(gguf.dequantize(raw, kind))
     found = torch.cat([piece.float() for _, piece in tensor.pieces(0, num_rows)])
@@ -61,15 +59,10 @@ def test_types(name: str, num_rows: int, tmp_path: Path, arch: ArchConfig) -> No
     assert torch.equal(part, expected[1:-1])
 
 
-@pytest.fixture(scope="module")
-def arch(demo: None) -> ArchConfig:
-    return ArchConfig.from_source(locate("smollm2-135m"))
-
-
-def test_other_types_are_named(tmp_path: Path, arch: ArchConfig) -> None:
+def test_other_types_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", {"x": (gguf.quantize(np.ones((2, 256), np.float32), GGMLType.TQ1_0), GGMLType.TQ1_0)})
     with pytest.raises(ConfigError, match="tensor x has type TQ1_0; allowed: F32, F16, BF16, Q4_0, .* Q6_K"):
-        gguf_tensors(tmp_path / "a.gguf", arch)
+        gguf_tensors(tmp_path / "a.gguf")
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
-"""ArchConfig from the metadata of a GGUF file. Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+"""What the metadata of a GGUF file say of any model; raylm.models.families has what is a family's own.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from raylm.config.gguf_metadata import GGUFFile, read_gguf
+from raylm.config.gguf_metadata import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import ArchConfig, DTypeName, LayerKind
@@ -18,74 +22,81 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _DTYPES: dict[int, DTypeName] = {0: "float32", 1: "float16"}
 _F32 = 0
-_GEMMA_27B_LAYERS = 62
-_GEMMA_PATTERN = 6
-_GEMMA_LOCAL_THETA = 1e4
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a GGUF architecture is called here, and what it means beyond its metadata."""
+class Header(NamedTuple):
+    """A GGUF file up to its tensors' data."""
 
-    architecture: str
-    qk_norm: bool = False
-    is_gemma: bool = False
-
-
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
-    "qwen2": _Family("Qwen2ForCausalLM"),
-    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
-    "gemma3": _Family("Gemma3ForCausalLM", qk_norm=True, is_gemma=True),
-}
+    file: GGUFFile
+    fields: Fields
+    name: str
+    """Of the architecture."""
+    prefix: str
+    """Of the architecture's keys."""
+    tensors: dict[str, GGUFTensorInfo]
 
 
-def read_gguf_arch(path: Path) -> ArchConfig:
-    """The description of the model in a GGUF file. Raises ConfigError."""
+def open_header(path: Path, names: Sequence[str]) -> Header:
+    """Raises ConfigError where the file is damaged or of an architecture that is not one of `names`."""
     file = read_gguf(path)
     fields = Fields(file.metadata, str(path))
     name = fields.get("general.architecture")
-    if name not in _FAMILIES:
-        raise fields.error("general.architecture", name, ", ".join(_FAMILIES))
-    family, prefix = _FAMILIES[str(name)], f"{name}."
-    if fields.get(prefix + "expert_count"):
-        raise fields.error(prefix + "expert_count", fields.get(prefix + "expert_count"), "0 (no mixture of experts)")
+    if name not in names:
+        raise fields.error("general.architecture", name, ", ".join(names))
+    experts = f"{name}.expert_count"
+    if fields.get(experts):
+        raise fields.error(experts, fields.get(experts), "0 (no mixture of experts)")
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    hidden_size, num_heads = (
-        fields.integer(prefix + "embedding_length"),
-        fields.integer(prefix + "attention.head_count"),
-    )
-    head_dim = fields.integer(prefix + "attention.key_length", hidden_size // num_heads)
-    num_layers = fields.integer(prefix + "block_count")
-    kinds, window = _layer_kinds(fields, prefix, family, num_layers)
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{path}: the tensor token_embd.weight is missing")
-    scale_dim = hidden_size // num_heads if family.is_gemma and num_layers == _GEMMA_27B_LAYERS else head_dim
+    return Header(file, fields, str(name), f"{name}.", tensors)
+
+
+def dense(
+    header: Header,
+    *,
+    kinds: Sequence[LayerKind] | None = None,
+    ropes: dict[LayerKind, RopeSettings] | None = None,
+) -> ArchConfig:
+    """A Llama, as the keys that families share say, with biases where there are tensors of them.
+
+    `kinds` are its layers' (default: all full, or all sliding), `ropes` those of rope_of where they are not given.
+    Raises ConfigError.
+    """
+    fields, prefix, tensors = header.fields, header.prefix, header.tensors
+    head_dim, num_heads = head_dim_of(header), fields.integer(prefix + "attention.head_count")
+    window = sliding_window(header)
+    if kinds is None:
+        kind: LayerKind = "sliding" if window else "full"
+        kinds = [kind] * fields.integer(prefix + "block_count")
+    if ropes is None:
+        rope = rope_of(header, head_dim)
+        ropes = {"full": rope, "sliding": rope}
     return ArchConfig(
-        architecture=family.architecture,
+        architecture="",  # the registry names it
         vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden_size,
+        hidden_size=fields.integer(prefix + "embedding_length"),
         intermediate_size=fields.integer(prefix + "feed_forward_length"),
-        num_layers=num_layers,
+        num_layers=len(kinds),
         num_heads=num_heads,
         num_kv_heads=fields.integer(prefix + "attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_position=fields.integer(prefix + "context_length"),
         norm="rms",
         norm_eps=fields.number(prefix + "attention.layer_norm_rms_epsilon"),
-        activation="gelu_tanh" if family.is_gemma else "silu",
-        layer_kinds=kinds,
+        activation="silu",
+        layer_kinds=tuple(kinds),
         sliding_window=window,
-        ropes=_ropes(file, fields, prefix, family, head_dim),
+        ropes=ropes,
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        qk_norm=family.qk_norm,
-        attention_scale=scale_dim**-0.5,
+        qk_norm=False,
+        attention_scale=head_dim**-0.5,
         attention_soft_cap=0.0,
         logits_soft_cap=fields.number(prefix + "final_logit_softcapping", 0.0),
-        embedding_multiplier=hidden_size**0.5 if family.is_gemma else 1.0,
+        embedding_multiplier=1.0,
         norm_offset=0.0,
         bos_token_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields),
@@ -93,35 +104,27 @@ def read_gguf_arch(path: Path) -> ArchConfig:
     )
 
 
-def _layer_kinds(fields: Fields, prefix: str, family: _Family, num_layers: int) -> tuple[tuple[LayerKind, ...], int]:
-    full: list[LayerKind] = ["full"]
-    sliding: list[LayerKind] = ["sliding"]
-    if fields.get(prefix + "attention.sliding_window") is None:
-        return tuple(full * num_layers), 0
-    window = fields.integer(prefix + "attention.sliding_window")
-    if not family.is_gemma:
-        return tuple(sliding * num_layers), window
-    # The file may say how often a global layer comes; the Gemma 3 models have one in six.
-    pattern = fields.integer(prefix + "attention.sliding_window_pattern", _GEMMA_PATTERN)
-    kinds = [kind for layer in range(num_layers) for kind in (sliding if (layer + 1) % pattern else full)]
-    return tuple(kinds), window
+def head_dim_of(header: Header) -> int:
+    """Elements of a head. Raises ConfigError."""
+    fields, prefix = header.fields, header.prefix
+    even = fields.integer(prefix + "embedding_length") // fields.integer(prefix + "attention.head_count")
+    return fields.integer(prefix + "attention.key_length", even)
 
 
-def _ropes(
-    file: GGUFFile, fields: Fields, prefix: str, family: _Family, head_dim: int
-) -> dict[LayerKind, RopeSettings]:
+def sliding_window(header: Header) -> int:
+    """Tokens that a sliding layer sees; 0 where none slides. Raises ConfigError."""
+    name = header.prefix + "attention.sliding_window"
+    return 0 if header.fields.get(name) is None else header.fields.integer(name)
+
+
+def rope_of(header: Header, head_dim: int) -> RopeSettings:
+    """The rotary embedding of full layers. Raises ConfigError."""
+    fields, prefix = header.fields, header.prefix
     rotated = fields.integer(prefix + "rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise fields.error(prefix + "rope.dimension_count", rotated, f"the size of a head ({head_dim})")
-    full = _rope(file, fields, prefix, head_dim)
-    if not family.is_gemma:
-        return {"full": full, "sliding": full}
-    return {"full": full, "sliding": RopeSettings(fields.number(prefix + "rope.freq_base_swa", _GEMMA_LOCAL_THETA))}
-
-
-def _rope(file: GGUFFile, fields: Fields, prefix: str, head_dim: int) -> RopeSettings:
     theta = fields.number(prefix + "rope.freq_base", 1e4)
-    factors = _rope_factors(file, head_dim)
+    factors = _rope_factors(header.file, head_dim)
     if factors:
         return RopeSettings(theta, "factors", factors=factors)
     kind = fields.get(prefix + "rope.scaling.type")

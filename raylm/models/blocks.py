@@ -1,0 +1,247 @@
+"""What a layer of the shared decoder is made of, as an ArchConfig says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylm import ops
+from raylm.layers.attention import Attention, AttentionMetadata, KVCache
+from raylm.layers.attention_backends import AttentionBackend
+from raylm.layers.linear import ColumnParallelLinear, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
+from raylm.layers.norm import LayerNorm, RMSNorm
+from raylm.models.arch import Activation, ArchConfig, NormPlace
+from raylm.parallel.context import ParallelContext
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class SelfAttention(nn.Module):
+    """Attention of one layer: project, norm heads where the family does, rotate, attend, project back.
+
+    `position_table` is the layer's rotary table, or the slopes of its heads' linear biases.
+    """
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        norm_follows: bool,
+        in_size: int | None = None,
+    ) -> None:
+        """`in_size`: columns of the input, where they are not hidden_size."""
+        super().__init__()
+        self.qkv_proj, num_heads, num_kv_heads = _qkv(arch, in_size or arch.hidden_size, context, dtype)
+        self.o_proj = RowParallelLinear(
+            arch.num_heads * arch.head_dim,
+            arch.hidden_size,
+            bias=arch.o_bias,
+            context=context,
+            dtype=dtype,
+            norm_follows=norm_follows,
+        )
+        self.q_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
+        self.k_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
+        self._heads = (num_heads, num_kv_heads, arch.head_dim)
+        self._by_heads = arch.qkv_by_heads
+        self._norm_eps = arch.norm_eps
+        self._rotary = None if arch.alibi else position_table
+        self._attention = Attention(
+            attention,
+            scale=arch.attention_scale,
+            window=arch.window(layer),
+            soft_cap=arch.attention_soft_cap,
+            alibi_slopes=position_table if arch.alibi else None,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
+        """What is to be added to the residual stream; None where `residual` has it already."""
+        out = self._attention(self.store(x, positions, cache, meta), cache, meta)
+        added: Tensor | None = self.o_proj(out.view(len(x), -1), residual)
+        return added
+
+    def store(self, x: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """Write keys and values into the cache. Returns the queries, [T, num_heads, head_dim]."""
+        q, k, v = self._project(x)
+        if self._rotary is None:
+            ops.store_kv(k, v, *cache, meta.slot_mapping)
+            return q
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        # `positions` and the slots were written before the embedding or the previous stage gave x.
+        ops.rope_store(
+            *(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping),
+            frozen=True,
+        )
+        return q
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the fused output, [T, heads, head_dim] each: the operators take strides."""
+        num_heads, num_kv_heads, head_dim = self._heads
+        fused: Tensor = self.qkv_proj(x)
+        if self._by_heads:
+            q, k, v = fused.view(len(x), num_heads, 3, head_dim).unbind(2)
+        else:
+            heads = [num_heads, num_kv_heads, num_kv_heads]
+            q, k, v = fused.view(len(x), sum(heads), head_dim).split(heads, dim=1)
+        return q, k, v
+
+    @staticmethod
+    def _head_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
+        return RMSNorm(arch.head_dim, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype, norm_follows: bool) -> None:
+        super().__init__()
+        size = arch.intermediate_size
+        self.gate_up_proj = GatedParallelLinear(
+            arch.hidden_size, size, arch.activation, bias=arch.mlp_bias, context=context, dtype=dtype
+        )
+        self.down_proj = RowParallelLinear(
+            size, arch.hidden_size, bias=arch.mlp_bias, context=context, dtype=dtype, norm_follows=norm_follows
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        """As SelfAttention.forward."""
+        added: Tensor | None = self.down_proj(self.gate_up_proj(x), residual)
+        return added
+
+
+class PlainMLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype, norm_follows: bool) -> None:
+        super().__init__()
+        size, bias = arch.intermediate_size, arch.mlp_bias
+        self.up_proj = ColumnParallelLinear(arch.hidden_size, size, bias=bias, context=context, dtype=dtype)
+        self.down_proj = RowParallelLinear(
+            size, arch.hidden_size, bias=bias, context=context, dtype=dtype, norm_follows=norm_follows
+        )
+        self._activate = _ACTIVATIONS[arch.activation]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        """As SelfAttention.forward."""
+        added: Tensor | None = self.down_proj(self._activate(self.up_proj(x)), residual)
+        return added
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place.
+
+    `ATTENTION` is made as SelfAttention is.
+    """
+
+    ATTENTION: ClassVar[type[nn.Module]] = SelfAttention
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        sums = arch.norms_sum
+        self.self_attn = self.ATTENTION(
+            arch, layer, position_table, attention, context=context, dtype=dtype, norm_follows=sums
+        )
+        mlp = GatedMLP if arch.gated_mlp else PlainMLP
+        self.mlp = mlp(arch, context=context, dtype=dtype, norm_follows=sums)
+        self.input_layernorm = layer_norm(arch, context, dtype, sums=sums)
+        self.post_attention_layernorm = layer_norm(arch, context, dtype, sums=sums)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor | None:
+        """Adds delta (what the layer below has left to add, if anything) and the attention's output to residual in
+        place; returns the MLP's output, which the layer above adds, or None where it is added. All are [T,
+        hidden_size]."""
+        x = self.input_layernorm(residual, delta)
+        delta = self.self_attn(x, positions, cache, meta, residual)
+        added: Tensor | None = self.mlp(self.post_attention_layernorm(residual, delta), residual)
+        return added
+
+
+class NormedLayer(DecoderLayer):
+    """A layer that also norms what attention and MLP return, before it joins the residual stream."""
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
+        self.pre_feedforward_layernorm = layer_norm(arch, context, dtype)
+        self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        x = self.self_attn(self.input_layernorm(residual, delta), positions, cache, meta)
+        x = self.pre_feedforward_layernorm(residual, self.post_attention_layernorm(x))
+        added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
+        return added
+
+
+LAYERS: dict[NormPlace, type[DecoderLayer]] = {"before": DecoderLayer, "around": NormedLayer}
+"""By where a model has its norms."""
+
+
+def layer_norm(
+    arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, *, sums: bool = False
+) -> RMSNorm | LayerNorm:
+    """A norm over the hidden size."""
+    if arch.norm == "layer":
+        return LayerNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype)
+    return RMSNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums)
+
+
+def _qkv(arch: ArchConfig, in_size: int, context: ParallelContext, dtype: torch.dtype) -> tuple[nn.Module, int, int]:
+    """The projection to queries, keys and values, and how many heads of queries and of keys this rank has."""
+    size = arch.num_heads * arch.head_dim
+    if arch.qkv_by_heads:
+        # Ranks split it by heads as it is.
+        linear = ColumnParallelLinear(in_size, 3 * size, bias=arch.qkv_bias, context=context, dtype=dtype)
+        heads = context.split(arch.num_heads, "num_attention_heads")
+        return linear, heads, heads
+    qkv = QKVParallelLinear(
+        in_size,
+        num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        bias=arch.qkv_bias,
+        context=context,
+        dtype=dtype,
+    )
+    return qkv, qkv.num_heads, qkv.num_kv_heads

@@ -1,0 +1,118 @@
+"""Gemma 3, text only: norms before and behind attention and MLP, local and global layers, scaled embedding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.layers.rope_settings import RopeSettings
+from raylm.models import read_gguf
+from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.names import GGUF_WEIGHTS, TensorNames
+from raylm.models.read_folder import activation_of, dense, named_kinds, rope_of
+
+_PATTERN = 6
+"""Layers of which the last is global, in the models that Google has made."""
+_LOCAL_THETA = 1e4
+_LAYERS_OF_27B = 62
+
+
+def _read(fields: Fields) -> ArchConfig:
+    ropes: dict[LayerKind, RopeSettings] = {
+        "full": rope_of(fields, "full"),
+        # Only the global layers were stretched to longer texts.
+        "sliding": rope_of(fields, "sliding", theta=fields.number("rope_local_base_freq"), is_scaled=False),
+    }
+    activation = activation_of(fields, "hidden_activation", "gelu_pytorch_tanh")
+    kinds, biased = _kinds(fields), fields.flag("attention_bias", False)
+    used = {kind: rope for kind, rope in ropes.items() if kind in kinds}
+    arch = dense(fields, kinds=kinds, ropes=used, activation=activation)
+    return replace(
+        _gemma3(arch),
+        qkv_bias=biased,
+        o_bias=biased,
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
+        logits_soft_cap=fields.number("final_logit_softcapping", 0.0),
+        norm_offset=1.0,
+    )
+
+
+def _kinds(fields: Fields) -> list[LayerKind]:
+    count = fields.integer("num_hidden_layers")
+    if fields.get("sliding_window") is None:
+        return ["full"] * count
+    return named_kinds(fields) or _pattern(count, fields.integer("sliding_window_pattern"))
+
+
+def _pattern(count: int, pattern: int) -> list[LayerKind]:
+    """Of `pattern` layers the last is global."""
+    return ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
+
+
+def _read_gguf(header: read_gguf.Header) -> ArchConfig:
+    """llama.cpp has added 1 to the norms' weights."""
+    fields, prefix, head_dim = header.fields, header.prefix, read_gguf.head_dim_of(header)
+    count = fields.integer(prefix + "block_count")
+    kinds: list[LayerKind] = ["full"] * count
+    if read_gguf.sliding_window(header):
+        kinds = _pattern(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
+    local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
+    ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
+    arch = _gemma3(read_gguf.dense(header, kinds=kinds, ropes=ropes))
+    # The largest one's scores are scaled by what its heads would have if they were as wide as the model.
+    return replace(
+        arch,
+        activation="gelu_tanh",
+        attention_scale=(arch.hidden_size // arch.num_heads if count == _LAYERS_OF_27B else head_dim) ** -0.5,
+    )
+
+
+def _gemma3(arch: ArchConfig) -> ArchConfig:
+    """What no file says."""
+    return replace(arch, qk_norm=True, norm_place="around", embedding_multiplier=arch.hidden_size**0.5)
+
+
+_NAMES = TensorNames(
+    gguf={
+        **GGUF_WEIGHTS,
+        "post_attention_norm": ("post_attention_layernorm", None),
+        "ffn_norm": ("pre_feedforward_layernorm", None),
+        "post_ffw_norm": ("post_feedforward_layernorm", None),
+    }
+)
+_DEFAULTS: dict[str, object] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": Family(read=_read, defaults=_DEFAULTS, gguf="gemma3", read_gguf=_read_gguf, names=_NAMES),
+    # The text model inside a checkpoint that also sees images: its vision weights are not loaded.
+    "Gemma3ForConditionalGeneration": Family(
+        read=_read,
+        defaults=_DEFAULTS,
+        names=TensorNames(
+            prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+            ignored=(
+                *("model.vision_tower.", "vision_tower."),
+                *("model.multi_modal_projector.", "multi_modal_projector."),
+            ),
+        ),
+    ),
+}

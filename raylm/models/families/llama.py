@@ -1,0 +1,28 @@
+"""Llama, and models of its shape (SmolLM2, TinyLlama, Yi ...)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models import read_gguf
+from raylm.models.arch import ArchConfig
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.names import TensorNames
+from raylm.models.read_folder import dense
+
+
+def _read(fields: Fields) -> ArchConfig:
+    biased = fields.flag("attention_bias", False)
+    return replace(dense(fields), qkv_bias=biased, o_bias=biased, mlp_bias=fields.flag("mlp_bias", False))
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family(
+        read=_read,
+        defaults={"max_position_embeddings": 2048},
+        gguf="llama",
+        read_gguf=read_gguf.dense,
+        names=TensorNames(gguf_pairs=True),
+    )
+}

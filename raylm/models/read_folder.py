@@ -1,0 +1,168 @@
+"""What config.json and generation_config.json say of any model; raylm.models.families has what is a family's own.
+
+Both spellings of the rotary settings are read: rope_theta and rope_scaling (transformers 4), and rope_parameters, which
+may have a section for each kind of layer (transformers 5).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from raylm.errors import ConfigError
+from raylm.layers.rope_settings import RopeSettings
+from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerKind
+from raylm.models.fields import Fields
+
+_LAYER_TYPES: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
+_TYPES = {kind: name for name, kind in _LAYER_TYPES.items()}
+_DTYPES: dict[str, DTypeName] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+def dense(
+    fields: Fields,
+    *,
+    kinds: Sequence[LayerKind] | None = None,
+    ropes: dict[LayerKind, RopeSettings] | None = None,
+    activation: Activation | None = None,
+) -> ArchConfig:
+    """A Llama without biases, as the fields that families share say; the registry adds its name and its end tokens.
+
+    `kinds` are its layers' (default: all full), `ropes` and `activation` those of rope_of and activation_of where they
+    are not given. Raises ConfigError.
+    """
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
+    layer_kinds = tuple(kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers"))
+    if ropes is None:
+        ropes = {kind: rope_of(fields, kind) for kind in _TYPES if kind in layer_kinds}
+    return ArchConfig(
+        architecture="",  # the registry names it
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=len(layer_kinds),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=fields.integer("max_position_embeddings"),
+        norm="rms",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=activation or activation_of(fields),
+        layer_kinds=layer_kinds,
+        sliding_window=fields.integer("sliding_window") if "sliding" in layer_kinds else 0,
+        ropes=ropes,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        attention_scale=head_dim**-0.5,
+        attention_soft_cap=0.0,
+        logits_soft_cap=0.0,
+        embedding_multiplier=1.0,
+        norm_offset=0.0,
+        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        eos_token_ids=(),
+        dtype=_dtype(fields),
+    )
+
+
+def named_kinds(fields: Fields) -> list[LayerKind] | None:
+    """The kind of each layer as layer_types says; None where it is not there. Raises ConfigError."""
+    names, count = fields.get("layer_types"), fields.integer("num_hidden_layers")
+    if names is None:
+        return None
+    if not isinstance(names, list) or len(names) != count or not set(names) <= set(_LAYER_TYPES):
+        raise fields.error("layer_types", names, f"{count} names, each one of {', '.join(_LAYER_TYPES)}")
+    return [_LAYER_TYPES[name] for name in names]
+
+
+def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_scaled: bool = True) -> RopeSettings:
+    """The rotary embedding of one kind of layer. `theta` stands for rope_theta; without `is_scaled`, rope_scaling is
+    for layers of other kinds. Raises ConfigError."""
+    parameters = fields.section("rope_parameters")
+    if parameters.get(_TYPES[kind]) is not None:
+        section = parameters.section(_TYPES[kind])
+    elif fields.get("rope_parameters") is not None or not is_scaled:
+        section = parameters
+    else:
+        section = fields.section("rope_scaling")
+    given = fields.number("rope_theta", 1e4) if theta is None else theta
+    return _rope(section, given, fields.integer("max_position_embeddings"))
+
+
+def activation_of(fields: Fields, name: str = "hidden_act", allowed: str = "silu") -> Activation:
+    """The MLP's, of a family that has but one; a missing field is that one. Raises ConfigError."""
+    value = fields.get(name) or allowed
+    if value != allowed:
+        raise fields.error(name, value, allowed)
+    return "silu" if allowed == "silu" else "gelu_tanh"
+
+
+def eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
+    """Those of config.json and of generation_config.json. Raises ConfigError."""
+    ids = list(fields.token_ids("eos_token_id"))
+    path = folder / "generation_config.json"
+    if path.is_file():
+        ids += Fields(read_json(path), str(path)).token_ids("eos_token_id")
+    return tuple(dict.fromkeys(ids))
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Raises ConfigError for what no family can be."""
+    if fields.get("quantization_config") is not None:
+        method = fields.section("quantization_config").get("quant_method")
+        raise fields.error(
+            "quantization_config.quant_method", method, "none (weights of 16 or 32 bits), or a .gguf file"
+        )
+    for name in ("use_bidirectional_attention", "apply_residual_connection_post_layernorm"):
+        if fields.get(name):
+            raise fields.error(name, True, "false")
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises ConfigError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this file: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
+    theta = section.number("rope_theta", theta)
+    if section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise section.error("partial_rotary_factor", section.get("partial_rotary_factor"), "1.0")
+    name = "rope_type" if section.get("rope_type") is not None else "type"
+    kind = section.get(name)
+    if kind in (None, "default"):
+        return RopeSettings(theta)
+    if kind == "linear":
+        return RopeSettings(theta, "linear", factor=section.number("factor"))
+    if kind == "llama3":
+        return RopeSettings(
+            theta,
+            "llama3",
+            factor=section.number("factor"),
+            low_freq_factor=section.number("low_freq_factor"),
+            high_freq_factor=section.number("high_freq_factor"),
+            original_max_position=section.integer("original_max_position_embeddings", max_position),
+        )
+    raise section.error(name, kind, "default, linear, llama3")
+
+
+def _dtype(fields: Fields) -> DTypeName:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name) or "float32"
+    if value not in _DTYPES:
+        raise fields.error(name, value, ", ".join(_DTYPES))
+    return _DTYPES[str(value)]
