@@ -25,3 +25,9 @@ class RopeSettings:
     high_freq_factor: float = 1.0
     original_max_position: int = 0
     factors: tuple[float, ...] = ()
+    share: float = 1.0
+    """Of each head's dimensions, the first ones, that are rotated at all: `head_dim` above is their number."""
+
+    def size(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.share)

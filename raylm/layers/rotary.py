@@ -24,12 +24,14 @@ def inverse_frequencies(settings: RopeSettings, head_dim: int) -> Tensor:
 
 
 def rotary_table(settings: RopeSettings, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:
-    """cos_sin of ops.rotary: float32 [max_position, head_dim], cosines first. Sixteen bits would blur far positions."""
+    """cos_sin of ops.rotary: float32 [max_position, settings.size(head_dim)], cosines first. Sixteen bits would blur
+    far positions."""
+    size = settings.size(head_dim)
     positions = torch.arange(max_position, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(settings, head_dim))
-    table = torch.empty(max_position, head_dim, dtype=torch.float32)
-    torch.cos(angles, out=table[:, : head_dim // 2])
-    torch.sin(angles, out=table[:, head_dim // 2 :])
+    angles = torch.outer(positions, inverse_frequencies(settings, size))
+    table = torch.empty(max_position, size, dtype=torch.float32)
+    torch.cos(angles, out=table[:, : size // 2])
+    torch.sin(angles, out=table[:, size // 2 :])
     return table.to(device)
 
 

@@ -11,7 +11,7 @@ from raylm.layers.rope_settings import RopeSettings
 LayerKind = Literal["full", "sliding"]
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
-NormPlace = Literal["before", "around"]
+NormPlace = Literal["before", "around", "behind"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -59,13 +59,18 @@ class ArchConfig:
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
     norm_place: NormPlace = "before"
-    """Attention and MLP have a norm before them, or before and behind."""
+    """Attention and MLP have a norm before them, behind them, or both."""
     embed_norm: bool = False
     """Embeddings are normed before the first layer."""
     gated_mlp: bool = True
     """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
     qkv_by_heads: bool = False
     """The projection has query, key and value of a head side by side, head after head."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers that know no positions."""
+    residual_multiplier: float = 1.0
+    """What attention and MLP return is multiplied by it before it joins the residual stream."""
+    logits_divisor: float = 1.0
     mtp_layers: int = 0
     """Layers for multi-token prediction (MTP) that the checkpoint has beside its num_layers."""
     uses_mtp: bool = False

@@ -15,7 +15,7 @@ from raylm.layers.attention import Attention, AttentionMetadata, KVCache
 from raylm.layers.attention_backends import AttentionBackend
 from raylm.layers.linear import ColumnParallelLinear, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from raylm.layers.norm import LayerNorm, RMSNorm
-from raylm.models.arch import Activation, ArchConfig, NormPlace
+from raylm.models.arch import Activation, ArchConfig
 from raylm.parallel.context import ParallelContext
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         self._heads = (num_heads, num_kv_heads, arch.head_dim)
         self._by_heads = arch.qkv_by_heads
         self._norm_eps = arch.norm_eps
-        self._rotary = None if arch.alibi else position_table
+        self._rotary = None if arch.alibi or layer in arch.unrotated_layers else position_table
         self._attention = Attention(
             attention,
             scale=arch.attention_scale,
@@ -84,6 +84,8 @@ class SelfAttention(nn.Module):
         """Write keys and values into the cache. Returns the queries, [T, num_heads, head_dim]."""
         q, k, v = self._project(x)
         if self._rotary is None:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
             ops.store_kv(k, v, *cache, meta.slot_mapping)
             return q
         q_weight = None if self.q_norm is None else self.q_norm.weight
@@ -214,8 +216,69 @@ class NormedLayer(DecoderLayer):
         return added
 
 
-LAYERS: dict[NormPlace, type[DecoderLayer]] = {"before": DecoderLayer, "around": NormedLayer}
-"""By where a model has its norms."""
+class ScaledLayer(DecoderLayer):
+    """A layer whose attention and MLP return what is multiplied before it joins the residual stream."""
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
+        self._multiplier = arch.residual_multiplier
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        x = self.self_attn(self.input_layernorm(residual, delta), positions, cache, meta).mul_(self._multiplier)
+        added: Tensor = self.mlp(self.post_attention_layernorm(residual, x)).mul_(self._multiplier)
+        return added
+
+
+class BehindLayer(nn.Module):
+    """Attention and MLP read the residual stream as it is; what they return is normed before it joins."""
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        layer: int,
+        position_table: Tensor,
+        attention: AttentionBackend,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(
+            arch, layer, position_table, attention, context=context, dtype=dtype, norm_follows=False
+        )
+        self.mlp = GatedMLP(arch, context=context, dtype=dtype, norm_follows=False)
+        self.post_attention_layernorm = layer_norm(arch, context, dtype)
+        self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        """As DecoderLayer.forward."""
+        if delta is not None:
+            residual.add_(delta)
+        residual.add_(self.post_attention_layernorm(self.self_attn(residual, positions, cache, meta)))
+        added: Tensor = self.post_feedforward_layernorm(self.mlp(residual))
+        return added
+
+
+def layer_class(arch: ArchConfig) -> type[DecoderLayer] | type[BehindLayer]:
+    """What the layers of a model are."""
+    if arch.norm_place == "behind":
+        return BehindLayer
+    if arch.norm_place == "around":
+        return NormedLayer
+    return DecoderLayer if arch.residual_multiplier == 1.0 else ScaledLayer
 
 
 def layer_norm(

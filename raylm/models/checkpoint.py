@@ -6,7 +6,7 @@ No file is mapped and no tensor is held whole, so that loading needs little more
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import FileIO
 from math import prod
@@ -45,6 +45,11 @@ class CheckpointTensor:
     encoding: Encoding
     row_unit: int = 1
     rearrange: Callable[[Tensor], Tensor] | None = None
+
+    def rows(self, first: int, count: int) -> CheckpointTensor:
+        """Some of its rows, along the first dimension, as a tensor of their own."""
+        skipped = first * prod(self.shape[1:]) // self.encoding.values_per_block * self.encoding.bytes_per_block
+        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + skipped)
 
     @property
     def num_values(self) -> int:

@@ -13,7 +13,7 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.arch import ArchConfig
-from raylm.models.blocks import LAYERS, layer_norm
+from raylm.models.blocks import layer_class, layer_norm
 from raylm.models.few_rows import FewRows
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -42,10 +42,10 @@ class DecoderModel(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         if arch.embed_norm and context.is_first_stage:
             self.embed_norm = layer_norm(arch, context, dtype)
-        layer_class = LAYERS[arch.norm_place]
+        make = layer_class(arch)
         self.layers = nn.ModuleDict(
             {
-                str(layer): layer_class(arch, layer, tables[layer], attention, context=context, dtype=dtype)
+                str(layer): make(arch, layer, tables[layer], attention, context=context, dtype=dtype)
                 for layer in self.layer_numbers
             }
         )
@@ -108,6 +108,8 @@ class DecoderModel(nn.Module):
         """hidden [S, hidden_size], as forward returns it at the last stage -> [S, vocab_size] on each of its ranks, of
         the model's type; float32 where the logits are capped."""
         logits = self._head.logits(hidden)
+        if self.arch.logits_divisor != 1.0:
+            logits = logits.div_(self.arch.logits_divisor)
         if self._logits_soft_cap:
             logits = torch.tanh(logits.float() / self._logits_soft_cap).mul_(self._logits_soft_cap)
         return logits

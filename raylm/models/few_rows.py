@@ -73,6 +73,8 @@ def why_not(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContex
         return "the model is split over GPUs"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
+    if arch.residual_multiplier != 1.0 or arch.unrotated_layers:
+        return "its layers all rotate queries and keys, and what they return is not multiplied"
     if arch.norm_place != "before" or not arch.gated_mlp or arch.qkv_by_heads:
         return "its layers have norms before attention and a gated MLP, and project queries, keys and values one by one"
     if block_size < 16 or block_size & (block_size - 1):

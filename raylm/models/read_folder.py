@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raylm.errors import ConfigError
@@ -40,6 +41,10 @@ def dense(
     layer_kinds = tuple(kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers"))
     if ropes is None:
         ropes = {kind: rope_of(fields, kind) for kind in _TYPES if kind in layer_kinds}
+    for rope in ropes.values():
+        if rope.size(head_dim) < 2 or rope.size(head_dim) % 2:
+            allowed = f"a share of the {head_dim} dimensions of a head that is even"
+            raise fields.error("partial_rotary_factor", rope.share, allowed)
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=fields.integer("vocab_size"),
@@ -82,6 +87,11 @@ def named_kinds(fields: Fields) -> list[LayerKind] | None:
     return [_LAYER_TYPES[name] for name in names]
 
 
+def repeated_kinds(count: int, pattern: int) -> list[LayerKind]:
+    """Of `pattern` layers the last one is full, the others slide."""
+    return ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
+
+
 def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_scaled: bool = True) -> RopeSettings:
     """The rotary embedding of one kind of layer. `theta` stands for rope_theta; without `is_scaled`, rope_scaling is
     for layers of other kinds. Raises ConfigError."""
@@ -93,7 +103,11 @@ def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_s
     else:
         section = fields.section("rope_scaling")
     given = fields.number("rope_theta", 1e4) if theta is None else theta
-    return _rope(section, given, fields.integer("max_position_embeddings"))
+    name = "partial_rotary_factor"
+    share = section.number(name, fields.number(name, 1.0))
+    if share > 1:
+        raise section.error(name, share, "at most 1")
+    return replace(_rope(section, given, fields.integer("max_position_embeddings")), share=share)
 
 
 def activation_of(fields: Fields, name: str = "hidden_act", allowed: str = "silu") -> Activation:
@@ -140,8 +154,6 @@ def read_json(path: Path) -> dict[str, object]:
 
 def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
     theta = section.number("rope_theta", theta)
-    if section.number("partial_rotary_factor", 1.0) != 1.0:
-        raise section.error("partial_rotary_factor", section.get("partial_rotary_factor"), "1.0")
     name = "rope_type" if section.get("rope_type") is not None else "type"
     kind = section.get(name)
     if kind in (None, "default"):

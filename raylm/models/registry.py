@@ -23,7 +23,14 @@ _FAMILIES = (
     "mistral",
     "qwen",
     "mimo",
+    "gemma",
     "gemma3",
+    "granite",
+    "smollm3",
+    "phi3",
+    "exaone4",
+    "starcoder2",
+    "stablelm",
     "bloom",
 )
 

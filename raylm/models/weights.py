@@ -69,6 +69,7 @@ class WeightLoader:
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
                 found[slot_name(tensor.name, table, self._names.prefixes)].append(tensor)
+        _split_fused(found, slots)
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
             found.pop(("lm_head.weight", None), None)
@@ -105,6 +106,20 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
             slot.destination.zero_()
         else:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
+
+
+def _split_fused(found: dict[SlotName, list[CheckpointTensor]], slots: dict[SlotName, Slot]) -> None:
+    """A tensor of a whole parameter that is filled shard by shard holds the shards one behind the other."""
+    for name in [name for name in found if name not in slots and name[1] is None]:
+        shards = [shard for shard in slots if shard[0] == name[0]]
+        sizes = [slots[shard].shape[0] for shard in shards]
+        if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
+            continue
+        for tensor in found.pop(name):
+            first = 0
+            for shard, size in zip(shards, sizes, strict=True):
+                found.setdefault(shard, []).append(tensor.rows(first, size))
+                first += size
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raylm.models import families, registry
 from tests.models.paged import PagedRun, generate, load
 from tests.support import checkpoints
 
@@ -45,6 +47,22 @@ CASES = {
     "qwen3 with biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
     "bloom": ("bloom", {}),
     "bloom with heads no power of two": ("bloom", {"n_head": 12, "hidden_size": 96}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 without local layers": ("gemma2", {"layer_types": ["full_attention"] * 3}),
+    "ministral": ("ministral", {}),
+    "granite": ("granite", {}),
+    "granite tied, with biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "smollm3, layers by name": ("smollm3", {"no_rope_layers": [0, 0, 1]}),
+    "phi3": ("phi3", {}),
+    "phi3 without window, partly rotated": ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    "exaone4": ("exaone4", {}),
+    "exaone4 without window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 without biases": ("starcoder2", {"use_bias": False, "sliding_window": None}),
+    "stablelm": ("stablelm", {}),
+    "stablelm with biases": ("stablelm", {"use_qkv_bias": True}),
     "gemma3": ("gemma3", {}),
     "gemma3 linear rope, capped": ("gemma3", {"rope_parameters": GEMMA_LINEAR, "final_logit_softcapping": 5.0}),
 }
@@ -138,3 +156,11 @@ def test_smollm2_equals_transformers() -> None:
             expected = model(torch.tensor([text[:-1]])).logits[0]
         torch.testing.assert_close(logits[name], expected, atol=2e-2, rtol=1e-3)
         assert text[len(prompts[name]) :] == expected.argmax(-1)[len(prompts[name]) - 1 :].tolist()
+
+
+def test_every_file_of_a_family_is_registered() -> None:
+    """A new family is its own file and one line of the registry."""
+    files = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__"}
+    named = [importlib.import_module(f"raylm.models.families.{name}").ARCHITECTURES for name in sorted(files)]
+    assert {name for each in named for name in each} == set(registry.families())
+    assert sum(map(len, named)) == len(registry.families())

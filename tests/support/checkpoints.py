@@ -19,18 +19,36 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from raylm.config.source import locate
@@ -92,6 +110,56 @@ def gemma3(folder: Path, **changes: object) -> Path:
     return _save(Gemma3ForCausalLM, Gemma3TextConfig, folder, {**fields, **changes})
 
 
+def gemma(folder: Path, **changes: object) -> Path:
+    """A Gemma: norms that count from 1."""
+    return _save(GemmaForCausalLM, GemmaConfig, folder, changes)
+
+
+def gemma2(folder: Path, **changes: object) -> Path:
+    """A Gemma 2 with local layers of window 8 and global ones in turns, and caps that are felt."""
+    fields = {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5}
+    return _save(Gemma2ForCausalLM, Gemma2Config, folder, {**fields, "final_logit_softcapping": 2.0, **changes})
+
+
+def ministral(folder: Path, **changes: object) -> Path:
+    """A Ministral whose second layer is global, the others local ones of window 8."""
+    kinds = ["sliding_attention"] * int(str(changes.get("num_hidden_layers", 3)))
+    kinds[1] = "full_attention"
+    return _save(MinistralForCausalLM, MinistralConfig, folder, {"sliding_window": 8, "layer_types": kinds, **changes})
+
+
+def granite(folder: Path, **changes: object) -> Path:
+    """A Granite whose multipliers are all felt."""
+    fields = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1}
+    return _save(GraniteForCausalLM, GraniteConfig, folder, {**fields, "logits_scaling": 4.0, **changes})
+
+
+def smollm3(folder: Path, **changes: object) -> Path:
+    """A SmolLM3 of which every second layer knows no positions."""
+    return _save(SmolLM3ForCausalLM, SmolLM3Config, folder, {"no_rope_layer_interval": 2, **changes})
+
+
+def phi3(folder: Path, **changes: object) -> Path:
+    """A Phi-3 with a sliding window of 8 tokens."""
+    return _save(Phi3ForCausalLM, Phi3Config, folder, {"sliding_window": 8, **changes})
+
+
+def exaone4(folder: Path, **changes: object) -> Path:
+    """An EXAONE 4 with a global layer, which knows no positions, behind two local ones of window 8."""
+    fields = {"sliding_window": 8, "sliding_window_pattern": 3}
+    return _save(Exaone4ForCausalLM, Exaone4Config, folder, {**fields, **changes})
+
+
+def starcoder2(folder: Path, **changes: object) -> Path:
+    """A StarCoder2 with a sliding window of 8 tokens."""
+    return _save(Starcoder2ForCausalLM, Starcoder2Config, folder, {"sliding_window": 8, "head_dim": None, **changes})
+
+
+def stablelm(folder: Path, **changes: object) -> Path:
+    """A StableLM, which rotates a quarter of each head."""
+    return _save(StableLmForCausalLM, StableLmConfig, folder, {"head_dim": None, **changes})
+
+
 def bloom(folder: Path, **changes: object) -> Path:
     """A BLOOM: linear biases, LayerNorms, no groups, heads of hidden_size / num_heads and a tied head."""
     fields = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": True}
@@ -121,7 +189,16 @@ FAMILIES = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "mimo": mimo,
+    "gemma": gemma,
+    "gemma2": gemma2,
     "gemma3": gemma3,
+    "ministral": ministral,
+    "granite": granite,
+    "smollm3": smollm3,
+    "phi3": phi3,
+    "exaone4": exaone4,
+    "starcoder2": starcoder2,
+    "stablelm": stablelm,
     "bloom": bloom,
 }
 

@@ -10,7 +10,7 @@ from raylm.models.arch import ArchConfig, LayerKind
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import GGUF_WEIGHTS, TensorNames
-from raylm.models.read_folder import activation_of, dense, named_kinds, rope_of
+from raylm.models.read_folder import activation_of, dense, named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
 """Layers of which the last is global, in the models that Google has made."""
@@ -43,12 +43,7 @@ def _kinds(fields: Fields) -> list[LayerKind]:
     count = fields.integer("num_hidden_layers")
     if fields.get("sliding_window") is None:
         return ["full"] * count
-    return named_kinds(fields) or _pattern(count, fields.integer("sliding_window_pattern"))
-
-
-def _pattern(count: int, pattern: int) -> list[LayerKind]:
-    """Of `pattern` layers the last is global."""
-    return ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
+    return named_kinds(fields) or repeated_kinds(count, fields.integer("sliding_window_pattern"))
 
 
 def _read_gguf(header: read_gguf.Header) -> ArchConfig:
@@ -57,7 +52,7 @@ def _read_gguf(header: read_gguf.Header) -> ArchConfig:
     count = fields.integer(prefix + "block_count")
     kinds: list[LayerKind] = ["full"] * count
     if read_gguf.sliding_window(header):
-        kinds = _pattern(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
+        kinds = repeated_kinds(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
     local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
     ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
     arch = _gemma3(read_gguf.dense(header, kinds=kinds, ropes=ropes))

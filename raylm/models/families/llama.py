@@ -12,14 +12,15 @@ from raylm.models.names import TensorNames
 from raylm.models.read_folder import dense
 
 
-def _read(fields: Fields) -> ArchConfig:
+def read_llama(fields: Fields) -> ArchConfig:
+    """With biases where config.json says so. Raises ConfigError."""
     biased = fields.flag("attention_bias", False)
     return replace(dense(fields), qkv_bias=biased, o_bias=biased, mlp_bias=fields.flag("mlp_bias", False))
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Family(
-        read=_read,
+        read=read_llama,
         defaults={"max_position_embeddings": 2048},
         gguf="llama",
         read_gguf=read_gguf.dense,

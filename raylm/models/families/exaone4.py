@@ -1,0 +1,40 @@
+"""EXAONE 4: norms behind attention and MLP only, normed heads, and, where there are local layers, global ones that know
+no positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.read_folder import dense, named_kinds, repeated_kinds, rope_of
+
+
+def _read(fields: Fields) -> ArchConfig:
+    kinds, slides = _kinds(fields), fields.get("sliding_window") is not None
+    rope = rope_of(fields, "full")
+    arch = dense(fields, kinds=kinds, ropes={"full": rope, "sliding": rope})
+    unrotated = tuple(layer for layer, kind in enumerate(kinds) if slides and kind == "full")
+    return replace(arch, norm_place="behind", qk_norm=True, unrotated_layers=unrotated)
+
+
+def _kinds(fields: Fields) -> list[LayerKind]:
+    count = fields.integer("num_hidden_layers")
+    if fields.get("sliding_window") is None:
+        return ["full"] * count
+    if (named := named_kinds(fields)) is not None:
+        return named
+    pattern = fields.get("sliding_window_pattern")
+    length = len(pattern) if isinstance(pattern, str) else fields.integer("sliding_window_pattern", 4)
+    kinds = repeated_kinds(count, length)
+    kinds[-1] = "full"
+    return kinds
+
+
+ARCHITECTURES = {
+    "Exaone4ForCausalLM": Family(
+        read=_read,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    )
+}

@@ -1,0 +1,63 @@
+"""Gemma: norms that count from 1, a scaled embedding. Gemma 2: norms behind attention and MLP too, local and global
+layers in turns, bounded scores and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.read_folder import activation_of, dense, named_kinds, repeated_kinds
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def _read(fields: Fields) -> ArchConfig:
+    # The first checkpoints say "gelu" and mean this one.
+    legacy = fields.having(hidden_act=_ACTIVATION) if fields.get("hidden_act") == "gelu" else fields
+    return _gemma(fields, dense(fields, activation=activation_of(legacy, "hidden_act", _ACTIVATION)))
+
+
+def _read_gemma2(fields: Fields) -> ArchConfig:
+    activation = activation_of(fields, "hidden_activation", _ACTIVATION)
+    return replace(
+        _gemma(fields, dense(fields, kinds=_kinds(fields), activation=activation)),
+        norm_place="around",
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
+        logits_soft_cap=fields.number("final_logit_softcapping", 0.0),
+    )
+
+
+def _kinds(fields: Fields) -> list[LayerKind]:
+    count = fields.integer("num_hidden_layers")
+    if fields.get("sliding_window") is None:
+        return ["full"] * count
+    return named_kinds(fields) or repeated_kinds(count, 2)
+
+
+def _gemma(fields: Fields, arch: ArchConfig) -> ArchConfig:
+    biased = fields.flag("attention_bias", False)
+    multiplier = arch.hidden_size**0.5
+    return replace(arch, qkv_bias=biased, o_bias=biased, norm_offset=1.0, embedding_multiplier=multiplier)
+
+
+_DEFAULTS: dict[str, object] = {
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_DEFAULTS_2: dict[str, object] = {
+    **_DEFAULTS,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+ARCHITECTURES = {
+    "GemmaForCausalLM": Family(read=_read, defaults=_DEFAULTS),
+    "Gemma2ForCausalLM": Family(read=_read_gemma2, defaults=_DEFAULTS_2),
+}

@@ -1,0 +1,23 @@
+"""Granite: a Llama with multipliers of embedding, scores, residual stream and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models.arch import ArchConfig
+from raylm.models.families.llama import read_llama
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+
+
+def _read(fields: Fields) -> ArchConfig:
+    return replace(
+        read_llama(fields),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_divisor=fields.number("logits_scaling", 1.0),
+    )
+
+
+ARCHITECTURES = {"GraniteForCausalLM": Family(read=_read, defaults={"max_position_embeddings": 2048})}

@@ -1,0 +1,42 @@
+"""SmolLM3: a Llama of which every fourth layer knows no positions (arXiv:2501.18795)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models.arch import ArchConfig
+from raylm.models.families.llama import read_llama
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+
+
+def _read(fields: Fields) -> ArchConfig:
+    if fields.flag("use_sliding_window", False):
+        raise fields.error("use_sliding_window", True, "false")
+    arch = read_llama(fields)
+    return replace(arch, unrotated_layers=_unrotated(fields, arch.num_layers))
+
+
+def _unrotated(fields: Fields, count: int) -> tuple[int, ...]:
+    """no_rope_layers has a 0 for each of them."""
+    name = "no_rope_layers"
+    if fields.get(name) is None:
+        interval = fields.integer("no_rope_layer_interval", 4)
+        return tuple(range(interval - 1, count, interval))
+    flags = fields.token_ids(name)
+    if len(flags) != count or not set(flags) <= {0, 1}:
+        raise fields.error(name, fields.get(name), f"{count} numbers, each one 0 or 1")
+    return tuple(layer for layer, is_rotated in enumerate(flags) if not is_rotated)
+
+
+ARCHITECTURES = {
+    "SmolLM3ForCausalLM": Family(
+        read=_read,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+    )
+}

@@ -1,0 +1,26 @@
+"""StableLM 2: LayerNorms, and a quarter of each head is rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models.arch import ArchConfig
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.read_folder import dense
+
+
+def _read(fields: Fields) -> ArchConfig:
+    for name in ("use_parallel_residual", "qk_layernorm"):
+        if fields.flag(name, False):
+            raise fields.error(name, True, "false")
+    return replace(dense(fields), norm="layer", qkv_bias=fields.flag("use_qkv_bias", False))
+
+
+ARCHITECTURES = {
+    "StableLmForCausalLM": Family(
+        read=_read,
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        field_names={"layer_norm_eps": "rms_norm_eps"},
+    )
+}

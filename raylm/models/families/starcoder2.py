@@ -1,0 +1,35 @@
+"""StarCoder2: LayerNorms, biases, an MLP without gate, and a sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raylm.models.arch import ArchConfig
+from raylm.models.family import Family
+from raylm.models.fields import Fields
+from raylm.models.names import HF_WEIGHTS, TensorNames
+from raylm.models.read_folder import activation_of, dense
+
+
+def _read(fields: Fields) -> ArchConfig:
+    slides = fields.get("sliding_window") is not None
+    kinds = ["sliding"] * fields.integer("num_hidden_layers") if slides else None
+    biased = fields.flag("use_bias", True)
+    return replace(
+        dense(fields, kinds=kinds, activation=activation_of(fields, "hidden_act", "gelu_pytorch_tanh")),
+        norm="layer",
+        gated_mlp=False,
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=biased,
+    )
+
+
+ARCHITECTURES = {
+    "Starcoder2ForCausalLM": Family(
+        read=_read,
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        field_names={"norm_epsilon": "rms_norm_eps"},
+        names=TensorNames(folder={**HF_WEIGHTS, "c_fc": ("up_proj", None), "c_proj": ("down_proj", None)}),
+    )
+}
