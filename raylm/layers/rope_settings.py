@@ -25,9 +25,10 @@ class RopeSettings:
     high_freq_factor: float = 1.0
     original_max_position: int = 0
     factors: tuple[float, ...] = ()
-    share: float = 1.0
-    """Of each head's dimensions, the first ones, that are rotated at all: `head_dim` above is their number."""
+    partial_rotary_factor: float = 1.0
+    """The share of each head's dimensions, the first ones, that is rotated at all; `head_dim` above is then their
+    number."""
 
     def size(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
-        return int(head_dim * self.share)
+        return int(head_dim * self.partial_rotary_factor)

@@ -11,7 +11,7 @@ from raylm.layers.rope_settings import RopeSettings
 LayerKind = Literal["full", "sliding"]
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
-NormPlace = Literal["before", "around", "behind"]
+NormPlace = Literal["pre", "post", "sandwich"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -58,18 +58,18 @@ class ArchConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
-    norm_place: NormPlace = "before"
-    """Attention and MLP have a norm before them, behind them, or both."""
+    norm_place: NormPlace = "pre"
+    """Attention and MLP have a norm before them (pre), behind them (post), or both (sandwich)."""
     embed_norm: bool = False
     """Embeddings are normed before the first layer."""
     gated_mlp: bool = True
     """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
     qkv_by_heads: bool = False
     """The projection has query, key and value of a head side by side, head after head."""
-    unrotated_layers: tuple[int, ...] = ()
-    """Layers that know no positions."""
+    nope_layers: tuple[int, ...] = ()
+    """Layers without positional embedding (NoPE)."""
     residual_multiplier: float = 1.0
-    """What attention and MLP return is multiplied by it before it joins the residual stream."""
+    """What attention and MLP of pre-norm layers return is multiplied by it before it joins the residual stream."""
     logits_divisor: float = 1.0
     mtp_layers: int = 0
     """Layers for multi-token prediction (MTP) that the checkpoint has beside its num_layers."""
@@ -93,7 +93,7 @@ class ArchConfig:
     def norms_sum(self) -> bool:
         """Whether what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
         then may keep only this rank's rows of the residual: nothing but norms reads it, all of the same rows."""
-        return self.norm == "rms" and self.norm_place == "before"
+        return self.norm == "rms" and self.norm_place == "pre"
 
     @property
     def alibi(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -24,6 +25,31 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What all parts of a model are made with, on one rank."""
+
+    arch: ArchConfig
+    context: ParallelContext
+    dtype: torch.dtype
+    attention: AttentionBackend
+
+    def norm(self, *, sums: bool = False) -> RMSNorm | LayerNorm:
+        """A norm over the hidden size; `sums` as RMSNorm takes it."""
+        arch = self.arch
+        if arch.norm == "layer":
+            return LayerNorm(arch.hidden_size, arch.norm_eps, context=self.context, dtype=self.dtype)
+        return self._rms_norm(arch.hidden_size, sums=sums)
+
+    def head_norm(self) -> RMSNorm:
+        """A norm over each head."""
+        return self._rms_norm(self.arch.head_dim)
+
+    def _rms_norm(self, size: int, *, sums: bool = False) -> RMSNorm:
+        arch = self.arch
+        return RMSNorm(size, arch.norm_eps, context=self.context, dtype=self.dtype, offset=arch.norm_offset, sums=sums)
+
+
 class SelfAttention(nn.Module):
     """Attention of one layer: project, norm heads where the family does, rotate, attend, project back.
 
@@ -32,35 +58,33 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        arch: ArchConfig,
+        build: Build,
         layer: int,
         position_table: Tensor,
-        attention: AttentionBackend,
         *,
-        context: ParallelContext,
-        dtype: torch.dtype,
         norm_follows: bool,
         in_size: int | None = None,
     ) -> None:
         """`in_size`: columns of the input, where they are not hidden_size."""
         super().__init__()
-        self.qkv_proj, num_heads, num_kv_heads = _qkv(arch, in_size or arch.hidden_size, context, dtype)
+        arch = build.arch
+        self.qkv_proj, num_heads, num_kv_heads = _qkv(build, in_size or arch.hidden_size)
         self.o_proj = RowParallelLinear(
             arch.num_heads * arch.head_dim,
             arch.hidden_size,
             bias=arch.o_bias,
-            context=context,
-            dtype=dtype,
+            context=build.context,
+            dtype=build.dtype,
             norm_follows=norm_follows,
         )
-        self.q_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
-        self.k_norm = self._head_norm(arch, context, dtype) if arch.qk_norm else None
+        self.q_norm = build.head_norm() if arch.qk_norm else None
+        self.k_norm = build.head_norm() if arch.qk_norm else None
         self._heads = (num_heads, num_kv_heads, arch.head_dim)
         self._by_heads = arch.qkv_by_heads
         self._norm_eps = arch.norm_eps
-        self._rotary = None if arch.alibi or layer in arch.unrotated_layers else position_table
+        self._rotary = None if arch.alibi or layer in arch.nope_layers else position_table
         self._attention = Attention(
-            attention,
+            build.attention,
             scale=arch.attention_scale,
             window=arch.window(layer),
             soft_cap=arch.attention_soft_cap,
@@ -108,22 +132,19 @@ class SelfAttention(nn.Module):
             q, k, v = fused.view(len(x), sum(heads), head_dim).split(heads, dim=1)
         return q, k, v
 
-    @staticmethod
-    def _head_norm(arch: ArchConfig, context: ParallelContext, dtype: torch.dtype) -> RMSNorm:
-        return RMSNorm(arch.head_dim, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset)
-
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype, norm_follows: bool) -> None:
+    def __init__(self, build: Build, *, norm_follows: bool) -> None:
         super().__init__()
-        size = arch.intermediate_size
+        arch, context, dtype = build.arch, build.context, build.dtype
+        size, bias = arch.intermediate_size, arch.mlp_bias
         self.gate_up_proj = GatedParallelLinear(
-            arch.hidden_size, size, arch.activation, bias=arch.mlp_bias, context=context, dtype=dtype
+            arch.hidden_size, size, arch.activation, bias=bias, context=context, dtype=dtype
         )
         self.down_proj = RowParallelLinear(
-            size, arch.hidden_size, bias=arch.mlp_bias, context=context, dtype=dtype, norm_follows=norm_follows
+            size, arch.hidden_size, bias=bias, context=context, dtype=dtype, norm_follows=norm_follows
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
@@ -135,8 +156,9 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(act(up(x)))."""
 
-    def __init__(self, arch: ArchConfig, *, context: ParallelContext, dtype: torch.dtype, norm_follows: bool) -> None:
+    def __init__(self, build: Build, *, norm_follows: bool) -> None:
         super().__init__()
+        arch, context, dtype = build.arch, build.context, build.dtype
         size, bias = arch.intermediate_size, arch.mlp_bias
         self.up_proj = ColumnParallelLinear(arch.hidden_size, size, bias=bias, context=context, dtype=dtype)
         self.down_proj = RowParallelLinear(
@@ -158,25 +180,13 @@ class DecoderLayer(nn.Module):
 
     ATTENTION: ClassVar[type[nn.Module]] = SelfAttention
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
         super().__init__()
-        sums = arch.norms_sum
-        self.self_attn = self.ATTENTION(
-            arch, layer, position_table, attention, context=context, dtype=dtype, norm_follows=sums
-        )
-        mlp = GatedMLP if arch.gated_mlp else PlainMLP
-        self.mlp = mlp(arch, context=context, dtype=dtype, norm_follows=sums)
-        self.input_layernorm = layer_norm(arch, context, dtype, sums=sums)
-        self.post_attention_layernorm = layer_norm(arch, context, dtype, sums=sums)
+        sums = build.arch.norms_sum
+        self.self_attn = self.ATTENTION(build, layer, position_table, norm_follows=sums)
+        self.mlp = _mlp(build, norm_follows=sums)
+        self.input_layernorm = build.norm(sums=sums)
+        self.post_attention_layernorm = build.norm(sums=sums)
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
@@ -190,22 +200,13 @@ class DecoderLayer(nn.Module):
         return added
 
 
-class NormedLayer(DecoderLayer):
+class SandwichNormLayer(DecoderLayer):
     """A layer that also norms what attention and MLP return, before it joins the residual stream."""
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
-        self.pre_feedforward_layernorm = layer_norm(arch, context, dtype)
-        self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
+    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
+        super().__init__(build, layer, position_table)
+        self.pre_feedforward_layernorm = build.norm()
+        self.post_feedforward_layernorm = build.norm()
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
@@ -217,20 +218,11 @@ class NormedLayer(DecoderLayer):
 
 
 class ScaledLayer(DecoderLayer):
-    """A layer whose attention and MLP return what is multiplied before it joins the residual stream."""
+    """A layer that multiplies what attention and MLP return, before it joins the residual stream."""
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
-        self._multiplier = arch.residual_multiplier
+    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
+        super().__init__(build, layer, position_table)
+        self._multiplier = build.arch.residual_multiplier
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
@@ -240,26 +232,15 @@ class ScaledLayer(DecoderLayer):
         return added
 
 
-class BehindLayer(nn.Module):
+class PostNormLayer(nn.Module):
     """Attention and MLP read the residual stream as it is; what they return is normed before it joins."""
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(
-            arch, layer, position_table, attention, context=context, dtype=dtype, norm_follows=False
-        )
-        self.mlp = GatedMLP(arch, context=context, dtype=dtype, norm_follows=False)
-        self.post_attention_layernorm = layer_norm(arch, context, dtype)
-        self.post_feedforward_layernorm = layer_norm(arch, context, dtype)
+        self.self_attn = SelfAttention(build, layer, position_table, norm_follows=False)
+        self.mlp = _mlp(build, norm_follows=False)
+        self.post_attention_layernorm = build.norm()
+        self.post_feedforward_layernorm = build.norm()
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
@@ -272,30 +253,26 @@ class BehindLayer(nn.Module):
         return added
 
 
-def layer_class(arch: ArchConfig) -> type[DecoderLayer] | type[BehindLayer]:
+def layer_class(arch: ArchConfig) -> type[DecoderLayer] | type[PostNormLayer]:
     """What the layers of a model are."""
-    if arch.norm_place == "behind":
-        return BehindLayer
-    if arch.norm_place == "around":
-        return NormedLayer
+    if arch.norm_place == "post":
+        return PostNormLayer
+    if arch.norm_place == "sandwich":
+        return SandwichNormLayer
     return DecoderLayer if arch.residual_multiplier == 1.0 else ScaledLayer
 
 
-def layer_norm(
-    arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, *, sums: bool = False
-) -> RMSNorm | LayerNorm:
-    """A norm over the hidden size."""
-    if arch.norm == "layer":
-        return LayerNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype)
-    return RMSNorm(arch.hidden_size, arch.norm_eps, context=context, dtype=dtype, offset=arch.norm_offset, sums=sums)
+def _mlp(build: Build, *, norm_follows: bool) -> GatedMLP | PlainMLP:
+    return (GatedMLP if build.arch.gated_mlp else PlainMLP)(build, norm_follows=norm_follows)
 
 
-def _qkv(arch: ArchConfig, in_size: int, context: ParallelContext, dtype: torch.dtype) -> tuple[nn.Module, int, int]:
+def _qkv(build: Build, in_size: int) -> tuple[nn.Module, int, int]:
     """The projection to queries, keys and values, and how many heads of queries and of keys this rank has."""
-    size = arch.num_heads * arch.head_dim
+    arch, context, dtype = build.arch, build.context, build.dtype
     if arch.qkv_by_heads:
         # Ranks split it by heads as it is.
-        linear = ColumnParallelLinear(in_size, 3 * size, bias=arch.qkv_bias, context=context, dtype=dtype)
+        size = 3 * arch.num_heads * arch.head_dim
+        linear = ColumnParallelLinear(in_size, size, bias=arch.qkv_bias, context=context, dtype=dtype)
         heads = context.split(arch.num_heads, "num_attention_heads")
         return linear, heads, heads
     qkv = QKVParallelLinear(

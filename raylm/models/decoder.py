@@ -13,7 +13,7 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.arch import ArchConfig
-from raylm.models.blocks import layer_class, layer_norm
+from raylm.models.blocks import Build, layer_class
 from raylm.models.few_rows import FewRows
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -40,21 +40,17 @@ class DecoderModel(nn.Module):
         self._position_tables = tables = _position_tables(arch, self.layer_numbers, context)
         if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+        build = Build(arch, context, dtype, attention)
         if arch.embed_norm and context.is_first_stage:
-            self.embed_norm = layer_norm(arch, context, dtype)
+            self.embed_norm = build.norm()
         make = layer_class(arch)
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): make(arch, layer, tables[layer], attention, context=context, dtype=dtype)
-                for layer in self.layer_numbers
-            }
-        )
+        self.layers = nn.ModuleDict({str(layer): make(build, layer, tables[layer]) for layer in self.layer_numbers})
         self._layer_list = list(self.layers.values())
         self.runs_layers_together = attention is RAYLM
         """Whether one operator may run all layers of a step of few rows."""
         self._few_rows: FewRows | None = None
         if context.is_last_stage:
-            self.norm = layer_norm(arch, context, dtype, sums=arch.norms_sum)
+            self.norm = build.norm(sums=arch.norms_sum)
             if not arch.tie_embeddings:
                 self.lm_head = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
             self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head

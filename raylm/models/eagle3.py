@@ -19,14 +19,12 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import ReplicatedLinear
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
-from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import Eagle3Arch
-from raylm.models.blocks import DecoderLayer, SelfAttention, layer_norm
+from raylm.models.blocks import Build, DecoderLayer, SelfAttention
 from raylm.models.decoder import DecoderModel
 from raylm.models.names import HF_WEIGHTS, TensorNames
 from raylm.models.safetensors import folder_tensors
 from raylm.models.weights import WeightLoader, fill_dummy
-from raylm.parallel.context import ParallelContext
 
 _EMBEDDING, _HEAD, _MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
 _NAMES = TensorNames(folder={**HF_WEIGHTS, "midlayer": ("layers.0", None)}, ignored=("t2d",))
@@ -35,27 +33,9 @@ _NAMES = TensorNames(folder={**HF_WEIGHTS, "midlayer": ("layers.0", None)}, igno
 class Eagle3Attention(SelfAttention):
     """Attention over an embedding and a hidden state side by side."""
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-        norm_follows: bool,
-    ) -> None:
-        super().__init__(
-            arch,
-            layer,
-            position_table,
-            attention,
-            context=context,
-            dtype=dtype,
-            norm_follows=norm_follows,
-            in_size=2 * arch.hidden_size,
-        )
+    def __init__(self, build: Build, layer: int, position_table: Tensor, *, norm_follows: bool) -> None:
+        in_size = 2 * build.arch.hidden_size
+        super().__init__(build, layer, position_table, norm_follows=norm_follows, in_size=in_size)
 
 
 class Eagle3Layer(DecoderLayer):
@@ -63,19 +43,9 @@ class Eagle3Layer(DecoderLayer):
 
     ATTENTION: ClassVar[type[nn.Module]] = Eagle3Attention
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-        norm_before_residual: bool,
-    ) -> None:
-        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
-        self.hidden_norm = layer_norm(arch, context, dtype)
+    def __init__(self, build: Build, layer: int, position_table: Tensor, *, norm_before_residual: bool) -> None:
+        super().__init__(build, layer, position_table)
+        self.hidden_norm = build.norm()
         self._norm_before_residual = norm_before_residual
 
     def draft(
@@ -130,17 +100,10 @@ class Eagle3Head(nn.Module):
         )
         fused_size = len(head.target_layers) * head.target_hidden_size
         self.fc = ReplicatedLinear(fused_size, arch.hidden_size, context=context, dtype=dtype)
-        layer = Eagle3Layer(
-            arch,
-            0,
-            table,
-            attention,
-            context=context,
-            dtype=dtype,
-            norm_before_residual=head.norm_before_residual,
-        )
+        build = Build(arch, context, dtype, attention)
+        layer = Eagle3Layer(build, 0, table, norm_before_residual=head.norm_before_residual)
         self.layers = nn.ModuleDict({"0": layer})
-        self.norm = layer_norm(arch, context, dtype, sums=arch.norms_sum)
+        self.norm = build.norm(sums=arch.norms_sum)
         if owned.embedding:
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         if owned.head:

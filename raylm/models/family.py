@@ -10,8 +10,6 @@ from raylm.models.fields import Fields
 from raylm.models.names import TensorNames
 from raylm.models.read_gguf import Header
 
-SHARED_MODEL = "raylm.models.decoder:DecoderModel"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -23,9 +21,8 @@ class Family:
     """What a missing field of config.json stands for: checkpoints may leave out what equals their family's defaults."""
     field_names: Mapping[str, str] = field(default_factory=dict)
     """Own names of fields of config.json -> what others call them."""
-    gguf: str | None = None
-    """Its name in GGUF files; None where raylm reads none of it."""
-    read_gguf: Callable[[Header], ArchConfig] | None = None
+    gguf: Mapping[str, Callable[[Header], ArchConfig]] = field(default_factory=dict)
+    """Its name in GGUF files -> how their metadata are read; empty where raylm reads none of it."""
     names: TensorNames = TensorNames()
-    model: str = SHARED_MODEL
+    model: str = "raylm.models.decoder:DecoderModel"
     """The class, "module:Class": imported with torch, when a model is built."""

@@ -73,10 +73,10 @@ def why_not(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContex
         return "the model is split over GPUs"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
-    if arch.residual_multiplier != 1.0 or arch.unrotated_layers:
-        return "its layers all rotate queries and keys, and what they return is not multiplied"
-    if arch.norm_place != "before" or not arch.gated_mlp or arch.qkv_by_heads:
-        return "its layers have norms before attention and a gated MLP, and project queries, keys and values one by one"
+    if arch.residual_multiplier != 1.0 or arch.nope_layers:
+        return "it rotates queries and keys in every layer, and has no multiplier of the residual stream"
+    if arch.norm_place != "pre" or not arch.gated_mlp or arch.qkv_by_heads:
+        return "it knows pre-norm layers with a gated MLP and separate projections of queries, keys and values only"
     if block_size < 16 or block_size & (block_size - 1):
         return f"cache.block_size is {block_size}; allowed: powers of two from 16 on"
     if any(arch.window(number) for number in tables):

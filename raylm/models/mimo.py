@@ -9,7 +9,7 @@ from raylm.layers.attention import AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ReplicatedLinear
 from raylm.models.arch import ArchConfig
-from raylm.models.blocks import DecoderLayer, SelfAttention, layer_norm
+from raylm.models.blocks import Build, DecoderLayer, SelfAttention
 from raylm.models.decoder import DecoderModel
 from raylm.parallel.context import ParallelContext
 
@@ -17,21 +17,13 @@ from raylm.parallel.context import ParallelContext
 class MtpLayer(DecoderLayer):
     """Predicts the token after next: a decoder layer over the hidden state at a position and the token behind it."""
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layer: int,
-        position_table: Tensor,
-        attention: AttentionBackend,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(arch, layer, position_table, attention, context=context, dtype=dtype)
-        self.token_layernorm = layer_norm(arch, context, dtype)
-        self.hidden_layernorm = layer_norm(arch, context, dtype)
-        self.input_proj = ReplicatedLinear(2 * arch.hidden_size, arch.hidden_size, context=context, dtype=dtype)
-        self.final_layernorm = layer_norm(arch, context, dtype, sums=arch.norms_sum)
+    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
+        super().__init__(build, layer, position_table)
+        size = build.arch.hidden_size
+        self.token_layernorm = build.norm()
+        self.hidden_layernorm = build.norm()
+        self.input_proj = ReplicatedLinear(2 * size, size, context=build.context, dtype=build.dtype)
+        self.final_layernorm = build.norm(sums=build.arch.norms_sum)
 
     def predict(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
@@ -68,10 +60,8 @@ class MiMoForCausalLM(DecoderModel):
         if arch.uses_mtp and context.is_last_stage:
             # Its attention is that of the base's last layer.
             last = arch.num_layers - 1
-            table = self._position_tables[last]
-            self.mtp_layers = torch.nn.ModuleDict(
-                {"0": MtpLayer(arch, last, table, attention, context=context, dtype=dtype)}
-            )
+            layer = MtpLayer(Build(arch, context, dtype, attention), last, self._position_tables[last])
+            self.mtp_layers = torch.nn.ModuleDict({"0": layer})
             self.eval()
 
     @property

@@ -44,7 +44,7 @@ def dense(
     for rope in ropes.values():
         if rope.size(head_dim) < 2 or rope.size(head_dim) % 2:
             allowed = f"a share of the {head_dim} dimensions of a head that is even"
-            raise fields.error("partial_rotary_factor", rope.share, allowed)
+            raise fields.error("partial_rotary_factor", rope.partial_rotary_factor, allowed)
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=fields.integer("vocab_size"),
@@ -87,6 +87,12 @@ def named_kinds(fields: Fields) -> list[LayerKind] | None:
     return [_LAYER_TYPES[name] for name in names]
 
 
+def uniform_kinds(fields: Fields) -> list[LayerKind]:
+    """All layers slide where there is a window. Raises ConfigError."""
+    kind: LayerKind = "full" if fields.get("sliding_window") is None else "sliding"
+    return [kind] * fields.integer("num_hidden_layers")
+
+
 def repeated_kinds(count: int, pattern: int) -> list[LayerKind]:
     """Of `pattern` layers the last one is full, the others slide."""
     return ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
@@ -107,7 +113,7 @@ def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_s
     share = section.number(name, fields.number(name, 1.0))
     if share > 1:
         raise section.error(name, share, "at most 1")
-    return replace(_rope(section, given, fields.integer("max_position_embeddings")), share=share)
+    return replace(_rope(section, given, fields.integer("max_position_embeddings")), partial_rotary_factor=share)
 
 
 def activation_of(fields: Fields, name: str = "hidden_act", allowed: str = "silu") -> Activation:

@@ -79,11 +79,7 @@ def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfi
 
 def read_gguf_arch(path: Path) -> ArchConfig:
     """The description of the model in a GGUF file. Raises ConfigError."""
-    readers = {
-        family.gguf: (name, family.read_gguf)
-        for name, family in families().items()
-        if family.gguf is not None and family.read_gguf is not None
-    }
+    readers = {own: (name, read) for name, family in families().items() for own, read in family.gguf.items()}
     header = open_header(path, list(readers))
     architecture, read = readers[header.name]
     return replace(read(header), architecture=architecture)

@@ -123,7 +123,9 @@ def gemma2(folder: Path, **changes: object) -> Path:
 
 def ministral(folder: Path, **changes: object) -> Path:
     """A Ministral whose second layer is global, the others local ones of window 8."""
-    kinds = ["sliding_attention"] * int(str(changes.get("num_hidden_layers", 3)))
+    count = changes.get("num_hidden_layers", _SIZES["num_hidden_layers"])
+    assert isinstance(count, int)
+    kinds = ["sliding_attention"] * count
     kinds[1] = "full_attention"
     return _save(MinistralForCausalLM, MinistralConfig, folder, {"sliding_window": 8, "layer_types": kinds, **changes})
 

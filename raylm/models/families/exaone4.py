@@ -1,5 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP only, normed heads, and, where there are local layers, global ones that know
-no positions."""
+"""EXAONE 4: post-norm layers and normed heads; where some layers slide, the others have no positional embedding."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ def _read(fields: Fields) -> ArchConfig:
     kinds, slides = _kinds(fields), fields.get("sliding_window") is not None
     rope = rope_of(fields, "full")
     arch = dense(fields, kinds=kinds, ropes={"full": rope, "sliding": rope})
-    unrotated = tuple(layer for layer, kind in enumerate(kinds) if slides and kind == "full")
-    return replace(arch, norm_place="behind", qk_norm=True, unrotated_layers=unrotated)
+    nope_layers = tuple(layer for layer, kind in enumerate(kinds) if slides and kind == "full")
+    return replace(arch, norm_place="post", qk_norm=True, nope_layers=nope_layers)
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:

@@ -1,10 +1,11 @@
-"""Gemma: norms that count from 1, a scaled embedding. Gemma 2: norms behind attention and MLP too, local and global
-layers in turns, bounded scores and logits."""
+"""Gemma: norm weights are stored less 1, the embedding is scaled. Gemma 2: sandwich norms, sliding and full layers in
+turns, soft caps of scores and logits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import ArchConfig, LayerKind
 from raylm.models.family import Family
 from raylm.models.fields import Fields
@@ -20,10 +21,17 @@ def _read(fields: Fields) -> ArchConfig:
 
 
 def _read_gemma2(fields: Fields) -> ArchConfig:
+    return read_gemma2(fields, _kinds(fields))
+
+
+def read_gemma2(
+    fields: Fields, kinds: list[LayerKind], ropes: dict[LayerKind, RopeSettings] | None = None
+) -> ArchConfig:
+    """A Gemma 2 of such layers; `ropes` as dense takes them. Raises ConfigError."""
     activation = activation_of(fields, "hidden_activation", _ACTIVATION)
     return replace(
-        _gemma(fields, dense(fields, kinds=_kinds(fields), activation=activation)),
-        norm_place="around",
+        _gemma(fields, dense(fields, kinds=kinds, ropes=ropes, activation=activation)),
+        norm_place="sandwich",
         attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
         logits_soft_cap=fields.number("final_logit_softcapping", 0.0),

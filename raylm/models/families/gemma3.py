@@ -1,4 +1,4 @@
-"""Gemma 3, text only: norms before and behind attention and MLP, local and global layers, scaled embedding."""
+"""Gemma 3, text only: a Gemma 2 with normed heads, and more sliding layers, which have their own rotary embedding."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.families.gemma import read_gemma2
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import GGUF_WEIGHTS, TensorNames
-from raylm.models.read_folder import activation_of, dense, named_kinds, repeated_kinds, rope_of
+from raylm.models.read_folder import named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
-"""Layers of which the last is global, in the models that Google has made."""
+"""Of so many layers the last is full, in all released models."""
 _LOCAL_THETA = 1e4
 _LAYERS_OF_27B = 62
 
@@ -21,22 +22,12 @@ _LAYERS_OF_27B = 62
 def _read(fields: Fields) -> ArchConfig:
     ropes: dict[LayerKind, RopeSettings] = {
         "full": rope_of(fields, "full"),
-        # Only the global layers were stretched to longer texts.
+        # Only the full layers were stretched to longer texts.
         "sliding": rope_of(fields, "sliding", theta=fields.number("rope_local_base_freq"), is_scaled=False),
     }
-    activation = activation_of(fields, "hidden_activation", "gelu_pytorch_tanh")
-    kinds, biased = _kinds(fields), fields.flag("attention_bias", False)
+    kinds = _kinds(fields)
     used = {kind: rope for kind, rope in ropes.items() if kind in kinds}
-    arch = dense(fields, kinds=kinds, ropes=used, activation=activation)
-    return replace(
-        _gemma3(arch),
-        qkv_bias=biased,
-        o_bias=biased,
-        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
-        logits_soft_cap=fields.number("final_logit_softcapping", 0.0),
-        norm_offset=1.0,
-    )
+    return replace(read_gemma2(fields, kinds, used), qk_norm=True)
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -55,18 +46,16 @@ def _read_gguf(header: read_gguf.Header) -> ArchConfig:
         kinds = repeated_kinds(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
     local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
     ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
-    arch = _gemma3(read_gguf.dense(header, kinds=kinds, ropes=ropes))
+    arch = read_gguf.dense(header, kinds=kinds, ropes=ropes)
     # The largest one's scores are scaled by what its heads would have if they were as wide as the model.
     return replace(
         arch,
         activation="gelu_tanh",
+        qk_norm=True,
+        norm_place="sandwich",
+        embedding_multiplier=arch.hidden_size**0.5,
         attention_scale=(arch.hidden_size // arch.num_heads if count == _LAYERS_OF_27B else head_dim) ** -0.5,
     )
-
-
-def _gemma3(arch: ArchConfig) -> ArchConfig:
-    """What no file says."""
-    return replace(arch, qk_norm=True, norm_place="around", embedding_multiplier=arch.hidden_size**0.5)
 
 
 _NAMES = TensorNames(
@@ -97,7 +86,7 @@ _DEFAULTS: dict[str, object] = {
     "eos_token_id": 1,
 }
 ARCHITECTURES = {
-    "Gemma3ForCausalLM": Family(read=_read, defaults=_DEFAULTS, gguf="gemma3", read_gguf=_read_gguf, names=_NAMES),
+    "Gemma3ForCausalLM": Family(read=_read, defaults=_DEFAULTS, gguf={"gemma3": _read_gguf}, names=_NAMES),
     # The text model inside a checkpoint that also sees images: its vision weights are not loaded.
     "Gemma3ForConditionalGeneration": Family(
         read=_read,

@@ -22,8 +22,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Family(
         read=read_llama,
         defaults={"max_position_embeddings": 2048},
-        gguf="llama",
-        read_gguf=read_gguf.dense,
+        gguf={"llama": read_gguf.dense},
         names=TensorNames(gguf_pairs=True),
     )
 }

@@ -5,19 +5,16 @@ from __future__ import annotations
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import dense, named_kinds
+from raylm.models.read_folder import dense, named_kinds, uniform_kinds
 
 
 def read_mistral(fields: Fields) -> ArchConfig:
     """All layers slide where config.json has a window. Raises ConfigError."""
-    if fields.get("sliding_window") is None:
-        return dense(fields)
-    return dense(fields, kinds=["sliding"] * fields.integer("num_hidden_layers"))
+    return dense(fields, kinds=uniform_kinds(fields))
 
 
 def _read_ministral(fields: Fields) -> ArchConfig:
-    kinds = named_kinds(fields)
-    return read_mistral(fields) if kinds is None else dense(fields, kinds=kinds)
+    return dense(fields, kinds=named_kinds(fields) or uniform_kinds(fields))
 
 
 _DEFAULTS: dict[str, object] = {"max_position_embeddings": 131072, "sliding_window": 4096}

@@ -37,8 +37,8 @@ def _read_qwen3_gguf(header: read_gguf.Header) -> ArchConfig:
 
 
 ARCHITECTURES = {
-    "Qwen2ForCausalLM": Family(read=read_qwen2, defaults=DEFAULTS, gguf="qwen2", read_gguf=read_gguf.dense),
+    "Qwen2ForCausalLM": Family(read=read_qwen2, defaults=DEFAULTS, gguf={"qwen2": read_gguf.dense}),
     "Qwen3ForCausalLM": Family(
-        read=_read_qwen3, defaults={**DEFAULTS, "head_dim": 128}, gguf="qwen3", read_gguf=_read_qwen3_gguf
+        read=_read_qwen3, defaults={**DEFAULTS, "head_dim": 128}, gguf={"qwen3": _read_qwen3_gguf}
     ),
 }

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama of which every fourth layer knows no positions (arXiv:2501.18795)."""
+"""SmolLM3: a Llama of which every fourth layer has no positional embedding (NoPE, arXiv:2501.18795)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def _read(fields: Fields) -> ArchConfig:
     if fields.flag("use_sliding_window", False):
         raise fields.error("use_sliding_window", True, "false")
     arch = read_llama(fields)
-    return replace(arch, unrotated_layers=_unrotated(fields, arch.num_layers))
+    return replace(arch, nope_layers=_nope_layers(fields, arch.num_layers))
 
 
-def _unrotated(fields: Fields, count: int) -> tuple[int, ...]:
+def _nope_layers(fields: Fields, count: int) -> tuple[int, ...]:
     """no_rope_layers has a 0 for each of them."""
     name = "no_rope_layers"
     if fields.get(name) is None:

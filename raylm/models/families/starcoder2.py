@@ -8,15 +8,14 @@ from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import HF_WEIGHTS, TensorNames
-from raylm.models.read_folder import activation_of, dense
+from raylm.models.read_folder import activation_of, dense, uniform_kinds
 
 
 def _read(fields: Fields) -> ArchConfig:
-    slides = fields.get("sliding_window") is not None
-    kinds = ["sliding"] * fields.integer("num_hidden_layers") if slides else None
     biased = fields.flag("use_bias", True)
+    activation = activation_of(fields, "hidden_act", "gelu_pytorch_tanh")
     return replace(
-        dense(fields, kinds=kinds, activation=activation_of(fields, "hidden_act", "gelu_pytorch_tanh")),
+        dense(fields, kinds=uniform_kinds(fields), activation=activation),
         norm="layer",
         gated_mlp=False,
         qkv_bias=biased,
