@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from raylm.config.engine import EngineConfig
-    from raylm.layers.attention_backends import Setting
+    from raylm.layers.attention_backends import AttentionBackend, Setting
     from raylm.models.arch import ArchConfig
 
 _PACKAGES = ("torch", "ray", "transformers", "tokenizers", "pydantic", "pyzmq", "msgspec")
@@ -150,19 +150,21 @@ def _resolved(config: EngineConfig) -> dict[str, Any]:
 
 def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     from raylm.config.source import locate
-    from raylm.layers.attention_backends import Setting
+    from raylm.layers.attention_backends import Setting, choose_backend
+    from raylm.layers.dtypes import dtype_name
     from raylm.models.check import check_model
     from raylm.worker.device import choose_dtype
 
     arch, source = check_model(config), locate(config.model.path)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
     setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi)
+    backend, reason = choose_backend(config.runtime.attention, setting)
     length = config.model.max_model_len
     return [
         Choice("model", str(source.path), f"{arch.architecture}, from a {source.kind}"),
         Choice(
             "dtype",
-            str(dtype).removeprefix("torch."),
+            dtype_name(dtype),
             f"model.dtype is {config.model.dtype}, the checkpoint's is {arch.dtype}",
         ),
         Choice(
@@ -170,22 +172,21 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             str(length or arch.max_position),
             "model.max_model_len" if length else "what the model was trained for, where the KV cache holds that much",
         ),
-        _attention(config.runtime.attention, setting),
-        *_slow_parts(config, arch, dtype, device),
+        Choice("attention", backend.name, reason),
+        *_slow_parts(arch, setting, backend),
         _sampling(config),
     ]
 
 
-def _slow_parts(config: EngineConfig, arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> list[Choice]:
+def _slow_parts(arch: ArchConfig, setting: Setting, backend: AttentionBackend) -> list[Choice]:
     """What of the model this GPU has no fast kernel for."""
-    from raylm.layers.attention_backends import RAYLM, raylm_lacks
+    from raylm.layers.attention_backends import raylm_lacks
     from raylm.models.coverage import slow_parts
 
-    if device.type == "cpu" or raylm_lacks(device) is not None:
+    if setting.device.type == "cpu" or raylm_lacks(setting.device) is not None:
         return []
-    own = config.runtime.attention in ("auto", RAYLM.name)
-    parts = slow_parts(arch, dtype, device, block_size=config.cache.block_size, own_attention=own)
-    return [Choice("slow parts", "; ".join(parts) or "none", f"the kernels that {device} has for this model")]
+    parts = slow_parts(arch, setting, backend)
+    return [Choice("slow parts", "; ".join(parts) or "none", f"the kernels that {setting.device} has for this model")]
 
 
 def _sampling(config: EngineConfig) -> Choice:
@@ -213,20 +214,15 @@ def _step_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     ]
 
 
-def _attention(wanted: str, setting: Setting) -> Choice:
-    from raylm.layers.attention_backends import choose_backend
-
-    backend, reason = choose_backend(wanted, setting)
-    return Choice("attention", backend.name, reason)
-
-
 def _attention_of_a_usual_model(device: torch.device) -> Choice:
     from raylm.config.engine import CacheConfig
-    from raylm.layers.attention_backends import Setting
+    from raylm.layers.attention_backends import Setting, choose_backend
     from raylm.worker.device import choose_dtype
 
     dtype = choose_dtype("auto", "bfloat16", device)
-    return _attention("auto", Setting(device, dtype, head_dim=128, block_size=CacheConfig().block_size))
+    setting = Setting(device, dtype, head_dim=128, block_size=CacheConfig().block_size)
+    backend, reason = choose_backend("auto", setting)
+    return Choice("attention", backend.name, reason)
 
 
 def _threads(wanted: int | None) -> Choice:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
+from raylm.layers.dtypes import dtype_name
 from raylm.ops import extension, fallback
 
 FLASH_PACKAGES = ("vllm_flash_attn", "vllm.vllm_flash_attn")
@@ -97,7 +98,7 @@ def _flash_obstacle(setting: Setting) -> str | None:
     if setting.device.type != "cuda":
         return f"it runs on CUDA only and the device is {setting.device.type}"
     if setting.dtype not in (torch.bfloat16, torch.float16):
-        return f"the dtype is {str(setting.dtype).removeprefix('torch.')}; allowed: bfloat16, float16"
+        return f"the dtype is {dtype_name(setting.dtype)}; allowed: bfloat16, float16"
     if setting.head_dim % 32 or setting.head_dim > 256:
         return f"the head size is {setting.head_dim}; allowed: multiples of 32 up to 256"
     if setting.block_size % 16:

@@ -5,38 +5,29 @@ from __future__ import annotations
 import torch
 
 from raylm import ops
+from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting
+from raylm.layers.dtypes import dtype_name
 from raylm.models.arch import ArchConfig
 
 
-def slow_parts(
-    arch: ArchConfig, dtype: torch.dtype, device: torch.device, *, block_size: int, own_attention: bool
-) -> list[str]:
-    """What runs slowly on this GPU, and why; nothing on a CPU. Without `own_attention` another backend attends, whose
-    limits are its own."""
+def slow_parts(arch: ArchConfig, setting: Setting, attention: AttentionBackend) -> list[str]:
+    """What runs slowly on this GPU, and why; nothing on a CPU. Of attention only raylm's own backend is known."""
+    device, dtype = setting.device, dtype_name(setting.dtype)
     if device.type == "cpu":
         return []
     parts = []
-    q = torch.empty(0, arch.num_heads, arch.head_dim, dtype=dtype, device=device)
-    decode = prefill = True
-    if own_attention:
-        decode, prefill = ops.attention_kernels(q, arch.num_kv_heads, block_size, biased=arch.alibi)
-    missing = " and ".join(name for name, has in (("decode", decode), ("prefill", prefill)) if not has)
-    if missing:
-        parts.append(f"attention of {missing}: {_of_heads(arch, dtype)} have no kernel on tensor cores here")
+    q = torch.empty(0, arch.num_heads, arch.head_dim, dtype=setting.dtype, device=device)
+    if attention is RAYLM:
+        has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=arch.alibi)
+        missing = " and ".join(name for name, is_there in zip(("decode", "prefill"), has, strict=True) if not is_there)
+        if missing:
+            heads = f"heads of size {arch.head_dim} in {dtype}" + (" with linear biases" if arch.alibi else "")
+            parts.append(f"attention of {missing}: {heads} have no kernel on tensor cores here")
     if not ops.linear_rows(q):
-        parts.append(f"products of few rows in {_name(dtype)} are torch's: raylm's kernels are for 16 bits and Hopper")
+        parts.append(f"products of few rows in {dtype} are torch's: raylm's kernels are for 16 bits and Hopper")
     if not ops.sample_is_async(device, arch.vocab_size):
         parts.append(
-            f"sampling, and graphs end before it: a row of {arch.vocab_size:,} logits does not fit the shared memory "
-            "of this GPU's blocks, or these cannot share theirs; torch's operators serve"
+            f"sampling is torch's, outside of CUDA graphs: raylm's kernel needs blocks that share memory, and "
+            f"{arch.vocab_size:,} logits must fit into it"
         )
     return parts
-
-
-def _of_heads(arch: ArchConfig, dtype: torch.dtype) -> str:
-    biases = " with linear biases" if arch.alibi else ""
-    return f"heads of size {arch.head_dim} in {_name(dtype)}{biases}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

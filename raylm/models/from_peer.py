@@ -16,6 +16,7 @@ from torch import Tensor
 
 import raylm
 from raylm.errors import TransferError
+from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
 from raylm.models.decoder import DecoderModel
 from raylm.parallel import nccl
@@ -52,10 +53,7 @@ class Manifest(NamedTuple):
             version=raylm.__version__,
             checkpoint=checkpoint,
             rank=[context.tensor_rank, context.tensor_size, context.pipeline_rank, context.pipeline_size],
-            parameters=[
-                Parameter(name, list(x.shape), str(x.dtype).removeprefix("torch."))
-                for name, x in model.named_parameters()
-            ],
+            parameters=[Parameter(name, list(x.shape), dtype_name(x.dtype)) for name, x in model.named_parameters()],
         )
 
     def difference(self, other: Manifest) -> str | None:

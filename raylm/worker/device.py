@@ -56,8 +56,3 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
     if device.type == "cpu":
         return torch.float32
     return torch.float16 if checkpoint == "float16" else torch.bfloat16
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """float32, bfloat16 ..."""
-    return str(dtype).removeprefix("torch.")

@@ -14,7 +14,8 @@ from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import ModelSource, locate
 from raylm.errors import TransferError
-from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting, choose_backend, raylm_lacks
+from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
+from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
 from raylm.models.arch import ArchConfig
 from raylm.models.check import target_arch
@@ -26,7 +27,7 @@ from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
 from raylm.parallel.peer_reduce import SplitLimits
 from raylm.worker import memory
-from raylm.worker.device import choose_dtype, dtype_name
+from raylm.worker.device import choose_dtype
 from raylm.worker.drafting import Drafting, DraftSettings, load_drafting
 from raylm.worker.graph_runner import largest_graph
 
@@ -127,8 +128,7 @@ def choose_attention(
         logger.warning("attention: %s%s; the other kernels are slow: %s", attention.name, graphs, missing)
         return attention
     logger.info("attention: %s (%s)%s", attention.name, reason, graphs if device.type == "cuda" else "")
-    own = attention is RAYLM
-    for part in slow_parts(arch, dtype, device, block_size=config.cache.block_size, own_attention=own):
+    for part in slow_parts(arch, setting, attention):
         logger.warning("slow on this GPU: %s", part)
     return attention
 

@@ -10,6 +10,7 @@ import torch
 from raylm.config.engine import ParallelConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
+from raylm.layers.dtypes import dtype_name
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
 from raylm.models.check import target_arch
@@ -107,7 +108,7 @@ class Sizing:
         concurrency = max(num_blocks - 1, 0) / per_request
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
         return Plan(
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=dtype_name(self._dtype),
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,

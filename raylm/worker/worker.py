@@ -13,11 +13,12 @@ from raylm.core.step import ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.grammar.binding import Compiled
 from raylm.grammar.compiled import CompiledGrammars
+from raylm.layers.dtypes import dtype_name
 from raylm.models.from_peer import Peer, WeightSender
 from raylm.parallel.groups import Seat
 from raylm.worker import memory, trial
 from raylm.worker.building import SamplingParts, build, measure, sampling_grammars, size_cache
-from raylm.worker.device import device_of_seat, dtype_name, prepare_device
+from raylm.worker.device import device_of_seat, prepare_device
 from raylm.worker.loading import describe, join, load
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.pending import PendingStep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from raylm import ops
 from raylm.config.source import locate
+from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting
 from raylm.models.arch import ArchConfig
 from raylm.models.coverage import slow_parts
 from tests.support import checkpoints
@@ -22,8 +24,8 @@ def arch(tmp_path: Path) -> ArchConfig:
     return ArchConfig.from_source(locate(str(checkpoints.llama(tmp_path))))
 
 
-def _parts(arch: ArchConfig, *, own_attention: bool = True) -> list[str]:
-    return slow_parts(arch, torch.bfloat16, GPU, block_size=16, own_attention=own_attention)
+def _parts(arch: ArchConfig, attention: AttentionBackend = RAYLM) -> list[str]:
+    return slow_parts(arch, Setting(GPU, torch.bfloat16, arch.head_dim, 16), attention)
 
 
 def test_each_part_is_named_with_its_reason(arch: ArchConfig) -> None:
@@ -34,7 +36,7 @@ def test_each_part_is_named_with_its_reason(arch: ArchConfig) -> None:
 
 
 def test_only_what_is_slow_is_named(arch: ArchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(_parts(arch, own_attention=False)) == 2
+    assert len(_parts(arch, replace(RAYLM, name="another"))) == 2
     monkeypatch.setattr(ops, "attention_kernels", lambda *_, **__: (True, False))
     monkeypatch.setattr(ops, "linear_rows", lambda _: 64)
     monkeypatch.setattr(ops, "sample_is_async", lambda *_: True)
@@ -45,7 +47,7 @@ def test_only_what_is_slow_is_named(arch: ArchConfig, monkeypatch: pytest.Monkey
 
 
 def test_nothing_is_said_of_a_cpu(arch: ArchConfig) -> None:
-    assert slow_parts(arch, torch.float32, torch.device("cpu"), block_size=16, own_attention=True) == []
+    assert slow_parts(arch, Setting(torch.device("cpu"), torch.float32, arch.head_dim, 16), RAYLM) == []
 
 
 @pytest.mark.gpu
