@@ -1,8 +1,8 @@
 // Who attends to what in a step of short queries, worked out on the device by every block for itself: the grid knows no
 // sequence length, so that one CUDA graph serves all. The sequences' keys, in units of kDecodeKeys, form one long line
 // with a gap before each sequence; it is cut into equal shares, one for each "slot" of the grid (the split of Stream-K,
-// arXiv:2301.03598). Where they are few or alike, slots get whole sequences instead. All KV heads of a slot walk the same
-// keys at the same time, as a token's heads lie side by side in memory.
+// arXiv:2301.03598). Where sequences are few or of similar length, slots get whole ones instead. All KV heads of a slot
+// walk the same keys at the same time, as a token's heads lie side by side in memory.
 #pragma once
 
 #include <climits>
@@ -17,7 +17,7 @@ constexpr int kDecodeThreads = 128;
 constexpr int kDecodeQueries = 16;  // sequences with more are not decode
 constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
 constexpr int kDecodeWhole = 16;
-constexpr int kDecodeJoin = 24;     // units that pass while the parts of a sequence are joined, and more
+constexpr int kDecodeJoin = 24;     // units that a slot may have beyond an even share before sequences are cut
 
 struct DecodeBatch {
   const int32_t* query_start;
@@ -115,7 +115,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
   }
   DecodeShare share;
   share.size = max(batch.min_share, (total + batch.slots - 1) / batch.slots);
-  // Whole sequences, as many a slot, where that takes no longer than cutting and joining would.
+  // The same number of whole sequences for each slot, where that takes no longer than cutting and joining them.
   const int each = (batch.num_seqs + batch.slots - 1) / batch.slots;
   if (!batch.few && each * longest <= share.size + kDecodeJoin) {
     share.cursor.seqs = min((slot + 1) * each, batch.num_seqs), share.cursor.end = INT_MAX;
