@@ -19,6 +19,9 @@ _REMOVED = ("frontend prometheus", "listen stats")
 _BIND = re.compile(r"\s+bind (\S+)(.*)")
 _ROUTES = re.compile(r"\s+http-request return status (\d+) .* if routes$")
 _HTTP = "frontend http_frontend"
+# What waits in the kernel for a client that is slower than its replica. Without a bound Linux grows it to tcp_rmem's
+# limit, 6 to 32 MiB a connection.
+_READ_AHEAD_BYTES = 256 * 1024
 _MISSING = "Serve's configuration of HAProxy has no {!r}: this version of Ray needs another raylm"
 
 
@@ -136,6 +139,7 @@ def _global(section: Section, settings: FrontSettings, around: Surroundings) -> 
         # admin.
         f"    stats socket {around.admin_socket} mode 600 level {'admin' if around.certificate else 'operator'}",
         f"    maxconn {settings.max_connections}",
+        f"    tune.rcvbuf.server {_READ_AHEAD_BYTES}",
     ]
 
 
