@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 LAYERS = [
     ["errors", "log", "stacks"],
     ["config"],
-    ["core", "ops"],
+    ["core", "ops", "model_files"],
     ["text"],
     ["grammar"],
     ["parallel"],
@@ -40,6 +40,7 @@ LAYERS = [
 NEVER = {
     "core": {"torch", "ray", "numpy", "zmq", "time"},
     "config": {"torch", "ray", "transformers"},
+    "model_files": {"torch", "ray", "transformers"},
     "text": {"torch", "ray"},
     "grammar": {"torch", "ray", "transformers", "xgrammar"},
     "engine": {"torch"},

@@ -14,7 +14,8 @@ from tempfile import mkdtemp
 import pytest
 from hypothesis import Phase, settings
 
-from raylm.config.source import DEMO_MODELS, ModelSource, locate
+from raylm.config.demo import DEMO_MODELS
+from raylm.model_files.source import ModelSource, locate
 from raylm.text.processor import TextProcessor
 
 pytest_plugins = ["tests.support.served"]

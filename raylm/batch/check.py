@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raylm.config.engine import EngineConfig
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models import check
 
 

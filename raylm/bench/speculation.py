@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import SpeculationResult
 from raylm.config.engine import EngineConfig
-from raylm.config.source import locate
 from raylm.config.speculation import SpeculationConfig, SpeculationMethod
 from raylm.core.drafting import DraftCounters, Drafter, Proposal
 from raylm.core.request import Request
@@ -26,6 +25,7 @@ from raylm.core.speculation import ReplayProposer, RequestDrafter, Speculation, 
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.text.processor import TextProcessor
 
 INSTRUCTIONS = {

@@ -31,11 +31,11 @@ from raylm.bench.roofline import (
 )
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
-from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -68,7 +68,7 @@ def _arch(path: str) -> ArchConfig:
     """The model's description; a shape of `raylm bench shape` needs no folder. Raises ConfigError."""
     from raylm.bench.dummy import write_shape
     from raylm.bench.shapes import SHAPES, shape_named
-    from raylm.config.source import locate
+    from raylm.model_files.source import locate
     from raylm.models.arch import ArchConfig
 
     if path not in SHAPES:

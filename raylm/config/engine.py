@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
 from raylm.config.chat import ChatConfig
 from raylm.config.kv_events import KVEventsConfig
-from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
+from raylm.config.sampling import GenerationConfig, SamplingConfig
 from raylm.config.speculation import ON_HOST, SpeculationConfig
 from raylm.log import LogFormat
 
@@ -211,18 +209,6 @@ class EngineConfig(FrozenConfig):
     def in_one_process(self) -> bool:
         """Offline: whether the process that has the engine is its one worker too, and not a Ray actor."""
         return self.parallel.num_workers == 1 and not self.runtime.ray_workers
-
-    @cached_property
-    def sampling_advice(self) -> Advice:
-        """Defaults that generation.defaults takes from the model. Raises ConfigError as `advice` does."""
-        if self.generation.defaults == "neutral":
-            return Advice(SamplingConfig(), "generation.defaults is neutral")
-        return advice(self.model.path)
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        """How requests are sampled that leave it open. Raises ConfigError as `advice` does."""
-        return SamplingDefaults.of(self.model.sampling, self.sampling_advice.sampling)
 
     @model_validator(mode="after")
     def _published_events_are_kept(self) -> EngineConfig:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from raylm.config.source import locate
 from raylm.core.beam import TextEnds
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RequestRejected
+from raylm.model_files.source import locate
 
 if TYPE_CHECKING:
     from raylm.text.processor import TextProcessor

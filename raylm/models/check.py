@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from raylm.config.engine import EngineConfig
-from raylm.config.source import ModelSource, locate
 from raylm.config.speculation import SpeculationConfig
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource, locate
+from raylm.model_files.weight_files import weight_files
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
-from raylm.models.weight_files import weight_files
 
 _FORMATS = {"gguf": "gguf", "folder": "safetensors"}
 """Kind of source -> the format of its weights."""

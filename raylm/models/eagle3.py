@@ -11,7 +11,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
 from raylm.layers.attention import AttentionMetadata, KVCache
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
@@ -19,6 +18,7 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import ReplicatedLinear
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
+from raylm.model_files.source import ModelSource
 from raylm.models.arch_eagle3 import Eagle3Arch
 from raylm.models.blocks import Build, DecoderLayer, SelfAttention
 from raylm.models.decoder import DecoderModel

@@ -11,8 +11,8 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 from torch import Tensor
 
-from raylm.config.gguf_metadata import GGUFTensorInfo, read_gguf
 from raylm.errors import ConfigError
+from raylm.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from raylm.models.checkpoint import CheckpointTensor, Encoding, plain
 
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}

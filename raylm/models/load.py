@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from raylm.config.source import ModelSource
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.log import get_logger
+from raylm.model_files.source import ModelSource
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
 from raylm.models.check import check_format

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from raylm.errors import ConfigError
+from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, plain
-from raylm.models.weight_files import weight_files
 
 _MAX_HEADER_BYTES = 100_000_000
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}

@@ -18,10 +18,10 @@ from ray.serve._private.constants import (
 
 from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
 from raylm.config.base import load_yaml
-from raylm.config.source import locate
 from raylm.config.tenants import TenantsConfig
 from raylm.executor.cluster import plan_worker, wait_for_room
 from raylm.executor.placement import REPLICA_CPUS
+from raylm.model_files.source import locate
 from raylm.serving.identity.keys import read_keys
 from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.observing.observers import check_tracing

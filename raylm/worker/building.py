@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
-from raylm.config.source import locate
 from raylm.errors import ConfigError
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.layers.linear import kv_heads_of_rank
 from raylm.log import get_logger
+from raylm.model_files.source import locate
 from raylm.parallel.collectives import agree_on_min
 from raylm.worker import memory, trial
 from raylm.worker.agreement import Agreement

@@ -13,8 +13,9 @@ from raylm.config.engine import EngineConfig
 from raylm.config.front import FrontConfig
 from raylm.config.resolve import resolve
 from raylm.config.sampling import SamplingDefaults
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.advice import sampling_advice, sampling_defaults
+from raylm.model_files.source import locate
 
 MODEL = {"path": "smollm2-135m"}
 
@@ -299,10 +300,8 @@ def test_a_given_number_must_go_with_the_others_default():
 )
 def test_sampling_that_a_request_leaves_open_is_the_configurations_then_the_models_then_openais(model, expected):
     config = parse(EngineConfig, {"model": model}, source="test")
-    assert config.sampling_defaults == SamplingDefaults(*expected)
-    resolved = resolve(config, "cpu")
-    assert resolved.sampling_defaults == SamplingDefaults(*expected)
-    assert resolved.model.sampling.temperature == expected[0], "what `raylm doctor` prints"
+    assert sampling_defaults(config) == SamplingDefaults(*expected)
+    assert sampling_defaults(resolve(config, "cpu")) == SamplingDefaults(*expected)
 
 
 def _with_file(folder: Path, content: str, **sections: object) -> EngineConfig:
@@ -315,25 +314,21 @@ ADVICE = '{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": null, "repet
 
 def test_defaults_come_from_the_model_s_generation_config(tmp_path):
     config = _with_file(tmp_path, ADVICE)
-    assert config.sampling_defaults == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
-    assert config.sampling_advice.origin == "generation_config.json"
-    # What was resolved on one machine holds where the file is not.
-    resolved = resolve(config, "cpu")
-    (tmp_path / "generation_config.json").unlink()
-    assert resolved.sampling_defaults == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
+    assert sampling_defaults(config) == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
+    assert sampling_advice(config).origin == "generation_config.json"
 
 
 def test_neutral_defaults_leave_the_model_s_advice_out(tmp_path):
     config = _with_file(tmp_path, ADVICE, generation={"defaults": "neutral"})
-    assert config.sampling_defaults == SamplingDefaults()
+    assert sampling_defaults(config) == SamplingDefaults()
     demo = parse(EngineConfig, {"model": MODEL, "generation": {"defaults": "neutral"}}, source="test")
-    assert demo.sampling_defaults == SamplingDefaults()
+    assert sampling_defaults(demo) == SamplingDefaults()
 
 
 def test_the_configuration_s_sampling_wins_over_the_model_s(tmp_path):
     (tmp_path / "generation_config.json").write_text(ADVICE)
     model = {"path": str(tmp_path), "sampling": {"temperature": 0.1}}
-    assert parse(EngineConfig, {"model": model}, source="test").sampling_defaults.fields() == {
+    assert sampling_defaults(parse(EngineConfig, {"model": model}, source="test")).fields() == {
         "temperature": 0.1,
         "top_p": 0.95,
         "top_k": 20,
@@ -353,7 +348,7 @@ def test_the_configuration_s_sampling_wins_over_the_model_s(tmp_path):
 )
 def test_a_generation_config_without_sense_is_refused(tmp_path, content, sentence):
     with pytest.raises(ConfigError, match=sentence) as error:
-        _ = _with_file(tmp_path, content).sampling_defaults
+        sampling_defaults(_with_file(tmp_path, content))
     assert "generation_config.json" in str(error.value)
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raylm import ops
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
 from raylm.parallel import collectives

@@ -51,7 +51,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from raylm.config.source import locate
+from raylm.model_files.source import locate
 
 _FILE = "model.safetensors"
 VOCAB_SIZE = 320

@@ -18,12 +18,12 @@ from ray.serve import Application
 
 from raylm.config.application import ModelDeployment, load_model
 from raylm.config.resolve import ResolvedEngine, resolve
-from raylm.config.source import locate
 from raylm.core.control import WorkerControl
 from raylm.core.rows import RowCounts
 from raylm.core.step import CacheLayout, ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.engine import actor
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.serving.app import channel_host, deployment_options
 from raylm.serving.directory import NAMESPACE
