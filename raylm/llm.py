@@ -32,6 +32,7 @@ from raylm.generation.reader import ChoiceReader, Reading
 from raylm.generation.tool_reading import read_tools
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.model_files.advice import sampling_defaults
+from raylm.model_files.deployed import pinned
 from raylm.model_files.source import locate
 from raylm.text.chat_options import ChatOptions
 from raylm.text.chat_settings import ChatSettings
@@ -147,9 +148,9 @@ class LLM:
                 "runtime": {"device": device, "num_threads": num_threads},
             }
             model = parse(EngineConfig, settings, source="LLM(...)")
-        self.config = model
+        self.config = model = pinned(model)
         self._sampling = sampling_defaults(model)
-        source = locate(model.model.path)
+        source = locate(model.model.reference)
         self.text = TextProcessor.load(source, ChatSettings.of(model))
         self._format = ability_of(self.text.chat_template, model.chat).format
         self._grammars = GrammarCompiler(source)

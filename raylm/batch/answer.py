@@ -75,7 +75,7 @@ class Answerer:
         self._client = LocalClient(engine)
         self._grammars: GrammarCompiler | None = None
         if text is None:
-            source = locate(config.model.path)
+            source = locate(config.model.reference)
             text = TextProcessor.load(source, ChatSettings.of(config))
             self._grammars = GrammarCompiler(source, limits=_GRAMMARS)
         model = ServedModel(

@@ -189,7 +189,7 @@ def measure_speculation(config: EngineConfig, settings: Settings) -> Iterator[Sp
     """One result for each kind and number of streams. Raises ConfigError."""
     # A prompt comes twice.
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"prefix_caching": False})})
-    text = TextProcessor.load(locate(config.model.path))
+    text = TextProcessor.load(locate(config.model.reference))
     subject = _Subject(config, settings)
     try:
         for kind in settings.kinds:

@@ -80,7 +80,7 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
         peaks = measure_peaks(getattr(torch, engine.info.dtype))
-        arch = ArchConfig.from_source(locate(config.model.path))
+        arch = ArchConfig.from_source(locate(config.model.reference))
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks) for batch in batches]
     finally:
         engine.shutdown()

@@ -157,7 +157,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     from raylm.models.check import check_model
     from raylm.worker.device import choose_dtype
 
-    arch, source = check_model(config), locate(config.model.path)
+    arch, source = check_model(config), locate(config.model.reference)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
     setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi)
     backend, reason = choose_backend(config.runtime.attention, setting)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from raylm.config.base import FrozenConfig
 from raylm.config.chat import ChatConfig
+from raylm.config.hub_name import REVISION, at_revision, served_name
 from raylm.config.kv_events import KVEventsConfig
 from raylm.config.sampling import GenerationConfig, SamplingConfig
 from raylm.config.speculation import ON_HOST, SpeculationConfig
@@ -29,9 +30,13 @@ class ModelConfig(FrozenConfig):
     """Which model, and how it is loaded."""
 
     path: str
-    """A folder with config.json and safetensors, a .gguf file, or the name of the demo model: smollm2-135m."""
+    """A folder with config.json and safetensors, a .gguf file, a model of the Hugging Face hub (owner/name, or
+    owner/name:Q4_K_M for one of its .gguf files), or the name of the demo model: smollm2-135m."""
+    revision: str | None = Field(default=None, min_length=1, max_length=256, pattern=REVISION)
+    """Of a model on the hub: a branch, a tag or a commit; by default the main branch. Replicas load the commit that it
+    was when the model was deployed."""
     name: str | None = None
-    """The name that clients use; by default the last part of the path."""
+    """The name that clients use; by default the hub's (owner/name), or the last part of the path."""
     dtype: DType = "auto"
     """auto: float32 on a CPU; on a GPU the checkpoint's own, or bfloat16 where that is float32."""
     load_format: LoadFormat = "auto"
@@ -48,7 +53,13 @@ class ModelConfig(FrozenConfig):
 
     @property
     def served_name(self) -> str:
-        return self.name or self.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        return self.name or served_name(self.path)
+
+    @property
+    def reference(self) -> str:
+        """What `raylm.model_files.source.locate` finds the model by: the path, with the revision in it. Raises
+        ConfigError where a revision is given and the path has none."""
+        return at_revision(self.path, self.revision)
 
 
 class CacheConfig(FrozenConfig):

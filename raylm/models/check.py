@@ -17,13 +17,13 @@ _FORMATS = {"gguf": "gguf", "folder": "safetensors"}
 
 
 def check_model(config: EngineConfig) -> ArchConfig:
-    """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there, or
-    `parallel` cannot split it."""
-    source = locate(config.model.path)
+    """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there (a model
+    on the hub has them there, and none is downloaded), or `parallel` cannot split it."""
+    source = locate(config.model.reference)
     arch = target_arch(ArchConfig.from_source(source), config.speculation)
     check_format(source, config.model.load_format)
-    if source.kind == "folder" and config.model.load_format != "dummy":
-        weight_files(source.path)
+    if source.remote is None and config.model.load_format != "dummy":
+        weight_files(source, config.model.load_format)
     if config.parallel.num_workers > 1:
         import torch
 

@@ -153,7 +153,7 @@ class Eagle3Head(nn.Module):
 
 def owned_parts(source: ModelSource, head: Eagle3Arch, target: DecoderModel) -> OwnedParts:
     """What the files of a head have. Raises ConfigError where it lacks what its target cannot give."""
-    names = {tensor.name.removeprefix("model.") for tensor in folder_tensors(source.path, integers=True)}
+    names = {tensor.name.removeprefix("model.") for tensor in folder_tensors(source, integers=True)}
     fits = head.arch.hidden_size == target.arch.hidden_size
     drafts_all = head.draft_vocab_size == target.arch.vocab_size
     if _EMBEDDING not in names and not fits:
@@ -190,7 +190,7 @@ def load_eagle3(
     if not owned.map:
         model.d2t.zero_()
     loader = WeightLoader(model, _NAMES, progress=progress, filled=() if owned.map else (_MAP,))
-    loader.load(folder_tensors(source.path, integers=True), _NAMES.folder)
+    loader.load(folder_tensors(source, integers=True), _NAMES.folder)
     limit = head.arch.vocab_size
     drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
     if int(drafted.min()) < 0 or int(drafted.max()) >= limit:

@@ -68,7 +68,7 @@ def _tensors(source: ModelSource, arch: ArchConfig) -> list[CheckpointTensor]:
         from raylm.models.gguf import gguf_tensors
 
         pairs = family_of(arch.architecture).names.gguf_pairs
-        return gguf_tensors(source.path, paired_head_dim=arch.head_dim if pairs else 0)
+        return gguf_tensors(source, paired_head_dim=arch.head_dim if pairs else 0)
     from raylm.models.safetensors import folder_tensors
 
-    return folder_tensors(source.path)
+    return folder_tensors(source)

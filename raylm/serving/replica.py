@@ -63,7 +63,7 @@ class ModelReplica:
         self._model = ModelEntry(
             model.served_name,
             context.app_name,
-            model.path,
+            model.reference,
             sampling=sampling_defaults(config.engine),
             since=time.time(),
             chat=ChatSettings.of(config.engine),

@@ -63,7 +63,7 @@ def sampling_grammars(config: ResolvedEngine, loaded: Loaded) -> CompiledGrammar
     """Compiled grammars, where the model's last stage is, whose logits are sampled from."""
     if not loaded.model.context.is_last_stage:
         return None
-    return CompiledGrammars(locate(config.model.path), loaded.arch.vocab_size)
+    return CompiledGrammars(locate(config.model.reference), loaded.arch.vocab_size)
 
 
 def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> CacheSize:

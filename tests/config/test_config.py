@@ -11,6 +11,7 @@ from raylm.config.application import ModelDeployment, load_ingress, load_model
 from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.front import FrontConfig
+from raylm.config.hub_name import HubName, hub_name
 from raylm.config.resolve import resolve
 from raylm.config.sampling import SamplingDefaults
 from raylm.errors import ConfigError
@@ -232,8 +233,10 @@ def test_wrong_limits_of_the_front_say_so(limits, message):
         parse(FrontConfig, limits, source="front.yaml")
 
 
-def test_the_served_name_is_the_paths_last_part():
+def test_the_served_name_is_that_of_the_hub_or_the_paths_last_part():
     names = {"a/b/Qwen3-0.6B/": "Qwen3-0.6B", "/x/model.Q4_1.gguf": "model.Q4_1", "smollm2-135m": "smollm2-135m"}
+    names |= {"Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "hf://Qwen/Qwen3-0.6B@main": "Qwen/Qwen3-0.6B"}
+    names |= {"a/b:Q4_K_M": "a/b:Q4_K_M", "a/b@v1:Q4_K_M": "a/b:Q4_K_M", "./models/tiny": "tiny"}
     for path, name in names.items():
         assert EngineConfig.model_validate({"model": {"path": path}}).model.served_name == name
 
@@ -379,3 +382,23 @@ def test_a_database_url_in_a_file_may_hold_a_password(tmp_path):
 def test_responses_are_stored_in_the_users_state_folder(monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert load_ingress({}, source="test").responses.database_url() == "sqlite:////state/raylm/responses.db"
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", "a" * 40])
+def test_a_revision_is_part_of_the_name_on_the_hub(revision):
+    model = EngineConfig.model_validate({"model": {"path": "a/b:Q4_0", "revision": revision}}).model
+    found = hub_name(model.reference)
+    assert found == HubName("a/b", revision, "Q4_0") and hub_name(str(found)) == found
+
+
+@pytest.mark.parametrize("revision", ["", "../x", "a//b", "a..b", "a b", "-/", "a" * 300])
+def test_what_is_no_revision_is_refused(revision):
+    with pytest.raises(ConfigError, match=r"model\.revision"):
+        parse(EngineConfig, {"model": {"path": "a/b", "revision": revision}}, source="test")
+
+
+def test_a_revision_goes_with_a_name_on_the_hub_that_has_none():
+    with pytest.raises(ConfigError, match=r"model\.path '/a' is no name of a model on the hub; allowed: null, or"):
+        _ = EngineConfig.model_validate({"model": {"path": "/a", "revision": "v1"}}).model.reference
+    with pytest.raises(ConfigError, match=r"model\.path 'a/b@v2' has a revision already"):
+        _ = EngineConfig.model_validate({"model": {"path": "a/b@v2", "revision": "v1"}}).model.reference

@@ -51,7 +51,7 @@ class PacedExecutor:
         self.config = config
         self.workers: list[Any] = []
         self._pace = pace
-        arch = ArchConfig.from_source(locate(config.model.path))
+        arch = ArchConfig.from_source(locate(config.model.reference))
         self._info = ModelInfo(
             num_blocks=pace.num_blocks,
             num_host_blocks=0,
