@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.filling import fill
 from raylm.models.names import TensorNames, WeightTable, slot_name
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
@@ -52,16 +51,7 @@ class WeightLoader:
 
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
-        jobs = self._assign(tensors, table)
-        total = sum(tensor.num_bytes for tensor, _ in jobs)
-        hidden = not self._progress
-        with (
-            _one_thread(),
-            tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=hidden) as bar,
-        ):
-            for tensor, slot in jobs:
-                _copy(tensor, slot)
-                bar.update(tensor.num_bytes)
+        fill(self._assign(tensors, table), progress=self._progress)
 
     def _assign(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> list[tuple[CheckpointTensor, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
@@ -120,34 +110,6 @@ def _split_fused(found: dict[SlotName, list[CheckpointTensor]], slots: dict[Slot
             for shard, size in zip(shards, sizes, strict=True):
                 found.setdefault(shard, []).append(tensor.rows(first, size))
                 first += size
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One CPU thread for torch: pieces are too small to share, and threads that wait for each other at every piece
-    made loading five times slower where other processes use the cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _copy(tensor: CheckpointTensor, slot: Slot) -> None:
-    """Copy this rank's part, piece by piece; the copy converts type and device."""
-    if slot.dim == 0:
-        for row, piece in tensor.pieces(slot.start, slot.start + slot.length):
-            first = row - slot.start
-            slot.destination[first : first + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
-        return
-    for row, piece in tensor.pieces(0, tensor.shape[0], (slot.start, slot.start + slot.length)):
-        slot.destination[row : row + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
-
-
-def _with_offset(piece: torch.Tensor, offset: float) -> torch.Tensor:
-    # In float32: 1 + a small bfloat16 would lose the small one before it is rounded.
-    return piece.float().add_(offset) if offset else piece
 
 
 def _label(name: SlotName) -> str:
