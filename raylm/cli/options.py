@@ -119,7 +119,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
+    group.add_argument("--load-format", choices=("auto", "safetensors", "pt", "mistral", "gguf", "dummy"))
     group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own; or a bundled one's name")
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of one request")
     group.add_argument(

@@ -16,6 +16,7 @@ from raylm.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from raylm.model_files.source import ModelSource
 from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, Encoding, plain
+from raylm.models.rotary_order import from_neighbours
 
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 _QUANTISED = (
@@ -42,12 +43,9 @@ def gguf_tensors(source: ModelSource, *, paired_head_dim: int = 0) -> list[Check
 
 def _tensor(path: Path, info: GGUFTensorInfo, permuted_head_dim: int) -> CheckpointTensor:
     encoding = _encoding(path, info)
-    if permuted_head_dim and set(info.name.split(".")) & {"attn_q", "attn_k"}:
-        restore = partial(_pair_halves, head_dim=permuted_head_dim)
-        return CheckpointTensor(
-            info.name, info.shape, path, info.offset, encoding, row_unit=permuted_head_dim, rearrange=restore
-        )
-    return CheckpointTensor(info.name, info.shape, path, info.offset, encoding)
+    tensor = CheckpointTensor(info.name, info.shape, path, info.offset, encoding)
+    is_paired = permuted_head_dim and set(info.name.split(".")) & {"attn_q", "attn_k"}
+    return from_neighbours(tensor, permuted_head_dim) if is_paired else tensor
 
 
 def _encoding(path: Path, info: GGUFTensorInfo) -> Encoding:
@@ -67,9 +65,3 @@ def _dequantise(raw: np.ndarray, kind: GGMLType, block_bytes: int) -> Tensor:
     num_blocks = raw.size // block_bytes
     rows = _GROUPS if num_blocks % _GROUPS == 0 else 1
     return torch.from_numpy(gguf.dequantize(raw.reshape(rows, -1), kind).reshape(-1))
-
-
-def _pair_halves(piece: Tensor, head_dim: int) -> Tensor:
-    """Rows (or elements of a bias) of whole heads, from neighbouring pairs to first and second half."""
-    heads = piece.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).flatten(0, 2)

@@ -13,8 +13,8 @@ from raylm.model_files.source import ModelSource
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
 from raylm.models.check import check_format
-from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
+from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
@@ -49,9 +49,8 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        names = family_of(arch.architecture).names
-        table = names.gguf if source.kind == "gguf" else names.folder
-        WeightLoader(model, names, progress=progress).load(_tensors(source, arch), table)
+        tensors, table = read_checkpoint(source, arch, load_format)
+        WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(tensors, table)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
@@ -60,15 +59,7 @@ def load_model(
 
 def checkpoint_digest(source: ModelSource, arch: ArchConfig, load_format: str, *, seed: int) -> str:
     """Equal for equal weights, read here or on another node. Raises ConfigError where the checkpoint is damaged."""
-    return f"seed {seed}" if load_format == "dummy" else checkpoint.digest(_tensors(source, arch))
-
-
-def _tensors(source: ModelSource, arch: ArchConfig) -> list[CheckpointTensor]:
-    if source.kind == "gguf":
-        from raylm.models.gguf import gguf_tensors
-
-        pairs = family_of(arch.architecture).names.gguf_pairs
-        return gguf_tensors(source, paired_head_dim=arch.head_dim if pairs else 0)
-    from raylm.models.safetensors import folder_tensors
-
-    return folder_tensors(source)
+    if load_format == "dummy":
+        return f"seed {seed}"
+    tensors, _ = read_checkpoint(source, arch, load_format)
+    return checkpoint.digest(tensors)

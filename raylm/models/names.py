@@ -40,6 +40,23 @@ GGUF_WEIGHTS: WeightTable = {
 }
 """GGUF files, as llama.cpp names tensors."""
 
+MISTRAL_WEIGHTS: WeightTable = {
+    "tok_embeddings": ("embed_tokens", None),
+    "output": ("lm_head", None),
+    "attention_norm": ("input_layernorm", None),
+    "attention": ("self_attn", None),
+    "wq": ("qkv_proj", "q"),
+    "wk": ("qkv_proj", "k"),
+    "wv": ("qkv_proj", "v"),
+    "wo": ("o_proj", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+    "feed_forward": ("mlp", None),
+    "w1": ("gate_up_proj", "gate"),
+    "w2": ("down_proj", None),
+    "w3": ("gate_up_proj", "up"),
+}
+"""Mistral's own files, consolidated.safetensors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
@@ -48,6 +65,7 @@ class TensorNames:
     folder: WeightTable = field(default_factory=lambda: HF_WEIGHTS)
     """Of safetensors."""
     gguf: WeightTable = field(default_factory=lambda: GGUF_WEIGHTS)
+    mistral: WeightTable = field(default_factory=lambda: MISTRAL_WEIGHTS)
     gguf_pairs: bool = False
     """GGUF files have the rows of queries and keys in the order of a rotary embedding of neighbouring dimensions."""
     prefixes: tuple[str, ...] = ("model.",)

@@ -6,15 +6,14 @@ may have a section for each kind of layer (transformers 5).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerKind
 from raylm.models.fields import Fields
+from raylm.models.read_json import read_json
 
 _LAYER_TYPES: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
 _TYPES = {kind: name for name, kind in _LAYER_TYPES.items()}
@@ -143,19 +142,6 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in ("use_bidirectional_attention", "apply_residual_connection_post_layernorm"):
         if fields.get(name):
             raise fields.error(name, True, "false")
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ConfigError."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read this file: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, not {type(values).__name__}")
-    return values
 
 
 def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
