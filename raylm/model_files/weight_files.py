@@ -41,7 +41,7 @@ _NAMINGS: dict[WeightFormat, _Naming] = {
 """In the order in which they are looked for."""
 _NOT_WEIGHTS = ("consolidated*", "*/*")
 """The weights once more in another format, and what lies in folders of a repository."""
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _MAX_FILES = 10_000
 
 
@@ -78,7 +78,7 @@ def _files_of(source: ModelSource, naming: _Naming) -> list[Path]:
     if naming.others is None:
         return []
     _fetch(source, [naming.others], exclude=_NOT_WEIGHTS)
-    paths = sorted(path for path in folder.glob(naming.others) if not path.match(_NOT_WEIGHTS[0]))
+    paths = sorted(path for path in folder.glob(naming.others) if path.is_file() and not path.match(_NOT_WEIGHTS[0]))
     if len(paths) > 1:
         raise ConfigError(
             f"{folder}: holds {len(paths)} safetensors files without an index; "

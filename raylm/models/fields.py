@@ -6,6 +6,11 @@ from collections.abc import Mapping
 
 from raylm.errors import ConfigError
 
+_MOST_OF_ALL = 2**31 - 1
+_MOST = {"num_hidden_layers": 4096, "block_count": 4096, "max_position_embeddings": 2**24, "context_length": 2**24}
+"""Of what is made before any weight is read, a list of layers and tables of positions, many times what models have."""
+_LARGEST = 1e30
+
 
 class Fields:
     """Reads fields of a mapping. A missing one is as in `defaults`; a null one takes the method's default, or is an
@@ -28,16 +33,19 @@ class Fields:
         return self._values[name] if name in self._values else self._defaults.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """A positive integer of a size that a model may have."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, value, "a positive integer")
+        if value > (most := _MOST.get(name.rpartition(".")[2], _MOST_OF_ALL)):
+            raise self.error(name, value, f"a positive integer of at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number, or 0 where that is the default."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (value <= 0 and value != default):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (0 < value <= _LARGEST or value == default):
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -52,7 +60,7 @@ class Fields:
         """A token, a list of tokens, or none."""
         value = self.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        if not all(type(token) is int and 0 <= token <= _MOST_OF_ALL for token in ids):
             raise self.error(name, value, "a token id or a list of them")
         return tuple(ids)
 
@@ -67,7 +75,11 @@ class Fields:
 
     def error(self, name: str, value: object, allowed: str) -> ConfigError:
         """The error for a field whose value cannot be used."""
-        return ConfigError(f"{self.source}: {name} is {value!r}; allowed: {allowed}")
+        try:
+            given = f"{value!r:.200}"
+        except ValueError:  # an integer of too many digits to be written
+            given = "too long to be shown"
+        return ConfigError(f"{self.source}: {name} is {given}; allowed: {allowed}")
 
     def _value(self, name: str, default: object) -> object:
         value = self.get(name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from raylm.errors import ConfigError
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.log import get_logger
 from raylm.model_files.source import ModelSource
@@ -42,7 +44,8 @@ def load_model(
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
-    model = model_class(arch.architecture)(arch, context, dtype, attention)
+    with _too_large(source):
+        model = model_class(arch.architecture)(arch, context, dtype, attention)
     if fill(model):
         return model
     began = time.monotonic()
@@ -55,6 +58,17 @@ def load_model(
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
     return model
+
+
+@contextmanager
+def _too_large(source: ModelSource) -> Iterator[None]:
+    """A ConfigError where the CPU's memory cannot hold what the source describes."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if "DefaultCPUAllocator" not in str(error) and "overflow" not in str(error).lower():
+            raise
+        raise ConfigError(f"{source.path}: describes a model that is too large for this machine's memory") from None
 
 
 def checkpoint_digest(source: ModelSource, arch: ArchConfig, load_format: str, *, seed: int) -> str:

@@ -17,6 +17,7 @@ from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, plain
 
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMS = 8
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
 
@@ -35,16 +36,23 @@ def file_tensors(path: Path, *, integers: bool = False) -> list[CheckpointTensor
     """Every tensor of one safetensors file. Raises ConfigError."""
     dtypes = {**_FLOATS, **_INTEGERS} if integers else _FLOATS
     header, begin = _read_header(path)
+    size = path.stat().st_size
     tensors = []
     for name, info in header.items():
         if name == "__metadata__":
             continue
         dtype, shape, start, stop = _entry(info, path, name)
+        if len(shape) > _MAX_DIMS:
+            raise ConfigError(f"{path}: tensor {name} has {len(shape)} dimensions; allowed: at most {_MAX_DIMS}")
         if dtype not in dtypes:
             raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(dtypes)}")
         tensor = CheckpointTensor(name, shape, path, begin + start, plain(dtypes[dtype]))
         if tensor.num_bytes != stop - start:
             raise ConfigError(f"{path}: tensor {name} of shape {shape} cannot have {stop - start} bytes")
+        if begin + stop > size:
+            raise ConfigError(
+                f"{path}: tensor {name} ends at byte {begin + stop}, but the file has {size}: it is cut short"
+            )
         tensors.append(tensor)
     return tensors
 
@@ -71,7 +79,7 @@ def _read_header(path: Path) -> tuple[dict[str, object], int]:
             raise ConfigError(f"{path}: not a safetensors file: its header would have {size} bytes")
         try:
             header = json.loads(file.read(size))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{path}: not a safetensors file: its header is no JSON") from None
     if not isinstance(header, dict):
         raise ConfigError(f"{path}: not a safetensors file: its header is no JSON object")

@@ -59,7 +59,18 @@ def _open(path: Path, folder: Path) -> tuple[Backend, TokenizerInfo]:
         backend = Backend.from_buffer(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from None
+    _try(backend, path)
     return backend, _describe(backend, folder, {})
+
+
+def _try(backend: Backend, path: Path) -> None:
+    """What is wrong with some files shows when a text is encoded, as a panic of the library. Raises ConfigError."""
+    try:
+        backend.encode("a")
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ConfigError(f"{path}: a text cannot be encoded with this tokenizer: {error}") from None
 
 
 def _convert(folder: Path) -> tuple[Backend, TokenizerInfo]:
