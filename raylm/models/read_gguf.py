@@ -14,6 +14,7 @@ import numpy as np
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.gguf_header import GGUFFile, GGUFTensorInfo, read_gguf
+from raylm.model_files.gguf_shards import shards
 from raylm.models.arch import ArchConfig, DTypeName, LayerKind
 from raylm.models.fields import Fields
 
@@ -25,9 +26,9 @@ _F32 = 0
 
 
 class Header(NamedTuple):
-    """A GGUF file up to its tensors' data."""
+    """A GGUF file up to its tensors' data; of several shards the first one's metadata and all tensors."""
 
-    file: GGUFFile
+    files: list[GGUFFile]
     fields: Fields
     name: str
     """Of the architecture."""
@@ -38,18 +39,18 @@ class Header(NamedTuple):
 
 def open_header(path: Path, names: Sequence[str]) -> Header:
     """Raises ConfigError where the file is damaged or of an architecture that is not one of `names`."""
-    file = read_gguf(path)
-    fields = Fields(file.metadata, str(path))
+    files = [read_gguf(shard) for shard in shards(path)]
+    fields = Fields(files[0].metadata, str(path))
     name = fields.get("general.architecture")
     if name not in names:
         raise fields.error("general.architecture", name, ", ".join(names))
     experts = f"{name}.expert_count"
     if fields.get(experts):
         raise fields.error(experts, fields.get(experts), "0 (no mixture of experts)")
-    tensors = {tensor.name: tensor for tensor in file.tensors}
+    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{path}: the tensor token_embd.weight is missing")
-    return Header(file, fields, str(name), f"{name}.", tensors)
+    return Header(files, fields, str(name), f"{name}.", tensors)
 
 
 def dense(
@@ -124,7 +125,7 @@ def rope_of(header: Header, head_dim: int) -> RopeSettings:
     if rotated != head_dim:
         raise fields.error(prefix + "rope.dimension_count", rotated, f"the size of a head ({head_dim})")
     theta = fields.number(prefix + "rope.freq_base", 1e4)
-    factors = _rope_factors(header.file, head_dim)
+    factors = _rope_factors(header.files, head_dim)
     if factors:
         return RopeSettings(theta, "factors", factors=factors)
     kind = fields.get(prefix + "rope.scaling.type")
@@ -137,8 +138,9 @@ def rope_of(header: Header, head_dim: int) -> RopeSettings:
     raise fields.error(prefix + "rope.scaling.type", kind, "none, linear")
 
 
-def _rope_factors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
-    for tensor in file.tensors:
+def _rope_factors(files: list[GGUFFile], head_dim: int) -> tuple[float, ...]:
+    placed = [(shard, tensor) for shard in files for tensor in shard.tensors]
+    for file, tensor in placed:
         if tensor.name == ROPE_FACTORS:
             if tensor.type != _F32 or tensor.shape != (head_dim // 2,):
                 raise ConfigError(

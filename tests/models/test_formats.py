@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from functools import partial
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -216,3 +218,21 @@ def test_files_of_other_formats_are_named(copied: Path, name: str, sentence: str
     (copied / name.replace("rank-0", "rank-1")).write_bytes(b"")
     with pytest.raises(ConfigError, match=sentence or "2 safetensors files without an index"):
         load(copied)
+
+
+def test_a_gguf_file_in_shards_gives_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = checkpoints.llama(tmp_path / "llama")
+    checkpoints.write_tokenizer(folder)
+    whole = checkpoints.write_gguf(folder, tmp_path / "whole.gguf")
+    splitting = partial(gguf.GGUFWriter, split_max_tensors=7)
+    monkeypatch.setattr(gguf, "GGUFWriter", splitting)
+    checkpoints.write_gguf(folder, tmp_path / "cut.gguf")
+    first, second, *_ = names = sorted(tmp_path.glob("cut-*.gguf"))
+    assert len(names) > 2
+    assert ArchConfig.from_source(locate(str(first))) == ArchConfig.from_source(locate(str(whole)))
+    assert same(whole, first)
+    with pytest.raises(ConfigError, match=r"is shard 2 of \d+; name the first, cut-00001-of-"):
+        load(second)
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"shards are missing beside it: cut-00002-of-"):
+        load(first)
