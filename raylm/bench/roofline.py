@@ -89,11 +89,13 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     """
     tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    shapes = [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * arch.intermediate_size), (arch.intermediate_size, hidden)]
-    weights = layers * sum(k * n for k, n in shapes)
+    mlps = [layer.mlp for layer in arch.layers]
+    shapes = layers * [(hidden, q + 2 * kv), (q, hidden)]
+    shapes += [shape for mlp in mlps for shape in ((hidden, (1 + mlp.gated) * mlp.size), (mlp.size, hidden))]
+    weights = sum(k * n for k, n in shapes)
     head_weights = hidden * arch.vocab_size
-    moved = layers * tokens * sum(k + n for k, n in shapes)
-    seen = [min(1.0, window * step.tokens / step.pairs) if (window := arch.window(n)) else 1.0 for n in range(layers)]
+    moved = tokens * sum(k + n for k, n in shapes)
+    seen = [min(1.0, layer.window * step.tokens / step.pairs) if layer.window else 1.0 for layer in arch.layers]
     # A norm reads what came and the residual stream and writes both, or its product has added them already.
     streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
     attention = Need(item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen))
@@ -107,7 +109,7 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
         _HEAD: head,
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
-        "activation": Need(item * 3 * arch.intermediate_size * tokens * layers, 0.0),
+        "activation": Need(item * sum((2 + mlp.gated) * mlp.size for mlp in mlps) * tokens, 0.0),
         "sampling": Need(item * arch.vocab_size * step.logit_rows, 0.0),
     }
 

@@ -133,8 +133,7 @@ class QKVParallelLinear(_FusedColumnLinear):
 
 class RowParallelLinear(nn.Module):
     """Inputs are split between the ranks, which sum their results: takes [T, in_size / tensor_size], returns the full
-    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that, and may add to
-    the residual stream itself."""
+    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that."""
 
     def __init__(
         self,
@@ -156,26 +155,30 @@ class RowParallelLinear(nn.Module):
         # Only one rank adds the bias, or the sum would hold it once a rank.
         self._adds_bias = context.tensor_rank == 0
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
-        """The product; None where it has been added to `residual` [T, out_size] in place."""
-        if residual is not None and self._adds(x):
-            residual.addmm_(x, self.weight.t())
-            return None
-        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None, frozen=True)
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, summed over the ranks unless the norm behind it does that."""
+        out = self.partial(x)
         if self._norm_follows and collectives.norm_sums(out, self._context):
             return out
         return collectives.all_reduce(out, self._context)
 
-    def _adds(self, x: Tensor) -> bool:
-        """Whether a residual is added in the product, which then need not be written and read again. Few rows are for
-        raylm's own product and norm."""
-        return (
-            x.is_cuda
-            and len(x) >= MIN_ROWS_TO_ADD
-            and self._norm_follows
-            and self._context.tensor_size == 1
-            and self.bias is None
-        )
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's share of the sum."""
+        return ops.linear(x, self.weight, self.bias if self._adds_bias else None, frozen=True)
+
+    def add_product(self, residual: Tensor, x: Tensor, multiplier: float) -> bool:
+        """Add multiplier * product to `residual` [T, out_size] where that spares writing and reading it again; whether
+        it was. Few rows are for raylm's own product and norm."""
+        if (
+            not x.is_cuda
+            or len(x) < MIN_ROWS_TO_ADD
+            or not self._norm_follows
+            or self._context.tensor_size > 1
+            or self.bias is not None
+        ):
+            return False
+        residual.addmm_(x, self.weight.t(), alpha=multiplier)
+        return True
 
     def slots(self) -> dict[SlotName, Slot]:
         out_size, share = self.weight.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -12,16 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.attention import Attention, AttentionMetadata, KVCache
-from raylm.layers.attention_backends import AttentionBackend
+from raylm.layers.alibi import alibi_slopes_of_rank
+from raylm.layers.attention import Attention, LayerInput
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ColumnParallelLinear, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from raylm.layers.norm import LayerNorm, RMSNorm
-from raylm.models.arch import Activation, ArchConfig
+from raylm.layers.residual import ResidualStream
+from raylm.layers.rope_settings import RopeSettings
+from raylm.layers.rotary import rotary_table
+from raylm.models.arch import Activation, ArchConfig, LayerSpec, NormPlace
+from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -32,7 +40,20 @@ class Build:
     arch: ArchConfig
     context: ParallelContext
     dtype: torch.dtype
-    attention: AttentionBackend
+    attention: AttentionBackend = RAYLM
+    _tables: dict[RopeSettings, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def rotary_table(self, rope: RopeSettings) -> Tensor:
+        """One for all layers of equal settings: at 131,072 positions it has 64 MiB."""
+        if rope not in self._tables:
+            size, length = self.arch.head_dim, self.arch.max_position
+            self._tables[rope] = rotary_table(rope, head_dim=size, max_position=length, device=self.context.device)
+        return self._tables[rope]
+
+    def stream(self, hidden: Tensor) -> ResidualStream:
+        """The residual stream of a step, which begins as `hidden` and overwrites it."""
+        arch = self.arch
+        return ResidualStream(hidden, self.context, norms_sum=arch.norms_sum, multiplier=arch.residual_multiplier)
 
     def norm(self, *, sums: bool = False) -> RMSNorm | LayerNorm:
         """A norm over the hidden size; `sums` as RMSNorm takes it."""
@@ -51,20 +72,9 @@ class Build:
 
 
 class SelfAttention(nn.Module):
-    """Attention of one layer: project, norm heads where the family does, rotate, attend, project back.
+    """Attention of one layer: project, norm heads where the family does, rotate, attend, project back."""
 
-    `position_table` is the layer's rotary table, or the slopes of its heads' linear biases.
-    """
-
-    def __init__(
-        self,
-        build: Build,
-        layer: int,
-        position_table: Tensor,
-        *,
-        norm_follows: bool,
-        in_size: int | None = None,
-    ) -> None:
+    def __init__(self, build: Build, spec: LayerSpec, *, norm_follows: bool, in_size: int | None = None) -> None:
         """`in_size`: columns of the input, where they are not hidden_size."""
         super().__init__()
         arch = build.arch
@@ -82,41 +92,37 @@ class SelfAttention(nn.Module):
         self._heads = (num_heads, num_kv_heads, arch.head_dim)
         self._by_heads = arch.qkv_by_heads
         self._norm_eps = arch.norm_eps
-        self._rotary = None if arch.alibi or layer in arch.nope_layers else position_table
+        self._rotary = build.rotary_table(spec.rope) if spec.rope is not None else None
         self._attention = Attention(
             build.attention,
             scale=arch.attention_scale,
-            window=arch.window(layer),
+            window=spec.window,
             soft_cap=arch.attention_soft_cap,
-            alibi_slopes=position_table if arch.alibi else None,
+            alibi_slopes=alibi_slopes_of_rank(arch.num_heads, build.context) if arch.alibi else None,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        meta: AttentionMetadata,
-        residual: Tensor | None = None,
-    ) -> Tensor | None:
-        """What is to be added to the residual stream; None where `residual` has it already."""
-        out = self._attention(self.store(x, positions, cache, meta), cache, meta)
-        added: Tensor | None = self.o_proj(out.view(len(x), -1), residual)
-        return added
+    def forward(self, x: Tensor, step: LayerInput) -> Tensor:
+        """x, output: [T, hidden_size]."""
+        return self.o_proj.forward(self.attend(x, step))
 
-    def store(self, x: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+    def attend(self, x: Tensor, step: LayerInput) -> Tensor:
+        """What o_proj takes."""
+        return self._attention(self.store(x, step), step.cache, step.meta).view(len(x), -1)
+
+    def store(self, x: Tensor, step: LayerInput) -> Tensor:
         """Write keys and values into the cache. Returns the queries, [T, num_heads, head_dim]."""
         q, k, v = self._project(x)
         if self._rotary is None:
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
-            ops.store_kv(k, v, *cache, meta.slot_mapping)
+            ops.store_kv(k, v, *step.cache, step.meta.slot_mapping)
             return q
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        # `positions` and the slots were written before the embedding or the previous stage gave x.
+        # Positions and slots were written before the embedding or the previous stage gave x.
         ops.rope_store(
-            *(q, k, v, q_weight, k_weight, self._norm_eps, positions, self._rotary, *cache, meta.slot_mapping),
+            *(q, k, v, q_weight, k_weight, self._norm_eps, step.positions, self._rotary),
+            *(*step.cache, step.meta.slot_mapping),
             frozen=True,
         )
         return q
@@ -133,137 +139,119 @@ class SelfAttention(nn.Module):
         return q, k, v
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
-    def __init__(self, build: Build, *, norm_follows: bool) -> None:
+    def __init__(self, build: Build, spec: LayerSpec, *, norm_follows: bool) -> None:
         super().__init__()
-        arch, context, dtype = build.arch, build.context, build.dtype
-        size, bias = arch.intermediate_size, arch.mlp_bias
-        self.gate_up_proj = GatedParallelLinear(
-            arch.hidden_size, size, arch.activation, bias=bias, context=context, dtype=dtype
-        )
+        mlp, context, dtype, hidden = spec.mlp, build.context, build.dtype, build.arch.hidden_size
+        if mlp.gated:
+            self.gate_up_proj = GatedParallelLinear(
+                hidden, mlp.size, mlp.activation, bias=mlp.bias, context=context, dtype=dtype
+            )
+        else:
+            self.up_proj = ColumnParallelLinear(hidden, mlp.size, bias=mlp.bias, context=context, dtype=dtype)
         self.down_proj = RowParallelLinear(
-            size, arch.hidden_size, bias=bias, context=context, dtype=dtype, norm_follows=norm_follows
+            mlp.size, hidden, bias=mlp.bias, context=context, dtype=dtype, norm_follows=norm_follows
         )
+        self._activate = None if mlp.gated else _ACTIVATIONS[mlp.activation]
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
-        """As SelfAttention.forward."""
-        added: Tensor | None = self.down_proj(self.gate_up_proj(x), residual)
-        return added
+    def forward(self, x: Tensor) -> Tensor:
+        """x, output: [T, hidden_size]."""
+        return self.down_proj.forward(self.widen(x))
 
-
-class PlainMLP(nn.Module):
-    """down(act(up(x)))."""
-
-    def __init__(self, build: Build, *, norm_follows: bool) -> None:
-        super().__init__()
-        arch, context, dtype = build.arch, build.context, build.dtype
-        size, bias = arch.intermediate_size, arch.mlp_bias
-        self.up_proj = ColumnParallelLinear(arch.hidden_size, size, bias=bias, context=context, dtype=dtype)
-        self.down_proj = RowParallelLinear(
-            size, arch.hidden_size, bias=bias, context=context, dtype=dtype, norm_follows=norm_follows
-        )
-        self._activate = _ACTIVATIONS[arch.activation]
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
-        """As SelfAttention.forward."""
-        added: Tensor | None = self.down_proj(self._activate(self.up_proj(x)), residual)
-        return added
+    def widen(self, x: Tensor) -> Tensor:
+        """What down_proj takes."""
+        widened: Tensor = self.gate_up_proj(x) if self._activate is None else self._activate(self.up_proj(x))
+        return widened
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm. The residual stream is one tensor that the norms add to in place.
+    """Attention and MLP, each behind a norm.
 
     `ATTENTION` is made as SelfAttention is.
     """
 
-    ATTENTION: ClassVar[type[nn.Module]] = SelfAttention
+    ATTENTION: ClassVar[type[SelfAttention]] = SelfAttention
 
-    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
+    def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__()
         sums = build.arch.norms_sum
-        self.self_attn = self.ATTENTION(build, layer, position_table, norm_follows=sums)
-        self.mlp = _mlp(build, norm_follows=sums)
+        self.self_attn = self.ATTENTION(build, spec, norm_follows=sums)
+        self.mlp = MLP(build, spec, norm_follows=sums)
         self.input_layernorm = build.norm(sums=sums)
         self.post_attention_layernorm = build.norm(sums=sums)
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor | None:
-        """Adds delta (what the layer below has left to add, if anything) and the attention's output to residual in
-        place; returns the MLP's output, which the layer above adds, or None where it is added. All are [T,
-        hidden_size]."""
-        x = self.input_layernorm(residual, delta)
-        delta = self.self_attn(x, positions, cache, meta, residual)
-        added: Tensor | None = self.mlp(self.post_attention_layernorm(residual, delta), residual)
-        return added
+    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
+        """Adds to the stream what the layer makes of it."""
+        attended = self.self_attn.attend(stream.normed(self.input_layernorm), step)
+        stream.add_product(self.self_attn.o_proj, attended)
+        stream.add_product(self.mlp.down_proj, self.mlp.widen(stream.normed(self.post_attention_layernorm)))
 
 
 class SandwichNormLayer(DecoderLayer):
     """A layer that also norms what attention and MLP return, before it joins the residual stream."""
 
-    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
-        super().__init__(build, layer, position_table)
+    def __init__(self, build: Build, spec: LayerSpec) -> None:
+        super().__init__(build, spec)
         self.pre_feedforward_layernorm = build.norm()
         self.post_feedforward_layernorm = build.norm()
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor:
-        x = self.self_attn(self.input_layernorm(residual, delta), positions, cache, meta)
-        x = self.pre_feedforward_layernorm(residual, self.post_attention_layernorm(x))
-        added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
-        return added
-
-
-class ScaledLayer(DecoderLayer):
-    """A layer that multiplies what attention and MLP return, before it joins the residual stream."""
-
-    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
-        super().__init__(build, layer, position_table)
-        self._multiplier = build.arch.residual_multiplier
-
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor:
-        x = self.self_attn(self.input_layernorm(residual, delta), positions, cache, meta).mul_(self._multiplier)
-        added: Tensor = self.mlp(self.post_attention_layernorm(residual, x)).mul_(self._multiplier)
-        return added
+    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
+        attended = self.self_attn(stream.normed(self.input_layernorm), step)
+        stream.add(self.post_attention_layernorm(attended))
+        stream.add(self.post_feedforward_layernorm(self.mlp(stream.normed(self.pre_feedforward_layernorm))))
 
 
 class PostNormLayer(nn.Module):
     """Attention and MLP read the residual stream as it is; what they return is normed before it joins."""
 
-    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
+    def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(build, layer, position_table, norm_follows=False)
-        self.mlp = _mlp(build, norm_follows=False)
+        self.self_attn = SelfAttention(build, spec, norm_follows=False)
+        self.mlp = MLP(build, spec, norm_follows=False)
         self.post_attention_layernorm = build.norm()
         self.post_feedforward_layernorm = build.norm()
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
         """As DecoderLayer.forward."""
-        if delta is not None:
-            residual.add_(delta)
-        residual.add_(self.post_attention_layernorm(self.self_attn(residual, positions, cache, meta)))
-        added: Tensor = self.post_feedforward_layernorm(self.mlp(residual))
-        return added
+        stream.add(self.post_attention_layernorm(self.self_attn(stream.total(), step)))
+        stream.add(self.post_feedforward_layernorm(self.mlp(stream.total())))
 
 
-def layer_class(arch: ArchConfig) -> type[DecoderLayer] | type[PostNormLayer]:
-    """What the layers of a model are."""
-    if arch.norm_place == "post":
-        return PostNormLayer
-    if arch.norm_place == "sandwich":
-        return SandwichNormLayer
-    return DecoderLayer if arch.residual_multiplier == 1.0 else ScaledLayer
+class ParallelLayer(nn.Module):
+    """Attention and MLP both read the stream as the layer before left it, and are summed over the ranks at once."""
+
+    def __init__(self, build: Build, spec: LayerSpec) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(build, spec, norm_follows=False)
+        self.mlp = MLP(build, spec, norm_follows=False)
+        self.input_layernorm = build.norm()
+        self.post_attention_layernorm = None if build.arch.shared_norm else build.norm()
+        self._context = build.context
+
+    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
+        """As DecoderLayer.forward."""
+        x = normed = stream.normed(self.input_layernorm)
+        if self.post_attention_layernorm is not None:
+            normed = stream.normed(self.post_attention_layernorm)
+        added = self.self_attn.o_proj.partial(self.self_attn.attend(x, step))
+        added += self.mlp.down_proj.partial(self.mlp.widen(normed))
+        stream.add(collectives.all_reduce(added, self._context))
 
 
-def _mlp(build: Build, *, norm_follows: bool) -> GatedMLP | PlainMLP:
-    return (GatedMLP if build.arch.gated_mlp else PlainMLP)(build, norm_follows=norm_follows)
+Layer = DecoderLayer | PostNormLayer | ParallelLayer
+_LAYERS: dict[NormPlace, type[Layer]] = {
+    "pre": DecoderLayer,
+    "post": PostNormLayer,
+    "sandwich": SandwichNormLayer,
+    "parallel": ParallelLayer,
+}
+
+
+def make_layer(build: Build, number: int) -> Layer:
+    """Layer `number` of the model."""
+    return _LAYERS[build.arch.norm_place](build, build.arch.layers[number])
 
 
 def _qkv(build: Build, in_size: int) -> tuple[nn.Module, int, int]:

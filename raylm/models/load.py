@@ -12,6 +12,7 @@ from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.log import get_logger
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
+from raylm.models.blocks import Build
 from raylm.models.check import check_format
 from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
@@ -42,7 +43,7 @@ def load_model(
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
-    model = model_class(arch.architecture)(arch, context, dtype, attention)
+    model = model_class(arch.architecture)(Build(arch, context, dtype, attention))
     if fill(model):
         return model
     began = time.monotonic()

@@ -7,64 +7,83 @@ may have a section for each kind of layer (transformers 5).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
-from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerKind
+from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
 
+LayerKind = Literal["full", "sliding"]
+"""What configurations tell layers apart by: whether attention sees everything or a sliding window."""
 _LAYER_TYPES: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
 _TYPES = {kind: name for name, kind in _LAYER_TYPES.items()}
 _DTYPES: dict[str, DTypeName] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+_GATED = ("silu", "gelu_tanh")
+"""What gates: the operators know no others."""
 
 
 def dense(
     fields: Fields,
     *,
     kinds: Sequence[LayerKind] | None = None,
-    ropes: dict[LayerKind, RopeSettings] | None = None,
-    activation: Activation | None = None,
+    ropes: Mapping[LayerKind, RopeSettings] | None = None,
+    mlp: MLPSpec | None = None,
+    nope_layers: Collection[int] = (),
 ) -> ArchConfig:
     """A Llama without biases, as the fields that families share say; the registry adds its name and its end tokens.
 
-    `kinds` are its layers' (default: all full), `ropes` and `activation` those of rope_of and activation_of where they
-    are not given. Raises ConfigError.
+    `kinds` are its layers' (default: all full), `ropes` and `mlp` those of rope_of and mlp_of where they are not given;
+    `nope_layers` have no positional embedding, and no layer has where `ropes` are empty. Raises ConfigError.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
-    layer_kinds = tuple(kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers"))
+    kinds = kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers")
     if ropes is None:
-        ropes = {kind: rope_of(fields, kind) for kind in _TYPES if kind in layer_kinds}
+        ropes = {kind: rope_of(fields, kind) for kind in _TYPES if kind in kinds}
     for rope in ropes.values():
         if rope.size(head_dim) < 2 or rope.size(head_dim) % 2:
             allowed = f"a share of the {head_dim} dimensions of a head that is even"
             raise fields.error("partial_rotary_factor", rope.partial_rotary_factor, allowed)
+    window = fields.integer("sliding_window") if "sliding" in kinds else 0
+    mlp = mlp or mlp_of(fields)
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=len(layer_kinds),
+        layers=tuple(
+            LayerSpec(
+                mlp=mlp,
+                rope=ropes[kind] if ropes and layer not in nope_layers else None,
+                window=window if kind == "sliding" else 0,
+            )
+            for layer, kind in enumerate(kinds)
+        ),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=fields.integer("max_position_embeddings"),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=activation or activation_of(fields),
-        layer_kinds=layer_kinds,
-        sliding_window=fields.integer("sliding_window") if "sliding" in layer_kinds else 0,
-        ropes=ropes,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=False,
         o_bias=False,
-        mlp_bias=False,
         qk_norm=False,
         attention_scale=head_dim**-0.5,
         attention_soft_cap=0.0,
@@ -75,6 +94,19 @@ def dense(
         eos_token_ids=(),
         dtype=_dtype(fields),
     )
+
+
+def mlp_of(
+    fields: Fields, *, activation: str = "silu", name: str = "hidden_act", gated: bool = True, bias: bool = False
+) -> MLPSpec:
+    """The MLP of all layers: intermediate_size, and the activation that the field `name` says, `activation` where it is
+    missing. Raises ConfigError."""
+    given = fields.get(name) or activation
+    found = _ACTIVATIONS.get(given) if isinstance(given, str) else None
+    if found is None or (gated and found not in _GATED):
+        allowed = [each for each, own in _ACTIVATIONS.items() if not gated or own in _GATED]
+        raise fields.error(name, given, f"one of {', '.join(allowed)}")
+    return MLPSpec(size=fields.integer("intermediate_size"), activation=found, gated=gated, bias=bias)
 
 
 def named_kinds(fields: Fields) -> list[LayerKind] | None:
@@ -114,14 +146,6 @@ def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_s
     if share > 1:
         raise section.error(name, share, "at most 1")
     return replace(_rope(section, given, fields.integer("max_position_embeddings")), partial_rotary_factor=share)
-
-
-def activation_of(fields: Fields, name: str = "hidden_act", allowed: str = "silu") -> Activation:
-    """The MLP's, of a family that has but one; a missing field is that one. Raises ConfigError."""
-    value = fields.get(name) or allowed
-    if value != allowed:
-        raise fields.error(name, value, allowed)
-    return "silu" if allowed == "silu" else "gelu_tanh"
 
 
 def eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:

@@ -168,7 +168,7 @@ class Sizing:
         if drafting is not None:
             held += drafting.weight_bytes
             block += self._config.cache.block_size * drafting.shape.bytes_per_token(self._dtype)
-        seen = sum(min(arch.window(layer) or self._context, self._context) for layer in model.layer_numbers)
+        seen = sum(min(arch.layers[layer].window or self._context, self._context) for layer in model.layer_numbers)
         kv = 2 * kv_heads * arch.head_dim * self._dtype.itemsize * seen
         return _Stage(held, read, _bytes(model.layers), block, kv)
 
@@ -178,13 +178,13 @@ class Sizing:
 
     def _step_bytes(self, tensor: int) -> int:
         arch, item = self._arch, self._dtype.itemsize
-        mlp = 3 * arch.intermediate_size // tensor
+        mlp = max(3 * layer.mlp.size for layer in arch.layers) // tensor
         heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
         hidden = 3 * arch.hidden_size
         # Logits in the model's type, and twice in float32 while they are sampled from.
         logits = self._config.scheduler.max_num_seqs * arch.vocab_size * (item + 8)
-        tables = {arch.ropes[kind] for kind in arch.layer_kinds if kind in arch.ropes}
-        rotary = len(tables) * arch.max_position * arch.head_dim * 4
+        ropes = {layer.rope for layer in arch.layers if layer.rope is not None}
+        rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
         return self._chunk * (max(mlp, heads) + hidden) * item + logits + rotary
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:

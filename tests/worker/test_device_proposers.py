@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raylm.config.source import locate
-from raylm.layers.attention import AttentionMetadata
+from raylm.layers.attention import AttentionMetadata, LayerInput
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
 from raylm.models.check import with_mtp
@@ -144,7 +144,7 @@ class Rig:
             max_query_len=max(lens),
             max_seq_len=MAX_TOKENS,
         )
-        self.model(token_ids, positions, self._caches, [meta] * len(self._caches))
+        self.model(token_ids, [LayerInput(positions, pair, meta) for pair in self._caches])
         for row in order:
             known = int(self.rows.num_known[row])
             tokens = gives.get(row, [])

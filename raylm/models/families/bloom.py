@@ -8,20 +8,19 @@ from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import TensorNames
-from raylm.models.read_folder import dense
+from raylm.models.read_folder import dense, mlp_of
 
 
 def _read(fields: Fields) -> ArchConfig:
     sized = fields.having(intermediate_size=4 * fields.integer("hidden_size"))
     return replace(
-        dense(sized, ropes={}, activation="gelu_tanh"),
+        dense(sized, ropes={}, mlp=mlp_of(sized, activation="gelu_new", gated=False, bias=True)),
+        alibi=True,
         norm="layer",
         embed_norm=True,
-        gated_mlp=False,
         qkv_by_heads=True,
         qkv_bias=True,
         o_bias=True,
-        mlp_bias=True,
     )
 
 

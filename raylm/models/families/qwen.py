@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raylm.models import read_gguf
-from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import dense, named_kinds
+from raylm.models.read_folder import LayerKind, dense, named_kinds
 
 DEFAULTS: dict[str, object] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 
