@@ -1,26 +1,17 @@
-"""What config.json and generation_config.json say of any model; raylm.models.families has what is a family's own.
-
-Both spellings of the rotary settings are read: rope_theta and rope_scaling (transformers 4), and rope_parameters, which
-may have a section for each kind of layer (transformers 5).
-"""
+"""What config.json and generation_config.json say of any model; raylm.models.families has what is a family's own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
+from raylm.models.read_layers import LAYER_KINDS, LayerKind, check_rope, rope_of
 
-LayerKind = Literal["full", "sliding"]
-"""What configurations tell layers apart by: whether attention sees everything or a sliding window."""
-_LAYER_TYPES: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
-_TYPES = {kind: name for name, kind in _LAYER_TYPES.items()}
 _DTYPES: dict[str, DTypeName] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -56,13 +47,11 @@ def dense(
         raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
     kinds = kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers")
     if ropes is None:
-        ropes = {kind: rope_of(fields, kind) for kind in _TYPES if kind in kinds}
+        ropes = {kind: rope_of(fields, kind) for kind in LAYER_KINDS if kind in kinds}
     for rope in ropes.values():
-        if rope.size(head_dim) < 2 or rope.size(head_dim) % 2:
-            allowed = f"a share of the {head_dim} dimensions of a head that is even"
-            raise fields.error("partial_rotary_factor", rope.partial_rotary_factor, allowed)
+        check_rope(fields, rope, head_dim)
     window = fields.integer("sliding_window") if "sliding" in kinds else 0
-    mlp = mlp or mlp_of(fields)
+    mlp, max_position = mlp or mlp_of(fields), fields.integer("max_position_embeddings")
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=fields.integer("vocab_size"),
@@ -78,7 +67,7 @@ def dense(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=fields.integer("max_position_embeddings"),
+        max_position=max((rope.reach(max_position) for rope in ropes.values()), default=max_position),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
@@ -107,45 +96,6 @@ def mlp_of(
         allowed = [each for each, own in _ACTIVATIONS.items() if not gated or own in _GATED]
         raise fields.error(name, given, f"one of {', '.join(allowed)}")
     return MLPSpec(size=fields.integer("intermediate_size"), activation=found, gated=gated, bias=bias)
-
-
-def named_kinds(fields: Fields) -> list[LayerKind] | None:
-    """The kind of each layer as layer_types says; None where it is not there. Raises ConfigError."""
-    names, count = fields.get("layer_types"), fields.integer("num_hidden_layers")
-    if names is None:
-        return None
-    if not isinstance(names, list) or len(names) != count or not set(names) <= set(_LAYER_TYPES):
-        raise fields.error("layer_types", names, f"{count} names, each one of {', '.join(_LAYER_TYPES)}")
-    return [_LAYER_TYPES[name] for name in names]
-
-
-def uniform_kinds(fields: Fields) -> list[LayerKind]:
-    """All layers slide where there is a window. Raises ConfigError."""
-    kind: LayerKind = "full" if fields.get("sliding_window") is None else "sliding"
-    return [kind] * fields.integer("num_hidden_layers")
-
-
-def repeated_kinds(count: int, pattern: int) -> list[LayerKind]:
-    """Of `pattern` layers the last one is full, the others slide."""
-    return ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
-
-
-def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_scaled: bool = True) -> RopeSettings:
-    """The rotary embedding of one kind of layer. `theta` stands for rope_theta; without `is_scaled`, rope_scaling is
-    for layers of other kinds. Raises ConfigError."""
-    parameters = fields.section("rope_parameters")
-    if parameters.get(_TYPES[kind]) is not None:
-        section = parameters.section(_TYPES[kind])
-    elif fields.get("rope_parameters") is not None or not is_scaled:
-        section = parameters
-    else:
-        section = fields.section("rope_scaling")
-    given = fields.number("rope_theta", 1e4) if theta is None else theta
-    name = "partial_rotary_factor"
-    share = section.number(name, fields.number(name, 1.0))
-    if share > 1:
-        raise section.error(name, share, "at most 1")
-    return replace(_rope(section, given, fields.integer("max_position_embeddings")), partial_rotary_factor=share)
 
 
 def eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
@@ -180,26 +130,6 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold a JSON object, not {type(values).__name__}")
     return values
-
-
-def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
-    theta = section.number("rope_theta", theta)
-    name = "rope_type" if section.get("rope_type") is not None else "type"
-    kind = section.get(name)
-    if kind in (None, "default"):
-        return RopeSettings(theta)
-    if kind == "linear":
-        return RopeSettings(theta, "linear", factor=section.number("factor"))
-    if kind == "llama3":
-        return RopeSettings(
-            theta,
-            "llama3",
-            factor=section.number("factor"),
-            low_freq_factor=section.number("low_freq_factor"),
-            high_freq_factor=section.number("high_freq_factor"),
-            original_max_position=section.integer("original_max_position_embeddings", max_position),
-        )
-    raise section.error(name, kind, "default, linear, llama3")
 
 
 def _dtype(fields: Fields) -> DTypeName:

@@ -16,7 +16,7 @@ from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
-from raylm.models.read_folder import LayerKind
+from raylm.models.read_layers import LayerKind
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that holds the divisors of the rotary frequencies of Llama 3.1 and later."""

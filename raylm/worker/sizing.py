@@ -88,7 +88,7 @@ class Sizing:
         limit = config.model.max_model_len or arch.max_position
         if not 2 <= context <= limit:
             raise ConfigError(f"--context is {context}, but this model takes requests of 2 to {limit} tokens")
-        arch = target_arch(arch, config.speculation)
+        arch = target_arch(arch, config)
         self._config = config
         self._arch = arch
         self._gpu = gpu

@@ -23,6 +23,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
 GEMMA_LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -35,6 +42,7 @@ CASES = {
     "llama with one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama beyond what it was trained for": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral without window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
@@ -57,6 +65,11 @@ CASES = {
     "smollm3, layers by name": ("smollm3", {"no_rope_layers": [0, 0, 1]}),
     "phi3": ("phi3", {}),
     "phi3 without window, partly rotated": ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    "phi3 for long texts": (
+        "phi3",
+        {"sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8},
+    ),
+    "phi3 for short ones": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
     "exaone4": ("exaone4", {}),
     "exaone4 without window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "starcoder2": ("starcoder2", {}),

@@ -7,7 +7,8 @@ from dataclasses import replace
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import LayerKind, dense, named_kinds, repeated_kinds, rope_of
+from raylm.models.read_folder import dense
+from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 
 def _read(fields: Fields) -> ArchConfig:

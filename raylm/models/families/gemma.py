@@ -9,7 +9,8 @@ from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import LayerKind, dense, mlp_of, named_kinds, repeated_kinds
+from raylm.models.read_folder import dense, mlp_of
+from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds
 
 _ACTIVATION = "gelu_pytorch_tanh"
 

@@ -11,7 +11,7 @@ from raylm.models.families.gemma import read_gemma2
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import GGUF_WEIGHTS, TensorNames
-from raylm.models.read_folder import LayerKind, named_kinds, repeated_kinds, rope_of
+from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
 """Of so many layers the last is full, in all released models."""

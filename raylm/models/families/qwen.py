@@ -8,7 +8,8 @@ from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import LayerKind, dense, named_kinds
+from raylm.models.read_folder import dense
+from raylm.models.read_layers import LayerKind, named_kinds
 
 DEFAULTS: dict[str, object] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 

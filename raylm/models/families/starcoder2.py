@@ -8,7 +8,8 @@ from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import HF_WEIGHTS, TensorNames
-from raylm.models.read_folder import dense, mlp_of, uniform_kinds
+from raylm.models.read_folder import dense, mlp_of
+from raylm.models.read_layers import uniform_kinds
 
 
 def _read(fields: Fields) -> ArchConfig:
