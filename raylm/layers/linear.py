@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.errors import ConfigError
+from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -116,19 +116,17 @@ class QKVParallelLinear(_FusedColumnLinear):
         context: ParallelContext,
         dtype: torch.dtype,
     ) -> None:
-        rank, ranks = context.tensor_rank, context.tensor_size
-        self_heads = context.split(num_heads, "num_attention_heads")
-        self_kv_heads = kv_heads_of_rank(num_kv_heads, context)
-        q_share, kv_share = self_heads * head_dim, self_kv_heads * head_dim
-        kv = (num_kv_heads * head_dim, kv_share, rank * num_kv_heads // ranks * head_dim)
+        self_heads, kv_heads = context.split(num_heads, "num_attention_heads"), HeadShare.of(num_kv_heads, context)
+        q_share = self_heads * head_dim
+        kv = (num_kv_heads * head_dim, kv_heads.count * head_dim, kv_heads.first * head_dim)
         shards: dict[str | None, tuple[int, int, int]] = {
-            "q": (num_heads * head_dim, q_share, rank * q_share),
+            "q": (num_heads * head_dim, q_share, context.tensor_rank * q_share),
             "k": kv,
             "v": kv,
         }
         super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
         self.num_heads = self_heads
-        self.num_kv_heads = self_kv_heads
+        self.num_kv_heads = kv_heads.count
 
 
 class RowParallelLinear(nn.Module):
@@ -189,14 +187,3 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             slots["bias", None] = Slot(self.bias, (out_size,))
         return slots
-
-
-def kv_heads_of_rank(num_kv_heads: int, context: ParallelContext) -> int:
-    """Key/value heads that one tensor rank holds. Raises ConfigError when they cannot be shared or copied evenly."""
-    ranks = context.tensor_size
-    if num_kv_heads % ranks and ranks % num_kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads is {num_kv_heads}, which tensor parallelism over {ranks} ranks can neither "
-            "divide nor copy evenly"
-        )
-    return max(1, num_kv_heads // ranks)

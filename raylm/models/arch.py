@@ -10,6 +10,7 @@ from raylm.layers.rope_settings import RopeSettings
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormKind = Literal["rms", "layer"]
+QKNorm = Literal["head", "each_head", "all_heads"]
 NormPlace = Literal["pre", "post", "sandwich", "parallel"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -57,8 +58,9 @@ class ArchConfig:
     """The head over the vocabulary uses the embedding's weights."""
     qkv_bias: bool
     o_bias: bool
-    qk_norm: bool
-    """Queries and keys are normed head by head before the rotary embedding."""
+    qk_norm: QKNorm | None
+    """Queries and keys are normed before the rotary embedding: head by head with the weights of one (head), each head
+    with its own weights by mean and variance (each_head), or all heads together (all_heads)."""
     attention_scale: float
     attention_soft_cap: float
     """0 where attention scores are not capped."""
@@ -79,8 +81,14 @@ class ArchConfig:
     """parallel: attention and MLP have one norm together."""
     embed_norm: bool = False
     """Embeddings are normed before the first layer."""
-    qkv_by_heads: bool = False
-    """The projection has query, key and value of a head side by side, head after head."""
+    norm_bias: bool = True
+    """Norms by mean and variance have a bias."""
+    position_embeddings: int = 0
+    """Positions are learned: rows of their table; 0 where there is none."""
+    position_offset: int = 0
+    """The row of the first position."""
+    norm_head: bool = False
+    """Each token's weights in the head over the vocabulary have length 1."""
     residual_multiplier: float = 1.0
     """What attention and MLP return is multiplied by it before it joins the residual stream."""
     logits_divisor: float = 1.0

@@ -16,7 +16,7 @@ from raylm.layers.alibi import alibi_slopes_of_rank
 from raylm.layers.attention import Attention, LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ColumnParallelLinear, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from raylm.layers.norm import LayerNorm, RMSNorm
+from raylm.layers.norm import AllHeadsNorm, EachHeadNorm, LayerNorm, RMSNorm
 from raylm.layers.residual import ResidualStream
 from raylm.layers.rope_settings import RopeSettings
 from raylm.layers.rotary import rotary_table
@@ -59,12 +59,23 @@ class Build:
         """A norm over the hidden size; `sums` as RMSNorm takes it."""
         arch = self.arch
         if arch.norm == "layer":
-            return LayerNorm(arch.hidden_size, arch.norm_eps, context=self.context, dtype=self.dtype)
+            return LayerNorm(
+                arch.hidden_size,
+                arch.norm_eps,
+                context=self.context,
+                dtype=self.dtype,
+                bias=arch.norm_bias,
+                offset=arch.norm_offset,
+            )
         return self._rms_norm(arch.hidden_size, sums=sums)
 
-    def head_norm(self) -> RMSNorm:
-        """A norm over each head."""
-        return self._rms_norm(self.arch.head_dim)
+    def head_norm(self, num_heads: int) -> RMSNorm | EachHeadNorm | AllHeadsNorm | None:
+        """What queries or keys are normed with, of which the whole model has `num_heads`."""
+        kind, size, eps = self.arch.qk_norm, self.arch.head_dim, self.arch.norm_eps
+        if kind in ("each_head", "all_heads"):
+            norm = EachHeadNorm if kind == "each_head" else AllHeadsNorm
+            return norm(num_heads, size, eps, context=self.context, dtype=self.dtype)
+        return None if kind is None else self._rms_norm(size)
 
     def _rms_norm(self, size: int, *, sums: bool = False) -> RMSNorm:
         arch = self.arch
@@ -78,7 +89,15 @@ class SelfAttention(nn.Module):
         """`in_size`: columns of the input, where they are not hidden_size."""
         super().__init__()
         arch = build.arch
-        self.qkv_proj, num_heads, num_kv_heads = _qkv(build, in_size or arch.hidden_size)
+        self.qkv_proj = QKVParallelLinear(
+            in_size or arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            bias=arch.qkv_bias,
+            context=build.context,
+            dtype=build.dtype,
+        )
         self.o_proj = RowParallelLinear(
             arch.num_heads * arch.head_dim,
             arch.hidden_size,
@@ -87,10 +106,9 @@ class SelfAttention(nn.Module):
             dtype=build.dtype,
             norm_follows=norm_follows,
         )
-        self.q_norm = build.head_norm() if arch.qk_norm else None
-        self.k_norm = build.head_norm() if arch.qk_norm else None
-        self._heads = (num_heads, num_kv_heads, arch.head_dim)
-        self._by_heads = arch.qkv_by_heads
+        self.q_norm = build.head_norm(arch.num_heads)
+        self.k_norm = build.head_norm(arch.num_kv_heads)
+        self._heads, self._head_dim = [self.qkv_proj.num_heads, *[self.qkv_proj.num_kv_heads] * 2], arch.head_dim
         self._norm_eps = arch.norm_eps
         self._rotary = build.rotary_table(spec.rope) if spec.rope is not None else None
         self._attention = Attention(
@@ -111,14 +129,17 @@ class SelfAttention(nn.Module):
 
     def store(self, x: Tensor, step: LayerInput) -> Tensor:
         """Write keys and values into the cache. Returns the queries, [T, num_heads, head_dim]."""
-        q, k, v = self._project(x)
+        fused: Tensor = self.qkv_proj(x)
+        # Views: the operators take strides.
+        q, k, v = fused.view(len(x), sum(self._heads), self._head_dim).split(self._heads, dim=1)
+        q_weight = k_weight = None
+        if self._rotary is not None and isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if self._rotary is None:
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
             ops.store_kv(k, v, *step.cache, step.meta.slot_mapping)
             return q
-        q_weight = None if self.q_norm is None else self.q_norm.weight
-        k_weight = None if self.k_norm is None else self.k_norm.weight
         # Positions and slots were written before the embedding or the previous stage gave x.
         ops.rope_store(
             *(q, k, v, q_weight, k_weight, self._norm_eps, step.positions, self._rotary),
@@ -126,17 +147,6 @@ class SelfAttention(nn.Module):
             frozen=True,
         )
         return q
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the fused output, [T, heads, head_dim] each: the operators take strides."""
-        num_heads, num_kv_heads, head_dim = self._heads
-        fused: Tensor = self.qkv_proj(x)
-        if self._by_heads:
-            q, k, v = fused.view(len(x), num_heads, 3, head_dim).unbind(2)
-        else:
-            heads = [num_heads, num_kv_heads, num_kv_heads]
-            q, k, v = fused.view(len(x), sum(heads), head_dim).split(heads, dim=1)
-        return q, k, v
 
 
 class MLP(nn.Module):
@@ -252,24 +262,3 @@ _LAYERS: dict[NormPlace, type[Layer]] = {
 def make_layer(build: Build, number: int) -> Layer:
     """Layer `number` of the model."""
     return _LAYERS[build.arch.norm_place](build, build.arch.layers[number])
-
-
-def _qkv(build: Build, in_size: int) -> tuple[nn.Module, int, int]:
-    """The projection to queries, keys and values, and how many heads of queries and of keys this rank has."""
-    arch, context, dtype = build.arch, build.context, build.dtype
-    if arch.qkv_by_heads:
-        # Ranks split it by heads as it is.
-        size = 3 * arch.num_heads * arch.head_dim
-        linear = ColumnParallelLinear(in_size, size, bias=arch.qkv_bias, context=context, dtype=dtype)
-        heads = context.split(arch.num_heads, "num_attention_heads")
-        return linear, heads, heads
-    qkv = QKVParallelLinear(
-        in_size,
-        num_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        bias=arch.qkv_bias,
-        context=context,
-        dtype=dtype,
-    )
-    return qkv, qkv.num_heads, qkv.num_kv_heads

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.attention_backends import RAYLM
-from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.blocks import Build, make_layer
 from raylm.models.few_rows import FewRows
@@ -35,6 +35,9 @@ class DecoderModel(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
         if arch.embed_norm and context.is_first_stage:
             self.embed_norm = build.norm()
+        if arch.position_embeddings and context.is_first_stage:
+            shape = (arch.position_embeddings, arch.hidden_size)
+            self.embed_positions = PositionEmbedding(*shape, offset=arch.position_offset, context=context, dtype=dtype)
         self.layers = nn.ModuleDict({str(number): make_layer(build, number) for number in self.layer_numbers})
         self._layer_list = list(self.layers.values())
         self.runs_layers_together = build.attention is RAYLM
@@ -53,7 +56,7 @@ class DecoderModel(nn.Module):
 
         `step` has one element a layer of this stage; keys and values are written into the caches.
         """
-        hidden = self._embed(given) if self.context.is_first_stage else given
+        hidden = self._embed(given, step[0].positions) if self.context.is_first_stage else given
         stream = self._build.stream(hidden)
         few_rows = self._few_rows_of(step[0])
         if few_rows is not None:
@@ -72,10 +75,12 @@ class DecoderModel(nn.Module):
             self._few_rows = FewRows(self._build, self._layer_list, block_size=step.cache[0].shape[1])
         return self._few_rows if rows <= self._few_rows.most_rows else None
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(token_ids)
         if self._embedding_multiplier != 1.0:
             embedded.mul_(self._embedding_multiplier)
+        if self.arch.position_embeddings:
+            embedded += self.embed_positions(positions)
         return self.embed_norm(embedded) if self.arch.embed_norm else embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ class DecoderModel(nn.Module):
         if top == "layers":
             number = rest.partition(".")[0]
             return number.isdecimal() and int(number) < self.arch.num_layers and int(number) not in self.layer_numbers
-        return top in ("embed_tokens", "embed_norm", "norm", "lm_head") and not hasattr(self, top)
+        return top in ("embed_tokens", "embed_positions", "embed_norm", "norm", "lm_head") and not hasattr(self, top)
 
     def slots(self) -> dict[SlotName, Slot]:
         """Every slot that a checkpoint must fill, by the full name of its parameter."""

@@ -25,7 +25,7 @@ from raylm.models.blocks import Build, DecoderLayer, SelfAttention
 from raylm.models.decoder import DecoderModel
 from raylm.models.names import HF_WEIGHTS, TensorNames
 from raylm.models.safetensors import folder_tensors
-from raylm.models.weights import WeightLoader, fill_dummy
+from raylm.models.weights import Stored, WeightLoader, fill_dummy
 
 _EMBEDDING, _HEAD, _MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
 _NAMES = TensorNames(folder={**HF_WEIGHTS, "midlayer": ("layers.0", None)}, ignored=("t2d",))
@@ -179,7 +179,7 @@ def load_eagle3(
     if not owned.map:
         model.d2t.zero_()
     loader = WeightLoader(model, _NAMES, progress=progress, filled=() if owned.map else (_MAP,))
-    loader.load(folder_tensors(source.path, integers=True), _NAMES.folder)
+    loader.load(folder_tensors(source.path, integers=True), Stored(_NAMES.folder))
     limit = head.arch.vocab_size
     drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
     if int(drafted.min()) < 0 or int(drafted.max()) >= limit:

@@ -71,8 +71,8 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
     if arch.residual_multiplier != 1.0:
         return "it has no multiplier of the residual stream"
-    if arch.norm_place != "pre" or not mlp.gated or arch.qkv_by_heads:
-        return "it knows pre-norm layers with a gated MLP and separate projections of queries, keys and values only"
+    if arch.norm_place != "pre" or not mlp.gated or arch.qk_norm not in (None, "head"):
+        return "it knows pre-norm layers with a gated MLP only, and norms queries and keys head by head or not at all"
     if block_size < 16 or block_size & (block_size - 1):
         return f"cache.block_size is {block_size}; allowed: powers of two from 16 on"
     if any(layer.window for layer in arch.layers):

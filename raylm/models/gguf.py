@@ -30,21 +30,12 @@ _GROUPS = 16
 """The gguf package decodes at least this many rows at a time, one call each."""
 
 
-def gguf_tensors(path: Path, *, paired_head_dim: int = 0) -> list[CheckpointTensor]:
-    """Every tensor of the file. With `paired_head_dim`, the size of a head, rows of queries and keys stand in the order
-    of a rotary embedding that pairs neighbouring dimensions, as llama.cpp has Llamas, and come in ours. Raises
-    ConfigError for a type that cannot be decoded."""
-    return [_tensor(path, info, paired_head_dim) for info in read_gguf(path).tensors]
-
-
-def _tensor(path: Path, info: GGUFTensorInfo, permuted_head_dim: int) -> CheckpointTensor:
-    encoding = _encoding(path, info)
-    if permuted_head_dim and set(info.name.split(".")) & {"attn_q", "attn_k"}:
-        restore = partial(_pair_halves, head_dim=permuted_head_dim)
-        return CheckpointTensor(
-            info.name, info.shape, path, info.offset, encoding, row_unit=permuted_head_dim, rearrange=restore
-        )
-    return CheckpointTensor(info.name, info.shape, path, info.offset, encoding)
+def gguf_tensors(path: Path) -> list[CheckpointTensor]:
+    """Every tensor of the file. Raises ConfigError for a type that cannot be decoded."""
+    return [
+        CheckpointTensor(info.name, info.shape, path, info.offset, _encoding(path, info))
+        for info in read_gguf(path).tensors
+    ]
 
 
 def _encoding(path: Path, info: GGUFTensorInfo) -> Encoding:
@@ -64,9 +55,3 @@ def _dequantise(raw: np.ndarray, kind: GGMLType, block_bytes: int) -> Tensor:
     num_blocks = raw.size // block_bytes
     rows = _GROUPS if num_blocks % _GROUPS == 0 else 1
     return torch.from_numpy(gguf.dequantize(raw.reshape(rows, -1), kind).reshape(-1))
-
-
-def _pair_halves(piece: Tensor, head_dim: int) -> Tensor:
-    """Rows (or elements of a bias) of whole heads, from neighbouring pairs to first and second half."""
-    heads = piece.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).flatten(0, 2)

@@ -17,7 +17,7 @@ from raylm.models.check import check_format
 from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
 from raylm.models.registry import family_of, model_class
-from raylm.models.weights import WeightLoader, fill_dummy
+from raylm.models.weights import Stored, WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
 logger = get_logger(__name__)
@@ -51,8 +51,8 @@ def load_model(
         fill_dummy(model, seed=seed)
     else:
         names = family_of(arch.architecture).names
-        table = names.gguf if source.kind == "gguf" else names.folder
-        WeightLoader(model, names, progress=progress).load(_tensors(source, arch), table)
+        stored = Stored(names.gguf, names.gguf_pairs) if source.kind == "gguf" else Stored(names.folder, names.pairs)
+        WeightLoader(model, names, progress=progress).load(_tensors(source), stored)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
@@ -61,15 +61,14 @@ def load_model(
 
 def checkpoint_digest(source: ModelSource, arch: ArchConfig, load_format: str, *, seed: int) -> str:
     """Equal for equal weights, read here or on another node. Raises ConfigError where the checkpoint is damaged."""
-    return f"seed {seed}" if load_format == "dummy" else checkpoint.digest(_tensors(source, arch))
+    return f"seed {seed}" if load_format == "dummy" else checkpoint.digest(_tensors(source))
 
 
-def _tensors(source: ModelSource, arch: ArchConfig) -> list[CheckpointTensor]:
+def _tensors(source: ModelSource) -> list[CheckpointTensor]:
     if source.kind == "gguf":
         from raylm.models.gguf import gguf_tensors
 
-        pairs = family_of(arch.architecture).names.gguf_pairs
-        return gguf_tensors(source.path, paired_head_dim=arch.head_dim if pairs else 0)
+        return gguf_tensors(source.path)
     from raylm.models.safetensors import folder_tensors
 
     return folder_tensors(source.path)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from raylm.layers.slots import SlotName
 
 WeightTable = Mapping[str, tuple[str, str | None]]
-"""Part of a checkpoint's name -> the part that replaces it, and the shard that the tensor is (or None)."""
+"""Part of a checkpoint's name -> the part that replaces it, and the shard that the tensor is (or None). A part is two
+words with a dot between them, or one; a name may stand here whole as well, without prefix and parameter."""
 
 HF_WEIGHTS: WeightTable = {
     "q_proj": ("qkv_proj", "q"),
@@ -48,20 +49,36 @@ class TensorNames:
     folder: WeightTable = field(default_factory=lambda: HF_WEIGHTS)
     """Of safetensors."""
     gguf: WeightTable = field(default_factory=lambda: GGUF_WEIGHTS)
+    pairs: bool = False
+    """Safetensors have the rows of queries and keys in the order of a rotary embedding that pairs neighbouring
+    dimensions of a head, not those half a head apart."""
     gguf_pairs: bool = False
-    """GGUF files have the rows of queries and keys in the order of a rotary embedding of neighbouring dimensions."""
+    """So have GGUF files."""
+    qkv_groups: bool = False
+    """A tensor of queries, keys and values has them by heads of keys: each one's queries, then key, then value."""
+    transposed: tuple[str, ...] = ()
+    """Parts of names of weights that are stored as [in, out]."""
     prefixes: tuple[str, ...] = ("model.",)
     """What may stand before the names."""
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors that have no place here."""
+    ignored_ends: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Their ends. (Old checkpoints carry the rotary frequencies, which follow from the configuration.)"""
 
 
 def slot_name(name: str, table: WeightTable, prefixes: tuple[str, ...] = ()) -> SlotName:
     """The slot that a checkpoint tensor is for. The first of `prefixes` that fits is cut off."""
     prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-    parts, shard = [], None
-    for part in name[len(prefix) :].split("."):
+    path, _, parameter = name[len(prefix) :].rpartition(".")
+    if path in table:
+        renamed, shard = table[path]
+        return f"{renamed}.{parameter}", shard
+    words, parts, shard = name[len(prefix) :].split("."), [], None
+    while words:
+        size = 2 if ".".join(words[:2]) in table else 1
+        part = ".".join(words[:size])
         renamed, found = table.get(part, (part, None))
         parts.append(renamed)
         shard = found or shard
+        del words[:size]
     return ".".join(parts), shard

@@ -73,7 +73,7 @@ def dense(
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=False,
         o_bias=False,
-        qk_norm=False,
+        qk_norm=None,
         attention_scale=head_dim**-0.5,
         attention_soft_cap=0.0,
         logits_soft_cap=0.0,

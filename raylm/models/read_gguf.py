@@ -93,7 +93,7 @@ def dense(
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
-        qk_norm=False,
+        qk_norm=None,
         attention_scale=head_dim**-0.5,
         attention_soft_cap=0.0,
         logits_soft_cap=fields.number(prefix + "final_logit_softcapping", 0.0),

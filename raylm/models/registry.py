@@ -31,7 +31,18 @@ _FAMILIES = (
     "exaone4",
     "starcoder2",
     "stablelm",
+    "olmo2",
+    "cohere",
+    "falcon",
+    "gpt_neox",
+    "gpt2",
+    "opt",
     "bloom",
+    "nemotron",
+    "glm",
+    "internlm",
+    "minicpm",
+    "baichuan",
 )
 
 

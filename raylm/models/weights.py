@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig
-from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.checkpoint import CheckpointTensor, TransposedTensor
 from raylm.models.names import TensorNames, WeightTable, slot_name
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
@@ -37,6 +39,16 @@ class Fillable(Protocol):
     def is_elsewhere(self, parameter: str) -> bool: ...
 
 
+class Stored(NamedTuple):
+    """How a file has tensors: what they are called, and whether rotary dimensions are paired (TensorNames.pairs)."""
+
+    table: WeightTable
+    pairs: bool = False
+
+
+Source = CheckpointTensor | TransposedTensor
+
+
 class WeightLoader:
     """Fills one model. Which tensor goes where is settled, and proved complete, before any data is read."""
 
@@ -47,12 +59,12 @@ class WeightLoader:
         self._progress = progress
         self._filled = filled
 
-    def load(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> None:
+    def load(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> None:
         """Read a checkpoint into the model.
 
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
-        jobs = self._assign(tensors, table)
+        jobs = self._assign(tensors, stored)
         total = sum(tensor.num_bytes for tensor, _ in jobs)
         hidden = not self._progress
         with (
@@ -63,13 +75,13 @@ class WeightLoader:
                 _copy(tensor, slot)
                 bar.update(tensor.num_bytes)
 
-    def _assign(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> list[tuple[CheckpointTensor, Slot]]:
+    def _assign(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> list[tuple[Source, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
-        found: defaultdict[SlotName, list[CheckpointTensor]] = defaultdict(list)
+        found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
-                found[slot_name(tensor.name, table, self._names.prefixes)].append(tensor)
-        _split_fused(found, slots)
+                found[slot_name(tensor.name, stored.table, self._names.prefixes)].append(self._turned(tensor))
+        self._split_fused(found, slots)
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
             found.pop(("lm_head.weight", None), None)
@@ -86,12 +98,44 @@ class WeightLoader:
             ],
         }
         _raise(self._model.arch.architecture, problems)
-        return [(found[name][0], slot) for name, slot in slots.items()]
+        return [(self._rearranged(name, found[name][0], stored.pairs), slot) for name, slot in slots.items()]
 
     def _is_ignored(self, name: str) -> bool:
-        # Old checkpoints carry the rotary frequencies, which follow from the configuration.
-        is_rotary = name.endswith("rotary_emb.inv_freq") or name == ROPE_FACTORS
-        return is_rotary or name.startswith(self._names.ignored)
+        return name == ROPE_FACTORS or name.startswith(self._names.ignored) or name.endswith(self._names.ignored_ends)
+
+    def _turned(self, tensor: CheckpointTensor) -> Source:
+        if len(tensor.shape) == 2 and set(tensor.name.split(".")) & set(self._names.transposed):
+            return TransposedTensor(tensor, 0, tensor.shape[1])
+        return tensor
+
+    def _split_fused(self, found: dict[SlotName, list[Source]], slots: dict[SlotName, Slot]) -> None:
+        """A tensor of a whole parameter that is filled shard by shard holds the shards one behind the other, or
+        queries, keys and values by heads of keys."""
+        for name in [name for name in found if name not in slots and name[1] is None]:
+            shards = [shard for shard in slots if shard[0] == name[0]]
+            sizes = [slots[shard].shape[0] for shard in shards]
+            if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
+                continue
+            groups = self._model.arch.num_kv_heads if self._names.qkv_groups and shards[0][1] == "q" else 1
+            for tensor in found.pop(name):
+                first = 0
+                for shard, size in zip(shards, sizes, strict=True):
+                    runs = (size // groups, sum(sizes) // groups) if groups > 1 else None
+                    found.setdefault(shard, []).append(tensor.rows(first, size, runs))
+                    first += size // groups
+
+    def _rearranged(self, name: SlotName, tensor: Source, pairs: bool) -> Source:
+        """The tensor in this package's order."""
+        arch, (parameter, shard) = self._model.arch, name
+        if pairs and (shard in ("q", "k") or parameter.endswith(("q_norm.weight", "k_norm.weight"))):
+            rope = next(layer.rope for layer in arch.layers if layer.rope is not None)
+            rotated, head_dim = rope.size(arch.head_dim), arch.head_dim
+            is_of_rows = shard is not None or len(tensor.shape) == 1
+            restore = partial(_pair_halves, head_dim=head_dim, rotated=rotated, dim=0 if is_of_rows else 1)
+            return tensor.rearranged(restore, row_unit=head_dim if is_of_rows else 1)
+        if arch.norm_head and parameter == "lm_head.weight":
+            return tensor.rearranged(lambda piece: F.normalize(piece.float()))
+        return tensor
 
 
 def fill_dummy(model: Fillable, *, seed: int) -> None:
@@ -108,18 +152,12 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
 
 
-def _split_fused(found: dict[SlotName, list[CheckpointTensor]], slots: dict[SlotName, Slot]) -> None:
-    """A tensor of a whole parameter that is filled shard by shard holds the shards one behind the other."""
-    for name in [name for name in found if name not in slots and name[1] is None]:
-        shards = [shard for shard in slots if shard[0] == name[0]]
-        sizes = [slots[shard].shape[0] for shard in shards]
-        if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
-            continue
-        for tensor in found.pop(name):
-            first = 0
-            for shard, size in zip(shards, sizes, strict=True):
-                found.setdefault(shard, []).append(tensor.rows(first, size))
-                first += size
+def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:
+    """Whole heads along `dim`: the rotated dimensions from neighbouring pairs to first and second half."""
+    heads = piece.unflatten(dim, (-1, head_dim))
+    pairs, rest = heads.split((rotated, head_dim - rotated), dim=dim + 1)
+    halves = pairs.unflatten(dim + 1, (-1, 2)).transpose(dim + 1, dim + 2).flatten(dim + 1, dim + 2)
+    return torch.cat((halves, rest), dim=dim + 1).flatten(dim, dim + 1)
 
 
 @contextmanager
@@ -134,7 +172,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _copy(tensor: CheckpointTensor, slot: Slot) -> None:
+def _copy(tensor: Source, slot: Slot) -> None:
     """Copy this rank's part, piece by piece; the copy converts type and device."""
     if slot.dim == 0:
         for row, piece in tensor.pieces(slot.start, slot.start + slot.length):

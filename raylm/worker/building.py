@@ -11,7 +11,7 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.config.source import locate
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.matchers import GrammarMatchers
-from raylm.layers.linear import kv_heads_of_rank
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.log import get_logger
 from raylm.parallel.collectives import agree_on_min
 from raylm.worker import memory, trial

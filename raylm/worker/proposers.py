@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raylm.layers.attention import AttentionMetadata, KVCache, LayerInput
-from raylm.layers.linear import kv_heads_of_rank
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import Eagle3Head

@@ -11,7 +11,7 @@ from raylm.config.engine import ParallelConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
-from raylm.layers.linear import kv_heads_of_rank
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
 from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline

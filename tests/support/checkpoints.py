@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
@@ -52,8 +54,9 @@ from transformers import (
 )
 
 from raylm.config.source import locate
+from tests.support.more_families import KINDS, LEFT_OUT, Kind
 
-_FILE = "model.safetensors"
+_FILE, _REFERENCE = "model.safetensors", "reference"
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>")
 BOS, EOS, END = range(3)
@@ -185,6 +188,26 @@ def mimo(folder: Path, **changes: object) -> Path:
     return folder
 
 
+def _of_kind(kind: Kind, folder: Path, **changes: object) -> Path:
+    """Where a family is stored in its own way, the folder `reference` has it as transformers reads it."""
+    fields = {name: value for name, value in {**_SIZES, **kind.fields, **changes}.items() if value is not LEFT_OUT}
+    if isinstance(kinds := fields.get("layer_types"), list):
+        count = fields["num_hidden_layers"]
+        fields["layer_types"] = (kinds * count)[:count]
+    config = CONFIG_MAPPING[kind.model_type](**fields)
+    if kind.stored is None:
+        return _save_model(AutoModelForCausalLM.from_config(config), folder)
+    _save_model(AutoModelForCausalLM.from_config(config), folder / _REFERENCE)
+    write_tokenizer(folder)
+    values = json.loads((folder / _REFERENCE / "config.json").read_text())
+    tensors = kind.stored.tensors(load_file(folder / _REFERENCE / _FILE), values)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _FILE)
+    values |= {"architectures": [kind.stored.architecture], **kind.stored.fields(values)}
+    (folder / "config.json").write_text(json.dumps(values))
+    shutil.copy(folder / _REFERENCE / "generation_config.json", folder)
+    return folder
+
+
 FAMILIES = {
     "llama": llama,
     "mistral": mistral,
@@ -202,6 +225,7 @@ FAMILIES = {
     "starcoder2": starcoder2,
     "stablelm": stablelm,
     "bloom": bloom,
+    **{name: functools.partial(_of_kind, kind) for name, kind in KINDS.items()},
 }
 
 
@@ -241,6 +265,8 @@ def eagle3(folder: Path, target: Path, *, leave_out: tuple[str, ...] = (), **cha
 
 def reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32, with attention spelled out. (Of a MiMo the base, which is a Qwen2.)"""
+    if (folder / _REFERENCE).is_dir():
+        folder = folder / _REFERENCE
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] == "mimo":
         config = Qwen2Config(**{**config, "model_type": "qwen2"}, attn_implementation="eager")
@@ -347,15 +373,19 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _save(model_class: type, config_class: type, folder: Path, changes: dict[str, object]) -> Path:
-    config = config_class(**{**_SIZES, **changes})
-    config.dtype = torch.float32
+    return _save_model(model_class(config_class(**{**_SIZES, **changes})), folder)
+
+
+def _save_model(model: PreTrainedModel, folder: Path) -> Path:
+    """With random weights."""
+    model.config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(config)
         for name, parameter in model.named_parameters():
             # Larger than a fresh model's, and norms that differ from 1: or a mistake would hide in the noise.
-            is_norm = name.endswith(("norm.weight", "ln_f.weight"))
-            offset = 1.0 if is_norm and "gemma" not in config.model_type else 0.0
+            is_norm = name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight"))
+            counts_from_1 = model.config.model_type.startswith(("gemma", "nemotron"))
+            offset = 1.0 if is_norm and not counts_from_1 else 0.0
             torch.nn.init.normal_(parameter, mean=offset, std=0.15)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END])
     folder.mkdir(parents=True, exist_ok=True)

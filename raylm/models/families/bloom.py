@@ -18,7 +18,6 @@ def _read(fields: Fields) -> ArchConfig:
         alibi=True,
         norm="layer",
         embed_norm=True,
-        qkv_by_heads=True,
         qkv_bias=True,
         o_bias=True,
     )
@@ -58,6 +57,7 @@ ARCHITECTURES = {
                 "dense_4h_to_h": ("down_proj", None),
                 "ln_f": ("norm", None),
             },
+            qkv_groups=True,
             prefixes=("transformer.",),
         ),
     )

@@ -16,7 +16,7 @@ def _read(fields: Fields) -> ArchConfig:
     rope = rope_of(fields, "full")
     nope_layers = [layer for layer, kind in enumerate(kinds) if slides and kind == "full"]
     arch = dense(fields, kinds=kinds, ropes={"full": rope, "sliding": rope}, nope_layers=nope_layers)
-    return replace(arch, norm_place="post", qk_norm=True)
+    return replace(arch, norm_place="post", qk_norm="head")
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:

@@ -27,7 +27,7 @@ def _read(fields: Fields) -> ArchConfig:
     }
     kinds = _kinds(fields)
     used = {kind: rope for kind, rope in ropes.items() if kind in kinds}
-    return replace(read_gemma2(fields, kinds, used), qk_norm=True)
+    return replace(read_gemma2(fields, kinds, used), qk_norm="head")
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -50,7 +50,7 @@ def _read_gguf(header: read_gguf.Header) -> ArchConfig:
     # The largest one's scores are scaled by what its heads would have if they were as wide as the model.
     return replace(
         arch,
-        qk_norm=True,
+        qk_norm="head",
         norm_place="sandwich",
         embedding_multiplier=arch.hidden_size**0.5,
         attention_scale=(arch.hidden_size // arch.num_heads if count == _LAYERS_OF_27B else head_dim) ** -0.5,

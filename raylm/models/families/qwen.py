@@ -20,7 +20,7 @@ def read_qwen2(fields: Fields) -> ArchConfig:
 
 def _read_qwen3(fields: Fields) -> ArchConfig:
     biased = fields.flag("attention_bias", False)
-    return replace(dense(fields, kinds=_kinds(fields)), qk_norm=True, qkv_bias=biased, o_bias=biased)
+    return replace(dense(fields, kinds=_kinds(fields)), qk_norm="head", qkv_bias=biased, o_bias=biased)
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -34,7 +34,7 @@ def _kinds(fields: Fields) -> list[LayerKind]:
 
 
 def _read_qwen3_gguf(header: read_gguf.Header) -> ArchConfig:
-    return replace(read_gguf.dense(header), qk_norm=True)
+    return replace(read_gguf.dense(header), qk_norm="head")
 
 
 ARCHITECTURES = {
