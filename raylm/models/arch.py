@@ -27,10 +27,32 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: gated MLPs, of which a router chooses a few for each token. ops.route says how."""
+
+    num_experts: int
+    per_token: int
+    size: int
+    """Columns between an expert's projections."""
+    activation: Activation
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    choice_bias: bool = False
+    """The router has a bias that counts for the choice alone."""
+    shared: MLPSpec | None = None
+    """What every token goes through as well."""
+    shared_gate: bool = False
+    """Its output is multiplied by the sigmoid of a projection of the input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """What one layer has of its own."""
 
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     rope: RopeSettings | None
     """None where attention knows no positions (NoPE), or knows them otherwise."""
     window: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,7 @@ from raylm.layers.norm import AllHeadsNorm, EachHeadNorm, LayerNorm, RMSNorm
 from raylm.layers.residual import ResidualStream
 from raylm.layers.rope_settings import RopeSettings
 from raylm.layers.rotary import rotary_table
-from raylm.models.arch import Activation, ArchConfig, LayerSpec, NormPlace
-from raylm.parallel import collectives
+from raylm.models.arch import Activation, ArchConfig, LayerSpec, MLPSpec
 from raylm.parallel.context import ParallelContext
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -121,10 +119,17 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, step: LayerInput) -> Tensor:
         """x, output: [T, hidden_size]."""
-        return self.o_proj.forward(self.attend(x, step))
+        return self.o_proj.forward(self._attend(x, step))
 
-    def attend(self, x: Tensor, step: LayerInput) -> Tensor:
-        """What o_proj takes."""
+    def partial(self, x: Tensor, step: LayerInput) -> Tensor:
+        """This rank's share of the sum over the ranks."""
+        return self.o_proj.partial(self._attend(x, step))
+
+    def add_to(self, stream: ResidualStream, x: Tensor, step: LayerInput) -> None:
+        """Add the output to the stream."""
+        stream.add_product(self.o_proj, self._attend(x, step))
+
+    def _attend(self, x: Tensor, step: LayerInput) -> Tensor:
         return self._attention(self.store(x, step), step.cache, step.meta).view(len(x), -1)
 
     def store(self, x: Tensor, step: LayerInput) -> Tensor:
@@ -152,9 +157,9 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
-    def __init__(self, build: Build, spec: LayerSpec, *, norm_follows: bool) -> None:
+    def __init__(self, build: Build, mlp: MLPSpec, *, norm_follows: bool) -> None:
         super().__init__()
-        mlp, context, dtype, hidden = spec.mlp, build.context, build.dtype, build.arch.hidden_size
+        context, dtype, hidden = build.context, build.dtype, build.arch.hidden_size
         if mlp.gated:
             self.gate_up_proj = GatedParallelLinear(
                 hidden, mlp.size, mlp.activation, bias=mlp.bias, context=context, dtype=dtype
@@ -168,97 +173,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, output: [T, hidden_size]."""
-        return self.down_proj.forward(self.widen(x))
+        return self.down_proj.forward(self._widen(x))
 
-    def widen(self, x: Tensor) -> Tensor:
-        """What down_proj takes."""
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's share of the sum over the ranks."""
+        return self.down_proj.partial(self._widen(x))
+
+    def add_to(self, stream: ResidualStream, x: Tensor) -> None:
+        """Add the output to the stream."""
+        stream.add_product(self.down_proj, self._widen(x))
+
+    def _widen(self, x: Tensor) -> Tensor:
         widened: Tensor = self.gate_up_proj(x) if self._activate is None else self._activate(self.up_proj(x))
         return widened
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm.
-
-    `ATTENTION` is made as SelfAttention is.
-    """
-
-    ATTENTION: ClassVar[type[SelfAttention]] = SelfAttention
-
-    def __init__(self, build: Build, spec: LayerSpec) -> None:
-        super().__init__()
-        sums = build.arch.norms_sum
-        self.self_attn = self.ATTENTION(build, spec, norm_follows=sums)
-        self.mlp = MLP(build, spec, norm_follows=sums)
-        self.input_layernorm = build.norm(sums=sums)
-        self.post_attention_layernorm = build.norm(sums=sums)
-
-    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
-        """Adds to the stream what the layer makes of it."""
-        attended = self.self_attn.attend(stream.normed(self.input_layernorm), step)
-        stream.add_product(self.self_attn.o_proj, attended)
-        stream.add_product(self.mlp.down_proj, self.mlp.widen(stream.normed(self.post_attention_layernorm)))
-
-
-class SandwichNormLayer(DecoderLayer):
-    """A layer that also norms what attention and MLP return, before it joins the residual stream."""
-
-    def __init__(self, build: Build, spec: LayerSpec) -> None:
-        super().__init__(build, spec)
-        self.pre_feedforward_layernorm = build.norm()
-        self.post_feedforward_layernorm = build.norm()
-
-    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
-        attended = self.self_attn(stream.normed(self.input_layernorm), step)
-        stream.add(self.post_attention_layernorm(attended))
-        stream.add(self.post_feedforward_layernorm(self.mlp(stream.normed(self.pre_feedforward_layernorm))))
-
-
-class PostNormLayer(nn.Module):
-    """Attention and MLP read the residual stream as it is; what they return is normed before it joins."""
-
-    def __init__(self, build: Build, spec: LayerSpec) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(build, spec, norm_follows=False)
-        self.mlp = MLP(build, spec, norm_follows=False)
-        self.post_attention_layernorm = build.norm()
-        self.post_feedforward_layernorm = build.norm()
-
-    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
-        """As DecoderLayer.forward."""
-        stream.add(self.post_attention_layernorm(self.self_attn(stream.total(), step)))
-        stream.add(self.post_feedforward_layernorm(self.mlp(stream.total())))
-
-
-class ParallelLayer(nn.Module):
-    """Attention and MLP both read the stream as the layer before left it, and are summed over the ranks at once."""
-
-    def __init__(self, build: Build, spec: LayerSpec) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(build, spec, norm_follows=False)
-        self.mlp = MLP(build, spec, norm_follows=False)
-        self.input_layernorm = build.norm()
-        self.post_attention_layernorm = None if build.arch.shared_norm else build.norm()
-        self._context = build.context
-
-    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
-        """As DecoderLayer.forward."""
-        x = normed = stream.normed(self.input_layernorm)
-        if self.post_attention_layernorm is not None:
-            normed = stream.normed(self.post_attention_layernorm)
-        added = self.self_attn.o_proj.partial(self.self_attn.attend(x, step))
-        added += self.mlp.down_proj.partial(self.mlp.widen(normed))
-        stream.add(collectives.all_reduce(added, self._context))
-
-
-Layer = DecoderLayer | PostNormLayer | ParallelLayer
-_LAYERS: dict[NormPlace, type[Layer]] = {
-    "pre": DecoderLayer,
-    "post": PostNormLayer,
-    "sandwich": SandwichNormLayer,
-    "parallel": ParallelLayer,
-}
-
-
-def make_layer(build: Build, number: int) -> Layer:
-    """Layer `number` of the model."""
-    return _LAYERS[build.arch.norm_place](build, build.arch.layers[number])

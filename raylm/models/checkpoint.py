@@ -54,6 +54,10 @@ class CheckpointTensor:
         skipped = first * prod(self.shape[1:]) // self.encoding.values_per_block * self.encoding.bytes_per_block
         return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + skipped, runs=runs)
 
+    def item(self, index: int) -> CheckpointTensor:
+        """One of its first dimension, as a tensor of a dimension less."""
+        return replace(self.rows(index, 1), shape=self.shape[1:])
+
     def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> CheckpointTensor:
         """With `rearrange` on every piece."""
         return replace(self, rearrange=rearrange, row_unit=row_unit)

@@ -10,8 +10,9 @@ from raylm.layers.attention import LayerInput
 from raylm.layers.attention_backends import RAYLM
 from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from raylm.layers.slots import Slot, SlotName, slots_of
-from raylm.models.blocks import Build, make_layer
+from raylm.models.blocks import Build
 from raylm.models.few_rows import FewRows
+from raylm.models.layers import make_layer
 
 
 class DecoderModel(nn.Module):

@@ -21,8 +21,9 @@ from raylm.layers.residual import ResidualStream
 from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
 from raylm.models.arch import LayerSpec
 from raylm.models.arch_eagle3 import Eagle3Arch
-from raylm.models.blocks import Build, DecoderLayer, SelfAttention
+from raylm.models.blocks import Build, SelfAttention
 from raylm.models.decoder import DecoderModel
+from raylm.models.layers import DecoderLayer
 from raylm.models.names import HF_WEIGHTS, TensorNames
 from raylm.models.safetensors import folder_tensors
 from raylm.models.weights import Stored, WeightLoader, fill_dummy
@@ -54,8 +55,8 @@ class Eagle3Layer(DecoderLayer):
         normed = self.hidden_norm(hidden)
         stream = self._build.stream((normed if self._norm_before_residual else hidden).clone())
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        stream.add_product(self.self_attn.o_proj, self.self_attn.attend(x, step))
-        stream.add_product(self.mlp.down_proj, self.mlp.widen(stream.normed(self.post_attention_layernorm)))
+        self.self_attn.add_to(stream, x, step)
+        self.mlp.add_to(stream, stream.normed(self.post_attention_layernorm))
         return stream
 
     def remember(self, embedded: Tensor, hidden: Tensor, step: LayerInput) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raylm import ops
 from raylm.layers.attention import LayerInput
-from raylm.models.arch import ArchConfig
+from raylm.models.arch import ArchConfig, MLPSpec
 from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
 
@@ -63,6 +63,8 @@ class FewRows:
 def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str | None:
     """What of a model the operator does not do; None where there is nothing."""
     mlp, rope = arch.layers[0].mlp, arch.layers[0].rope
+    if not isinstance(mlp, MLPSpec):
+        return "layers have experts"
     if context.tensor_size > 1 or context.pipeline_size > 1:
         # The kernel's blocks must all be resident at once. A kernel that waits for another GPU could keep one of them
         # out, and the others would wait for that one for ever.

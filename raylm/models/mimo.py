@@ -8,8 +8,9 @@ from torch import Tensor
 from raylm.layers.attention import LayerInput
 from raylm.layers.linear import ReplicatedLinear
 from raylm.models.arch import LayerSpec
-from raylm.models.blocks import Build, DecoderLayer
+from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
+from raylm.models.layers import DecoderLayer
 
 
 class MtpLayer(DecoderLayer):

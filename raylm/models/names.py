@@ -22,6 +22,15 @@ HF_WEIGHTS: WeightTable = {
 }
 """Checkpoints of transformers: other parts are named here as there."""
 
+MIXTRAL_WEIGHTS: WeightTable = {
+    **HF_WEIGHTS,
+    "block_sparse_moe": ("mlp", None),
+    "w1": ("gate_up_proj", "gate"),
+    "w3": ("gate_up_proj", "up"),
+    "w2": ("down_proj", None),
+}
+"""Mixtral's, and those of models that took its names for their experts."""
+
 GGUF_WEIGHTS: WeightTable = {
     "token_embd": ("embed_tokens", None),
     "output_norm": ("norm", None),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
-from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
+from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
 from raylm.models.read_layers import LAYER_KINDS, LayerKind, check_rope, rope_of
 
@@ -96,6 +97,29 @@ def mlp_of(
         allowed = [each for each, own in _ACTIVATIONS.items() if not gated or own in _GATED]
         raise fields.error(name, given, f"one of {', '.join(allowed)}")
     return MLPSpec(size=fields.integer("intermediate_size"), activation=found, gated=gated, bias=bias)
+
+
+def with_experts(arch: ArchConfig, experts: ExpertsSpec, *, dense_layers: Collection[int] = ()) -> ArchConfig:
+    """The model with experts in all layers but some."""
+    layers = [
+        layer if number in dense_layers else replace(layer, mlp=experts) for number, layer in enumerate(arch.layers)
+    ]
+    return replace(arch, layers=tuple(layers))
+
+
+def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", normalized: bool | None = None) -> ExpertsSpec:
+    """Softmax over num_experts, of which num_experts_per_tok are taken; `size` is the field of their columns,
+    `normalized` what norm_topk_prob says unless it is given. Raises ConfigError."""
+    num_experts, per_token = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
+    if per_token > num_experts:
+        raise fields.error("num_experts_per_tok", per_token, f"at most num_experts, {num_experts}")
+    return ExpertsSpec(
+        num_experts=num_experts,
+        per_token=per_token,
+        size=fields.integer(size),
+        activation=mlp_of(fields).activation,
+        normalized=fields.flag("norm_topk_prob", False) if normalized is None else normalized,
+    )
 
 
 def eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:

@@ -43,6 +43,11 @@ _FAMILIES = (
     "internlm",
     "minicpm",
     "baichuan",
+    "mixtral",
+    "qwen_moe",
+    "olmoe",
+    "granite_moe",
+    "glm4_moe",
 )
 
 

@@ -80,7 +80,9 @@ class WeightLoader:
         found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
-                found[slot_name(tensor.name, stored.table, self._names.prefixes)].append(self._turned(tensor))
+                name = slot_name(tensor.name, stored.table, self._names.prefixes)
+                for each, part in _by_experts(name, tensor):
+                    found[each].append(self._turned(part))
         self._split_fused(found, slots)
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
@@ -150,6 +152,16 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
             slot.destination.zero_()
         else:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
+
+
+def _by_experts(name: SlotName, tensor: CheckpointTensor) -> Iterator[tuple[SlotName, CheckpointTensor]]:
+    """Of a tensor of all experts of a layer, one for each."""
+    before, experts, after = name[0].partition(".experts.")
+    if len(tensor.shape) != 3 or not experts:
+        yield name, tensor
+        return
+    for number in range(tensor.shape[0]):
+        yield (f"{before}.experts.{number}.{after}", name[1]), tensor.item(number)
 
 
 def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.heads import kv_heads_of_rank
-from raylm.models.arch import ArchConfig
+from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline
 from raylm.worker import memory
@@ -178,7 +178,7 @@ class Sizing:
 
     def _step_bytes(self, tensor: int) -> int:
         arch, item = self._arch, self._dtype.itemsize
-        mlp = max(3 * layer.mlp.size for layer in arch.layers) // tensor
+        mlp = max(_mlp_columns(layer.mlp, arch.hidden_size, tensor) for layer in arch.layers)
         heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
         hidden = 3 * arch.hidden_size
         # Logits in the model's type, and twice in float32 while they are sampled from.
@@ -216,6 +216,14 @@ class Sizing:
                 f"less than one request of {self._context:,}"
             )
         return None
+
+
+def _mlp_columns(mlp: MLPSpec | ExpertsSpec, hidden: int, tensor: int) -> int:
+    """Numbers a token that are there at once."""
+    if isinstance(mlp, MLPSpec):
+        return 3 * mlp.size // tensor
+    # Each token's copies, what its experts make of them, and that in float32.
+    return mlp.per_token * (3 * mlp.size // tensor + 3 * hidden)
 
 
 def _bytes(module: torch.nn.Module) -> int:

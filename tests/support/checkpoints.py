@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -54,7 +55,7 @@ from transformers import (
 )
 
 from raylm.config.source import locate
-from tests.support.more_families import KINDS, LEFT_OUT, Kind
+from tests.support.more_families import KINDS, LEFT_OUT, Always, Kind
 
 _FILE, _REFERENCE = "model.safetensors", "reference"
 VOCAB_SIZE = 320
@@ -196,8 +197,8 @@ def _of_kind(kind: Kind, folder: Path, **changes: object) -> Path:
         fields["layer_types"] = (kinds * count)[:count]
     config = CONFIG_MAPPING[kind.model_type](**fields)
     if kind.stored is None:
-        return _save_model(AutoModelForCausalLM.from_config(config), folder)
-    _save_model(AutoModelForCausalLM.from_config(config), folder / _REFERENCE)
+        return _save_model(AutoModelForCausalLM.from_config, config, folder)
+    _save_model(AutoModelForCausalLM.from_config, config, folder / _REFERENCE)
     write_tokenizer(folder)
     values = json.loads((folder / _REFERENCE / "config.json").read_text())
     tensors = kind.stored.tensors(load_file(folder / _REFERENCE / _FILE), values)
@@ -265,6 +266,7 @@ def eagle3(folder: Path, target: Path, *, leave_out: tuple[str, ...] = (), **cha
 
 def reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32, with attention spelled out. (Of a MiMo the base, which is a Qwen2.)"""
+    stored = folder
     if (folder / _REFERENCE).is_dir():
         folder = folder / _REFERENCE
     config = json.loads((folder / "config.json").read_text())
@@ -273,7 +275,12 @@ def reference(folder: Path) -> PreTrainedModel:
         model = Qwen2ForCausalLM(config)
         model.load_state_dict({k: v for k, v in load_file(folder / _FILE).items() if "mtp_layers" not in k})
         return model.eval()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if json.loads((stored / "config.json").read_text())["architectures"] == ["DeepseekForCausalLM"]:
+        for layer in model.model.layers:
+            # Its shared experts are not gated: here, by 1.
+            layer.mlp.shared_expert_gate = Always(100.0)
+    return model
 
 
 @functools.cache
@@ -373,20 +380,24 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _save(model_class: type, config_class: type, folder: Path, changes: dict[str, object]) -> Path:
-    return _save_model(model_class(config_class(**{**_SIZES, **changes})), folder)
+    return _save_model(model_class, config_class(**{**_SIZES, **changes}), folder)
 
 
-def _save_model(model: PreTrainedModel, folder: Path) -> Path:
+def _save_model(make: Callable[..., PreTrainedModel], config: object, folder: Path) -> Path:
     """With random weights."""
-    model.config.dtype = torch.float32
+    config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        model = make(config)
         for name, parameter in model.named_parameters():
             # Larger than a fresh model's, and norms that differ from 1: or a mistake would hide in the noise.
             is_norm = name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight"))
-            counts_from_1 = model.config.model_type.startswith(("gemma", "nemotron"))
+            counts_from_1 = config.model_type.startswith(("gemma", "nemotron"))
             offset = 1.0 if is_norm and not counts_from_1 else 0.0
             torch.nn.init.normal_(parameter, mean=offset, std=0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.15)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -14,7 +14,20 @@ Values = dict[str, object]
 LEFT_OUT = object()
 """A field that this configuration has not."""
 _NO_GROUPS = {"num_key_value_heads": LEFT_OUT, "head_dim": LEFT_OUT}
+_EXPERTS: Values = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED: Values = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+
+
+class Always(torch.nn.Module):
+    """Gives the same for every row."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full((*x.shape[:-1], 1), self._value)
 
 
 class Stored(NamedTuple):
@@ -85,6 +98,16 @@ def _minicpm_fields(values: Values) -> Values:
     }
 
 
+def _deepseek_fields(values: Values) -> Values:
+    return {"n_routed_experts": values["num_experts"], "n_shared_experts": 2}
+
+
+def _deepseek(tensors: Tensors, values: Values) -> Tensors:
+    kept = {name: tensor for name, tensor in tensors.items() if "shared_expert_gate" not in name}
+    return {name.replace("shared_expert.", "shared_experts."): tensor for name, tensor in kept.items()}
+
+
+_DEEPSEEK = Stored("DeepseekForCausalLM", _deepseek_fields, _deepseek)
 KINDS = {
     "olmo2": Kind("olmo2", {}),
     "olmo3": Kind("olmo3", _SLIDING),
@@ -107,6 +130,23 @@ KINDS = {
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.25, "logits_scaling": 4.0},
         Stored("MiniCPMForCausalLM", _minicpm_fields, _as_they_are),
+    ),
+    "mixtral": Kind("mixtral", {"num_local_experts": 6}),
+    "qwen2_moe": Kind("qwen2_moe", {**_EXPERTS, "head_dim": LEFT_OUT, "shared_expert_intermediate_size": 48}),
+    "qwen3_moe": Kind("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "olmoe": Kind("olmoe", {**_EXPERTS, "head_dim": LEFT_OUT, "intermediate_size": 32}),
+    "granitemoe": Kind(
+        "granitemoe",
+        {"num_local_experts": 6, "head_dim": LEFT_OUT, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    ),
+    "glm4_moe": Kind(
+        "glm4_moe",
+        {**_ROUTED, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "attention_bias": True},
+    ),
+    "deepseek": Kind(
+        "qwen2_moe",
+        {**_EXPERTS, "head_dim": LEFT_OUT, "qkv_bias": False, "shared_expert_intermediate_size": 64},
+        _DEEPSEEK,
     ),
     "baichuan": Kind("llama", {"num_key_value_heads": 4}, Stored("BaichuanForCausalLM", lambda values: {}, _baichuan)),
 }

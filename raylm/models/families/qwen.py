@@ -18,7 +18,7 @@ def read_qwen2(fields: Fields) -> ArchConfig:
     return replace(dense(fields, kinds=_kinds(fields)), qkv_bias=True)
 
 
-def _read_qwen3(fields: Fields) -> ArchConfig:
+def read_qwen3(fields: Fields) -> ArchConfig:
     biased = fields.flag("attention_bias", False)
     return replace(dense(fields, kinds=_kinds(fields)), qk_norm="head", qkv_bias=biased, o_bias=biased)
 
@@ -40,6 +40,6 @@ def _read_qwen3_gguf(header: read_gguf.Header) -> ArchConfig:
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Family(read=read_qwen2, defaults=DEFAULTS, gguf={"qwen2": read_gguf.dense}),
     "Qwen3ForCausalLM": Family(
-        read=_read_qwen3, defaults={**DEFAULTS, "head_dim": 128}, gguf={"qwen3": _read_qwen3_gguf}
+        read=read_qwen3, defaults={**DEFAULTS, "head_dim": 128}, gguf={"qwen3": _read_qwen3_gguf}
     ),
 }
