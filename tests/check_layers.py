@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 60
 # From the ground up; a package imports only what stands on an earlier line. Siblings of a line know each other not.
 LAYERS = [
     ["errors", "log", "stacks"],
+    ["plugins"],
     ["config"],
     ["core", "ops"],
     ["text"],
