@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
-from raylm.config.source import locate
 from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Logprobs, ModelInfo, TokenDelta
@@ -32,6 +31,9 @@ from raylm.generation.choices import Said, ToolCall
 from raylm.generation.reader import ChoiceReader, Reading
 from raylm.generation.tool_reading import read_tools
 from raylm.grammar.compiler import GrammarCompiler
+from raylm.model_files.advice import sampling_defaults
+from raylm.model_files.deployed import pinned
+from raylm.model_files.source import locate
 from raylm.text.chat_options import ChatOptions
 from raylm.text.chat_settings import ChatSettings
 from raylm.text.processor import TextDelta, TextProcessor
@@ -146,8 +148,9 @@ class LLM:
                 "runtime": {"device": device, "num_threads": num_threads},
             }
             model = parse(EngineConfig, settings, source="LLM(...)")
-        self.config = model
-        source = locate(model.model.path)
+        self.config = model = pinned(model)
+        self._sampling = sampling_defaults(model)
+        source = locate(model.model.reference)
         self.text = TextProcessor.load(source, ChatSettings.of(model))
         self._format = ability_of(self.text.chat_template, model.chat).format
         self._grammars = GrammarCompiler(source)
@@ -169,7 +172,7 @@ class LLM:
     def params(self, **given: Any) -> SamplingParams:
         """SamplingParams(**given); what is left out is as the config's `model.sampling` says, or else the model's own
         generation_config.json (unless `generation.defaults` is neutral)."""
-        own: dict[str, Any] = self.config.sampling_defaults.fields()
+        own: dict[str, Any] = self._sampling.fields()
         return SamplingParams(**{**own, **given})
 
     def generate(

@@ -19,7 +19,7 @@ LAYERS = [
     ["errors", "log", "stacks"],
     ["plugins"],
     ["config"],
-    ["core", "ops"],
+    ["core", "ops", "model_files"],
     ["text"],
     ["grammar"],
     ["parallel"],
@@ -41,6 +41,7 @@ LAYERS = [
 NEVER = {
     "core": {"torch", "ray", "numpy", "zmq", "time"},
     "config": {"torch", "ray", "transformers"},
+    "model_files": {"torch", "ray", "transformers"},
     "text": {"torch", "ray"},
     "grammar": {"torch", "ray", "transformers", "xgrammar"},
     "engine": {"torch"},

@@ -14,7 +14,8 @@ from tempfile import mkdtemp
 import pytest
 from hypothesis import Phase, settings
 
-from raylm.config.source import DEMO_MODELS, ModelSource, locate
+from raylm.config.demo import DEMO_MODELS
+from raylm.model_files.source import ModelSource, locate
 from raylm.text.processor import TextProcessor
 
 pytest_plugins = ["tests.support.served"]
@@ -26,6 +27,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 # Serve gives up a proxy that takes over three times 5 s to start, as one does on two cores that compute meanwhile.
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+
+# No test asks the Hugging Face hub; those of downloads have one of their own on loopback.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Servers keep responses in the user's state folder: here in one of the session's own.
 os.environ["XDG_STATE_HOME"] = mkdtemp(prefix="raylm-state-")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raylm.config.source import DEMO_MODELS
+from raylm.config.demo import DEMO_MODELS
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def test_extras_are_installed_from_the_repository():
 def test_without_the_demo_model_its_tests_are_skipped_and_say_what_to_do(tmp_path: Path, option, outcome):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEMO)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    test = "tests/config/test_gguf_metadata.py::test_equals_the_gguf_package_on_a_real_file"
+    test = "tests/model_files/test_gguf_header.py::test_equals_the_gguf_package_on_a_real_file"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *option, test]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == (1 if option else 0), result.stdout

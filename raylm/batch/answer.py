@@ -18,13 +18,14 @@ from raylm.batch.requests import (
 )
 from raylm.config.engine import EngineConfig
 from raylm.config.serving import HttpConfig
-from raylm.config.source import locate
 from raylm.engine.engine import Engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import EngineDeadError
 from raylm.generation.ability import ability_of
 from raylm.generation.served_model import EngineHandle, EngineStats, ServedModel, Text
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
+from raylm.model_files.advice import sampling_defaults
+from raylm.model_files.source import locate
 from raylm.stacks import ProcessStacks
 from raylm.text.chat_settings import ChatSettings
 from raylm.text.processor import TextProcessor
@@ -74,7 +75,7 @@ class Answerer:
         self._client = LocalClient(engine)
         self._grammars: GrammarCompiler | None = None
         if text is None:
-            source = locate(config.model.path)
+            source = locate(config.model.reference)
             text = TextProcessor.load(source, ChatSettings.of(config))
             self._grammars = GrammarCompiler(source, limits=_GRAMMARS)
         model = ServedModel(
@@ -84,7 +85,7 @@ class Answerer:
             vocab_size=engine.info.vocab_size,
             text=text,
             generator=self._client,
-            sampling=config.sampling_defaults,
+            sampling=sampling_defaults(config),
             grammars=self._grammars,
             ability=ability_of(text.chat_template, config.chat),
         )

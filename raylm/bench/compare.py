@@ -21,8 +21,8 @@ from raylm.bench.offline import (
     warm_up,
 )
 from raylm.bench.report import CompareResult, OfflineResult
-from raylm.config.source import ModelSource
 from raylm.errors import ConfigError, RaylmError
+from raylm.model_files.source import ModelSource
 
 if TYPE_CHECKING:
     import torch

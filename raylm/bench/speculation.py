@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import SpeculationResult
 from raylm.config.engine import EngineConfig
-from raylm.config.source import locate
 from raylm.config.speculation import SpeculationConfig, SpeculationMethod
 from raylm.core.drafting import DraftCounters, Drafter, Proposal
 from raylm.core.request import Request
@@ -26,6 +25,7 @@ from raylm.core.speculation import ReplayProposer, RequestDrafter, Speculation, 
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.text.processor import TextProcessor
 
 INSTRUCTIONS = {
@@ -189,7 +189,7 @@ def measure_speculation(config: EngineConfig, settings: Settings) -> Iterator[Sp
     """One result for each kind and number of streams. Raises ConfigError."""
     # A prompt comes twice.
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"prefix_caching": False})})
-    text = TextProcessor.load(locate(config.model.path))
+    text = TextProcessor.load(locate(config.model.reference))
     subject = _Subject(config, settings)
     try:
         for kind in settings.kinds:

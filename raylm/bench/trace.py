@@ -31,11 +31,11 @@ from raylm.bench.roofline import (
 )
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
-from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -80,7 +80,7 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
         peaks = measure_peaks(getattr(torch, engine.info.dtype))
-        arch = ArchConfig.from_source(locate(config.model.path))
+        arch = ArchConfig.from_source(locate(config.model.reference))
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks) for batch in batches]
     finally:
         engine.shutdown()

@@ -77,8 +77,7 @@ def _settings(args: argparse.Namespace) -> BatchSettings:
     from raylm.batch.job import BatchSettings
 
     Place(args.input).inputs()
-    config = engine_config(args)
-    check_model(config, must_be_here=is_local(args.address))
+    config = check_model(engine_config(args), must_be_here=is_local(args.address))
     return BatchSettings(
         input=args.input,
         output=args.output,

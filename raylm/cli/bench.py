@@ -224,9 +224,9 @@ def _structure(args: argparse.Namespace, emit: Emit) -> None:
 
 def _compare(llm: LLM, cases: list[Case | Dataset], args: argparse.Namespace, emit: Emit) -> None:
     from raylm.bench.compare import compare_case, load_reference
-    from raylm.config.source import locate
+    from raylm.model_files.source import locate
 
-    source = locate(llm.config.model.path)
+    source = locate(llm.config.model.reference)
     model = load_reference(source, dtype=llm.info.dtype, device=llm.info.device)
     for case in cases:
         for result in compare_case(llm, model, case, args.mode, seed=args.seed, repeat=args.repeat):

@@ -139,23 +139,25 @@ def choices(config: EngineConfig | None) -> list[Choice]:
 def _resolved(config: EngineConfig) -> dict[str, Any]:
     """The configuration as an engine here would have it; what it leaves open is left out. Raises ConfigError."""
     from raylm.config.resolve import resolve
+    from raylm.model_files.advice import sampling_defaults
     from raylm.worker.device import choose_device
 
     wanted = config.runtime.device
     kind = choose_device(wanted).type if wanted == "auto" else wanted
     data = resolve(config, "cuda" if kind == "cuda" else "cpu").model_dump(exclude_none=True)
+    data["model"]["sampling"] = sampling_defaults(config).fields()
     data["model"]["name"] = config.model.served_name
     return data
 
 
 def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
-    from raylm.config.source import locate
     from raylm.layers.attention_backends import Setting, choose_backend
     from raylm.layers.dtypes import dtype_name
+    from raylm.model_files.source import locate
     from raylm.models.check import check_model
     from raylm.worker.device import choose_dtype
 
-    arch, source = check_model(config), locate(config.model.path)
+    arch, source = check_model(config), locate(config.model.reference)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
     setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi)
     backend, reason = choose_backend(config.runtime.attention, setting)
@@ -192,10 +194,11 @@ def _slow_parts(arch: ArchConfig, setting: Setting, backend: AttentionBackend) -
 def _sampling(config: EngineConfig) -> Choice:
     """The defaults of requests, and which of them come from where."""
     from raylm.config.sampling import SamplingDefaults
+    from raylm.model_files.advice import sampling_advice, sampling_defaults
 
     own = config.model.sampling.model_dump(exclude_none=True)
-    advice = config.sampling_advice
-    values, neutral = config.sampling_defaults.fields(), SamplingDefaults().fields()
+    advice = sampling_advice(config)
+    values, neutral = sampling_defaults(config).fields(), SamplingDefaults().fields()
     shown = ", ".join(f"{name} {value:g}" for name, value in values.items() if value != neutral[name])
     reason = f"{', '.join(own)}: model.sampling; what that leaves open: {advice.origin}" if own else advice.origin
     return Choice("sampling", shown or "neutral: temperature 1, all else off", reason)

@@ -203,6 +203,7 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def sampling_params(args: argparse.Namespace, config: EngineConfig, *, max_tokens: int) -> SamplingParams:
     """SamplingParams of the options; what is not given is the model's own, and `max_tokens`. Raises RequestRejected."""
     from raylm.core.sampling import SamplingParams
+    from raylm.model_files.advice import sampling_defaults
 
-    own: dict[str, Any] = config.sampling_defaults.fields()
+    own: dict[str, Any] = sampling_defaults(config).fields()
     return SamplingParams(**{"max_tokens": max_tokens, **own, **given_sampling(args)})

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("doctor --plan needs a MODEL and --gpu NAME")
     gpu = find_gpu(args.gpu)
     config = engine_config(args)
-    arch = _arch(config.model.path)
+    arch = _arch(config.model.reference)
     limit = config.model.max_model_len or arch.max_position
     sizing = Sizing(resolve(config, "cuda"), arch, gpu, context=args.context or min(_USUAL_CONTEXT, limit))
     parallel = _parallel(args, config)
@@ -68,7 +68,7 @@ def _arch(path: str) -> ArchConfig:
     """The model's description; a shape of `raylm bench shape` needs no folder. Raises ConfigError."""
     from raylm.bench.dummy import write_shape
     from raylm.bench.shapes import SHAPES, shape_named
-    from raylm.config.source import locate
+    from raylm.model_files.source import locate
     from raylm.models.arch import ArchConfig
 
     if path not in SHAPES:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from raylm.config.advice import Advice, advice
 from raylm.config.base import FrozenConfig
 from raylm.config.chat import ChatConfig
+from raylm.config.hub_name import REVISION, at_revision, served_name
 from raylm.config.kv_events import KVEventsConfig
-from raylm.config.sampling import GenerationConfig, SamplingConfig, SamplingDefaults
+from raylm.config.sampling import GenerationConfig, SamplingConfig
 from raylm.config.speculation import ON_HOST, SpeculationConfig
 from raylm.log import LogFormat
 from raylm.plugins import plugin_names
@@ -32,9 +31,13 @@ class ModelConfig(FrozenConfig):
     """Which model, and how it is loaded."""
 
     path: str
-    """A folder with config.json and safetensors, a .gguf file, or the name of the demo model: smollm2-135m."""
+    """A folder with config.json and safetensors, a .gguf file, a model of the Hugging Face hub (owner/name, or
+    owner/name:Q4_K_M for one of its .gguf files), or the name of the demo model: smollm2-135m."""
+    revision: str | None = Field(default=None, min_length=1, max_length=256, pattern=REVISION)
+    """Of a model on the hub: a branch, a tag or a commit; by default the main branch. Replicas load the commit that it
+    was when the model was deployed."""
     name: str | None = None
-    """The name that clients use; by default the last part of the path."""
+    """The name that clients use; by default the hub's (owner/name), or the last part of the path."""
     dtype: DType = "auto"
     """auto: float32 on a CPU; on a GPU the checkpoint's own, or bfloat16 where that is float32."""
     load_format: LoadFormat = "auto"
@@ -51,7 +54,13 @@ class ModelConfig(FrozenConfig):
 
     @property
     def served_name(self) -> str:
-        return self.name or self.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        return self.name or served_name(self.path)
+
+    @property
+    def reference(self) -> str:
+        """What `raylm.model_files.source.locate` finds the model by: the path, with the revision in it. Raises
+        ConfigError where a revision is given and the path has none."""
+        return at_revision(self.path, self.revision)
 
 
 class CacheConfig(FrozenConfig):
@@ -220,18 +229,6 @@ class EngineConfig(FrozenConfig):
     def in_one_process(self) -> bool:
         """Offline: whether the process that has the engine is its one worker too, and not a Ray actor."""
         return self.parallel.num_workers == 1 and not self.runtime.ray_workers
-
-    @cached_property
-    def sampling_advice(self) -> Advice:
-        """Defaults that generation.defaults takes from the model. Raises ConfigError as `advice` does."""
-        if self.generation.defaults == "neutral":
-            return Advice(SamplingConfig(), "generation.defaults is neutral")
-        return advice(self.model.path)
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        """How requests are sampled that leave it open. Raises ConfigError as `advice` does."""
-        return SamplingDefaults.of(self.model.sampling, self.sampling_advice.sampling)
 
     @model_validator(mode="after")
     def _published_events_are_kept(self) -> EngineConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raylm.config.base import read_yaml
 from raylm.config.chat import is_template
-from raylm.config.source import DEMO_MODELS
+from raylm.config.demo import DEMO_MODELS
 from raylm.errors import ConfigError
 
 INGRESS_PATH = "raylm.serving.app:build_ingress"

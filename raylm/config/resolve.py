@@ -60,7 +60,6 @@ def resolve(config: EngineConfig, device: DeviceKind) -> ResolvedEngine:
     """
     data = config.model_dump()
     data["runtime"]["device"] = device
-    data["model"]["sampling"] = config.sampling_defaults.fields()
     filled: dict[str, float] = {}
     for section, defaults in _DEFAULTS[device]._asdict().items():
         missing = {key: value for key, value in defaults._asdict().items() if data[section][key] is None}

@@ -26,7 +26,8 @@ class SpeculationConfig(FrozenConfig):
     model of the same tokenizer, an EAGLE-3 head (arXiv:2503.01840) or the model's own layer for multi-token prediction
     (MiMo); they take memory for their weights and for their part of each token's cache."""
     model: str | None = None
-    """draft_model: the smaller model, a folder or .gguf file; eagle3: the head's folder. None for the other methods."""
+    """draft_model: the smaller model; eagle3: the head's folder. As model.path, or a model of the hub at a revision:
+    owner/name@revision. None for the other methods."""
     num_drafts: int = Field(default=7, ge=1, le=15)
     """Drafts that a request verifies in a step at most. How many it does is measured: by how many are accepted, and by
     what they cost."""

@@ -96,7 +96,7 @@ class Engine:
         self._profile_folder = config.runtime.profile_folder
         self._eos = frozenset(self.info.eos_token_ids)
         self._grammars = HeldForGrammars(executor.prepare)
-        self._text_ends = text_ends or StopStrings(config.model.path).of
+        self._text_ends = text_ends or StopStrings(config.model.reference).of
 
     @property
     def has_work(self) -> bool:

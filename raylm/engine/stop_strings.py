@@ -6,10 +6,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from raylm.config.source import locate
 from raylm.core.beam import TextEnds
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RequestRejected
+from raylm.model_files.source import locate
 
 if TYPE_CHECKING:
     from raylm.text.processor import TextProcessor
@@ -19,8 +19,9 @@ class StopStrings:
     """Looks for the stop strings of requests in the tokens of one model. Its tokenizer is read when it is first needed,
     which holds the engine for as long as that takes, and so is what reads tokenizers."""
 
-    def __init__(self, model_path: str) -> None:
-        self._path = model_path
+    def __init__(self, model: str) -> None:
+        """`model` is ModelConfig.reference."""
+        self._model = model
 
     def of(self, params: SamplingParams) -> TextEnds:
         """What looks for those of one request. Raises RequestRejected where the tokenizer cannot be read."""
@@ -37,4 +38,4 @@ class StopStrings:
     def _text(self) -> TextProcessor:
         from raylm.text.processor import TextProcessor
 
-        return TextProcessor.load(locate(self._path))
+        return TextProcessor.load(locate(self._model))

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
 from raylm.grammar import binding
@@ -36,6 +35,7 @@ from raylm.grammar.frames import (
 )
 from raylm.grammar.special import SpecialTokens, is_text, special_bytes
 from raylm.grammar.translate import translate
+from raylm.model_files.source import ModelSource
 from raylm.text.tokenizer import Tokenizer
 
 _TOO_MUCH = "it takes too much memory to compile"

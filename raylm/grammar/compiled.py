@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.grammar import binding
 from raylm.grammar.process import CompilerProcess, setup_of
+from raylm.model_files.source import ModelSource
 
 _MAX_COMPILED_BYTES = 1 << 28
 

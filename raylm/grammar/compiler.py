@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, Overloaded, RequestRejected, ServerStopped
 from raylm.grammar.frames import Done, Failed
 from raylm.grammar.outcomes import Outcomes
 from raylm.grammar.process import RETRY_S, ChildDied, ChildHung, CompilerProcess, setup_of
 from raylm.log import get_logger
+from raylm.model_files.source import ModelSource
 
 logger = get_logger(__name__)
 

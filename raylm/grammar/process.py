@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import msgspec
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError, Overloaded
 from raylm.grammar.frames import (
@@ -28,6 +27,7 @@ from raylm.grammar.frames import (
     VocabularyJob,
     write_frame,
 )
+from raylm.model_files.source import ModelSource
 
 START_S = 120.0
 RETRY_S = 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raylm.config.source import ModelSource
 from raylm.layers.rope_settings import RopeSettings
+from raylm.model_files.source import ModelSource
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormKind = Literal["rms", "layer"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource
 from raylm.models.arch import ArchConfig
 from raylm.models.fields import Fields
 from raylm.models.read_folder import read_json

@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 
 from raylm.config.engine import EngineConfig
-from raylm.config.source import ModelSource, locate
 from raylm.config.speculation import SpeculationConfig
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource, locate
+from raylm.model_files.weight_files import weight_files
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
-from raylm.models.weight_files import weight_files
 
 _FORMATS = {"gguf": "gguf", "folder": "safetensors"}
 """Kind of source -> the format of its weights."""
 
 
 def check_model(config: EngineConfig) -> ArchConfig:
-    """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there, or
-    `parallel` cannot split it."""
-    source = locate(config.model.path)
+    """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there (a model
+    on the hub has them there, and none is downloaded), or `parallel` cannot split it."""
+    source = locate(config.model.reference)
     arch = target_arch(ArchConfig.from_source(source), config)
     check_format(source, config.model.load_format)
-    if source.kind == "folder" and config.model.load_format != "dummy":
-        weight_files(source.path)
+    if source.remote is None and config.model.load_format != "dummy":
+        weight_files(source, config.model.load_format)
     if config.parallel.num_workers > 1:
         import torch
 

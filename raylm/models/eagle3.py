@@ -11,7 +11,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
 from raylm.layers.attention import LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
@@ -19,6 +18,7 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import ReplicatedLinear
 from raylm.layers.residual import ResidualStream
 from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
+from raylm.model_files.source import ModelSource
 from raylm.models.arch import LayerSpec
 from raylm.models.arch_eagle3 import Eagle3Arch
 from raylm.models.blocks import Build, SelfAttention
@@ -143,7 +143,7 @@ class Eagle3Head(nn.Module):
 
 def owned_parts(source: ModelSource, head: Eagle3Arch, target: DecoderModel) -> OwnedParts:
     """What the files of a head have. Raises ConfigError where it lacks what its target cannot give."""
-    names = {tensor.name.removeprefix("model.") for tensor in folder_tensors(source.path, integers=True)}
+    names = {tensor.name.removeprefix("model.") for tensor in folder_tensors(source, integers=True)}
     fits = head.arch.hidden_size == target.arch.hidden_size
     drafts_all = head.draft_vocab_size == target.arch.vocab_size
     if _EMBEDDING not in names and not fits:
@@ -180,7 +180,7 @@ def load_eagle3(
     if not owned.map:
         model.d2t.zero_()
     loader = WeightLoader(model, _NAMES, progress=progress, filled=() if owned.map else (_MAP,))
-    loader.load(folder_tensors(source.path, integers=True), Stored(_NAMES.folder))
+    loader.load(folder_tensors(source, integers=True), Stored(_NAMES.folder))
     limit = head.arch.vocab_size
     drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
     if int(drafted.min()) < 0 or int(drafted.max()) >= limit:

@@ -11,8 +11,10 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 from torch import Tensor
 
-from raylm.config.gguf_metadata import GGUFTensorInfo, read_gguf
 from raylm.errors import ConfigError
+from raylm.model_files.gguf_header import GGUFTensorInfo, read_gguf
+from raylm.model_files.source import ModelSource
+from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, Encoding, plain
 
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
@@ -30,10 +32,11 @@ _GROUPS = 16
 """The gguf package decodes at least this many rows at a time, one call each."""
 
 
-def gguf_tensors(path: Path) -> list[CheckpointTensor]:
-    """Every tensor of the file. Raises ConfigError for a type that cannot be decoded."""
+def gguf_tensors(source: ModelSource) -> list[CheckpointTensor]:
+    """Every tensor of the file and its shards. Raises ConfigError for a type that cannot be decoded."""
     return [
         CheckpointTensor(info.name, info.shape, path, info.offset, _encoding(path, info))
+        for path in weight_files(source, "gguf").paths
         for info in read_gguf(path).tensors
     ]
 

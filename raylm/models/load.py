@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from raylm.config.source import ModelSource
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.log import get_logger
+from raylm.model_files.source import ModelSource
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
 from raylm.models.blocks import Build
@@ -68,7 +68,7 @@ def _tensors(source: ModelSource) -> list[CheckpointTensor]:
     if source.kind == "gguf":
         from raylm.models.gguf import gguf_tensors
 
-        return gguf_tensors(source.path)
+        return gguf_tensors(source)
     from raylm.models.safetensors import folder_tensors
 
-    return folder_tensors(source.path)
+    return folder_tensors(source)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raylm.config.gguf_metadata import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
+from raylm.model_files.gguf_header import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
 from raylm.models.read_layers import LayerKind

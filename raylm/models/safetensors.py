@@ -12,21 +12,23 @@ from pathlib import Path
 import torch
 
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource
+from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, plain
-from raylm.models.weight_files import weight_files
 
 _MAX_HEADER_BYTES = 100_000_000
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
 
 
-def folder_tensors(folder: Path, *, integers: bool = False) -> list[CheckpointTensor]:
+def folder_tensors(source: ModelSource, *, integers: bool = False) -> list[CheckpointTensor]:
     """Every tensor of the checkpoint in a folder: one file, or the files that an index names.
 
     Raises ConfigError when there is none, a file is missing or damaged, or a tensor's type is not a float (with
     `integers`: nor an int64 or bool).
     """
-    return [tensor for path in weight_files(folder) for tensor in file_tensors(path, integers=integers)]
+    files = weight_files(source, "safetensors")
+    return [tensor for path in files.paths for tensor in file_tensors(path, integers=integers)]
 
 
 def file_tensors(path: Path, *, integers: bool = False) -> list[CheckpointTensor]:

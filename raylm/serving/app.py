@@ -18,10 +18,11 @@ from ray.serve._private.constants import (
 
 from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
 from raylm.config.base import load_yaml
-from raylm.config.source import locate
 from raylm.config.tenants import TenantsConfig
 from raylm.executor.cluster import plan_worker, wait_for_room
 from raylm.executor.placement import REPLICA_CPUS
+from raylm.model_files.deployed import pinned
+from raylm.model_files.source import locate
 from raylm.serving.identity.keys import read_keys
 from raylm.serving.ingress import OpenAIIngress
 from raylm.serving.observing.observers import check_tracing
@@ -79,7 +80,8 @@ def ingress_application(config: IngressConfig) -> Application:
 
 def model_application(config: ModelDeployment) -> Application:
     """One model: replicas, each with an engine. Waits until the cluster has room for one."""
-    locate(config.engine.model.path)
+    locate(config.engine.model.reference)
+    config = config.model_copy(update={"engine": pinned(config.engine)})
     worker = plan_worker(config.engine)
     bundles, strategy, labels = wait_for_room(config.engine, worker)
     deployment = serve.deployment(ModelReplica).options(

@@ -63,7 +63,7 @@ class ModelEntry(NamedTuple):
     application: str
     """Serve's name for the application that the model's replicas are in."""
     path: str
-    """model.path, for the tokenizer."""
+    """model.path, with its revision, for the tokenizer."""
     sampling: SamplingDefaults
     since: float
     """When the replica that says so began, in seconds since the epoch: of two that differ, as in an upgrade, the

@@ -15,8 +15,8 @@ from raylm import log
 from raylm.api.metrics import HttpMetrics
 from raylm.config.application import IngressConfig
 from raylm.config.serving import HttpConfig
-from raylm.config.source import locate
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
+from raylm.model_files.source import locate
 from raylm.serving.autoscaling import IngressDemand
 from raylm.serving.catalog import LiveCatalog
 from raylm.serving.directory import DirectoryClient, ModelEntry

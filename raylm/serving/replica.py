@@ -26,6 +26,7 @@ from raylm.engine.actor import EngineActor, EngineAddress
 from raylm.errors import EngineDeadError
 from raylm.executor.placement import ENGINE_CPUS, Bundle, worker_device
 from raylm.generation.served_model import EngineStats
+from raylm.model_files.advice import sampling_defaults
 from raylm.serving.autoscaling import Demand
 from raylm.serving.causes import cause
 from raylm.serving.directory import (
@@ -63,8 +64,8 @@ class ModelReplica:
         self._model = ModelEntry(
             model.served_name,
             context.app_name,
-            model.path,
-            sampling=config.engine.sampling_defaults,
+            model.reference,
+            sampling=sampling_defaults(config.engine),
             since=time.time(),
             chat=ChatSettings.of(config.engine),
             may_sleep=may_sleep(context),

@@ -14,9 +14,9 @@ from typing import TypeVar
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
-from raylm.config.gguf_metadata import GGUFValue, read_gguf
 from raylm.errors import ConfigError
 from raylm.log import get_logger
+from raylm.model_files.gguf_header import GGUFValue, read_gguf
 from raylm.text.definition import TokenizerInfo, add_specials
 from raylm.text.pre_tokenizers import PRE_TOKENIZERS
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
+from raylm.model_files.source import ModelSource
 from raylm.text.bad_words import bad_token_ids
 from raylm.text.chat import ChatTemplate, Message
 from raylm.text.chat_options import ChatOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from raylm.config.source import ModelSource
+from raylm.model_files.source import ModelSource
 from raylm.text.bound import LengthBound, length_bound
 from raylm.text.cache import convert_once, identity
 from raylm.text.definition import TokenizerInfo

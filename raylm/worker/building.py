@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
-from raylm.config.source import locate
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.layers.heads import kv_heads_of_rank
 from raylm.log import get_logger
+from raylm.model_files.source import locate
 from raylm.parallel.collectives import agree_on_min
 from raylm.worker import memory, trial
 from raylm.worker.agreement import Agreement
@@ -62,7 +62,7 @@ def sampling_grammars(config: ResolvedEngine, loaded: Loaded) -> CompiledGrammar
     """Compiled grammars, where the model's last stage is, whose logits are sampled from."""
     if not loaded.model.context.is_last_stage:
         return None
-    return CompiledGrammars(locate(config.model.path), loaded.arch.vocab_size)
+    return CompiledGrammars(locate(config.model.reference), loaded.arch.vocab_size)
 
 
 def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> CacheSize:

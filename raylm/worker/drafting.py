@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from raylm.config.source import locate
 from raylm.config.speculation import SpeculationConfig
 from raylm.errors import ConfigError
 from raylm.layers.attention import KVCache
 from raylm.layers.attention_backends import AttentionBackend
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
 from raylm.models.blocks import Build

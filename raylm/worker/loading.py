@@ -12,11 +12,11 @@ import torch
 
 from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
-from raylm.config.source import ModelSource, locate
 from raylm.errors import TransferError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
 from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
+from raylm.model_files.source import ModelSource, locate
 from raylm.models.arch import ArchConfig
 from raylm.models.check import target_arch
 from raylm.models.coverage import slow_parts
@@ -58,7 +58,7 @@ class Loaded(NamedTuple):
 
 def describe(config: ResolvedEngine, device: torch.device) -> Described:
     """Read the model's own configuration. Raises ConfigError."""
-    source = locate(config.model.path)
+    source = locate(config.model.reference)
     arch = target_arch(ArchConfig.from_source(source), config)
     return Described(source, arch, choose_dtype(config.model.dtype, arch.dtype, device))
 

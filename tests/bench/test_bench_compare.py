@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raylm.bench.cases import parse_case
 from raylm.bench.compare import GenerateRunner, compare_case, load_reference
 from raylm.bench.offline import TokenRequest
-from raylm.config.source import locate
+from raylm.model_files.source import locate
 from tests.support.fake_llm import FakeLLM
 
 

@@ -99,4 +99,4 @@ def test_a_fresh_process_reports_its_phases(monkeypatch):
 
 def test_a_fresh_process_that_fails_shows_why():
     with pytest.raises(RaylmError, match=r"exit code 1(.|\n)*does not exist"):
-        measure_offline(EngineConfig(model=ModelConfig(path="nothing/here")), timeout_s=60)
+        measure_offline(EngineConfig(model=ModelConfig(path="./nothing/here")), timeout_s=60)

@@ -16,7 +16,7 @@ from raylm.bench.roofline import (
     needs,
     prefill_shape,
 )
-from raylm.config.source import locate
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 
 

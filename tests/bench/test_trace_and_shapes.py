@@ -10,8 +10,8 @@ from raylm.bench.dummy import write_dummy, write_shape
 from raylm.bench.shapes import SHAPES
 from raylm.bench.trace import Span, Traced, Work, draw_trace, read_trace, short_name, summarize, trace_steps
 from raylm.config.engine import EngineConfig
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.text.processor import TextProcessor
 

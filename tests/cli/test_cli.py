@@ -53,7 +53,7 @@ def test_starting_the_command_imports_nothing_heavy():
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["generate", "nothing/here", "hi"], "model.path 'nothing/here' does not exist"),
+        (["generate", "./nothing/here", "hi"], "model.path './nothing/here' does not exist"),
         (["generate", "m", "hi", "--temperature", "-1"], "temperature must be a number in [0, 100], got -1.0"),
         (["generate", "m", "hi", "--max-num-seqs", "0"], "key 'scheduler.max_num_seqs' has the value 0"),
         (["chat"], "chat needs a MODEL, or --url"),
@@ -419,7 +419,7 @@ def test_doctor_finds_a_wrong_configuration(tmp_path, capsys):
     assert main(["doctor", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "problem" and "did you mean 'dtype'" in lines[1] and "versions" not in lines
-    assert main(["doctor", "nothing/here", "--json"]) == 1
+    assert main(["doctor", "./nothing/here", "--json"]) == 1
     assert "does not exist" in json.loads(capsys.readouterr().out)["problem"]
 
 
@@ -432,10 +432,10 @@ def applications(*engines):
 
 def test_doctor_checks_a_serve_config(tmp_path, capsys):
     path = tmp_path / "llm.yaml"
-    engine = {"model": {"path": "nothing/here"}}
+    engine = {"model": {"path": "./nothing/here"}}
     path.write_text(json.dumps({"applications": applications(engine)}))
     assert main(["doctor", str(path), "--json"]) == 1
-    assert "nothing/here" in json.loads(capsys.readouterr().out)["problem"]
+    assert "./nothing/here" in json.loads(capsys.readouterr().out)["problem"]
 
 
 @pytest.mark.parametrize(

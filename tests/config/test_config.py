@@ -11,10 +11,12 @@ from raylm.config.application import ModelDeployment, load_ingress, load_model
 from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.front import FrontConfig
+from raylm.config.hub_name import HubName, hub_name
 from raylm.config.resolve import resolve
 from raylm.config.sampling import SamplingDefaults
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.advice import sampling_advice, sampling_defaults
+from raylm.model_files.source import locate
 
 MODEL = {"path": "smollm2-135m"}
 
@@ -231,8 +233,10 @@ def test_wrong_limits_of_the_front_say_so(limits, message):
         parse(FrontConfig, limits, source="front.yaml")
 
 
-def test_the_served_name_is_the_paths_last_part():
+def test_the_served_name_is_that_of_the_hub_or_the_paths_last_part():
     names = {"a/b/Qwen3-0.6B/": "Qwen3-0.6B", "/x/model.Q4_1.gguf": "model.Q4_1", "smollm2-135m": "smollm2-135m"}
+    names |= {"Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "hf://Qwen/Qwen3-0.6B@main": "Qwen/Qwen3-0.6B"}
+    names |= {"a/b:Q4_K_M": "a/b:Q4_K_M", "a/b@v1:Q4_K_M": "a/b:Q4_K_M", "./models/tiny": "tiny"}
     for path, name in names.items():
         assert EngineConfig.model_validate({"model": {"path": path}}).model.served_name == name
 
@@ -299,10 +303,8 @@ def test_a_given_number_must_go_with_the_others_default():
 )
 def test_sampling_that_a_request_leaves_open_is_the_configurations_then_the_models_then_openais(model, expected):
     config = parse(EngineConfig, {"model": model}, source="test")
-    assert config.sampling_defaults == SamplingDefaults(*expected)
-    resolved = resolve(config, "cpu")
-    assert resolved.sampling_defaults == SamplingDefaults(*expected)
-    assert resolved.model.sampling.temperature == expected[0], "what `raylm doctor` prints"
+    assert sampling_defaults(config) == SamplingDefaults(*expected)
+    assert sampling_defaults(resolve(config, "cpu")) == SamplingDefaults(*expected)
 
 
 def _with_file(folder: Path, content: str, **sections: object) -> EngineConfig:
@@ -315,25 +317,21 @@ ADVICE = '{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": null, "repet
 
 def test_defaults_come_from_the_model_s_generation_config(tmp_path):
     config = _with_file(tmp_path, ADVICE)
-    assert config.sampling_defaults == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
-    assert config.sampling_advice.origin == "generation_config.json"
-    # What was resolved on one machine holds where the file is not.
-    resolved = resolve(config, "cpu")
-    (tmp_path / "generation_config.json").unlink()
-    assert resolved.sampling_defaults == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
+    assert sampling_defaults(config) == SamplingDefaults(0.6, 0.95, 20, 0.0, 1.1)
+    assert sampling_advice(config).origin == "generation_config.json"
 
 
 def test_neutral_defaults_leave_the_model_s_advice_out(tmp_path):
     config = _with_file(tmp_path, ADVICE, generation={"defaults": "neutral"})
-    assert config.sampling_defaults == SamplingDefaults()
+    assert sampling_defaults(config) == SamplingDefaults()
     demo = parse(EngineConfig, {"model": MODEL, "generation": {"defaults": "neutral"}}, source="test")
-    assert demo.sampling_defaults == SamplingDefaults()
+    assert sampling_defaults(demo) == SamplingDefaults()
 
 
 def test_the_configuration_s_sampling_wins_over_the_model_s(tmp_path):
     (tmp_path / "generation_config.json").write_text(ADVICE)
     model = {"path": str(tmp_path), "sampling": {"temperature": 0.1}}
-    assert parse(EngineConfig, {"model": model}, source="test").sampling_defaults.fields() == {
+    assert sampling_defaults(parse(EngineConfig, {"model": model}, source="test")).fields() == {
         "temperature": 0.1,
         "top_p": 0.95,
         "top_k": 20,
@@ -353,7 +351,7 @@ def test_the_configuration_s_sampling_wins_over_the_model_s(tmp_path):
 )
 def test_a_generation_config_without_sense_is_refused(tmp_path, content, sentence):
     with pytest.raises(ConfigError, match=sentence) as error:
-        _ = _with_file(tmp_path, content).sampling_defaults
+        sampling_defaults(_with_file(tmp_path, content))
     assert "generation_config.json" in str(error.value)
 
 
@@ -384,3 +382,23 @@ def test_a_database_url_in_a_file_may_hold_a_password(tmp_path):
 def test_responses_are_stored_in_the_users_state_folder(monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert load_ingress({}, source="test").responses.database_url() == "sqlite:////state/raylm/responses.db"
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", "a" * 40])
+def test_a_revision_is_part_of_the_name_on_the_hub(revision):
+    model = EngineConfig.model_validate({"model": {"path": "a/b:Q4_0", "revision": revision}}).model
+    found = hub_name(model.reference)
+    assert found == HubName("a/b", revision, "Q4_0") and hub_name(str(found)) == found
+
+
+@pytest.mark.parametrize("revision", ["", "../x", "a//b", "a..b", "a b", "-/", "a" * 300])
+def test_what_is_no_revision_is_refused(revision):
+    with pytest.raises(ConfigError, match=r"model\.revision"):
+        parse(EngineConfig, {"model": {"path": "a/b", "revision": revision}}, source="test")
+
+
+def test_a_revision_goes_with_a_name_on_the_hub_that_has_none():
+    with pytest.raises(ConfigError, match=r"model\.path '/a' is no name of a model on the hub; allowed: null, or"):
+        _ = EngineConfig.model_validate({"model": {"path": "/a", "revision": "v1"}}).model.reference
+    with pytest.raises(ConfigError, match=r"model\.path 'a/b@v2' has a revision already"):
+        _ = EngineConfig.model_validate({"model": {"path": "a/b@v2", "revision": "v1"}}).model.reference

@@ -12,8 +12,8 @@ from raylm.bench.shapes import SHAPES
 from raylm.cli.options import engine_config
 from raylm.config.application import load_model
 from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.serving.program.serve_file import serve_config
 
 

@@ -12,8 +12,8 @@ from raylm.bench.dummy import write_shape
 from raylm.config.application import ModelDeployment, load_model
 from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.config.resolve import resolve
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.serving.program.serve_file import serve_config
 from raylm.worker.gpus import find_gpu

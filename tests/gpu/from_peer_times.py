@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from raylm.bench.dummy import write_shape
 from raylm.config.engine import EngineConfig
-from raylm.config.source import locate
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 
 LAYERS_A_FILE = 8

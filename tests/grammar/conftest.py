@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from raylm.config.source import ModelSource
+from raylm.model_files.source import ModelSource
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from raylm.config.source import locate
 from raylm.core.structure import StructuredOutput
 from raylm.grammar import binding
 from raylm.grammar import compiled as module
 from raylm.grammar.compiled import CompiledGrammars
+from raylm.model_files.source import locate
 from tests.grammar.walks import compiled
 from tests.support import checkpoints
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import RequestRejected
 from raylm.grammar import outcomes
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.grammar.process import ChildDied, ChildHung, CompilerProcess
+from raylm.model_files.source import ModelSource
 
 SCHEMA = StructuredOutput("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 DEAR = StructuredOutput("json_schema", json.dumps({"enum": [f"{i:x}" for i in range(32_000)]}))

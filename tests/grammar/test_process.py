@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import Overloaded
 from raylm.grammar import process
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.grammar.frames import Done, Ready, Setup
 from raylm.grammar.process import ChildHung, CompilerProcess, setup_of
+from raylm.model_files.source import ModelSource
 
 CHOICE = StructuredOutput("choice", '["a"]')
 

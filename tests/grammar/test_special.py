@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.compiler import GrammarCompiler
 from raylm.grammar.matchers import GrammarMatchers
 from raylm.grammar.special import SpecialTokens
+from raylm.model_files.source import ModelSource
 from raylm.text.tokenizer import Tokenizer as RaylmTokenizer
 
 CALL = (

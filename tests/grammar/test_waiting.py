@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from raylm.api.errors import http_error
-from raylm.config.source import ModelSource
 from raylm.core.structure import StructuredOutput
 from raylm.errors import Overloaded, RaylmError, ServerStopped
 from raylm.grammar.compiler import GrammarCompiler, GrammarLimits
 from raylm.grammar.frames import Done
+from raylm.model_files.source import ModelSource
 
 READY = StructuredOutput("grammar", 'root ::= "a"')
 

@@ -11,8 +11,8 @@ from helm_python.chart import Chart, lint, package
 
 from helm import chart_schema
 from raylm.config.application import IngressConfig, ModelDeployment, QueuePolicyConfig, load_ingress, load_model
+from raylm.config.demo import DEMO_MODELS
 from raylm.config.files import INGRESS_PATH, MODEL_PATH
-from raylm.config.source import DEMO_MODELS
 from raylm.serving.program.serve_file import serve_config
 from tests.helm import kube_schemas, rendered
 

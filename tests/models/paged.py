@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from raylm.config.source import locate
 from raylm.layers.attention import AttentionMetadata, LayerInput
 from raylm.layers.heads import kv_heads_of_rank
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model

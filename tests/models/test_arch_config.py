@@ -10,9 +10,9 @@ from pathlib import Path
 import gguf
 import pytest
 
-from raylm.config.source import ModelSource, locate
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
+from raylm.model_files.source import ModelSource, locate
 from raylm.models.arch import ArchConfig
 from tests.support import checkpoints
 
@@ -215,7 +215,7 @@ def test_gguf_refused(name: str, changes: dict, message: str, tmp_path: Path) ->
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     code = (
-        "import sys; from raylm.config.source import locate; from raylm.models.arch import ArchConfig; "
+        "import sys; from raylm.model_files.source import locate; from raylm.models.arch import ArchConfig; "
         "ArchConfig.from_source(locate(sys.argv[1])); ArchConfig.from_source(locate('smollm2-135m')); "
         "print(sorted({'torch', 'transformers', 'gguf'} & set(sys.modules)))"
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from raylm import ops
-from raylm.config.source import locate
 from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.coverage import slow_parts
 from tests.support import checkpoints

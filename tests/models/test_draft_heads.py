@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raylm.config.source import ModelSource, locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource, locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import Eagle3Arch, read_eagle3_arch
 from raylm.models.check import with_mtp

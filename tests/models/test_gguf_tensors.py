@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource
 from raylm.models.gguf import gguf_tensors
 from tests.models.paged import PagedRun, generate, load
 from tests.support import checkpoints
@@ -50,7 +51,7 @@ def test_types(name: str, num_rows: int, tmp_path: Path) -> None:
     kind, shape = GGMLType[name], (num_rows, 512)
     raw = random_bytes(kind, shape)
     write(tmp_path / "a.gguf", {"x": (raw, kind)})
-    (tensor,) = gguf_tensors(tmp_path / "a.gguf")
+    (tensor,) = gguf_tensors(ModelSource(tmp_path / "a.gguf", "gguf"))
     assert (tensor.name, tensor.shape, tensor.num_bytes) == ("x", shape, raw.nbytes)
     expected = torch.tensor(gguf.dequantize(raw, kind))
     found = torch.cat([piece.float() for _, piece in tensor.pieces(0, num_rows)])
@@ -62,7 +63,7 @@ def test_types(name: str, num_rows: int, tmp_path: Path) -> None:
 def test_other_types_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", {"x": (gguf.quantize(np.ones((2, 256), np.float32), GGMLType.TQ1_0), GGMLType.TQ1_0)})
     with pytest.raises(ConfigError, match="tensor x has type TQ1_0; allowed: F32, F16, BF16, Q4_0, .* Q6_K"):
-        gguf_tensors(tmp_path / "a.gguf")
+        gguf_tensors(ModelSource(tmp_path / "a.gguf", "gguf"))
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
-from raylm.config.source import locate
 from raylm.errors import TransferError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Manifest, WeightSender, Wires, receive_weights

@@ -18,10 +18,10 @@ import torch
 from raylm.batch.answer import OneModel
 from raylm.config.engine import EngineConfig
 from raylm.config.serving import HttpConfig
-from raylm.config.source import locate
 from raylm.engine.factory import local_engine
 from raylm.engine.local_client import LocalClient
 from raylm.generation.served_model import ServedModel
+from raylm.model_files.source import locate
 from raylm.serving.http import build_http_app
 from raylm.text.processor import TextProcessor
 from tests.support import checkpoints

@@ -19,13 +19,13 @@ from raylm.batch.requests import plain_request
 from raylm.batch.running import answer_all
 from raylm.config.engine import EngineConfig
 from raylm.config.serving import HttpConfig
-from raylm.config.source import locate
 from raylm.core.structure import StructuredOutput
 from raylm.engine.factory import local_engine
 from raylm.engine.local_client import LocalClient
 from raylm.errors import RequestRejected
 from raylm.generation.served_model import ServedModel
 from raylm.grammar.compiler import GrammarCompiler
+from raylm.model_files.source import locate
 from raylm.serving.http import build_http_app
 from raylm.text.processor import TextProcessor
 from tests.support import checkpoints

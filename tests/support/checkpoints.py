@@ -54,7 +54,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from raylm.config.source import locate
+from raylm.model_files.source import locate
 from tests.support.more_families import KINDS, LEFT_OUT, Always, Kind
 
 _FILE, _REFERENCE = "model.safetensors", "reference"

@@ -18,12 +18,12 @@ from ray.serve import Application
 
 from raylm.config.application import ModelDeployment, load_model
 from raylm.config.resolve import ResolvedEngine, resolve
-from raylm.config.source import locate
 from raylm.core.control import WorkerControl
 from raylm.core.rows import RowCounts
 from raylm.core.step import CacheLayout, ModelInfo, Sampled, StepPlan
 from raylm.core.structure import StructuredOutput
 from raylm.engine import actor
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.serving.app import channel_host, deployment_options
 from raylm.serving.directory import NAMESPACE
@@ -51,7 +51,7 @@ class PacedExecutor:
         self.config = config
         self.workers: list[Any] = []
         self._pace = pace
-        arch = ArchConfig.from_source(locate(config.model.path))
+        arch = ArchConfig.from_source(locate(config.model.reference))
         self._info = ModelInfo(
             num_blocks=pace.num_blocks,
             num_host_blocks=0,

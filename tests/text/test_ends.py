@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
+from raylm.model_files.source import ModelSource
 from raylm.text.ends import text_ends
 from raylm.text.processor import TextProcessor
 from tests.support import checkpoints

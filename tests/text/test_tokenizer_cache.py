@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raylm.config.source import ModelSource
+from raylm.model_files.source import ModelSource
 from raylm.text import cache, gguf_tokenizer
 from raylm.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer_gguf import byte_level_values
@@ -18,7 +18,7 @@ from tests.text.tiny_tokenizers import write_gguf
 LOAD = """
 import sys
 from pathlib import Path
-from raylm.config.source import ModelSource
+from raylm.model_files.source import ModelSource
 from raylm.text.tokenizer import Tokenizer
 
 sys.stdin.readline()

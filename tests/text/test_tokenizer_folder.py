@@ -9,9 +9,9 @@ import pytest
 from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from raylm.config.source import ModelSource
 from raylm.core.sampling import SamplingParams
 from raylm.errors import ConfigError, RequestRejected
+from raylm.model_files.source import ModelSource
 from raylm.text.processor import TextProcessor
 from tests.text import tiny_tokenizers
 

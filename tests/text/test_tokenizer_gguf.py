@@ -8,8 +8,8 @@ import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from raylm.config.source import ModelSource
 from raylm.errors import ConfigError
+from raylm.model_files.source import ModelSource
 from raylm.text.chat_options import ChatOptions
 from raylm.text.pre_tokenizers import PRE_TOKENIZERS
 from raylm.text.tokenizer import Tokenizer

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Copies, Drafts, NewBlocks, NewRow, RowSampling, Sampled, StepPlan
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from raylm.config.engine import CacheConfig
-from raylm.config.source import locate
 from raylm.core.step import CacheLayout
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylm.config.source import locate
 from raylm.layers.attention import AttentionMetadata, LayerInput
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
 from raylm.models.check import with_mtp

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from raylm.bench.dummy import write_shape
 from raylm.config.engine import EngineConfig, ParallelConfig
 from raylm.config.resolve import resolve
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.blocks import Build
 from raylm.models.registry import model_class

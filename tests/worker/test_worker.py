@@ -12,7 +12,6 @@ import torch
 
 from raylm.config.engine import EngineConfig, RuntimeConfig
 from raylm.config.resolve import ResolvedEngine, resolve
-from raylm.config.source import locate
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
 from raylm.core.structure import StructuredOutput
@@ -20,6 +19,7 @@ from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.ops import extension
 from raylm.worker.kv_store import KVStore

@@ -16,9 +16,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from raylm.config.files import INGRESS_PATH
+from raylm.config.application import load_model
+from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import Laps, get_logger
+from raylm.model_files.deployed import bring_weights
 from raylm.serving.front.install import NOTHING_OF_FRONT, FrontGiven, set_front
 from raylm.serving.program.address import check_address
 from raylm.serving.program.keeper import interrupt, on_signals
@@ -59,6 +61,7 @@ def serve_command(
         config = serve_config(target, host=host, port=port, given=given)
         options = config["http_options"]
         check_address(options["host"], options["port"])
+        _bring_weights(config)
         _set_preloaded()
         laps.lap("checks")
         start_local_ray(namespace="serve", meanwhile=_import_serve)
@@ -82,6 +85,13 @@ def serve_command(
         finally:
             on_signals(signal.SIG_IGN)
             _shut_down()
+
+
+def _bring_weights(config: dict[str, Any]) -> None:
+    """Download models of the hub here, where their progress is seen and no timeout runs; workers find them then."""
+    for application in config["applications"]:
+        if application["import_path"] == MODEL_PATH:
+            bring_weights(load_model(application.get("args") or {}, source=application.get("name", "default")).engine)
 
 
 def _import_serve() -> None:

@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
-from raylm.config.gguf_metadata import GGUFTensorInfo, read_gguf
-from raylm.config.source import locate
 from raylm.errors import ConfigError
+from raylm.model_files.gguf_header import GGUFTensorInfo, read_gguf
+from raylm.model_files.source import locate
 
 
 @pytest.fixture

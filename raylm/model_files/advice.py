@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raylm.config.base import parse
-from raylm.config.sampling import SamplingConfig
-from raylm.config.source import DEMO_MODELS
+from raylm.config.demo import DEMO_MODELS
+from raylm.config.engine import EngineConfig
+from raylm.config.hub_name import hub_name
+from raylm.config.sampling import SamplingConfig, SamplingDefaults
 from raylm.errors import ConfigError
+from raylm.model_files.source import locate
 
 FILE = "generation_config.json"
 
@@ -21,15 +24,27 @@ class Advice(NamedTuple):
     origin: str
 
 
-def advice(path: str) -> Advice:
-    """The advice of the model at `path`; one that is not there advises nothing, and its loading says so.
+def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
+    """How requests are sampled that leave it open. Raises ConfigError as sampling_advice does."""
+    return SamplingDefaults.of(config.model.sampling, sampling_advice(config).sampling)
 
-    Raises ConfigError where generation_config.json holds no possible default.
+
+def sampling_advice(config: EngineConfig) -> Advice:
+    """Defaults that generation.defaults takes from the model. A missing folder advises nothing; its loading reports it.
+
+    Raises ConfigError where generation_config.json holds a value that is no possible default, or a model of the hub
+    is not there.
     """
+    if config.generation.defaults == "neutral":
+        return Advice(SamplingConfig(), "generation.defaults is neutral")
+    return _of_model(config.model.reference)
+
+
+def _of_model(path: str) -> Advice:
     demo = DEMO_MODELS.get(path)
     if demo is not None:
         return Advice(demo.sampling, f"advised by the authors of {path}")
-    place = Path(path).expanduser()
+    place = Path(path).expanduser() if hub_name(path) is None else locate(path).path
     if place.suffix == ".gguf":
         return Advice(SamplingConfig(), "a GGUF file advises none")
     file = place / FILE
