@@ -91,7 +91,7 @@ def test_a_fresh_process_reports_its_phases(monkeypatch):
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **kw: run([sys.executable, "-c", textwrap.dedent(fake)], **kw)
     )
-    result = measure_offline(EngineConfig(model=ModelConfig(path="x/y")), timeout_s=30)
+    result = measure_offline(EngineConfig(model=ModelConfig(path="/x/y")), timeout_s=30)
     assert (result.bench, result.model) == ("startup", "y")
     assert list(result.phases) == ["interpreter", "import", "weights"]
     assert result.ready_s >= result.phases["interpreter"] > 0
