@@ -15,8 +15,8 @@ from raylm.errors import ConfigError
 if TYPE_CHECKING:
     from raylm.config.engine import EngineConfig, ParallelConfig
     from raylm.models.arch import ArchConfig
-    from raylm.worker.gpus import Gpu
-    from raylm.worker.sizing import Plan
+    from raylm.planning.gpus import Gpu
+    from raylm.planning.sizing import Plan
 
 _USUAL_CONTEXT = 8192
 _GIB = 1 << 30
@@ -42,8 +42,8 @@ def refuse_options(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where the model does not fit. Raises ConfigError."""
     from raylm.config.resolve import resolve
-    from raylm.worker.gpus import find_gpu
-    from raylm.worker.sizing import Sizing
+    from raylm.planning.gpus import find_gpu
+    from raylm.planning.sizing import Sizing
 
     if args.model is None or args.gpu is None:
         raise ConfigError("doctor --plan needs a MODEL and --gpu NAME")

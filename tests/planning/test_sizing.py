@@ -18,8 +18,8 @@ from raylm.models.arch import ArchConfig
 from raylm.models.blocks import Build
 from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
-from raylm.worker.gpus import GPUS, find_gpu
-from raylm.worker.sizing import Sizing
+from raylm.planning.gpus import GPUS, find_gpu
+from raylm.planning.sizing import Sizing
 from tests.support import checkpoints
 
 LLAMA_8B = 16_060_522_496

@@ -15,11 +15,11 @@ from raylm.layers.heads import kv_heads_of_rank
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline
+from raylm.planning.gpus import Gpu
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_dtype
 from raylm.worker.drafting import outline_drafting
-from raylm.worker.gpus import Gpu
 
 GIB = 1 << 30
 CUDA_BYTES = 2 * GIB
