@@ -19,12 +19,13 @@ from tqdm import tqdm
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
+from raylm.config.engine_keys import engine_sections, overridden
 from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
-from raylm.errors import RaylmError, RequestRejected
+from raylm.errors import ConfigError, RaylmError, RequestRejected
 from raylm.generation.ability import ability_of
 from raylm.generation.chat import Chat, open_chat
 from raylm.generation.choices import Said, ToolCall
@@ -116,38 +117,21 @@ class LLM:
         self,
         model: str | EngineConfig,
         *,
-        dtype: str = "auto",
-        device: str = "auto",
-        load_format: str = "auto",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        prefix_caching: bool = True,
-        num_threads: int | None = None,
-        tensor: int = 1,
-        pipeline: int = 1,
         progress: bool = True,
+        **options: Any,
     ) -> None:
-        """Load a model: a folder, a .gguf file, a demo name, or a whole EngineConfig (the rest is then ignored).
+        """Load a model: a folder, a .gguf file, a model's name on the hub, a demo name, or a whole EngineConfig.
 
+        `options` are keys of EngineConfig as `raylm serve` has them, with underscores (max_model_len=4096, tensor=2,
+        speculation_method="ngram"), or vLLM's names of them (tensor_parallel_size=2): docs/from-vllm.md lists all.
         Raises ConfigError naming the key, its value and what is allowed.
         """
         if isinstance(model, str):
-            settings = {
-                "model": {
-                    "path": model,
-                    "dtype": dtype,
-                    "load_format": load_format,
-                    "max_model_len": max_model_len,
-                    "seed": seed,
-                },
-                "parallel": {"tensor": tensor, "pipeline": pipeline},
-                "cache": {"prefix_caching": prefix_caching},
-                "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
-                "runtime": {"device": device, "num_threads": num_threads},
-            }
+            sections = engine_sections(options, source="LLM(...)")
+            settings = overridden({"model": {"path": model}}, sections)
             model = parse(EngineConfig, settings, source="LLM(...)")
+        elif options:
+            raise ConfigError(f"LLM(...): {next(iter(options))} is given beside a whole EngineConfig, which has it")
         self.config = model = pinned(model)
         self._sampling = sampling_defaults(model)
         source = locate(model.model.reference)

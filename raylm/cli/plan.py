@@ -85,11 +85,13 @@ def _arch(path: str) -> ArchConfig:
 
 def _parallel(args: argparse.Namespace, config: EngineConfig) -> ParallelConfig:
     """The configuration's parallel section, with the tensor ranks that --gpus leaves. Raises ConfigError."""
+    from raylm.cli.engine_flags import given_engine
     from raylm.config.base import parse
     from raylm.config.engine import ParallelConfig
 
     pipeline = config.parallel.pipeline
-    tensor = args.tensor or (max(1, args.gpus // pipeline) if args.gpus else config.parallel.tensor)
+    given = given_engine(args).get("parallel", {}).get("tensor")
+    tensor = given or (max(1, args.gpus // pipeline) if args.gpus else config.parallel.tensor)
     if args.gpus is not None and tensor * pipeline != args.gpus:
         raise ConfigError(
             f"--gpus is {args.gpus}, but tensor {tensor} times pipeline {pipeline} is {tensor * pipeline}"
