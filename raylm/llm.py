@@ -44,6 +44,10 @@ Message = dict[str, Any]
 """One chat message as OpenAI's clients send it: {"role": ..., "content": ...}."""
 
 
+Prompt = str | list[int] | dict[str, Any]
+"""A text, tokens, or one of them as vLLM wraps it: {"prompt": ...}, {"prompt_token_ids": [...]}."""
+
+
 class TokenLogprob(NamedTuple):
     """A token that could stand at some position, and its log probability. `rank` is 1 for the likeliest; None for a
     token of params.logprob_token_ids, whose rank is not counted. `text` is the token by itself; of a part of a
@@ -161,20 +165,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete prompts (strings or token ids), batched, in the order given.
+        """Complete prompts, batched, in the order given.
 
         `params` holds for all, or is one a prompt; without it, `self.params(max_tokens=128)`. add_special_tokens puts
         around a string what the model wants there, such as BOS. truncate_prompt_tokens keeps as many of a prompt's last
         tokens, -1 as many as fit. Raises RequestRejected before anything runs.
         """
-        batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch = [_unwrapped(prompt) for prompt in ([prompts] if isinstance(prompts, str | dict) else list(prompts))]
         encoded = []
         for index, prompt in enumerate(batch):
             with _naming("prompts", index, len(batch)):
@@ -431,6 +435,20 @@ def _naming(kind: str, index: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise RequestRejected(f"{kind}[{index}]: {error}", param=error.param, code=error.code) from None
+
+
+def _unwrapped(prompt: Prompt) -> str | list[int]:
+    """The text or the tokens. Raises RequestRejected."""
+    if not isinstance(prompt, dict):
+        return prompt
+    found = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+    others = sorted(prompt.keys() - {"prompt", "prompt_token_ids"})
+    if others or len(found) != 1:
+        raise RequestRejected(
+            f"a prompt has the keys {sorted(prompt)}; allowed: prompt or prompt_token_ids, one of them"
+        )
+    value: str | list[int] = found[0]
+    return value
 
 
 def _messages(conversation: object) -> list[Message]:

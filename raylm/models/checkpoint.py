@@ -5,10 +5,10 @@ No file is mapped and no tensor is held whole, so that loading needs little more
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -88,8 +88,9 @@ class CheckpointTensor:
         shape = (last - first,) if skips else self.shape[1:]
         step = max(1, _CHUNK_VALUES // max(1, width) // self.row_unit) * self.row_unit
         with self.path.open("rb", buffering=0) as file:
+            descriptor = file.fileno()
             for row, rows in self._steps(start, stop, step):
-                raw = self._read(file, self._place(row), rows, self._bytes(read[0]), self._bytes(read[1]))
+                raw = self._read(descriptor, self._place(row), rows, self._bytes(read[0]), self._bytes(read[1]))
                 piece = self.encoding.decode(raw).view(rows, *shape)
                 if not skips and columns is not None:
                     piece = piece[:, first:last]
@@ -119,23 +120,22 @@ class CheckpointTensor:
     def _bytes(self, num_values: int) -> int:
         return num_values // self._block * self.encoding.bytes_per_block
 
-    def _read(self, file: FileIO, row: int, rows: int, first: int, last: int) -> np.ndarray:
+    def _read(self, descriptor: int, row: int, rows: int, first: int, last: int) -> np.ndarray:
         """The bytes first..last-1 of each of the rows, one row behind the other."""
         row_bytes = self._bytes(prod(self.shape[1:]))
         runs, length = (1, rows * row_bytes) if last - first == row_bytes else (rows, last - first)
         raw = np.empty((runs, length), dtype=np.uint8)
         for i, run in enumerate(raw):
-            file.seek(self.offset + (row + i) * row_bytes + first)
-            self._fill(file.readinto, run)
+            self._fill(descriptor, self.offset + (row + i) * row_bytes + first, run)
         return raw.reshape(-1)
 
-    def _fill(self, readinto: Callable[[memoryview], int | None], raw: np.ndarray) -> None:
+    def _fill(self, descriptor: int, offset: int, raw: np.ndarray) -> None:
         view = memoryview(raw)
         while view:
-            count = readinto(view)
+            count = os.preadv(descriptor, [view], offset)
             if not count:
                 raise ConfigError(f"{self.path}: the file ends inside tensor {self.name}: it is cut short")
-            view = view[count:]
+            view, offset = view[count:], offset + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,16 @@ class TransposedTensor:
         return self.count, self.source.shape[0]
 
     @property
-    def num_bytes(self) -> int:
-        return self.source.num_bytes * self.count // self.source.shape[1]
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def offset(self) -> int:
+        return self.source.offset
+
+    @property
+    def row_unit(self) -> int:
+        return self.count
 
     def rows(self, first: int, count: int, runs: tuple[int, int] | None = None) -> TransposedTensor:
         """As CheckpointTensor.rows, but neighbours alone."""
@@ -172,6 +180,9 @@ class TransposedTensor:
         first, last = columns or (0, self.source.shape[0])
         read = self.source.pieces(first, last, (self.first + start, self.first + stop))
         yield start, torch.cat([piece for _, piece in read]).t()
+
+
+Source = CheckpointTensor | TransposedTensor
 
 
 def plain(dtype: torch.dtype) -> Encoding:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig
-from raylm.models.checkpoint import CheckpointTensor, TransposedTensor
+from raylm.models.checkpoint import CheckpointTensor, Source, TransposedTensor
+from raylm.models.filling import fill
 from raylm.models.names import TensorNames, WeightTable, slot_name
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
@@ -46,9 +45,6 @@ class Stored(NamedTuple):
     pairs: bool = False
 
 
-Source = CheckpointTensor | TransposedTensor
-
-
 class WeightLoader:
     """Fills one model. Which tensor goes where is settled, and proved complete, before any data is read."""
 
@@ -64,16 +60,7 @@ class WeightLoader:
 
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
-        jobs = self._assign(tensors, stored)
-        total = sum(tensor.num_bytes for tensor, _ in jobs)
-        hidden = not self._progress
-        with (
-            _one_thread(),
-            tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=hidden) as bar,
-        ):
-            for tensor, slot in jobs:
-                _copy(tensor, slot)
-                bar.update(tensor.num_bytes)
+        fill(self._assign(tensors, stored), progress=self._progress)
 
     def _assign(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> list[tuple[Source, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
@@ -170,34 +157,6 @@ def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) 
     pairs, rest = heads.split((rotated, head_dim - rotated), dim=dim + 1)
     halves = pairs.unflatten(dim + 1, (-1, 2)).transpose(dim + 1, dim + 2).flatten(dim + 1, dim + 2)
     return torch.cat((halves, rest), dim=dim + 1).flatten(dim, dim + 1)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One CPU thread for torch: pieces are too small to share, and threads that wait for each other at every piece
-    made loading five times slower where other processes use the cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _copy(tensor: Source, slot: Slot) -> None:
-    """Copy this rank's part, piece by piece; the copy converts type and device."""
-    if slot.dim == 0:
-        for row, piece in tensor.pieces(slot.start, slot.start + slot.length):
-            first = row - slot.start
-            slot.destination[first : first + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
-        return
-    for row, piece in tensor.pieces(0, tensor.shape[0], (slot.start, slot.start + slot.length)):
-        slot.destination[row : row + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
-
-
-def _with_offset(piece: torch.Tensor, offset: float) -> torch.Tensor:
-    # In float32: 1 + a small bfloat16 would lose the small one before it is rounded.
-    return piece.float().add_(offset) if offset else piece
 
 
 def _label(name: SlotName) -> str:

@@ -30,7 +30,7 @@ def wrong_models(folder):
     demo = {"path": "smollm2-135m"}
     yield {"model": {"path": str(folder / "empty")}}, "empty/config.json: architectures is None; allowed: one of Llama"
     yield {"model": {"path": str(folder / "noise.gguf")}}, "noise.gguf: not a GGUF file"
-    yield {"model": {"path": str(shape)}}, "holds no weights; allowed: model.safetensors"
+    yield {"model": {"path": str(shape)}}, r"holds no weights; allowed: model\.safetensors"
     yield {"model": {"path": str(folder / "two")}}, "names files that are missing: not-here.safetensors"
     yield {"model": {**demo, "load_format": "safetensors"}}, "model.load_format is 'safetensors', but .* allows: auto"
     split = "num_attention_heads is 9, which parallel.tensor 2 cannot divide"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from raylm import ops
 from raylm.errors import ConfigError
+from raylm.layers.slots import Slot
 from raylm.model_files.source import locate
+from raylm.models import filling
 from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
+from raylm.models.safetensors import file_tensors
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
@@ -138,7 +142,7 @@ def test_damaged_files(folder: Path) -> None:
     with pytest.raises(ConfigError, match="not a safetensors file"):
         load(folder)
     (folder / FILE).unlink()
-    with pytest.raises(ConfigError, match="holds no weights; allowed: model.safetensors"):
+    with pytest.raises(ConfigError, match=r"holds no weights; allowed: model\.safetensors \(or several files"):
         load(folder)
 
 
@@ -276,3 +280,43 @@ def save_hf(model: torch.nn.Module, path: Path) -> None:
             name = name.replace(f"{block}.{part}", pattern.format(shard))
         tensors[name if name.startswith("lm_head") else f"model.{name}"] = slot.destination
     save_file(tensors, path)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_parts_of_a_tensor_are_its_own_rows_or_columns(
+    folder: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_PART_VALUES", 100)
+    whole = load_file(folder / FILE)
+    tensors = {tensor.name: tensor for tensor in file_tensors(folder / FILE)}
+    name = "model.layers.0.mlp.down_proj.weight"
+    rows, columns = whole[name].shape
+    by_row = Slot(torch.zeros(rows - 9, columns), (rows, columns), start=5)
+    by_column = Slot(torch.zeros(rows, 7), (rows, columns), dim=1, start=3)
+    before = torch.get_num_threads()
+    filling.fill([(tensors[name], by_row), (tensors[name], by_column)], progress=False, num_threads=num_threads)
+    assert torch.get_num_threads() == before
+    assert torch.equal(by_row.destination, whole[name][5 : rows - 4].float())
+    assert torch.equal(by_column.destination, whole[name][:, 3:10].float())
+
+
+def test_a_rank_reads_its_own_rows_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of matrices that are split by rows half the bytes, of those split by columns half of each row."""
+    read: list[int] = []
+    given = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(sum(len(buffer) for buffer in buffers))
+        return given(descriptor, buffers, offset)
+
+    (tensor,) = [each for each in file_tensors(folder / FILE) if each.name == "model.layers.0.mlp.down_proj.weight"]
+    rows, columns = tensor.shape
+    monkeypatch.setattr(os, "preadv", counting)
+    halves = [
+        Slot(torch.zeros(rows // 2, columns), tensor.shape, start=rows // 2),
+        Slot(torch.zeros(rows, columns // 2), tensor.shape, dim=1),
+    ]
+    for half in halves:
+        read.clear()
+        filling.fill([(tensor, half)], progress=False, num_threads=1)
+        assert sum(read) == tensor.num_bytes // 2

@@ -1,0 +1,101 @@
+"""Tensors of a checkpoint, copied into their slots by several threads.
+
+A thread reads a piece, decodes it and copies it, and lets Python's lock go meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from raylm.layers.slots import Slot
+from raylm.models.checkpoint import Source
+
+_PART_VALUES = 1 << 24
+"""Values of a part at most, so that one large tensor keeps all threads busy."""
+MAX_THREADS = 8
+
+
+class _Part(NamedTuple):
+    """Rows `start`..`stop`-1 of a tensor's share that belongs into the slot."""
+
+    tensor: Source
+    slot: Slot
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        rows = self.stop - self.start
+        return self.slot.destination[:rows].nbytes if rows else 0
+
+
+def fill(jobs: Sequence[tuple[Source, Slot]], *, progress: bool, num_threads: int | None = None) -> None:
+    """Copy of each tensor what its slot takes. Raises ConfigError where a file ends too early."""
+    parts = [part for tensor, slot in sorted(jobs, key=_place) for part in _parts(tensor, slot)]
+    num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ExitStack() as stack:
+        stack.enter_context(_one_thread_each())
+        pool = stack.enter_context(ThreadPoolExecutor(num_threads, "weights"))
+        total = sum(part.num_bytes for part in parts)
+        bar = tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress)
+        stack.enter_context(bar)
+        copies = {pool.submit(_copy, part): part for part in parts}
+        try:
+            for done in as_completed(copies):
+                done.result()
+                bar.update(copies[done].num_bytes)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """One CPU thread for each product of torch: pieces are too small to share, and threads that wait for each other at
+    every piece made loading five times slower where other processes use the cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that begin now have it too
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _place(job: tuple[Source, Slot]) -> tuple[str, int]:
+    """In the files' order, which is what disks read ahead."""
+    tensor, _ = job
+    return str(tensor.path), tensor.offset
+
+
+def _parts(tensor: Source, slot: Slot) -> Iterator[_Part]:
+    rows = slot.length if slot.dim == 0 else tensor.shape[0]
+    unit = tensor.row_unit
+    step = max(1, _PART_VALUES // max(1, prod(tensor.shape[1:])) // unit) * unit
+    for start in range(0, rows, step):
+        yield _Part(tensor, slot, start, min(start + step, rows))
+
+
+@torch.inference_mode()
+def _copy(part: _Part) -> None:
+    """Copy piece by piece; the copy converts type and device."""
+    tensor, slot, start, stop = part
+    if slot.dim == 0:
+        pieces, first = tensor.pieces(slot.start + start, slot.start + stop), slot.start
+    else:
+        pieces, first = tensor.pieces(start, stop, (slot.start, slot.start + slot.length)), 0
+    for row, piece in pieces:
+        at = row - first
+        slot.destination[at : at + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
+
+
+def _with_offset(piece: torch.Tensor, offset: float) -> torch.Tensor:
+    # In float32: 1 + a small bfloat16 would lose the small one before it is rounded.
+    return piece.float().add_(offset) if offset else piece
