@@ -49,6 +49,7 @@ class ResidualStream:
         """The stream itself, with everything added that waits."""
         if (waiting := self._waiting) is not None:
             self._waiting = None
+            # Without a norm behind it, what was left to one is summed here.
             left = self._norms_sum and collectives.norm_sums(waiting, self._context)
             self._hidden.add_(collectives.all_reduce(waiting, self._context) if left else waiting)
         return self._hidden

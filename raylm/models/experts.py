@@ -66,10 +66,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, output: [T, hidden_size]; summed over the ranks unless the norm behind it does that."""
-        out = self.partial(x)
-        if self._norm_follows and collectives.norm_sums(out, self._context):
-            return out
-        return collectives.all_reduce(out, self._context)
+        return collectives.all_reduce_or_leave(self.partial(x), self._context, norm_follows=self._norm_follows)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the sum."""

@@ -31,6 +31,14 @@ MIXTRAL_WEIGHTS: WeightTable = {
 }
 """Mixtral's, and those of models that took its names for their experts."""
 
+MEGATRON_WEIGHTS: WeightTable = {
+    "query_key_value": ("qkv_proj", None),
+    "dense": ("o_proj", None),
+    "dense_h_to_4h": ("up_proj", None),
+    "dense_4h_to_h": ("down_proj", None),
+}
+"""Of models that kept Megatron-LM's names for what their layers multiply by."""
+
 GGUF_WEIGHTS: WeightTable = {
     "token_embd": ("embed_tokens", None),
     "output_norm": ("norm", None),

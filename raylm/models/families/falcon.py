@@ -8,7 +8,7 @@ from dataclasses import replace
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import TensorNames
+from raylm.models.names import MEGATRON_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, mlp_of
 
 
@@ -59,10 +59,7 @@ ARCHITECTURES = {
                 "ln_attn": ("input_layernorm", None),
                 "ln_mlp": ("post_attention_layernorm", None),
                 "self_attention": ("self_attn", None),
-                "query_key_value": ("qkv_proj", None),
-                "dense": ("o_proj", None),
-                "dense_h_to_4h": ("up_proj", None),
-                "dense_4h_to_h": ("down_proj", None),
+                **MEGATRON_WEIGHTS,
                 "ln_f": ("norm", None),
             },
             qkv_groups=True,

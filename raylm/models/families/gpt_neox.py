@@ -8,7 +8,7 @@ from dataclasses import replace
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import TensorNames
+from raylm.models.names import MEGATRON_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, mlp_of
 
 
@@ -43,10 +43,7 @@ ARCHITECTURES = {
                 "embed_in": ("embed_tokens", None),
                 "embed_out": ("lm_head", None),
                 "attention": ("self_attn", None),
-                "query_key_value": ("qkv_proj", None),
-                "dense": ("o_proj", None),
-                "dense_h_to_4h": ("up_proj", None),
-                "dense_4h_to_h": ("down_proj", None),
+                **MEGATRON_WEIGHTS,
                 "final_layer_norm": ("norm", None),
             },
             qkv_groups=True,
