@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from raylm.config.base import FrozenConfig
 from raylm.config.chat import ChatConfig
 from raylm.config.hub_name import REVISION, at_revision, served_name
 from raylm.config.kv_events import KVEventsConfig
+from raylm.config.load_format import LoadFormat, known_format
 from raylm.config.sampling import GenerationConfig, SamplingConfig
 from raylm.config.speculation import ON_HOST, SpeculationConfig
 from raylm.log import LogFormat
@@ -18,7 +19,6 @@ from raylm.plugins import plugin_names
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 BlockHash = Literal["xxhash", "sha256"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -40,8 +40,10 @@ class ModelConfig(FrozenConfig):
     """The name that clients use; by default the hub's (owner/name), or the last part of the path."""
     dtype: DType = "auto"
     """auto: float32 on a CPU; on a GPU the checkpoint's own, or bfloat16 where that is float32."""
-    load_format: LoadFormat = "auto"
-    """dummy makes random weights of the right shapes from config.json alone."""
+    load_format: Annotated[LoadFormat, BeforeValidator(known_format)] = "auto"
+    """auto takes the first that is there: safetensors (model*.safetensors), mistral (consolidated*.safetensors, as
+    Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
+    the right shapes from the model's configuration alone."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     chat_template: str | None = None

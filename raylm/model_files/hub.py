@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from raylm.config.hub_name import HubName
 from raylm.errors import ConfigError
 from raylm.model_files.gguf_shards import shard_patterns
-from raylm.model_files.source import ModelSource
+from raylm.model_files.source import ModelSource, is_model
 from raylm.model_files.text_files import FALLBACK_FILES, TEXT_FILES, has_tokenizer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -63,7 +63,7 @@ def locate_on_hub(name: HubName, *, field: str) -> ModelSource:
         return _locate_gguf(name, field)
     path = _download(name, TEXT_FILES, field=field)
     remote = HubFolder(name.repository, path.name, path, field)
-    if not (path / "config.json").is_file():
+    if not is_model(path):
         raise ConfigError(f"{field} {name}: {_without_config(name, field)}")
     if not has_tokenizer(path):
         _download(HubName(name.repository, path.name), FALLBACK_FILES, field=field)

@@ -35,7 +35,7 @@ class Remote(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on disk. `path` is the .gguf file, or the folder that holds config.json."""
+    """A model on disk. `path` is the .gguf file, or the folder that holds config.json (or Mistral's params.json)."""
 
     path: Path
     kind: Literal["gguf", "folder"]
@@ -60,12 +60,17 @@ def locate(path: str, *, field: str = "model.path") -> ModelSource:
     return _local(path, field)
 
 
+def is_model(folder: Path) -> bool:
+    """Whether the folder says what its model is: as transformers does, or as Mistral does."""
+    return (folder / "config.json").is_file() or (folder / "params.json").is_file()
+
+
 def _local(path: str, field: str) -> ModelSource:
     found = Path(os.path.expanduser(path))
     try:
         if found.is_file() and found.suffix == ".gguf":
             return ModelSource(found, "gguf")
-        if (found / "config.json").is_file():
+        if is_model(found):
             return ModelSource(found, "folder")
         reason = "has no config.json" if found.is_dir() else "does not exist or is not a .gguf file"
     except OSError as error:

@@ -21,12 +21,11 @@ TEXT_FILES = (
 )
 FALLBACK_FILES = (
     "tokenizer.model",
-    "tokenizer.model.v*",
     "spiece.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "*.tiktoken",
+    "tiktoken.model",
     "tekken.json",
 )
 """What a tokenizer is made from where there is no tokenizer.json."""

@@ -35,6 +35,8 @@ class _Naming(NamedTuple):
 
 _NAMINGS: dict[WeightFormat, _Naming] = {
     "safetensors": _Naming("model.safetensors", "*.safetensors"),
+    "mistral": _Naming("consolidated.safetensors", None),
+    "pt": _Naming("pytorch_model.bin", None),
 }
 """In the order in which they are looked for."""
 _NOT_WEIGHTS = ("consolidated*", "*/*")

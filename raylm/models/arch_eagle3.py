@@ -9,7 +9,7 @@ from raylm.errors import ConfigError
 from raylm.model_files.source import ModelSource
 from raylm.models.arch import ArchConfig
 from raylm.models.fields import Fields
-from raylm.models.read_folder import read_json
+from raylm.models.read_json import read_json
 from raylm.models.registry import read_folder_arch
 
 _NAMES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -12,8 +12,8 @@ from raylm.model_files.weight_files import weight_files
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
 
-_FORMATS = {"gguf": "gguf", "folder": "safetensors"}
-"""Kind of source -> the format of its weights."""
+_FORMATS = {"gguf": ("gguf",), "folder": ("safetensors", "mistral", "pt")}
+"""Kind of source -> the formats that its weights may have."""
 
 
 def check_model(config: EngineConfig) -> ArchConfig:
@@ -71,5 +71,6 @@ def with_mtp(arch: ArchConfig) -> ArchConfig:
 def check_format(source: ModelSource, load_format: str) -> None:
     """Raises ConfigError when the source's weights are of another format than `load_format`, a LoadFormat."""
     native = _FORMATS[source.kind]
-    if load_format not in ("auto", "dummy", native):
-        raise ConfigError(f"model.load_format is {load_format!r}, but {source.path} allows: auto, dummy, {native}")
+    if load_format not in ("auto", "dummy", *native):
+        allowed = ", ".join(("auto", "dummy", *native))
+        raise ConfigError(f"model.load_format is {load_format!r}, but {source.path} allows: {allowed}")

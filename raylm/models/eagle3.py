@@ -24,9 +24,9 @@ from raylm.models.arch_eagle3 import Eagle3Arch
 from raylm.models.blocks import Build, SelfAttention
 from raylm.models.decoder import DecoderModel
 from raylm.models.layers import DecoderLayer
-from raylm.models.names import HF_WEIGHTS, TensorNames
+from raylm.models.names import HF_WEIGHTS, Stored, TensorNames
 from raylm.models.safetensors import folder_tensors
-from raylm.models.weights import Stored, WeightLoader, fill_dummy
+from raylm.models.weights import WeightLoader, fill_dummy
 
 _EMBEDDING, _HEAD, _MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
 _NAMES = TensorNames(folder={**HF_WEIGHTS, "midlayer": ("layers.0", None)}, ignored=("t2d",))

@@ -14,10 +14,10 @@ from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
 from raylm.models.blocks import Build
 from raylm.models.check import check_format
-from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.decoder import DecoderModel
+from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
-from raylm.models.weights import Stored, WeightLoader, fill_dummy
+from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
 logger = get_logger(__name__)
@@ -50,9 +50,8 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        names = family_of(arch.architecture).names
-        stored = Stored(names.gguf, names.gguf_pairs) if source.kind == "gguf" else Stored(names.folder, names.pairs)
-        WeightLoader(model, names, progress=progress).load(_tensors(source), stored)
+        tensors, stored = read_checkpoint(source, arch, load_format)
+        WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(tensors, stored)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
@@ -61,14 +60,7 @@ def load_model(
 
 def checkpoint_digest(source: ModelSource, arch: ArchConfig, load_format: str, *, seed: int) -> str:
     """Equal for equal weights, read here or on another node. Raises ConfigError where the checkpoint is damaged."""
-    return f"seed {seed}" if load_format == "dummy" else checkpoint.digest(_tensors(source))
-
-
-def _tensors(source: ModelSource) -> list[CheckpointTensor]:
-    if source.kind == "gguf":
-        from raylm.models.gguf import gguf_tensors
-
-        return gguf_tensors(source)
-    from raylm.models.safetensors import folder_tensors
-
-    return folder_tensors(source)
+    if load_format == "dummy":
+        return f"seed {seed}"
+    tensors, _ = read_checkpoint(source, arch, load_format)
+    return checkpoint.digest(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from raylm.layers.slots import SlotName
@@ -58,6 +58,23 @@ GGUF_WEIGHTS: WeightTable = {
 }
 """GGUF files, as llama.cpp names tensors."""
 
+MISTRAL_WEIGHTS: WeightTable = {
+    "tok_embeddings": ("embed_tokens", None),
+    "output": ("lm_head", None),
+    "attention_norm": ("input_layernorm", None),
+    "attention": ("self_attn", None),
+    "wq": ("qkv_proj", "q"),
+    "wk": ("qkv_proj", "k"),
+    "wv": ("qkv_proj", "v"),
+    "wo": ("o_proj", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+    "feed_forward": ("mlp", None),
+    "w1": ("gate_up_proj", "gate"),
+    "w2": ("down_proj", None),
+    "w3": ("gate_up_proj", "up"),
+}
+"""Mistral's own files, consolidated.safetensors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
@@ -66,6 +83,8 @@ class TensorNames:
     folder: WeightTable = field(default_factory=lambda: HF_WEIGHTS)
     """Of safetensors."""
     gguf: WeightTable = field(default_factory=lambda: GGUF_WEIGHTS)
+    mistral: WeightTable = field(default_factory=lambda: MISTRAL_WEIGHTS)
+    """Of Mistral's own files, whose rotary dimensions are in pairs."""
     pairs: bool = False
     """Safetensors have the rows of queries and keys in the order of a rotary embedding that pairs neighbouring
     dimensions of a head, not those half a head apart."""
@@ -81,6 +100,13 @@ class TensorNames:
     """Prefixes of tensors that have no place here."""
     ignored_ends: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Their ends. (Old checkpoints carry the rotary frequencies, which follow from the configuration.)"""
+
+
+class Stored(NamedTuple):
+    """How a file has tensors: what they are called, and whether rotary dimensions are paired (TensorNames.pairs)."""
+
+    table: WeightTable
+    pairs: bool = False
 
 
 def slot_name(name: str, table: WeightTable, prefixes: tuple[str, ...] = ()) -> SlotName:

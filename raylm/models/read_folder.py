@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
+from raylm.models.read_json import read_json
 from raylm.models.read_layers import LAYER_KINDS, LayerKind, check_rope, rope_of
 
 _DTYPES: dict[str, DTypeName] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -141,19 +140,6 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in ("use_bidirectional_attention", "apply_residual_connection_post_layernorm"):
         if fields.get(name):
             raise fields.error(name, True, "false")
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ConfigError."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read this file: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, not {type(values).__name__}")
-    return values
 
 
 def _dtype(fields: Fields) -> DTypeName:

@@ -12,8 +12,10 @@ from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import eos_token_ids, read_json, refuse_unsupported
+from raylm.models.read_folder import eos_token_ids, refuse_unsupported
 from raylm.models.read_gguf import open_header
+from raylm.models.read_json import read_json
+from raylm.models.read_params import params_as_config
 from raylm.plugins import load_plugins
 
 if TYPE_CHECKING:
@@ -84,12 +86,16 @@ def model_class(architecture: str) -> type[DecoderModel]:
 
 
 def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfig:
-    """The description of the model in a folder, read as `architecture` or as what config.json names.
+    """The description of the model in a folder, read as `architecture` or as what config.json names; where there is
+    none, as Mistral's params.json says.
 
     Raises ConfigError.
     """
-    path = folder / "config.json"
-    values = read_json(path)
+    path, native = folder / "config.json", folder / "params.json"
+    if native.is_file() and not path.is_file():
+        path, values = native, params_as_config(native)
+    else:
+        values = read_json(path)
     if architecture is None:
         names = values.get("architectures")
         architecture = names[0] if isinstance(names, list) and names else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, Source, TransposedTensor
 from raylm.models.filling import fill
-from raylm.models.names import TensorNames, WeightTable, slot_name
+from raylm.models.names import Stored, TensorNames, slot_name
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
 
@@ -36,13 +36,6 @@ class Fillable(Protocol):
     def slots(self) -> dict[SlotName, Slot]: ...
 
     def is_elsewhere(self, parameter: str) -> bool: ...
-
-
-class Stored(NamedTuple):
-    """How a file has tensors: what they are called, and whether rotary dimensions are paired (TensorNames.pairs)."""
-
-    table: WeightTable
-    pairs: bool = False
 
 
 class WeightLoader:

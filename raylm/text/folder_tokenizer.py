@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from raylm.errors import ConfigError
 from raylm.text.cache import convert_once, identity
@@ -20,8 +22,19 @@ _VOCABULARY_FILES = (
     "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
+    "tiktoken.model",
+    "tekken.json",
 )
-_OTHER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+_TEKKEN_SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_OTHER_FILES = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "config.json",
+)
+_NEEDED = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece", "tiktoken.model": "tiktoken"}
+"""Files -> the packages by which transformers reads them."""
 
 
 def load_folder(folder: Path, cache_dir: Path | None) -> tuple[Backend, TokenizerInfo]:
@@ -34,7 +47,9 @@ def load_folder(folder: Path, cache_dir: Path | None) -> tuple[Backend, Tokenize
     if path.is_file():
         return _open(path, folder)
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        raise ConfigError(f"{folder}: has no tokenizer.json, tokenizer.model or vocab.json, so no tokenizer")
+        raise ConfigError(
+            f"{folder}: has no tokenizer.json, tokenizer.model, tekken.json or vocab.json, so no tokenizer"
+        )
     sources = [folder / name for name in (*_VOCABULARY_FILES, *_OTHER_FILES) if (folder / name).is_file()]
     return convert_once(identity(sources), lambda: _convert(folder), cache_dir)
 
@@ -51,6 +66,11 @@ def _convert(folder: Path) -> tuple[Backend, TokenizerInfo]:
     # Seconds to import, and not needed for any other model.
     from transformers import AutoTokenizer
 
+    if (tekken := folder / "tekken.json").is_file():
+        return _convert_tekken(tekken)
+    for name, package in _NEEDED.items():
+        if (folder / name).is_file() and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{folder}: {name} needs the package {package}: pip install {package}")
     try:
         converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever a converter trips over, the reader of the message needs the folder
@@ -59,6 +79,21 @@ def _convert(folder: Path) -> tuple[Backend, TokenizerInfo]:
     if backend is None:
         raise ConfigError(f"{folder}: transformers knows this tokenizer only in a form without tokenizer.json")
     return backend, _describe(backend, folder, _named_specials(converted.special_tokens_map))
+
+
+def _convert_tekken(path: Path) -> tuple[Backend, TokenizerInfo]:
+    """Mistral's own file. Prompts begin with BOS, as Mistral's own library has them."""
+    from transformers.integrations.mistral import MistralConverter
+
+    try:
+        backend = MistralConverter(str(path)).converted()
+    except Exception as error:  # as above
+        raise ConfigError(f"{path}: transformers cannot read this tokenizer: {error!r:.200}") from None
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    named = {name: text for name, text in _TEKKEN_SPECIALS.items() if backend.token_to_id(text) is not None}
+    return backend, _describe(backend, path.parent, named)
 
 
 def _describe(backend: Backend, folder: Path, defaults: dict[str, str]) -> TokenizerInfo:
@@ -111,6 +146,8 @@ def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str
         name, template = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
         if isinstance(name, str) and isinstance(template, str):
             named[name] = template
+    if isinstance(template := _read_json(folder / "chat_template.json").get("chat_template"), str):
+        named["default"] = template
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         named[path.stem] = path.read_text(encoding="utf-8")
     if (path := folder / "chat_template.jinja").is_file():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
 from pathlib import Path
 
@@ -121,7 +123,7 @@ def test_a_folder_without_tokenizer_json_is_converted_once(tmp_path, monkeypatch
 def test_a_folder_without_any_tokenizer_is_refused(tmp_path):
     source = write(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json, tokenizer\.model or vocab\.json"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json, tokenizer\.model, tekken\.json or vocab\.json"):
         TextProcessor.load(source)
 
 
@@ -131,3 +133,76 @@ def test_a_damaged_file_is_named(tmp_path, name):
     (tmp_path / name).write_text("{")
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read"):
         TextProcessor.load(source)
+
+
+def without_tokenizer_json(folder: Path, **files: object) -> ModelSource:
+    source = write(folder, **files)
+    (folder / "tokenizer.json").unlink()
+    return source
+
+
+def test_a_sentencepiece_model_is_converted(tmp_path):
+    pytest.importorskip("sentencepiece")
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    source = without_tokenizer_json(tmp_path, tokenizer_config=config)
+    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    pieces += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+    words = ["\u2581t", "he", "\u2581the", *"\u2581acehimt"]
+    pieces += [(word, -float(rank), 1) for rank, word in enumerate(words)]
+    (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model(pieces))
+    processor = TextProcessor.load(source, cache_dir=tmp_path / "cache")
+    ids = processor.encode("the cat é")
+    assert ids == AutoTokenizer.from_pretrained(str(tmp_path))("the cat é")["input_ids"]
+    assert processor.token_names(ids)[:2] == ["\u2581the", "\u2581"]
+    assert processor.token_names(ids)[-2:] == ["<0xC3>", "<0xA9>"]
+    assert processor.decode(ids) == "the cat é"
+
+
+def test_what_a_tokenizer_model_needs_is_named(tmp_path, monkeypatch):
+    source = without_tokenizer_json(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"any")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tokenizer\.model needs the package sentencepiece: pip install"):
+        TextProcessor.load(source, cache_dir=tmp_path / "cache")
+
+
+def test_a_tiktoken_file_is_converted(tmp_path):
+    pytest.importorskip("tiktoken")
+    source = without_tokenizer_json(tmp_path, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the"]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    (tmp_path / "tiktoken.model").write_bytes(b"".join(lines))
+    processor = TextProcessor.load(source, cache_dir=tmp_path / "cache")
+    assert processor.encode("the the") == [257, 258]
+    assert processor.decode([257, 258, *"é".encode()]) == "the theé"
+
+
+def tekken(**changes: object) -> dict[str, object]:
+    """Mistral's tokenizer file: ten special tokens, then bytes and three longer tokens."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the"]
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    special = [{"rank": rank, "token_str": text, "is_control": True}
+               for rank, text in enumerate(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"])]  # fmt: skip
+    config = {"pattern": r" ?\p{L}+|\s+|.", "default_vocab_size": 10 + len(tokens), "default_num_special_tokens": 10}
+    return {"config": config, "vocab": vocab, "special_tokens": special, **changes}
+
+
+def test_mistral_s_tekken_file_is_converted(tmp_path):
+    source = without_tokenizer_json(tmp_path, tekken=tekken(), chat_template={"chat_template": "[INST]{{ messages }}"})
+    processor = TextProcessor.load(source, cache_dir=tmp_path / "cache")
+    assert processor.encode("the the[/INST]") == [1, 10 + 257, 10 + 258, 4]
+    assert processor.decode([1, 10 + 257, *(10 + byte for byte in "é".encode()), 2]) == "theé"
+    info = processor.tokenizer.info
+    assert (info.bos_token_id, info.eos_token_ids) == (1, (7, 2))
+    assert info.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert info.chat_template == "[INST]{{ messages }}"
+
+
+@pytest.mark.parametrize("changes", [{"vocab": [{}]}, {"config": {}}, {"special_tokens": [{"rank": 5}]}, {"vocab": 1}])
+def test_a_damaged_tekken_file_is_named(tmp_path, changes):
+    source = without_tokenizer_json(tmp_path, tekken=tekken(**changes))
+    with pytest.raises(ConfigError, match=r"tekken\.json: transformers cannot read this tokenizer: \w+Error"):
+        TextProcessor.load(source, cache_dir=tmp_path / "cache")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -68,3 +69,19 @@ def write_gguf(path: Path, architecture: str, values: dict[str, object]) -> Path
     writer.write_kv_data_to_file()
     writer.close()
     return path
+
+
+def sentencepiece_model(pieces: list[tuple[str, float, int]]) -> bytes:
+    """A tokenizer.model: SentencePiece's BPE with bytes as the last resort, of pieces (text, score, type), in the wire
+    format of its sentencepiece_model.proto."""
+
+    def field(number: int, content: bytes) -> bytes:
+        assert len(content) < 128
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    def piece(text: str, score: float, kind: int) -> bytes:
+        return field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([3 << 3, kind]))
+
+    trainer = field(2, bytes([3 << 3, 2]) + b"\x98\x02\x01")  # model_type 2, byte_fallback (field 35) true
+    normalizer = field(3, field(1, b"identity") + bytes([3 << 3, 1]))
+    return b"".join(piece(*each) for each in pieces) + trainer + normalizer

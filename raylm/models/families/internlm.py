@@ -7,7 +7,7 @@ from dataclasses import replace
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import TensorNames
+from raylm.models.names import MISTRAL_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, mlp_of
 
 
@@ -27,19 +27,7 @@ ARCHITECTURES = {
         read=_read,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         names=TensorNames(
-            folder={
-                "tok_embeddings": ("embed_tokens", None),
-                "attention": ("self_attn", None),
-                "wqkv": ("qkv_proj", None),
-                "wo": ("o_proj", None),
-                "attention_norm": ("input_layernorm", None),
-                "ffn_norm": ("post_attention_layernorm", None),
-                "feed_forward": ("mlp", None),
-                "w1": ("gate_up_proj", "gate"),
-                "w3": ("gate_up_proj", "up"),
-                "w2": ("down_proj", None),
-                "output": ("lm_head", None),
-            },
+            folder={**MISTRAL_WEIGHTS, "wqkv": ("qkv_proj", None)},
             qkv_groups=True,
         ),
     ),

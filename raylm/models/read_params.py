@@ -1,0 +1,47 @@
+"""Mistral's own description of a model, params.json, as the fields that config.json has. Without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raylm.models.fields import Fields
+from raylm.models.read_json import read_json
+
+_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
+    "tied_embeddings": "tie_word_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
+    "model_max_length": "max_position_embeddings",
+}
+"""Keys of params.json -> fields of config.json."""
+_WITHOUT_EFFECT = ("causal", "model_type", "dtype", "use_cache", "use_biases")
+_USUAL_LENGTH = 32768
+"""Older files name no length; Mistral's models of that time were trained for this one."""
+_BOS, _EOS = 1, 2
+"""In every tokenizer of Mistral."""
+
+
+def params_as_config(path: Path) -> dict[str, object]:
+    """The fields of a MistralForCausalLM. Raises ConfigError for a key that says the model is another."""
+    values = read_json(path)
+    fields = Fields(values, str(path))
+    for name, value in values.items():
+        if name not in _NAMES and name not in _WITHOUT_EFFECT and value not in (None, False):
+            raise fields.error(name, value, f"no such key; known: {', '.join((*_NAMES, *_WITHOUT_EFFECT))}")
+    if fields.get("use_biases"):
+        raise fields.error("use_biases", True, "false")
+    # Layers see all tokens where the window is null or not there.
+    found: dict[str, object] = {"sliding_window": None, "max_position_embeddings": _USUAL_LENGTH}
+    found |= {_NAMES[name]: value for name, value in values.items() if name in _NAMES and value is not None}
+    own = {"architectures": ["MistralForCausalLM"], "bos_token_id": _BOS, "eos_token_id": _EOS, "dtype": "bfloat16"}
+    return {**found, **own}
