@@ -32,7 +32,8 @@ class ModelConfig(FrozenConfig):
 
     path: str
     """A folder with config.json and safetensors, a .gguf file, a model of the Hugging Face hub (owner/name, or
-    owner/name:Q4_K_M for one of its .gguf files), or the name of the demo model: smollm2-135m."""
+    owner/name:Q4_K_M for one of its .gguf files), the URL of a folder or .gguf file in an object store (s3://, gs://),
+    or the name of the demo model: smollm2-135m."""
     revision: str | None = Field(default=None, min_length=1, max_length=256, pattern=REVISION)
     """Of a model on the hub: a branch, a tag or a commit; by default the main branch. Replicas load the commit that it
     was when the model was deployed."""

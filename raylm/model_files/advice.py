@@ -44,7 +44,8 @@ def _of_model(path: str) -> Advice:
     demo = DEMO_MODELS.get(path)
     if demo is not None:
         return Advice(demo.sampling, f"advised by the authors of {path}")
-    place = Path(path).expanduser() if hub_name(path) is None else locate(path).path
+    is_remote = "://" in path or hub_name(path) is not None
+    place = locate(path).path if is_remote else Path(path).expanduser()
     if place.suffix == ".gguf":
         return Advice(SamplingConfig(), "a GGUF file advises none")
     file = place / FILE

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a GGUF file, a name on the Hugging Face hub, or the demo model's name."""
+"""Where a model's files are: a folder, a GGUF file, a name on the Hugging Face hub, a URL, or the demo model's name."""
 
 from __future__ import annotations
 
@@ -44,14 +44,19 @@ class ModelSource:
 
 
 def locate(path: str, *, field: str = "model.path") -> ModelSource:
-    """Find the model that a field of the configuration names. Of a model on the hub everything but the weights is
-    downloaded (a GGUF file is downloaded whole).
+    """Find the model that a field of the configuration names. Of a model on the hub or in an object store everything
+    but the weights is downloaded (a GGUF file is downloaded whole).
 
     Raises ConfigError saying what was looked for and what is allowed.
     """
     if path in DEMO_MODELS:
         return _demo(path)
     name = hub_name(path)
+    if name is None and "://" in path:
+        # The libraries of stores are for those who have models there.
+        from raylm.model_files.stores import locate_in_store
+
+        return locate_in_store(path, field=field)
     if name is not None:
         # Half a second to import, and needed for no other model.
         from raylm.model_files.hub import locate_on_hub
@@ -78,8 +83,8 @@ def _local(path: str, field: str) -> ModelSource:
     if not found.is_absolute():
         reason += f" (looked in {Path.cwd()}, and beside the configuration file where one names it)"
     raise ConfigError(
-        f"{field} {path!r} {reason}; allowed: a folder with config.json, a .gguf file, "
-        f"a model of the Hugging Face hub (owner/name), or a demo model ({', '.join(DEMO_MODELS)})"
+        f"{field} {path!r} {reason}; allowed: a folder with config.json, a .gguf file, a model of the Hugging Face "
+        f"hub (owner/name), a URL (s3://, gs://), or a demo model ({', '.join(DEMO_MODELS)})"
     )
 
 

@@ -18,6 +18,7 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from raylm.log import get_logger
+from raylm.model_files.user_cache import user_cache
 from raylm.text.definition import TokenizerInfo
 
 logger = get_logger(__name__)
@@ -36,9 +37,8 @@ class _Record:
 
 
 def default_cache_dir() -> Path:
-    """raylm/tokenizers in the user's cache folder ($XDG_CACHE_HOME, by default ~/.cache)."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "raylm" / "tokenizers"
+    """raylm/tokenizers in the user's cache folder."""
+    return user_cache("tokenizers")
 
 
 def identity(files: Iterable[Path]) -> str:
