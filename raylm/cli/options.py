@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,11 @@ class LateParser(argparse.ArgumentParser):
 
             self.adds_engine_flags = False
             add_engine_flags(self)
-        return super().parse_known_args(*given, **named)
+        found, others = super().parse_known_args(*given, **named)
+        unknown = next((word.partition("=")[0] for word in others if word.startswith("-")), "")
+        if close := difflib.get_close_matches(unknown, self._option_string_actions, n=1):
+            self.error(f"unrecognized arguments: {' '.join(others)} (did you mean {close[0]}?)")
+        return found, others
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

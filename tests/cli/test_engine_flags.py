@@ -85,6 +85,12 @@ def test_an_unknown_name():
         LLM(EngineConfig.model_validate({"model": {"path": "x"}}), dtype="auto")
 
 
+def test_a_near_name_is_told(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", "some/model", "--max-modl-len=3"])
+    assert "unrecognized arguments: --max-modl-len=3 (did you mean --max-model-len?)" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("demo")
 def test_serve_takes_them_for_its_one_model(tmp_path):
     sections = {"scheduler": {"max_num_seqs": 5}}
