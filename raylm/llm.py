@@ -19,12 +19,13 @@ from tqdm import tqdm
 
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
+from raylm.config.engine_keys import engine_sections, overridden
 from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import Logprobs, ModelInfo, TokenDelta
 from raylm.engine.factory import offline_engine
 from raylm.engine.feeder import Feeder, Group
-from raylm.errors import RaylmError, RequestRejected
+from raylm.errors import ConfigError, RaylmError, RequestRejected
 from raylm.generation.ability import ability_of
 from raylm.generation.chat import Chat, open_chat
 from raylm.generation.choices import Said, ToolCall
@@ -41,6 +42,10 @@ from raylm.text.truncation import Truncation
 
 Message = dict[str, Any]
 """One chat message as OpenAI's clients send it: {"role": ..., "content": ...}."""
+
+
+Prompt = str | list[int] | dict[str, Any]
+"""A text, tokens, or one of them as vLLM wraps it: {"prompt": ...}, {"prompt_token_ids": [...]}."""
 
 
 class TokenLogprob(NamedTuple):
@@ -116,38 +121,21 @@ class LLM:
         self,
         model: str | EngineConfig,
         *,
-        dtype: str = "auto",
-        device: str = "auto",
-        load_format: str = "auto",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        prefix_caching: bool = True,
-        num_threads: int | None = None,
-        tensor: int = 1,
-        pipeline: int = 1,
         progress: bool = True,
+        **options: Any,
     ) -> None:
-        """Load a model: a folder, a .gguf file, a demo name, or a whole EngineConfig (the rest is then ignored).
+        """Load a model: a folder, a .gguf file, a model's name on the hub, a demo name, or a whole EngineConfig.
 
+        `options` are keys of EngineConfig as `raylm serve` has them, with underscores (max_model_len=4096, tensor=2,
+        speculation_method="ngram"), or vLLM's names of them (tensor_parallel_size=2): docs/from-vllm.md lists all.
         Raises ConfigError naming the key, its value and what is allowed.
         """
         if isinstance(model, str):
-            settings = {
-                "model": {
-                    "path": model,
-                    "dtype": dtype,
-                    "load_format": load_format,
-                    "max_model_len": max_model_len,
-                    "seed": seed,
-                },
-                "parallel": {"tensor": tensor, "pipeline": pipeline},
-                "cache": {"prefix_caching": prefix_caching},
-                "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
-                "runtime": {"device": device, "num_threads": num_threads},
-            }
+            sections = engine_sections(options, source="LLM(...)")
+            settings = overridden({"model": {"path": model}}, sections)
             model = parse(EngineConfig, settings, source="LLM(...)")
+        elif options:
+            raise ConfigError(f"LLM(...): {next(iter(options))} is given beside a whole EngineConfig, which has it")
         self.config = model = pinned(model)
         self._sampling = sampling_defaults(model)
         source = locate(model.model.reference)
@@ -177,20 +165,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete prompts (strings or token ids), batched, in the order given.
+        """Complete prompts, batched, in the order given.
 
         `params` holds for all, or is one a prompt; without it, `self.params(max_tokens=128)`. add_special_tokens puts
         around a string what the model wants there, such as BOS. truncate_prompt_tokens keeps as many of a prompt's last
         tokens, -1 as many as fit. Raises RequestRejected before anything runs.
         """
-        batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch = [_unwrapped(prompt) for prompt in ([prompts] if isinstance(prompts, str | dict) else list(prompts))]
         encoded = []
         for index, prompt in enumerate(batch):
             with _naming("prompts", index, len(batch)):
@@ -447,6 +435,20 @@ def _naming(kind: str, index: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise RequestRejected(f"{kind}[{index}]: {error}", param=error.param, code=error.code) from None
+
+
+def _unwrapped(prompt: Prompt) -> str | list[int]:
+    """The text or the tokens. Raises RequestRejected."""
+    if not isinstance(prompt, dict):
+        return prompt
+    found = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+    others = sorted(prompt.keys() - {"prompt", "prompt_token_ids"})
+    if others or len(found) != 1:
+        raise RequestRejected(
+            f"a prompt has the keys {sorted(prompt)}; allowed: prompt or prompt_token_ids, one of them"
+        )
+    value: str | list[int] = found[0]
+    return value
 
 
 def _messages(conversation: object) -> list[Message]:

@@ -32,6 +32,8 @@ def test_imports_and_sizes():
         ("raylm/worker/x.py", "from raylm.core.scheduler import Scheduler", "worker meets core only in"),
         ("raylm/engine/x.py", "from ray import serve\nimport ray.serve", "ray.serve belongs to"),
         ("raylm/models/x.py", "import ray", "ray belongs to"),
+        ("raylm/serving/x.py", "from raylm.worker import worker", "serving must not import raylm.worker"),
+        ("raylm/novelty/x.py", "import raylm.config", "novelty has no place in ARROWS"),
     ],
 )
 def test_the_check_sees_what_it_should(name, code, problem):

@@ -40,7 +40,9 @@ from raylm.api.sagemaker import SageMaker
 from raylm.api.tokenise import Tokenising
 from raylm.config.mcp import McpConfig
 from raylm.config.serving import HttpConfig
+from raylm.errors import ConfigError
 from raylm.generation.served_model import ModelCatalog
+from raylm.plugins import load_plugins
 
 Parse = Callable[[Call], Draft]
 Run = Callable[[Call], Awaitable[bytes | Events]]
@@ -92,7 +94,7 @@ def operations(
         run = partial(generate, preparation, answering, parse)
         return Operation("POST", path, INFERENCE, run, about, in_batches, is_counted=True)
 
-    return [
+    own = [
         generating("/v1/chat/completions", chat.parse, openai_chat.ABOUT, in_batches=True),
         generating("/v1/completions", completions.parse, completions_api.ABOUT, in_batches=True),
         *_messages(models, config, preparation, answering),
@@ -108,6 +110,21 @@ def operations(
         Operation("POST", "/ping", None, sagemaker.ping, sagemaker_api.ABOUT_PING),
         generating("/invocations", sagemaker.parse, sagemaker_api.ABOUT_INVOCATIONS),
     ]
+    return [*own, *_of_plugins(own, catalog, config)]
+
+
+def _of_plugins(own: list[Operation], catalog: ModelCatalog, config: HttpConfig) -> list[Operation]:
+    """Routes of other packages. Raises ConfigError where one gives something else, or a route that is there."""
+    found: list[Operation] = []
+    for name, make in load_plugins("raylm.routes").items():
+        routes = make(catalog, config) if callable(make) else make
+        if not isinstance(routes, list) or not all(isinstance(route, Operation) for route in routes):
+            raise ConfigError(f"the plug-in {name!r} (raylm.routes) gives {routes!r}; allowed: a list of operations")
+        taken = {(route.method, route.path) for route in [*own, *found]}
+        if clash := next((route for route in routes if (route.method, route.path) in taken), None):
+            raise ConfigError(f"the plug-in {name!r} (raylm.routes) has {clash.method} {clash.path}, which is there")
+        found += routes
+    return found
 
 
 def _messages(models: Models, config: HttpConfig, preparation: Preparation, answering: Answering) -> list[Operation]:

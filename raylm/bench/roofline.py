@@ -16,7 +16,7 @@ import torch
 from raylm import ops
 from raylm.bench.report import KindResult
 from raylm.layers.linear import MIN_ROWS_TO_ADD
-from raylm.models.arch import ArchConfig
+from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 
 _TOGETHER, _HEAD = "layers in one kernel", "head"
 _KINDS = (
@@ -89,27 +89,51 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     """
     tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    shapes = [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * arch.intermediate_size), (arch.intermediate_size, hidden)]
-    weights = layers * sum(k * n for k, n in shapes)
+    products = layers * [_Product(hidden, q + 2 * kv, tokens), _Product(q, hidden, tokens)]
+    products += [product for layer in arch.layers for product in _mlp_products(layer.mlp, hidden, tokens)]
+    weights = sum(product.copies * product.k * product.n for product in products)
+    flops = sum(2 * product.rows * product.k * product.n for product in products)
     head_weights = hidden * arch.vocab_size
-    moved = layers * tokens * sum(k + n for k, n in shapes)
-    seen = [min(1.0, window * step.tokens / step.pairs) if (window := arch.window(n)) else 1.0 for n in range(layers)]
+    moved = sum(product.rows * (product.k + product.n) for product in products)
+    # What the activation reads and writes, which stands between the products of an MLP.
+    inner = sum(product.rows * product.n for product in products[2 * layers :: 2])
+    inner += sum(product.rows * product.k for product in products[2 * layers + 1 :: 2])
+    seen = [min(1.0, layer.window * step.tokens / step.pairs) if layer.window else 1.0 for layer in arch.layers]
     # A norm reads what came and the residual stream and writes both, or its product has added them already.
     streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
     attention = Need(item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen))
     logits = step.logit_rows
     head = Need(item * (head_weights + logits * (hidden + arch.vocab_size)), 2 * logits * head_weights)
     return {
-        "products": Need(item * (weights + moved) + head.bytes, 2 * tokens * weights + head.flops),
+        "products": Need(item * (weights + moved) + head.bytes, flops + head.flops),
         "attention": attention,
         # A kernel that runs all layers does their products and attention: the head is the only product beside it.
-        _TOGETHER: Need(item * weights + attention.bytes, 2 * tokens * weights + attention.flops),
+        _TOGETHER: Need(item * weights + attention.bytes, flops + attention.flops),
         _HEAD: head,
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
-        "activation": Need(item * 3 * arch.intermediate_size * tokens * layers, 0.0),
+        "activation": Need(item * inner, 0.0),
         "sampling": Need(item * arch.vocab_size * step.logit_rows, 0.0),
     }
+
+
+class _Product(NamedTuple):
+    """[rows, k] times a weight [n, k], of which `copies` are read."""
+
+    k: int
+    n: int
+    rows: float
+    copies: float = 1.0
+
+
+def _mlp_products(mlp: MLPSpec | ExpertsSpec, hidden: int, tokens: float) -> list[_Product]:
+    """In pairs: what widens, what narrows again. Experts are chosen as if at random."""
+    if isinstance(mlp, MLPSpec):
+        return [_Product(hidden, (1 + mlp.gated) * mlp.size, tokens), _Product(mlp.size, hidden, tokens)]
+    touched = mlp.num_experts * (1 - (1 - mlp.per_token / mlp.num_experts) ** tokens)
+    rows = tokens * mlp.per_token
+    pair = [_Product(hidden, 2 * mlp.size, rows, touched), _Product(mlp.size, hidden, rows, touched)]
+    return pair if mlp.shared is None else pair + _mlp_products(mlp.shared, hidden, tokens)
 
 
 def measure_peaks(dtype: torch.dtype) -> Peaks:

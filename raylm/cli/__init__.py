@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import raylm
 from raylm.cli import batch, bench, chat, doctor, front, generate, serve, simulate, top
+from raylm.cli.options import LateParser
 from raylm.errors import RaylmError
 from raylm.log import configure
 
@@ -29,15 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """Takes options by their whole names only, in every subcommand: --api-key is no short form of --api-keys-file."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="raylm", description="LLM serving native to Ray.")
+    parser = LateParser(prog="raylm", description="LLM serving native to Ray.")
     parser.add_argument("--version", action="version", version=f"raylm {raylm.__version__}")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     parser.add_argument("--log-level", choices=levels, help="of raylm's log lines on stderr")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -18,20 +19,6 @@ Subparsers = Any
 
 MODEL_HELP = "a folder, a .gguf file, a demo name (smollm2-135m) or a configuration (.yaml) of one model"
 
-# Option's destination -> section and key of EngineConfig.
-_ENGINE_KEYS = {
-    "dtype": ("model", "dtype"),
-    "load_format": ("model", "load_format"),
-    "chat_template": ("model", "chat_template"),
-    "max_model_len": ("model", "max_model_len"),
-    "device": ("runtime", "device"),
-    "num_threads": ("runtime", "num_threads"),
-    "ray_workers": ("runtime", "ray_workers"),
-    "tensor": ("parallel", "tensor"),
-    "pipeline": ("parallel", "pipeline"),
-    "max_num_seqs": ("scheduler", "max_num_seqs"),
-    "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
-}
 _SAMPLING_KEYS = (
     "temperature",
     "top_p",
@@ -115,29 +102,38 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Options that override a key of EngineConfig; one that is not given leaves the key as it is."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    group.add_argument("--load-format", choices=("auto", "safetensors", "pt", "mistral", "gguf", "dummy"))
-    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own; or a bundled one's name")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of one request")
-    group.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="requests that run at the same time (64; 256 on a GPU)"
-    )
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (2048; 8192 on a GPU)")
-    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of a worker")
-    group.add_argument("--tensor", type=int, metavar="N", help="workers that split every layer between them")
-    group.add_argument("--pipeline", type=int, metavar="N", help="stages that split the list of layers")
-    group.add_argument(
-        "--ray-workers", action="store_true", default=None, help="run in a Ray actor where one worker is enough too"
-    )
+    """Options that override a key of EngineConfig; one that is not given leaves the key as it is. They are made when
+    the command runs: other commands need not read the configuration's classes."""
+    assert isinstance(parser, LateParser)
+    parser.adds_engine_flags = True
+
+
+class LateParser(argparse.ArgumentParser):
+    """Takes options by their whole names only, in every subcommand: --api-key is no short form of --api-keys-file."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+        self.adds_engine_flags = False
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        if self.adds_engine_flags:
+            from raylm.cli.engine_flags import add_engine_flags
+
+            self.adds_engine_flags = False
+            add_engine_flags(self)
+        found, others = super().parse_known_args(*given, **named)
+        unknown = next((word.partition("=")[0] for word in others if word.startswith("-")), "")
+        if close := difflib.get_close_matches(unknown, self._option_string_actions, n=1):
+            self.error(f"unrecognized arguments: {' '.join(others)} (did you mean {close[0]}?)")
+        return found, others
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration that MODEL and the options ask for. Raises ConfigError."""
+    from raylm.cli.engine_flags import given_engine
     from raylm.config.base import parse
     from raylm.config.engine import EngineConfig
+    from raylm.config.engine_keys import overridden
     from raylm.config.files import read_config
     from raylm.errors import ConfigError
 
@@ -146,15 +142,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         data = _only_engine(data, args.model)
     if not isinstance(data, dict):
         raise ConfigError(f"{args.model}: a mapping is expected, not {type(data).__name__}")
-    sections: dict[str, Any] = dict(data)
-    for option, (section, key) in _ENGINE_KEYS.items():
-        value = getattr(args, option, None)
-        if value is not None:
-            before = sections.get(section)
-            # A section that is no mapping stays as it is, for parse to refuse.
-            if before is None or isinstance(before, dict):
-                sections[section] = {**(before or {}), key: value}
-    return parse(EngineConfig, sections, source=args.model)
+    return parse(EngineConfig, overridden(data, given_engine(args)), source=args.model)
 
 
 def _only_engine(data: dict[str, Any], source: str) -> object:

@@ -15,8 +15,8 @@ from raylm.errors import ConfigError
 if TYPE_CHECKING:
     from raylm.config.engine import EngineConfig, ParallelConfig
     from raylm.models.arch import ArchConfig
-    from raylm.worker.gpus import Gpu
-    from raylm.worker.sizing import Plan
+    from raylm.planning.gpus import Gpu
+    from raylm.planning.sizing import Plan
 
 _USUAL_CONTEXT = 8192
 _GIB = 1 << 30
@@ -42,8 +42,8 @@ def refuse_options(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where the model does not fit. Raises ConfigError."""
     from raylm.config.resolve import resolve
-    from raylm.worker.gpus import find_gpu
-    from raylm.worker.sizing import Sizing
+    from raylm.planning.gpus import find_gpu
+    from raylm.planning.sizing import Sizing
 
     if args.model is None or args.gpu is None:
         raise ConfigError("doctor --plan needs a MODEL and --gpu NAME")
@@ -85,11 +85,13 @@ def _arch(path: str) -> ArchConfig:
 
 def _parallel(args: argparse.Namespace, config: EngineConfig) -> ParallelConfig:
     """The configuration's parallel section, with the tensor ranks that --gpus leaves. Raises ConfigError."""
+    from raylm.cli.engine_flags import given_engine
     from raylm.config.base import parse
     from raylm.config.engine import ParallelConfig
 
     pipeline = config.parallel.pipeline
-    tensor = args.tensor or (max(1, args.gpus // pipeline) if args.gpus else config.parallel.tensor)
+    given = given_engine(args).get("parallel", {}).get("tensor")
+    tensor = given or (max(1, args.gpus // pipeline) if args.gpus else config.parallel.tensor)
     if args.gpus is not None and tensor * pipeline != args.gpus:
         raise ConfigError(
             f"--gpus is {args.gpus}, but tensor {tensor} times pipeline {pipeline} is {tensor * pipeline}"

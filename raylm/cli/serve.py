@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 
 from raylm.cli.front import add_front
-from raylm.cli.options import Subparsers
+from raylm.cli.options import Subparsers, add_engine_options
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -37,12 +37,20 @@ def add_parser(commands: Subparsers) -> None:
         help="where a proxy in front shows the server, such as /llm, whether it takes that off",
     )
     add_front(parser)
-    parser.add_argument("--tls-certificate", type=_absolute, metavar="FILE", help="HTTPS instead of HTTP (PEM)")
+    add_engine_options(parser)
     parser.add_argument(
-        "--tls-key", type=_absolute, metavar="FILE", help="the certificate's key (PEM; default: in the same file)"
+        "--tls-certificate", "--ssl-certfile", type=_absolute, metavar="FILE", help="HTTPS instead of HTTP (PEM)"
+    )
+    parser.add_argument(
+        "--tls-key",
+        "--ssl-keyfile",
+        type=_absolute,
+        metavar="FILE",
+        help="the certificate's key (PEM; default: in the same file)",
     )
     parser.add_argument(
         "--unix-socket",
+        "--uds",
         type=_absolute,
         metavar="PATH",
         help="HTTP on a socket of this machine too, for this user's group",
@@ -58,10 +66,12 @@ class _NoKeyHere(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
+    from raylm.cli.engine_flags import given_engine
     from raylm.serving.front.install import make_folder
     from raylm.serving.front.listeners import remove_dead
     from raylm.serving.program.keeper import fork_keeper
 
+    engine = given_engine(args)
     folder = make_folder()
     try:
         if (code := fork_keeper()) is not None:
@@ -77,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             port=args.port,
             given=HttpGiven(args.api_keys_file, args.tenants_file, args.root_path),
+            engine=engine,
         )
         return 0
     finally:

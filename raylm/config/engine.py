@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from raylm.config.base import FrozenConfig
 from raylm.config.chat import ChatConfig
@@ -15,11 +15,12 @@ from raylm.config.load_format import LoadFormat, known_format
 from raylm.config.sampling import GenerationConfig, SamplingConfig
 from raylm.config.speculation import ON_HOST, SpeculationConfig
 from raylm.log import LogFormat
+from raylm.plugins import plugin_names
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 BlockHash = Literal["xxhash", "sha256"]
-Policy = Literal["fcfs", "priority", "fair"]
+POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
 NumBatchedTokens = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -103,9 +104,9 @@ class SchedulerConfig(FrozenConfig):
     """Seconds in the queue that a newcomer may have to expect, by what was measured of late; one that would wait longer
     is refused with 503 and Retry-After. So an overload costs those who are served no more than this. By default the
     queue's length alone is bounded. Policies other than fcfs let newcomers go first, and it does nothing with them."""
-    policy: Policy = "fcfs"
+    policy: str = "fcfs"
     """Who is admitted next: fcfs, first come first served; priority, the lowest `priority` of a request first; fair,
-    the tenant that was served least."""
+    the tenant that was served least; or the name of a plug-in (docs/plugins.md)."""
     ageing_s: float = Field(default=30.0, gt=0)
     """priority: a request that waits this long counts as one priority lower, so that none starves."""
     tenant_weights: dict[str, float] = {}
@@ -115,6 +116,14 @@ class SchedulerConfig(FrozenConfig):
     prefill takes what the budget leaves."""
     max_prompt_share: float = Field(default=1.0, gt=0, le=1)
     """Share of a step's budget that one prompt may take while other requests run or wait."""
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, policy: str) -> str:
+        if policy not in POLICIES and policy not in plugin_names("raylm.schedulers"):
+            known = ", ".join([*POLICIES, *plugin_names("raylm.schedulers")])
+            raise ValueError(f"it must be one of {known}, or the name of a plug-in (raylm.schedulers)")
+        return policy
 
     @model_validator(mode="after")
     def _budget_covers_decode(self) -> SchedulerConfig:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
 from raylm.config.engine import SchedulerConfig
 from raylm.core.options import RequestOptions
 from raylm.core.request import Request
+from raylm.plugins import load_plugin
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
@@ -50,12 +51,15 @@ class Policy(Protocol):
 
 
 def make_policy(config: SchedulerConfig) -> Policy:
-    """The policy that `scheduler.policy` names."""
+    """The policy that `scheduler.policy` names. Raises ConfigError for a plug-in that cannot be loaded."""
     if config.policy == "priority":
         return PriorityPolicy(config.ageing_s)
     if config.policy == "fair":
         return FairPolicy(config.tenant_weights)
-    return FCFSPolicy()
+    if config.policy == "fcfs":
+        return FCFSPolicy()
+    make: Callable[[SchedulerConfig], Policy] = load_plugin("raylm.schedulers", config.policy)  # type: ignore[assignment]
+    return make(config)
 
 
 class FCFSPolicy:

@@ -33,6 +33,17 @@ class AttentionMetadata:
     """int32 [ops.MAX_ARRIVALS]: counters for ops.paged_attention; without them it makes some."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What a layer has of a step beside the hidden states."""
+
+    positions: Tensor
+    """int64 [T]"""
+    cache: KVCache
+    """Where the step's keys and values are written."""
+    meta: AttentionMetadata
+
+
 class Attention:
     """Attends causally over all cached keys and values, those of the step among them. It holds no parameters.
 
@@ -67,11 +78,11 @@ class Attention:
             meta.block_table,
             meta.query_start,
             meta.seq_lens,
-            meta.max_query_len,
-            meta.max_seq_len,
-            self._scale,
-            self._window,
-            self._soft_cap,
-            self._alibi_slopes,
-            meta.arrivals,
+            max_query_len=meta.max_query_len,
+            max_seq_len=meta.max_seq_len,
+            scale=self._scale,
+            window=self._window,
+            soft_cap=self._soft_cap,
+            alibi_slopes=self._alibi_slopes,
+            arrivals=meta.arrivals,
         )

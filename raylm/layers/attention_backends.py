@@ -30,7 +30,7 @@ class AttentionBackend:
 
     name: str
     attend: Callable[..., Tensor]
-    """Takes and gives what ops.paged_attention does, arguments by position."""
+    """Takes and gives what ops.paged_attention does, the numbers and what may be missing by name."""
     supports_graphs: bool
     """Whether a CUDA graph may hold `attend`."""
 

@@ -1,4 +1,5 @@
-"""The token embedding and the head over the vocabulary, both split between tensor ranks by tokens.
+"""The token embedding and the head over the vocabulary, both split between tensor ranks by tokens, and learned
+positions.
 
 Each rank holds ceil(vocab_size / tensor_size) rows; what the last rank has too many is zero and never seen.
 """
@@ -13,6 +14,25 @@ from raylm import ops
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions: positions [T] int64 -> [T, hidden_size]. Every rank has the whole table."""
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, *, offset: int, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        """`offset`: the row of position 0."""
+        super().__init__()
+        self._offset = offset
+        self.weight = empty_parameter(num_rows, hidden_size, dtype=dtype, device=context.device)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        # A draft model's rows may be longer than what it was made for; its drafts are bad there.
+        return F.embedding((positions + self._offset).clamp_(max=len(self.weight) - 1), self.weight)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        return {("weight", None): Slot(self.weight, tuple(self.weight.shape))}
 
 
 class VocabParallelEmbedding(nn.Module):

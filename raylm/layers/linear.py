@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.errors import ConfigError
+from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -116,25 +116,22 @@ class QKVParallelLinear(_FusedColumnLinear):
         context: ParallelContext,
         dtype: torch.dtype,
     ) -> None:
-        rank, ranks = context.tensor_rank, context.tensor_size
-        self_heads = context.split(num_heads, "num_attention_heads")
-        self_kv_heads = kv_heads_of_rank(num_kv_heads, context)
-        q_share, kv_share = self_heads * head_dim, self_kv_heads * head_dim
-        kv = (num_kv_heads * head_dim, kv_share, rank * num_kv_heads // ranks * head_dim)
+        self_heads, kv_heads = context.split(num_heads, "num_attention_heads"), HeadShare.of(num_kv_heads, context)
+        q_share = self_heads * head_dim
+        kv = (num_kv_heads * head_dim, kv_heads.count * head_dim, kv_heads.first * head_dim)
         shards: dict[str | None, tuple[int, int, int]] = {
-            "q": (num_heads * head_dim, q_share, rank * q_share),
+            "q": (num_heads * head_dim, q_share, context.tensor_rank * q_share),
             "k": kv,
             "v": kv,
         }
         super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
         self.num_heads = self_heads
-        self.num_kv_heads = self_kv_heads
+        self.num_kv_heads = kv_heads.count
 
 
 class RowParallelLinear(nn.Module):
     """Inputs are split between the ranks, which sum their results: takes [T, in_size / tensor_size], returns the full
-    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that, and may add to
-    the residual stream itself."""
+    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that."""
 
     def __init__(
         self,
@@ -156,26 +153,27 @@ class RowParallelLinear(nn.Module):
         # Only one rank adds the bias, or the sum would hold it once a rank.
         self._adds_bias = context.tensor_rank == 0
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
-        """The product; None where it has been added to `residual` [T, out_size] in place."""
-        if residual is not None and self._adds(x):
-            residual.addmm_(x, self.weight.t())
-            return None
-        out = ops.linear(x, self.weight, self.bias if self._adds_bias else None, frozen=True)
-        if self._norm_follows and collectives.norm_sums(out, self._context):
-            return out
-        return collectives.all_reduce(out, self._context)
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, summed over the ranks unless the norm behind it does that."""
+        return collectives.all_reduce_or_leave(self.partial(x), self._context, norm_follows=self._norm_follows)
 
-    def _adds(self, x: Tensor) -> bool:
-        """Whether a residual is added in the product, which then need not be written and read again. Few rows are for
-        raylm's own product and norm."""
-        return (
-            x.is_cuda
-            and len(x) >= MIN_ROWS_TO_ADD
-            and self._norm_follows
-            and self._context.tensor_size == 1
-            and self.bias is None
-        )
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's share of the sum."""
+        return ops.linear(x, self.weight, self.bias if self._adds_bias else None, frozen=True)
+
+    def add_product(self, residual: Tensor, x: Tensor, multiplier: float) -> bool:
+        """Add multiplier * product to `residual` [T, out_size] where that spares writing and reading it again; whether
+        it was. Few rows are for raylm's own product and norm."""
+        if (
+            not x.is_cuda
+            or len(x) < MIN_ROWS_TO_ADD
+            or not self._norm_follows
+            or self._context.tensor_size > 1
+            or self.bias is not None
+        ):
+            return False
+        residual.addmm_(x, self.weight.t(), alpha=multiplier)
+        return True
 
     def slots(self) -> dict[SlotName, Slot]:
         out_size, share = self.weight.shape
@@ -186,14 +184,3 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             slots["bias", None] = Slot(self.bias, (out_size,))
         return slots
-
-
-def kv_heads_of_rank(num_kv_heads: int, context: ParallelContext) -> int:
-    """Key/value heads that one tensor rank holds. Raises ConfigError when they cannot be shared or copied evenly."""
-    ranks = context.tensor_size
-    if num_kv_heads % ranks and ranks % num_kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads is {num_kv_heads}, which tensor parallelism over {ranks} ranks can neither "
-            "divide nor copy evenly"
-        )
-    return max(1, num_kv_heads // ranks)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
+from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -46,13 +47,24 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Norm over the last dimension with a bias. What it follows has been summed over the tensor ranks."""
+    """Norm over the last dimension by mean and variance; `offset` is as in RMSNorm. What it follows is summed over
+    the tensor ranks."""
 
-    def __init__(self, size: int, eps: float, *, context: ParallelContext, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        bias: bool = True,
+        offset: float = 0.0,
+    ) -> None:
         super().__init__()
         self._eps = eps
+        self._offset = offset
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
-        self.bias = empty_parameter(size, dtype=dtype, device=context.device)
+        self.bias = empty_parameter(size, dtype=dtype, device=context.device) if bias else None
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """As RMSNorm.forward."""
@@ -61,4 +73,59 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
 
     def slots(self) -> dict[SlotName, Slot]:
-        return {(name, None): Slot(parameter, tuple(parameter.shape)) for name, parameter in self.named_parameters()}
+        slots: dict[SlotName, Slot] = {
+            ("weight", None): Slot(self.weight, tuple(self.weight.shape), offset=self._offset)
+        }
+        if self.bias is not None:
+            slots["bias", None] = Slot(self.bias, tuple(self.bias.shape))
+        return slots
+
+
+class EachHeadNorm(nn.Module):
+    """A LayerNorm without bias of each head, which has weights of its own. x: [T, heads of this rank, head_dim]."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, eps: float, *, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        """`num_heads`: of all ranks."""
+        super().__init__()
+        self._eps = eps
+        self._heads = HeadShare.of(num_heads, context)
+        self.weight = empty_parameter(self._heads.count, head_dim, dtype=dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self._eps)
+        return normed.mul_(self.weight.float()).to(x.dtype)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        shape = (self._heads.total, self.weight.shape[1])
+        return {("weight", None): Slot(self.weight, shape, start=self._heads.first)}
+
+
+class AllHeadsNorm(nn.Module):
+    """An RMS norm over all heads of all ranks together. x: [T, heads of this rank, head_dim]."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, eps: float, *, context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        """`num_heads`: of all ranks."""
+        super().__init__()
+        self._context = context
+        self._eps = eps
+        self._heads = HeadShare.of(num_heads, context)
+        self.weight = empty_parameter(self._heads.count * head_dim, dtype=dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float().flatten(1)
+        squares = wide.square().sum(dim=-1, keepdim=True)
+        heads, ranks = self._heads, self._context.tensor_size
+        if ranks > 1:
+            # Ranks that share a head of keys each count it.
+            squares = collectives.all_reduce(squares, self._context) * (heads.total / (heads.count * ranks))
+        mean = squares / (wide.shape[1] // heads.count * heads.total)
+        return (wide * torch.rsqrt(mean + self._eps) * self.weight.float()).to(x.dtype).view_as(x)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        head_dim = len(self.weight) // self._heads.count
+        shape, start = (self._heads.total * head_dim,), self._heads.first * head_dim
+        return {("weight", None): Slot(self.weight, shape, start=start)}

@@ -8,11 +8,55 @@ from typing import Literal
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.source import ModelSource
 
-LayerKind = Literal["full", "sliding"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormKind = Literal["rms", "layer"]
-NormPlace = Literal["pre", "post", "sandwich"]
+QKNorm = Literal["head", "each_head", "all_heads"]
+NormPlace = Literal["pre", "post", "sandwich", "parallel"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPSpec:
+    """down(act(gate(x)) * up(x)), or, not gated, down(act(up(x)))."""
+
+    size: int
+    """Columns between the projections."""
+    activation: Activation
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: gated MLPs, of which a router chooses a few for each token. ops.route says how."""
+
+    num_experts: int
+    per_token: int
+    size: int
+    """Columns between an expert's projections."""
+    activation: Activation
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    choice_bias: bool = False
+    """The router has a bias that counts for the choice alone."""
+    shared: MLPSpec | None = None
+    """What every token goes through as well."""
+    shared_gate: bool = False
+    """Its output is multiplied by the sigmoid of a projection of the input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What one layer has of its own."""
+
+    mlp: MLPSpec | ExpertsSpec
+    rope: RopeSettings | None
+    """None where attention knows no positions (NoPE), or knows them otherwise."""
+    window: int = 0
+    """Tokens that attention sees, the current one included; 0 means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +67,7 @@ class ArchConfig:
     """A name that raylm.models.registry knows, such as "LlamaForCausalLM"."""
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -33,20 +76,13 @@ class ArchConfig:
     norm: NormKind
     """By the root mean square, or by mean and variance with a bias."""
     norm_eps: float
-    activation: Activation
-    layer_kinds: tuple[LayerKind, ...]
-    """One a layer: whether its attention sees everything or a sliding window."""
-    sliding_window: int
-    """Tokens that a sliding layer sees, the current one included; 0 where no layer slides."""
-    ropes: dict[LayerKind, RopeSettings]
-    """The rotary embedding of each kind of layer; empty where attention has linear biases instead."""
     tie_embeddings: bool
     """The head over the vocabulary uses the embedding's weights."""
     qkv_bias: bool
     o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    """Queries and keys are normed head by head before the rotary embedding."""
+    qk_norm: QKNorm | None
+    """Queries and keys are normed before the rotary embedding: head by head with the weights of one (head), each head
+    with its own weights by mean and variance (each_head), or all heads together (all_heads)."""
     attention_scale: float
     attention_soft_cap: float
     """0 where attention scores are not capped."""
@@ -58,18 +94,25 @@ class ArchConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
+    alibi: bool = False
+    """Positions are told by linear biases of attention scores (ALiBi)."""
     norm_place: NormPlace = "pre"
-    """Attention and MLP have a norm before them (pre), behind them (post), or both (sandwich)."""
+    """Attention and MLP have a norm before them (pre), behind them (post), or both (sandwich); or they read the same
+    stream, each behind a norm before it (parallel)."""
+    shared_norm: bool = False
+    """parallel: attention and MLP have one norm together."""
     embed_norm: bool = False
     """Embeddings are normed before the first layer."""
-    gated_mlp: bool = True
-    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
-    qkv_by_heads: bool = False
-    """The projection has query, key and value of a head side by side, head after head."""
-    nope_layers: tuple[int, ...] = ()
-    """Layers without positional embedding (NoPE)."""
+    norm_bias: bool = True
+    """Norms by mean and variance have a bias."""
+    position_embeddings: int = 0
+    """Positions are learned: rows of their table; 0 where there is none."""
+    position_offset: int = 0
+    """The row of the first position."""
+    norm_head: bool = False
+    """Each token's weights in the head over the vocabulary have length 1."""
     residual_multiplier: float = 1.0
-    """What attention and MLP of pre-norm layers return is multiplied by it before it joins the residual stream."""
+    """What attention and MLP return is multiplied by it before it joins the residual stream."""
     logits_divisor: float = 1.0
     mtp_layers: int = 0
     """Layers for multi-token prediction (MTP) that the checkpoint has beside its num_layers."""
@@ -96,14 +139,5 @@ class ArchConfig:
         return self.norm == "rms" and self.norm_place == "pre"
 
     @property
-    def alibi(self) -> bool:
-        """Whether positions are told by linear biases of attention scores (ALiBi)."""
-        return not self.ropes
-
-    def rope(self, layer: int) -> RopeSettings:
-        """The rotary embedding of one layer."""
-        return self.ropes[self.layer_kinds[layer]]
-
-    def window(self, layer: int) -> int:
-        """Tokens that one layer's attention sees; 0 means all."""
-        return self.sliding_window if self.layer_kinds[layer] == "sliding" else 0
+    def num_layers(self) -> int:
+        return len(self.layers)

@@ -20,7 +20,7 @@ def check_model(config: EngineConfig) -> ArchConfig:
     """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there (a model
     on the hub has them there, and none is downloaded), or `parallel` cannot split it."""
     source = locate(config.model.reference)
-    arch = target_arch(ArchConfig.from_source(source), config.speculation)
+    arch = target_arch(ArchConfig.from_source(source), config)
     check_format(source, config.model.load_format)
     if source.remote is None and config.model.load_format != "dummy":
         weight_files(source, config.model.load_format)
@@ -33,9 +33,20 @@ def check_model(config: EngineConfig) -> ArchConfig:
     return arch
 
 
-def target_arch(arch: ArchConfig, speculation: SpeculationConfig) -> ArchConfig:
-    """The architecture with what speculative decoding loads of it. Raises ConfigError where it cannot draft so, or what
-    is to draft for it is nowhere or not for it."""
+def target_arch(arch: ArchConfig, config: EngineConfig) -> ArchConfig:
+    """The architecture for sequences of model.max_model_len, with what speculative decoding loads of it. Raises
+    ConfigError where it cannot draft so, or what is to draft for it is nowhere or not for it."""
+    return _with_drafting(_up_to(arch, config.model.max_model_len), config.speculation)
+
+
+def _up_to(arch: ArchConfig, wanted: int | None) -> ArchConfig:
+    """Some rotary embeddings depend on how long sequences may be."""
+    if wanted is not None and wanted > arch.max_position:
+        raise ConfigError(f"model.max_model_len {wanted} is over the model's own limit of {arch.max_position}")
+    return arch if wanted is None else dataclasses.replace(arch, max_position=wanted)
+
+
+def _with_drafting(arch: ArchConfig, speculation: SpeculationConfig) -> ArchConfig:
     if speculation.method == "mtp":
         return with_mtp(arch)
     if speculation.model is not None:

@@ -45,11 +45,22 @@ class CheckpointTensor:
     encoding: Encoding
     row_unit: int = 1
     rearrange: Callable[[Tensor], Tensor] | None = None
+    runs: tuple[int, int] | None = None
+    """(n, m): of every m rows of the file the first n are the tensor's."""
 
-    def rows(self, first: int, count: int) -> CheckpointTensor:
-        """Some of its rows, along the first dimension, as a tensor of their own."""
+    def rows(self, first: int, count: int, runs: tuple[int, int] | None = None) -> CheckpointTensor:
+        """Some of its rows, along the first dimension, as a tensor of their own: `count` of them from `first` on, with
+        `runs` only the first n of every m."""
         skipped = first * prod(self.shape[1:]) // self.encoding.values_per_block * self.encoding.bytes_per_block
-        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + skipped)
+        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + skipped, runs=runs)
+
+    def item(self, index: int) -> CheckpointTensor:
+        """One of its first dimension, as a tensor of a dimension less."""
+        return replace(self.rows(index, 1), shape=self.shape[1:])
+
+    def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> CheckpointTensor:
+        """With `rearrange` on every piece."""
+        return replace(self, rearrange=rearrange, row_unit=row_unit)
 
     @property
     def num_values(self) -> int:
@@ -78,13 +89,29 @@ class CheckpointTensor:
         step = max(1, _CHUNK_VALUES // max(1, width) // self.row_unit) * self.row_unit
         with self.path.open("rb", buffering=0) as file:
             descriptor = file.fileno()
-            for row in range(start, stop, step):
-                rows = min(step, stop - row)
-                raw = self._read(descriptor, row, rows, self._bytes(read[0]), self._bytes(read[1]))
+            for row, rows in self._steps(start, stop, step):
+                raw = self._read(descriptor, self._place(row), rows, self._bytes(read[0]), self._bytes(read[1]))
                 piece = self.encoding.decode(raw).view(rows, *shape)
                 if not skips and columns is not None:
                     piece = piece[:, first:last]
                 yield row, piece if self.rearrange is None else self.rearrange(piece)
+
+    def _steps(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+        """First rows and numbers of rows, which are neighbours in the file."""
+        row = start
+        while row < stop:
+            rows = min(step, stop - row)
+            if self.runs is not None:
+                rows = min(rows, self.runs[0] - row % self.runs[0])
+            yield row, rows
+            row += rows
+
+    def _place(self, row: int) -> int:
+        """The number of a row in the file."""
+        if self.runs is None:
+            return row
+        taken, every = self.runs
+        return row // taken * every + row % taken
 
     @property
     def _block(self) -> int:
@@ -109,6 +136,53 @@ class CheckpointTensor:
             if not count:
                 raise ConfigError(f"{self.path}: the file ends inside tensor {self.name}: it is cut short")
             view, offset = view[count:], offset + count
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedTensor:
+    """A matrix that its file has as columns: `source` is as the file has it, of whose columns these are `count` from
+    `first` on."""
+
+    source: CheckpointTensor
+    first: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.count, self.source.shape[0]
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def offset(self) -> int:
+        return self.source.offset
+
+    @property
+    def row_unit(self) -> int:
+        return self.count
+
+    def rows(self, first: int, count: int, runs: tuple[int, int] | None = None) -> TransposedTensor:
+        """As CheckpointTensor.rows, but neighbours alone."""
+        assert runs is None
+        return replace(self, first=self.first + first, count=count)
+
+    def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> TransposedTensor:
+        raise NotImplementedError(f"{self.name} is stored as columns, whose rows cannot be rearranged")
+
+    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """As CheckpointTensor.pieces, but all at once: no large model is stored so."""
+        first, last = columns or (0, self.source.shape[0])
+        read = self.source.pieces(first, last, (self.first + start, self.first + stop))
+        yield start, torch.cat([piece for _, piece in read]).t()
+
+
+Source = CheckpointTensor | TransposedTensor
 
 
 def plain(dtype: torch.dtype) -> Encoding:

@@ -6,17 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.alibi import alibi_slopes_of_rank
-from raylm.layers.attention import AttentionMetadata, KVCache
-from raylm.layers.attention_backends import RAYLM, AttentionBackend
-from raylm.layers.embedding import VocabParallelEmbedding
-from raylm.layers.rotary import rotary_table
+from raylm.layers.attention import LayerInput
+from raylm.layers.attention_backends import RAYLM
+from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from raylm.layers.slots import Slot, SlotName, slots_of
-from raylm.models.arch import ArchConfig
-from raylm.models.blocks import Build, layer_class
+from raylm.models.blocks import Build
 from raylm.models.few_rows import FewRows
-from raylm.parallel import collectives
-from raylm.parallel.context import ParallelContext
+from raylm.models.layers import make_layer
 
 
 class DecoderModel(nn.Module):
@@ -26,27 +22,26 @@ class DecoderModel(nn.Module):
     whole model.
     """
 
-    def __init__(
-        self, arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, attention: AttentionBackend = RAYLM
-    ) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
-        self.arch = arch
-        self.context = context
-        self.dtype = dtype
+        self.arch = arch = build.arch
+        self.context = context = build.context
+        self.dtype = dtype = build.dtype
         self.layer_numbers = context.layers(arch.num_layers)
         """The layers of this stage."""
+        self._build = build
         self._logits_soft_cap = arch.logits_soft_cap
         self._embedding_multiplier = _rounded(arch.embedding_multiplier, dtype)
-        self._position_tables = tables = _position_tables(arch, self.layer_numbers, context)
         if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
             self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
-        build = Build(arch, context, dtype, attention)
         if arch.embed_norm and context.is_first_stage:
             self.embed_norm = build.norm()
-        make = layer_class(arch)
-        self.layers = nn.ModuleDict({str(layer): make(build, layer, tables[layer]) for layer in self.layer_numbers})
+        if arch.position_embeddings and context.is_first_stage:
+            shape = (arch.position_embeddings, arch.hidden_size)
+            self.embed_positions = PositionEmbedding(*shape, offset=arch.position_offset, context=context, dtype=dtype)
+        self.layers = nn.ModuleDict({str(number): make_layer(build, number) for number in self.layer_numbers})
         self._layer_list = list(self.layers.values())
-        self.runs_layers_together = attention is RAYLM
+        self.runs_layers_together = build.attention is RAYLM
         """Whether one operator may run all layers of a step of few rows."""
         self._few_rows: FewRows | None = None
         if context.is_last_stage:
@@ -56,48 +51,37 @@ class DecoderModel(nn.Module):
             self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
         self.eval()
 
-    def forward(
-        self, given: Tensor, positions: Tensor, kv_caches: list[KVCache], metas: list[AttentionMetadata]
-    ) -> Tensor:
+    def forward(self, given: Tensor, step: list[LayerInput]) -> Tensor:
         """given: token ids, int64 [T], at the first stage, else the stage before's output, [T, hidden_size]; it may be
-        overwritten. positions: int64 [T]. Returns hidden states [T, hidden_size], normed at the last stage.
+        overwritten. Returns hidden states [T, hidden_size], normed at the last stage.
 
-        `kv_caches` and `metas` have one element a layer of this stage; the step's keys and values are written into the
-        caches.
+        `step` has one element a layer of this stage; keys and values are written into the caches.
         """
-        residual = self._embed(given) if self.context.is_first_stage else given
-        delta = None
-        few_rows = self._few_rows_of(metas[0], kv_caches[0][0])
+        hidden = self._embed(given, step[0].positions) if self.context.is_first_stage else given
+        stream = self._build.stream(hidden)
+        few_rows = self._few_rows_of(step[0])
         if few_rows is not None:
-            few_rows(residual, positions, kv_caches, metas[0])
+            few_rows(hidden, step)
         else:
-            for layer, cache, meta in zip(self._layer_list, kv_caches, metas, strict=True):
-                delta = layer(delta, residual, positions, cache, meta)
-        if not self.context.is_last_stage:
-            return residual if delta is None else residual.add_(self._summed(delta))
-        normed: Tensor = self.norm(residual, delta)
-        return normed
+            for layer, of_layer in zip(self._layer_list, step, strict=True):
+                layer(stream, of_layer)
+        return stream.normed(self.norm) if self.context.is_last_stage else stream.total()
 
-    def _few_rows_of(self, meta: AttentionMetadata, keys: Tensor) -> FewRows | None:
-        """What runs all layers of a step of few rows of one token each; None for others, and where nothing does.
-        `keys`: a layer's cache."""
-        rows = len(meta.seq_lens)
-        if not self.runs_layers_together or meta.max_query_len > 1 or rows > ops.FEW_ROWS:
+    def _few_rows_of(self, step: LayerInput) -> FewRows | None:
+        """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
+        rows = len(step.meta.seq_lens)
+        if not self.runs_layers_together or step.meta.max_query_len > 1 or rows > ops.FEW_ROWS:
             return None
         if self._few_rows is None:  # By now the weights have their places.
-            tables, block_size = self._position_tables, keys.shape[1]
-            self._few_rows = FewRows(self.arch, self._layer_list, tables, self.context, block_size=block_size)
+            self._few_rows = FewRows(self._build, self._layer_list, block_size=step.cache[0].shape[1])
         return self._few_rows if rows <= self._few_rows.most_rows else None
 
-    def _summed(self, delta: Tensor) -> Tensor:
-        """What the last layer of a stage returned, without a norm behind it to sum it."""
-        left = self.arch.norms_sum and collectives.norm_sums(delta, self.context)
-        return collectives.all_reduce(delta, self.context) if left else delta
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(token_ids)
         if self._embedding_multiplier != 1.0:
             embedded.mul_(self._embedding_multiplier)
+        if self.arch.position_embeddings:
+            embedded += self.embed_positions(positions)
         return self.embed_norm(embedded) if self.arch.embed_norm else embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -121,23 +105,11 @@ class DecoderModel(nn.Module):
         if top == "layers":
             number = rest.partition(".")[0]
             return number.isdecimal() and int(number) < self.arch.num_layers and int(number) not in self.layer_numbers
-        return top in ("embed_tokens", "embed_norm", "norm", "lm_head") and not hasattr(self, top)
+        return top in ("embed_tokens", "embed_positions", "embed_norm", "norm", "lm_head") and not hasattr(self, top)
 
     def slots(self) -> dict[SlotName, Slot]:
         """Every slot that a checkpoint must fill, by the full name of its parameter."""
         return slots_of(self)
-
-
-def _position_tables(arch: ArchConfig, layers: range, context: ParallelContext) -> dict[int, Tensor]:
-    """What each layer's attention knows positions by: a rotary table, one for all layers of equal settings (at 131,072
-    positions it has 64 MiB), or the slopes of linear biases."""
-    if arch.alibi:
-        return dict.fromkeys(layers, alibi_slopes_of_rank(arch.num_heads, context))
-    tables = {
-        rope: rotary_table(rope, head_dim=arch.head_dim, max_position=arch.max_position, device=context.device)
-        for rope in {arch.rope(layer) for layer in layers}
-    }
-    return {layer: tables[arch.rope(layer)] for layer in layers}
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from raylm.errors import ConfigError
-from raylm.layers.attention import AttentionMetadata, KVCache
+from raylm.layers.attention import LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.linear import ReplicatedLinear
-from raylm.layers.rotary import rotary_table
+from raylm.layers.residual import ResidualStream
 from raylm.layers.slots import Slot, SlotName, empty_parameter, slots_of
 from raylm.model_files.source import ModelSource
+from raylm.models.arch import LayerSpec
 from raylm.models.arch_eagle3 import Eagle3Arch
-from raylm.models.blocks import Build, DecoderLayer, SelfAttention
+from raylm.models.blocks import Build, SelfAttention
 from raylm.models.decoder import DecoderModel
-from raylm.models.names import HF_WEIGHTS, TensorNames
+from raylm.models.layers import DecoderLayer
+from raylm.models.names import HF_WEIGHTS, Stored, TensorNames
 from raylm.models.safetensors import folder_tensors
 from raylm.models.weights import WeightLoader, fill_dummy
 
@@ -33,38 +35,34 @@ _NAMES = TensorNames(folder={**HF_WEIGHTS, "midlayer": ("layers.0", None)}, igno
 class Eagle3Attention(SelfAttention):
     """Attention over an embedding and a hidden state side by side."""
 
-    def __init__(self, build: Build, layer: int, position_table: Tensor, *, norm_follows: bool) -> None:
-        in_size = 2 * build.arch.hidden_size
-        super().__init__(build, layer, position_table, norm_follows=norm_follows, in_size=in_size)
+    def __init__(self, build: Build, spec: LayerSpec, *, norm_follows: bool) -> None:
+        super().__init__(build, spec, norm_follows=norm_follows, in_size=2 * build.arch.hidden_size)
 
 
 class Eagle3Layer(DecoderLayer):
     """A Llama's layer with that attention."""
 
-    ATTENTION: ClassVar[type[nn.Module]] = Eagle3Attention
+    ATTENTION: ClassVar[type[SelfAttention]] = Eagle3Attention
 
-    def __init__(self, build: Build, layer: int, position_table: Tensor, *, norm_before_residual: bool) -> None:
-        super().__init__(build, layer, position_table)
+    def __init__(self, build: Build, spec: LayerSpec, *, norm_before_residual: bool) -> None:
+        super().__init__(build, spec)
+        self._build = build
         self.hidden_norm = build.norm()
         self._norm_before_residual = norm_before_residual
 
-    def draft(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> tuple[Tensor | None, Tensor]:
-        """The MLP's output and the residual stream that it is to be added to, as DecoderLayer.forward leaves them."""
+    def draft(self, embedded: Tensor, hidden: Tensor, step: LayerInput) -> ResidualStream:
+        """The residual stream behind the layer."""
         normed = self.hidden_norm(hidden)
-        residual = (normed if self._norm_before_residual else hidden).clone()
+        stream = self._build.stream((normed if self._norm_before_residual else hidden).clone())
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        delta = self.self_attn(x, positions, cache, meta, residual)
-        return self.mlp(self.post_attention_layernorm(residual, delta), residual), residual
+        self.self_attn.add_to(stream, x, step)
+        self.mlp.add_to(stream, stream.normed(self.post_attention_layernorm))
+        return stream
 
-    def remember(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> None:
+    def remember(self, embedded: Tensor, hidden: Tensor, step: LayerInput) -> None:
         """Write the keys and values of these inputs alone."""
         x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
-        assert isinstance(self.self_attn, SelfAttention)
-        self.self_attn.store(x, positions, cache, meta)
+        self.self_attn.store(x, step)
 
 
 class OwnedParts(NamedTuple):
@@ -95,13 +93,10 @@ class Eagle3Head(nn.Module):
         arch, context, dtype = head.arch, target.context, target.dtype
         self.arch = arch
         self.context = context
-        table = rotary_table(
-            arch.rope(0), head_dim=arch.head_dim, max_position=arch.max_position, device=context.device
-        )
         fused_size = len(head.target_layers) * head.target_hidden_size
         self.fc = ReplicatedLinear(fused_size, arch.hidden_size, context=context, dtype=dtype)
         build = Build(arch, context, dtype, attention)
-        layer = Eagle3Layer(build, 0, table, norm_before_residual=head.norm_before_residual)
+        layer = Eagle3Layer(build, arch.layers[0], norm_before_residual=head.norm_before_residual)
         self.layers = nn.ModuleDict({"0": layer})
         self.norm = build.norm(sums=arch.norms_sum)
         if owned.embedding:
@@ -120,23 +115,18 @@ class Eagle3Head(nn.Module):
         fused: Tensor = self.fc(hidden)
         return fused
 
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """hidden: the fused state at `positions`, or this head's own state of the position before; token_ids: the
-        tokens one position on, [T].
+    def forward(self, token_ids: Tensor, hidden: Tensor, step: LayerInput) -> tuple[Tensor, Tensor]:
+        """hidden: the fused state at the step's positions, or this head's own state of the position before; token_ids:
+        the tokens one position on, [T].
 
         Returns normed states for `draft`, and states for the next position: [T, hidden_size] each.
         """
-        delta, residual = self._layer[0].draft(self._embedding[0](token_ids), hidden, positions, cache, meta)
-        normed = self.norm(residual, delta)
-        return normed, residual
+        stream = self._layer[0].draft(self._embedding[0](token_ids), hidden, step)
+        return stream.normed(self.norm), stream.total()
 
-    def remember(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> None:
+    def remember(self, token_ids: Tensor, hidden: Tensor, step: LayerInput) -> None:
         """Write the keys and values that forward() would, and compute nothing else."""
-        self._layer[0].remember(self._embedding[0](token_ids), hidden, positions, cache, meta)
+        self._layer[0].remember(self._embedding[0](token_ids), hidden, step)
 
     def draft(self, normed: Tensor) -> Tensor:
         """The likeliest tokens, [S] int64 of the target's vocabulary."""
@@ -190,7 +180,7 @@ def load_eagle3(
     if not owned.map:
         model.d2t.zero_()
     loader = WeightLoader(model, _NAMES, progress=progress, filled=() if owned.map else (_MAP,))
-    loader.load(folder_tensors(source, integers=True), _NAMES.folder)
+    loader.load(folder_tensors(source, integers=True), Stored(_NAMES.folder))
     limit = head.arch.vocab_size
     drafted = model.d2t + torch.arange(head.draft_vocab_size, device=model.d2t.device)
     if int(drafted.min()) < 0 or int(drafted.max()) >= limit:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.attention import AttentionMetadata, KVCache
-from raylm.models.arch import ArchConfig
+from raylm.layers.attention import LayerInput
+from raylm.models.arch import ArchConfig, MLPSpec
+from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
 
 _log = logging.getLogger(__name__)
@@ -22,21 +23,14 @@ Qwen3-0.6B 4,479 and 4,501."""
 class FewRows:
     """Runs all layers of a stage, where there is an operator for that: it takes steps of up to `most_rows` rows."""
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        layers: Sequence[nn.Module],
-        tables: dict[int, Tensor],
-        context: ParallelContext,
-        *,
-        block_size: int,
-    ) -> None:
-        """The layers are a DecoderModel's of the shared class, `tables` their rotary tables; `block_size` is the
-        cache's."""
+    def __init__(self, build: Build, layers: Sequence[nn.Module], *, block_size: int) -> None:
+        """The layers are a DecoderModel's; `block_size` is the cache's."""
+        arch, context = build.arch, build.context
         self.most_rows = 0
-        reason = why_not(arch, tables, context, block_size)
+        reason = why_not(arch, context, block_size)
         if reason is None:
-            self._table = next(iter(tables.values()))
+            assert arch.layers[0].rope is not None
+            self._table = build.rotary_table(arch.layers[0].rope)
             self._weights = _weights(arch, layers)
             taken = ops.few_layers_rows(self._weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
             self.most_rows = min(taken, _FASTER_UP_TO)
@@ -47,14 +41,15 @@ class FewRows:
         _log.info("Decode steps of up to %d rows run all layers in one kernel.", self.most_rows)
         self._cells, self._counters = ops.few_layers_memory(self._weights, num_kv_heads=arch.num_kv_heads)
 
-    def __call__(self, residual: Tensor, positions: Tensor, caches: Sequence[KVCache], meta: AttentionMetadata) -> None:
+    def __call__(self, residual: Tensor, step: Sequence[LayerInput]) -> None:
         """All layers, on the residual stream [S, hidden_size] in place, for a token of each of S sequences, whose keys
         and values are written into the caches."""
+        positions, meta = step[0].positions, step[0].meta
         ops.few_layers(
             residual,
             self._weights,
-            [keys for keys, _ in caches],
-            [values for _, values in caches],
+            [layer.cache[0] for layer in step],
+            [layer.cache[1] for layer in step],
             positions,
             meta.slot_mapping,
             meta.seq_lens,
@@ -65,24 +60,29 @@ class FewRows:
         )
 
 
-def why_not(arch: ArchConfig, tables: dict[int, Tensor], context: ParallelContext, block_size: int) -> str | None:
+def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str | None:
     """What of a model the operator does not do; None where there is nothing."""
+    mlp, rope = arch.layers[0].mlp, arch.layers[0].rope
+    if not isinstance(mlp, MLPSpec):
+        return "layers have experts"
     if context.tensor_size > 1 or context.pipeline_size > 1:
         # The kernel's blocks must all be resident at once. A kernel that waits for another GPU could keep one of them
         # out, and the others would wait for that one for ever.
         return "the model is split over GPUs"
-    if arch.norm != "rms" or arch.alibi or arch.o_bias or arch.mlp_bias or arch.attention_soft_cap:
+    if arch.norm != "rms" or arch.alibi or arch.o_bias or mlp.bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
-    if arch.residual_multiplier != 1.0 or arch.nope_layers:
-        return "it rotates queries and keys in every layer, and has no multiplier of the residual stream"
-    if arch.norm_place != "pre" or not arch.gated_mlp or arch.qkv_by_heads:
-        return "it knows pre-norm layers with a gated MLP and separate projections of queries, keys and values only"
+    if arch.residual_multiplier != 1.0:
+        return "it has no multiplier of the residual stream"
+    if arch.norm_place != "pre" or not mlp.gated or arch.qk_norm not in (None, "head"):
+        return "it knows pre-norm layers with a gated MLP only, and norms queries and keys head by head or not at all"
     if block_size < 16 or block_size & (block_size - 1):
         return f"cache.block_size is {block_size}; allowed: powers of two from 16 on"
-    if any(arch.window(number) for number in tables):
+    if any(layer.window for layer in arch.layers):
         return "layers have sliding windows"
-    if len({id(table) for table in tables.values()}) > 1 or next(iter(tables.values())).shape[1] != arch.head_dim:
-        return "rotary embeddings differ between layers, or leave a part of each head as it is"
+    if any(layer != arch.layers[0] for layer in arch.layers):
+        return "layers differ"
+    if rope is None or rope.size(arch.head_dim) < arch.head_dim:
+        return "it rotates all of queries and keys"
     return None
 
 
@@ -99,5 +99,5 @@ def _weights(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.LayerWeights:
         biases=each("self_attn.qkv_proj.bias") if arch.qkv_bias else [],
         eps=arch.norm_eps,
         scale=arch.attention_scale,
-        gelu_tanh=arch.activation == "gelu_tanh",
+        gelu_tanh=arch.layers[0].mlp.activation == "gelu_tanh",
     )

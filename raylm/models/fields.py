@@ -49,6 +49,14 @@ class Fields:
             raise self.error(name, value, "a positive number")
         return float(value)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self._value(name, None)
+        numbers = value if isinstance(value, list) else [None]
+        if any(isinstance(each, bool) or not isinstance(each, int | float) or each <= 0 for each in numbers):
+            raise self.error(name, value, "a list of positive numbers")
+        return tuple(float(each) for each in numbers)
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self._value(name, default)

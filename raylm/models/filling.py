@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from raylm.layers.slots import Slot
-from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.checkpoint import Source
 
 _PART_VALUES = 1 << 24
 """Values of a part at most, so that one large tensor keeps all threads busy."""
@@ -26,7 +26,7 @@ MAX_THREADS = 8
 class _Part(NamedTuple):
     """Rows `start`..`stop`-1 of a tensor's share that belongs into the slot."""
 
-    tensor: CheckpointTensor
+    tensor: Source
     slot: Slot
     start: int
     stop: int
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
         return self.slot.destination[:rows].nbytes if rows else 0
 
 
-def fill(jobs: Sequence[tuple[CheckpointTensor, Slot]], *, progress: bool, num_threads: int | None = None) -> None:
+def fill(jobs: Sequence[tuple[Source, Slot]], *, progress: bool, num_threads: int | None = None) -> None:
     """Copy of each tensor what its slot takes. Raises ConfigError where a file ends too early."""
     parts = [part for tensor, slot in sorted(jobs, key=_place) for part in _parts(tensor, slot)]
     num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -69,13 +69,13 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _place(job: tuple[CheckpointTensor, Slot]) -> tuple[str, int]:
+def _place(job: tuple[Source, Slot]) -> tuple[str, int]:
     """In the files' order, which is what disks read ahead."""
     tensor, _ = job
     return str(tensor.path), tensor.offset
 
 
-def _parts(tensor: CheckpointTensor, slot: Slot) -> Iterator[_Part]:
+def _parts(tensor: Source, slot: Slot) -> Iterator[_Part]:
     rows = slot.length if slot.dim == 0 else tensor.shape[0]
     unit = tensor.row_unit
     step = max(1, _PART_VALUES // max(1, prod(tensor.shape[1:])) // unit) * unit

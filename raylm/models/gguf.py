@@ -16,7 +16,6 @@ from raylm.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from raylm.model_files.source import ModelSource
 from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, Encoding, plain
-from raylm.models.rotary_order import from_neighbours
 
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 _QUANTISED = (
@@ -33,19 +32,13 @@ _GROUPS = 16
 """The gguf package decodes at least this many rows at a time, one call each."""
 
 
-def gguf_tensors(source: ModelSource, *, paired_head_dim: int = 0) -> list[CheckpointTensor]:
-    """Every tensor of the file and its shards. With `paired_head_dim`, the size of a head, rows of queries and keys
-    stand in the order of a rotary embedding that pairs neighbouring dimensions, as llama.cpp has Llamas, and come in
-    ours. Raises ConfigError for a type that cannot be decoded."""
-    paths = weight_files(source, "gguf").paths
-    return [_tensor(path, info, paired_head_dim) for path in paths for info in read_gguf(path).tensors]
-
-
-def _tensor(path: Path, info: GGUFTensorInfo, permuted_head_dim: int) -> CheckpointTensor:
-    encoding = _encoding(path, info)
-    tensor = CheckpointTensor(info.name, info.shape, path, info.offset, encoding)
-    is_paired = permuted_head_dim and set(info.name.split(".")) & {"attn_q", "attn_k"}
-    return from_neighbours(tensor, permuted_head_dim) if is_paired else tensor
+def gguf_tensors(source: ModelSource) -> list[CheckpointTensor]:
+    """Every tensor of the file and its shards. Raises ConfigError for a type that cannot be decoded."""
+    return [
+        CheckpointTensor(info.name, info.shape, path, info.offset, _encoding(path, info))
+        for path in weight_files(source, "gguf").paths
+        for info in read_gguf(path).tensors
+    ]
 
 
 def _encoding(path: Path, info: GGUFTensorInfo) -> Encoding:

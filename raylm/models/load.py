@@ -14,6 +14,7 @@ from raylm.log import get_logger
 from raylm.model_files.source import ModelSource
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
+from raylm.models.blocks import Build
 from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
@@ -45,15 +46,15 @@ def load_model(
     """
     check_format(source, load_format)
     with _too_large(source):
-        model = model_class(arch.architecture)(arch, context, dtype, attention)
+        model = model_class(arch.architecture)(Build(arch, context, dtype, attention))
     if fill(model):
         return model
     began = time.monotonic()
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        tensors, table = read_checkpoint(source, arch, load_format)
-        WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(tensors, table)
+        tensors, stored = read_checkpoint(source, arch, load_format)
+        WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(tensors, stored)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))

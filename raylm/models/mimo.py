@@ -5,43 +5,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raylm.layers.attention import AttentionMetadata, KVCache
-from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.layers.attention import LayerInput
 from raylm.layers.linear import ReplicatedLinear
-from raylm.models.arch import ArchConfig
-from raylm.models.blocks import Build, DecoderLayer, SelfAttention
+from raylm.models.arch import LayerSpec
+from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
-from raylm.parallel.context import ParallelContext
+from raylm.models.layers import DecoderLayer
 
 
 class MtpLayer(DecoderLayer):
     """Predicts the token after next: a decoder layer over the hidden state at a position and the token behind it."""
 
-    def __init__(self, build: Build, layer: int, position_table: Tensor) -> None:
-        super().__init__(build, layer, position_table)
+    def __init__(self, build: Build, spec: LayerSpec) -> None:
+        super().__init__(build, spec)
+        self._build = build
         size = build.arch.hidden_size
         self.token_layernorm = build.norm()
         self.hidden_layernorm = build.norm()
         self.input_proj = ReplicatedLinear(2 * size, size, context=build.context, dtype=build.dtype)
         self.final_layernorm = build.norm(sums=build.arch.norms_sum)
 
-    def predict(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor:
-        """hidden: the residual stream at `positions` before the base's last norm, or what this layer returned there
-        for the position before; embedded: the embeddings of the tokens one position on. All are [T, hidden_size].
+    def predict(self, embedded: Tensor, hidden: Tensor, step: LayerInput) -> Tensor:
+        """hidden: the residual stream at the step's positions before the base's last norm, or what this layer returned
+        there for the position before; embedded: the embeddings of the tokens one position on. All are [T, hidden_size].
         Returns normed hidden states, ready for the base's head over the vocabulary."""
-        residual = self._joined(embedded, hidden)
-        delta = self(None, residual, positions, cache, meta)
-        normed: Tensor = self.final_layernorm(residual, delta)
-        return normed
+        stream = self._build.stream(self._joined(embedded, hidden))
+        self(stream, step)
+        return stream.normed(self.final_layernorm)
 
-    def remember(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> None:
+    def remember(self, embedded: Tensor, hidden: Tensor, step: LayerInput) -> None:
         """Write the keys and values that predict() would, and compute nothing else."""
-        assert isinstance(self.self_attn, SelfAttention)
-        self.self_attn.store(self.input_layernorm(self._joined(embedded, hidden)), positions, cache, meta)
+        self.self_attn.store(self.input_layernorm(self._joined(embedded, hidden)), step)
 
     def _joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         joined: Tensor = self.input_proj(
@@ -53,15 +47,11 @@ class MtpLayer(DecoderLayer):
 class MiMoForCausalLM(DecoderModel):
     """The base, and on the last stage its MTP layers where `arch.uses_mtp`; else the checkpoint's are left out."""
 
-    def __init__(
-        self, arch: ArchConfig, context: ParallelContext, dtype: torch.dtype, attention: AttentionBackend = RAYLM
-    ) -> None:
-        super().__init__(arch, context, dtype, attention)
-        if arch.uses_mtp and context.is_last_stage:
-            # Its attention is that of the base's last layer.
-            last = arch.num_layers - 1
-            layer = MtpLayer(Build(arch, context, dtype, attention), last, self._position_tables[last])
-            self.mtp_layers = torch.nn.ModuleDict({"0": layer})
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        if build.arch.uses_mtp and build.context.is_last_stage:
+            # It is as the base's last layer is.
+            self.mtp_layers = torch.nn.ModuleDict({"0": MtpLayer(build, build.arch.layers[-1])})
             self.eval()
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from raylm.layers.slots import SlotName
 
 WeightTable = Mapping[str, tuple[str, str | None]]
-"""Part of a checkpoint's name -> the part that replaces it, and the shard that the tensor is (or None)."""
+"""Part of a checkpoint's name -> the part that replaces it, and the shard that the tensor is (or None). A part is two
+words with a dot between them, or one; a name may stand here whole as well, without prefix and parameter."""
 
 HF_WEIGHTS: WeightTable = {
     "q_proj": ("qkv_proj", "q"),
@@ -20,6 +21,23 @@ HF_WEIGHTS: WeightTable = {
     "up_proj": ("gate_up_proj", "up"),
 }
 """Checkpoints of transformers: other parts are named here as there."""
+
+MIXTRAL_WEIGHTS: WeightTable = {
+    **HF_WEIGHTS,
+    "block_sparse_moe": ("mlp", None),
+    "w1": ("gate_up_proj", "gate"),
+    "w3": ("gate_up_proj", "up"),
+    "w2": ("down_proj", None),
+}
+"""Mixtral's, and those of models that took its names for their experts."""
+
+MEGATRON_WEIGHTS: WeightTable = {
+    "query_key_value": ("qkv_proj", None),
+    "dense": ("o_proj", None),
+    "dense_h_to_4h": ("up_proj", None),
+    "dense_4h_to_h": ("down_proj", None),
+}
+"""Of models that kept Megatron-LM's names for what their layers multiply by."""
 
 GGUF_WEIGHTS: WeightTable = {
     "token_embd": ("embed_tokens", None),
@@ -66,20 +84,44 @@ class TensorNames:
     """Of safetensors."""
     gguf: WeightTable = field(default_factory=lambda: GGUF_WEIGHTS)
     mistral: WeightTable = field(default_factory=lambda: MISTRAL_WEIGHTS)
+    """Of Mistral's own files, whose rotary dimensions are in pairs."""
+    pairs: bool = False
+    """Safetensors have the rows of queries and keys in the order of a rotary embedding that pairs neighbouring
+    dimensions of a head, not those half a head apart."""
     gguf_pairs: bool = False
-    """GGUF files have the rows of queries and keys in the order of a rotary embedding of neighbouring dimensions."""
+    """So have GGUF files."""
+    qkv_groups: bool = False
+    """A tensor of queries, keys and values has them by heads of keys: each one's queries, then key, then value."""
+    transposed: tuple[str, ...] = ()
+    """Parts of names of weights that are stored as [in, out]."""
     prefixes: tuple[str, ...] = ("model.",)
     """What may stand before the names."""
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors that have no place here."""
+    ignored_ends: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Their ends. (Old checkpoints carry the rotary frequencies, which follow from the configuration.)"""
+
+
+class Stored(NamedTuple):
+    """How a file has tensors: what they are called, and whether rotary dimensions are paired (TensorNames.pairs)."""
+
+    table: WeightTable
+    pairs: bool = False
 
 
 def slot_name(name: str, table: WeightTable, prefixes: tuple[str, ...] = ()) -> SlotName:
     """The slot that a checkpoint tensor is for. The first of `prefixes` that fits is cut off."""
     prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-    parts, shard = [], None
-    for part in name[len(prefix) :].split("."):
+    path, _, parameter = name[len(prefix) :].rpartition(".")
+    if path in table:
+        renamed, shard = table[path]
+        return f"{renamed}.{parameter}", shard
+    words, parts, shard = name[len(prefix) :].split("."), [], None
+    while words:
+        size = 2 if ".".join(words[:2]) in table else 1
+        part = ".".join(words[:size])
         renamed, found = table.get(part, (part, None))
         parts.append(renamed)
         shard = found or shard
+        del words[:size]
     return ".".join(parts), shard

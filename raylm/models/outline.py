@@ -9,6 +9,7 @@ import torch
 
 from raylm.config.engine import ParallelConfig
 from raylm.models.arch import ArchConfig
+from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
 from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
@@ -39,5 +40,5 @@ def outline(arch: ArchConfig, parallel: ParallelConfig, dtype: torch.dtype) -> l
             stage_layers=sizes,
         )
         with torch.inference_mode():
-            stages.append(StageOutline(context, model_class(arch.architecture)(arch, context, dtype)))
+            stages.append(StageOutline(context, model_class(arch.architecture)(Build(arch, context, dtype))))
     return stages

@@ -1,70 +1,79 @@
-"""What config.json and generation_config.json say of any model; raylm.models.families has what is a family's own.
-
-Both spellings of the rotary settings are read: rope_theta and rope_scaling (transformers 4), and rope_parameters, which
-may have a section for each kind of layer (transformers 5).
-"""
+"""What config.json and generation_config.json say of any model; raylm.models.families has what is a family's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from raylm.layers.rope_settings import RopeSettings
-from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerKind
+from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
 from raylm.models.read_json import read_json
+from raylm.models.read_layers import LAYER_KINDS, LayerKind, check_rope, rope_of
 
-_LAYER_TYPES: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
-_TYPES = {kind: name for name, kind in _LAYER_TYPES.items()}
 _DTYPES: dict[str, DTypeName] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+_GATED = ("silu", "gelu_tanh")
+"""What gates: the operators know no others."""
 
 
 def dense(
     fields: Fields,
     *,
     kinds: Sequence[LayerKind] | None = None,
-    ropes: dict[LayerKind, RopeSettings] | None = None,
-    activation: Activation | None = None,
+    ropes: Mapping[LayerKind, RopeSettings] | None = None,
+    mlp: MLPSpec | None = None,
+    nope_layers: Collection[int] = (),
 ) -> ArchConfig:
     """A Llama without biases, as the fields that families share say; the registry adds its name and its end tokens.
 
-    `kinds` are its layers' (default: all full), `ropes` and `activation` those of rope_of and activation_of where they
-    are not given. Raises ConfigError.
+    `kinds` are its layers' (default: all full), `ropes` and `mlp` those of rope_of and mlp_of where they are not given;
+    `nope_layers` have no positional embedding, and no layer has where `ropes` are empty. Raises ConfigError.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
-    layer_kinds = tuple(kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers"))
+    kinds = kinds if kinds is not None else ["full"] * fields.integer("num_hidden_layers")
     if ropes is None:
-        ropes = {kind: rope_of(fields, kind) for kind in _TYPES if kind in layer_kinds}
+        ropes = {kind: rope_of(fields, kind) for kind in LAYER_KINDS if kind in kinds}
     for rope in ropes.values():
-        if rope.size(head_dim) < 2 or rope.size(head_dim) % 2:
-            allowed = f"a share of the {head_dim} dimensions of a head that is even"
-            raise fields.error("partial_rotary_factor", rope.partial_rotary_factor, allowed)
+        check_rope(fields, rope, head_dim)
+    window = fields.integer("sliding_window") if "sliding" in kinds else 0
+    mlp, max_position = mlp or mlp_of(fields), fields.integer("max_position_embeddings")
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=len(layer_kinds),
+        layers=tuple(
+            LayerSpec(
+                mlp=mlp,
+                rope=ropes[kind] if ropes and layer not in nope_layers else None,
+                window=window if kind == "sliding" else 0,
+            )
+            for layer, kind in enumerate(kinds)
+        ),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=fields.integer("max_position_embeddings"),
+        max_position=max((rope.reach(max_position) for rope in ropes.values()), default=max_position),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=activation or activation_of(fields),
-        layer_kinds=layer_kinds,
-        sliding_window=fields.integer("sliding_window") if "sliding" in layer_kinds else 0,
-        ropes=ropes,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=False,
         o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+        qk_norm=None,
         attention_scale=head_dim**-0.5,
         attention_soft_cap=0.0,
         logits_soft_cap=0.0,
@@ -76,51 +85,40 @@ def dense(
     )
 
 
-def named_kinds(fields: Fields) -> list[LayerKind] | None:
-    """The kind of each layer as layer_types says; None where it is not there. Raises ConfigError."""
-    names, count = fields.get("layer_types"), fields.integer("num_hidden_layers")
-    if names is None:
-        return None
-    if not isinstance(names, list) or len(names) != count or not set(names) <= set(_LAYER_TYPES):
-        raise fields.error("layer_types", names, f"{count} names, each one of {', '.join(_LAYER_TYPES)}")
-    return [_LAYER_TYPES[name] for name in names]
+def mlp_of(
+    fields: Fields, *, activation: str = "silu", name: str = "hidden_act", gated: bool = True, bias: bool = False
+) -> MLPSpec:
+    """The MLP of all layers: intermediate_size, and the activation that the field `name` says, `activation` where it is
+    missing. Raises ConfigError."""
+    given = fields.get(name) or activation
+    found = _ACTIVATIONS.get(given) if isinstance(given, str) else None
+    if found is None or (gated and found not in _GATED):
+        allowed = [each for each, own in _ACTIVATIONS.items() if not gated or own in _GATED]
+        raise fields.error(name, given, f"one of {', '.join(allowed)}")
+    return MLPSpec(size=fields.integer("intermediate_size"), activation=found, gated=gated, bias=bias)
 
 
-def uniform_kinds(fields: Fields) -> list[LayerKind]:
-    """All layers slide where there is a window. Raises ConfigError."""
-    kind: LayerKind = "full" if fields.get("sliding_window") is None else "sliding"
-    return [kind] * fields.integer("num_hidden_layers")
+def with_experts(arch: ArchConfig, experts: ExpertsSpec, *, dense_layers: Collection[int] = ()) -> ArchConfig:
+    """The model with experts in all layers but some."""
+    layers = [
+        layer if number in dense_layers else replace(layer, mlp=experts) for number, layer in enumerate(arch.layers)
+    ]
+    return replace(arch, layers=tuple(layers))
 
 
-def repeated_kinds(count: int, pattern: int) -> list[LayerKind]:
-    """Of `pattern` layers the last one is full, the others slide."""
-    return ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
-
-
-def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_scaled: bool = True) -> RopeSettings:
-    """The rotary embedding of one kind of layer. `theta` stands for rope_theta; without `is_scaled`, rope_scaling is
-    for layers of other kinds. Raises ConfigError."""
-    parameters = fields.section("rope_parameters")
-    if parameters.get(_TYPES[kind]) is not None:
-        section = parameters.section(_TYPES[kind])
-    elif fields.get("rope_parameters") is not None or not is_scaled:
-        section = parameters
-    else:
-        section = fields.section("rope_scaling")
-    given = fields.number("rope_theta", 1e4) if theta is None else theta
-    name = "partial_rotary_factor"
-    share = section.number(name, fields.number(name, 1.0))
-    if share > 1:
-        raise section.error(name, share, "at most 1")
-    return replace(_rope(section, given, fields.integer("max_position_embeddings")), partial_rotary_factor=share)
-
-
-def activation_of(fields: Fields, name: str = "hidden_act", allowed: str = "silu") -> Activation:
-    """The MLP's, of a family that has but one; a missing field is that one. Raises ConfigError."""
-    value = fields.get(name) or allowed
-    if value != allowed:
-        raise fields.error(name, value, allowed)
-    return "silu" if allowed == "silu" else "gelu_tanh"
+def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", normalized: bool | None = None) -> ExpertsSpec:
+    """Softmax over num_experts, of which num_experts_per_tok are taken; `size` is the field of their columns,
+    `normalized` what norm_topk_prob says unless it is given. Raises ConfigError."""
+    num_experts, per_token = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
+    if per_token > num_experts:
+        raise fields.error("num_experts_per_tok", per_token, f"at most num_experts, {num_experts}")
+    return ExpertsSpec(
+        num_experts=num_experts,
+        per_token=per_token,
+        size=fields.integer(size),
+        activation=mlp_of(fields).activation,
+        normalized=fields.flag("norm_topk_prob", False) if normalized is None else normalized,
+    )
 
 
 def eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
@@ -142,26 +140,6 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in ("use_bidirectional_attention", "apply_residual_connection_post_layernorm"):
         if fields.get(name):
             raise fields.error(name, True, "false")
-
-
-def _rope(section: Fields, theta: float, max_position: int) -> RopeSettings:
-    theta = section.number("rope_theta", theta)
-    name = "rope_type" if section.get("rope_type") is not None else "type"
-    kind = section.get(name)
-    if kind in (None, "default"):
-        return RopeSettings(theta)
-    if kind == "linear":
-        return RopeSettings(theta, "linear", factor=section.number("factor"))
-    if kind == "llama3":
-        return RopeSettings(
-            theta,
-            "llama3",
-            factor=section.number("factor"),
-            low_freq_factor=section.number("low_freq_factor"),
-            high_freq_factor=section.number("high_freq_factor"),
-            original_max_position=section.integer("original_max_position_embeddings", max_position),
-        )
-    raise section.error(name, kind, "default, linear, llama3")
 
 
 def _dtype(fields: Fields) -> DTypeName:

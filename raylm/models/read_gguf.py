@@ -15,8 +15,9 @@ from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.gguf_header import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.model_files.gguf_shards import shards
-from raylm.models.arch import ArchConfig, DTypeName, LayerKind
+from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
+from raylm.models.read_layers import LayerKind
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that holds the divisors of the rotary frequencies of Llama 3.1 and later."""
@@ -58,6 +59,7 @@ def dense(
     *,
     kinds: Sequence[LayerKind] | None = None,
     ropes: dict[LayerKind, RopeSettings] | None = None,
+    activation: Activation = "silu",
 ) -> ArchConfig:
     """A Llama, as the keys that families share say, with biases where there are tensors of them.
 
@@ -73,27 +75,26 @@ def dense(
     if ropes is None:
         rope = rope_of(header, head_dim)
         ropes = {"full": rope, "sliding": rope}
+    mlp = MLPSpec(
+        size=fields.integer(prefix + "feed_forward_length"),
+        activation=activation,
+        bias="blk.0.ffn_up.bias" in tensors,
+    )
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=fields.integer(prefix + "embedding_length"),
-        intermediate_size=fields.integer(prefix + "feed_forward_length"),
-        num_layers=len(kinds),
+        layers=tuple(LayerSpec(mlp=mlp, rope=ropes[kind], window=window if kind == "sliding" else 0) for kind in kinds),
         num_heads=num_heads,
         num_kv_heads=fields.integer(prefix + "attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_position=fields.integer(prefix + "context_length"),
         norm="rms",
         norm_eps=fields.number(prefix + "attention.layer_norm_rms_epsilon"),
-        activation="silu",
-        layer_kinds=tuple(kinds),
-        sliding_window=window,
-        ropes=ropes,
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors,
-        qk_norm=False,
+        qk_norm=None,
         attention_scale=head_dim**-0.5,
         attention_soft_cap=0.0,
         logits_soft_cap=fields.number(prefix + "final_logit_softcapping", 0.0),

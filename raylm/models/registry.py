@@ -16,6 +16,7 @@ from raylm.models.read_folder import eos_token_ids, refuse_unsupported
 from raylm.models.read_gguf import open_header
 from raylm.models.read_json import read_json
 from raylm.models.read_params import params_as_config
+from raylm.plugins import load_plugins
 
 if TYPE_CHECKING:
     from raylm.models.decoder import DecoderModel
@@ -33,15 +34,41 @@ _FAMILIES = (
     "exaone4",
     "starcoder2",
     "stablelm",
+    "olmo2",
+    "cohere",
+    "falcon",
+    "gpt_neox",
+    "gpt2",
+    "opt",
     "bloom",
+    "nemotron",
+    "glm",
+    "internlm",
+    "minicpm",
+    "baichuan",
+    "mixtral",
+    "qwen_moe",
+    "olmoe",
+    "granite_moe",
+    "glm4_moe",
 )
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Every architecture, by its name in config.json."""
+    """Every architecture, by its name in config.json; those of plug-ins last. Raises ConfigError for a plug-in that is
+    no mapping of names to families, or has one that is there."""
     modules = [importlib.import_module(f"raylm.models.families.{name}") for name in _FAMILIES]
-    return {name: family for module in modules for name, family in module.ARCHITECTURES.items()}
+    found = {name: family for module in modules for name, family in module.ARCHITECTURES.items()}
+    for plugin, architectures in load_plugins("raylm.models").items():
+        if not isinstance(architectures, dict) or not all(isinstance(each, Family) for each in architectures.values()):
+            raise ConfigError(
+                f"the plug-in {plugin!r} (raylm.models) is {architectures!r}; allowed: a dict of families"
+            )
+        if taken := sorted(found.keys() & architectures.keys()):
+            raise ConfigError(f"the plug-in {plugin!r} (raylm.models) has {taken[0]!r}, which raylm has")
+        found |= architectures
+    return found
 
 
 def family_of(architecture: str) -> Family:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig
-from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.checkpoint import CheckpointTensor, Source, TransposedTensor
 from raylm.models.filling import fill
-from raylm.models.names import TensorNames, WeightTable, slot_name
+from raylm.models.names import Stored, TensorNames, slot_name
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
 
@@ -46,20 +48,22 @@ class WeightLoader:
         self._progress = progress
         self._filled = filled
 
-    def load(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> None:
+    def load(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> None:
         """Read a checkpoint into the model.
 
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
-        fill(self._assign(tensors, table), progress=self._progress)
+        fill(self._assign(tensors, stored), progress=self._progress)
 
-    def _assign(self, tensors: Iterable[CheckpointTensor], table: WeightTable) -> list[tuple[CheckpointTensor, Slot]]:
+    def _assign(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> list[tuple[Source, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
-        found: defaultdict[SlotName, list[CheckpointTensor]] = defaultdict(list)
+        found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
-                found[slot_name(tensor.name, table, self._names.prefixes)].append(tensor)
-        _split_fused(found, slots)
+                name = slot_name(tensor.name, stored.table, self._names.prefixes)
+                for each, part in _by_experts(name, tensor):
+                    found[each].append(self._turned(part))
+        self._split_fused(found, slots)
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
             found.pop(("lm_head.weight", None), None)
@@ -76,12 +80,44 @@ class WeightLoader:
             ],
         }
         _raise(self._model.arch.architecture, problems)
-        return [(found[name][0], slot) for name, slot in slots.items()]
+        return [(self._rearranged(name, found[name][0], stored.pairs), slot) for name, slot in slots.items()]
 
     def _is_ignored(self, name: str) -> bool:
-        # Old checkpoints carry the rotary frequencies, which follow from the configuration.
-        is_rotary = name.endswith("rotary_emb.inv_freq") or name == ROPE_FACTORS
-        return is_rotary or name.startswith(self._names.ignored)
+        return name == ROPE_FACTORS or name.startswith(self._names.ignored) or name.endswith(self._names.ignored_ends)
+
+    def _turned(self, tensor: CheckpointTensor) -> Source:
+        if len(tensor.shape) == 2 and set(tensor.name.split(".")) & set(self._names.transposed):
+            return TransposedTensor(tensor, 0, tensor.shape[1])
+        return tensor
+
+    def _split_fused(self, found: dict[SlotName, list[Source]], slots: dict[SlotName, Slot]) -> None:
+        """A tensor of a whole parameter that is filled shard by shard holds the shards one behind the other, or
+        queries, keys and values by heads of keys."""
+        for name in [name for name in found if name not in slots and name[1] is None]:
+            shards = [shard for shard in slots if shard[0] == name[0]]
+            sizes = [slots[shard].shape[0] for shard in shards]
+            if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
+                continue
+            groups = self._model.arch.num_kv_heads if self._names.qkv_groups and shards[0][1] == "q" else 1
+            for tensor in found.pop(name):
+                first = 0
+                for shard, size in zip(shards, sizes, strict=True):
+                    runs = (size // groups, sum(sizes) // groups) if groups > 1 else None
+                    found.setdefault(shard, []).append(tensor.rows(first, size, runs))
+                    first += size // groups
+
+    def _rearranged(self, name: SlotName, tensor: Source, pairs: bool) -> Source:
+        """The tensor in this package's order."""
+        arch, (parameter, shard) = self._model.arch, name
+        if pairs and (shard in ("q", "k") or parameter.endswith(("q_norm.weight", "k_norm.weight"))):
+            rope = next(layer.rope for layer in arch.layers if layer.rope is not None)
+            rotated, head_dim = rope.size(arch.head_dim), arch.head_dim
+            is_of_rows = shard is not None or len(tensor.shape) == 1
+            restore = partial(_pair_halves, head_dim=head_dim, rotated=rotated, dim=0 if is_of_rows else 1)
+            return tensor.rearranged(restore, row_unit=head_dim if is_of_rows else 1)
+        if arch.norm_head and parameter == "lm_head.weight":
+            return tensor.rearranged(lambda piece: F.normalize(piece.float()))
+        return tensor
 
 
 def fill_dummy(model: Fillable, *, seed: int) -> None:
@@ -98,18 +134,22 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
 
 
-def _split_fused(found: dict[SlotName, list[CheckpointTensor]], slots: dict[SlotName, Slot]) -> None:
-    """A tensor of a whole parameter that is filled shard by shard holds the shards one behind the other."""
-    for name in [name for name in found if name not in slots and name[1] is None]:
-        shards = [shard for shard in slots if shard[0] == name[0]]
-        sizes = [slots[shard].shape[0] for shard in shards]
-        if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
-            continue
-        for tensor in found.pop(name):
-            first = 0
-            for shard, size in zip(shards, sizes, strict=True):
-                found.setdefault(shard, []).append(tensor.rows(first, size))
-                first += size
+def _by_experts(name: SlotName, tensor: CheckpointTensor) -> Iterator[tuple[SlotName, CheckpointTensor]]:
+    """Of a tensor of all experts of a layer, one for each."""
+    before, experts, after = name[0].partition(".experts.")
+    if len(tensor.shape) != 3 or not experts:
+        yield name, tensor
+        return
+    for number in range(tensor.shape[0]):
+        yield (f"{before}.experts.{number}.{after}", name[1]), tensor.item(number)
+
+
+def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:
+    """Whole heads along `dim`: the rotated dimensions from neighbouring pairs to first and second half."""
+    heads = piece.unflatten(dim, (-1, head_dim))
+    pairs, rest = heads.split((rotated, head_dim - rotated), dim=dim + 1)
+    halves = pairs.unflatten(dim + 1, (-1, 2)).transpose(dim + 1, dim + 2).flatten(dim + 1, dim + 2)
+    return torch.cat((halves, rest), dim=dim + 1).flatten(dim, dim + 1)
 
 
 def _label(name: SlotName) -> str:

@@ -33,6 +33,8 @@ _linear: Callable[..., Tensor] = torch.ops.raylm.linear.default
 _gated_linear: Callable[..., Tensor] = torch.ops.raylm.gated_linear.default
 _linear_rows: Callable[..., int] = torch.ops.raylm.linear_rows.default
 _attention_kernels: Callable[..., tuple[bool, bool]] = torch.ops.raylm.attention_kernels.default
+_route: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.route.default
+_experts: Callable[..., Tensor] = torch.ops.raylm.experts.default
 _few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
 _few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
@@ -204,6 +206,42 @@ def gated_linear(
     `frozen`: as in linear.
     """
     return _gated_linear(x, weight, bias, activation == "gelu_tanh", frozen)
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    per_token: int,
+    sigmoid: bool,
+    normalized: bool,
+    scale: float,
+    groups: int,
+    groups_per_token: int,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token in a mixture of experts: logits [T, E] -> weights (float32) and experts (int64), [T,
+    per_token] each, best first.
+
+    Scores are the softmax of the logits, or their `sigmoid`. The experts with the highest scores are chosen, of scores
+    plus `bias` (float32 [E]) where there is one; with `groups` > 1 only among the groups_per_token groups of neighbours
+    whose two best sum to most (DeepSeek-V3, arXiv:2412.19437). Weights are the chosen ones' scores, `normalized` to sum
+    to 1, times `scale`.
+    """
+    return _route(logits, bias, per_token, sigmoid, normalized, scale, groups, groups_per_token)
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: Literal["silu", "gelu_tanh"],
+) -> Tensor:
+    """What the experts of each token make of it, summed with their weights: x [T, H]; gate_up [E, 2I, H], gate's rows
+    first; down [E, H, I]; weights and chosen [T, n] as route gives them -> [T, H]. Between the products numbers are
+    rounded to x's dtype; the sum is in float32."""
+    return _experts(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
 
 
 def few_layers(

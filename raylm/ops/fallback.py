@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylm.ops.experts import experts, route
 from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
@@ -216,6 +217,8 @@ _KERNELS = (
     linear,
     linear_rows,
     gated_linear,
+    route,
+    experts,
     few_layers,
     few_layers_rows,
     sample,

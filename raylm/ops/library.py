@@ -36,6 +36,11 @@ SCHEMAS = {
     "linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",
     "linear_rows": "(Tensor weight) -> int",
     "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, bool frozen=False) -> Tensor",
+    "route": (
+        "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
+        "int groups_per_token) -> (Tensor, Tensor)"
+    ),
+    "experts": ("(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, bool gelu_tanh) -> Tensor"),
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "
         "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, "
@@ -100,6 +105,11 @@ def _gated_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
+def _routed(logits: Tensor, bias: Tensor | None, per_token: int, *_: object) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], per_token)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
 def _token_each(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
@@ -150,6 +160,8 @@ _FAKES = {
     "linear": _linear,
     "linear_rows": lambda *_: 0,
     "gated_linear": _gated_linear,
+    "route": _routed,
+    "experts": _like,
     "few_layers": _nothing,
     "few_layers_rows": lambda *_: 0,
     "sample": _token_each,

@@ -29,6 +29,11 @@ def norm_sums(x: Tensor, context: ParallelContext) -> bool:
     return context.reducer is not None and context.reducer.takes_norm(x, x)
 
 
+def all_reduce_or_leave(x: Tensor, context: ParallelContext, *, norm_follows: bool) -> Tensor:
+    """As all_reduce, but this rank's part alone where a norm follows that sums."""
+    return x if norm_follows and norm_sums(x, context) else all_reduce(x, context)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, context: ParallelContext) -> Tensor:
     """As ops.add_rms_norm; an x that `norm_sums` is this rank's part of it alone.
 

@@ -41,6 +41,7 @@ from raylm.serving.directory import (
 from raylm.serving.metrics.ray_metrics import RayMetrics
 from raylm.serving.peers import engine_name, find_peers
 from raylm.serving.replica_state import may_sleep
+from raylm.serving.stat_loggers import StatLoggers
 from raylm.text.chat_settings import ChatSettings
 
 logger = log.get_logger(__name__)
@@ -71,6 +72,7 @@ class ModelReplica:
         )
         self._capacity = resolve(config.engine, worker_device(resources)).scheduler.max_num_seqs
         self._engine_id = uuid.uuid4().hex
+        self._stat_loggers = StatLoggers(config.engine.model.served_name, self._engine_id)
         self._directory = DirectoryClient(config.endpoint)
         self._reporter: asyncio.Task[None] | None = None
         self._ray_metrics = RayMetrics()
@@ -239,6 +241,7 @@ class ModelReplica:
             await self._engine.allow.remote(client_key)
             self._allowed.add(client_key)
         stats = await self._stats()
+        self._stat_loggers.record(stats)
         self._ray_metrics.show(families_of(engine_metrics([stats])))
         await self._directory.ask(lambda directory: directory.report.remote(entry, stats))
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedEngine
-from raylm.errors import ConfigError
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.matchers import GrammarMatchers
-from raylm.layers.linear import kv_heads_of_rank
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.log import get_logger
 from raylm.model_files.source import locate
 from raylm.parallel.collectives import agree_on_min
@@ -70,9 +69,7 @@ def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> 
     """How the cache is cut, how many blocks it has and how long a request they hold. Raises ConfigError."""
     cache, chunk = config.cache, config.scheduler.max_num_batched_tokens
     arch, wanted = loaded.arch, config.model.max_model_len
-    if wanted is not None and wanted > arch.max_position:
-        raise ConfigError(f"model.max_model_len {wanted} is over the model's own limit of {arch.max_position}")
-    limit = wanted or arch.max_position
+    limit = arch.max_position
     context, num_workers = loaded.model.context, config.parallel.num_workers
     groups = CacheGroups.choose(arch, block_size=cache.block_size, max_len=limit)
     groups = groups.of_stage(loaded.model.layer_numbers)
@@ -97,7 +94,7 @@ def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> 
     # All workers keep the same blocks, so the one with least room for them decides.
     num_blocks = agree_on_min(num_blocks, context)
     num_host_blocks = agree_on_min(num_host_blocks, context)
-    max_len = memory.max_model_len(groups.layout, num_blocks, chunk=chunk, wanted=wanted, limit=arch.max_position)
+    max_len = memory.max_model_len(groups.layout, num_blocks, chunk=chunk, wanted=wanted, limit=limit)
     logger.info("%s", memory.describe(groups.layout, num_blocks, chunk=chunk, max_len=max_len))
     return CacheSize(groups, num_blocks, num_host_blocks, max_len)
 

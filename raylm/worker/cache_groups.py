@@ -30,9 +30,8 @@ class CacheGroups(NamedTuple):
         that a kind does not fill to waste at most an eighth of the layers.
         """
         kinds: dict[int, list[int]] = {}
-        for layer in range(arch.num_layers):
-            window = arch.window(layer)
-            kinds.setdefault(window if window < max_len else 0, []).append(layer)
+        for layer, spec in enumerate(arch.layers):
+            kinds.setdefault(spec.window if spec.window < max_len else 0, []).append(layer)
         size = _group_size([len(layers) for layers in kinds.values()])
         layers: list[list[int]] = []
         windows: list[int] = []

@@ -15,6 +15,7 @@ from raylm.layers.attention_backends import AttentionBackend
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
+from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import DUMMY, Eagle3Head, load_eagle3, owned_parts
 from raylm.models.load import load_model
@@ -99,7 +100,7 @@ def outline_drafting(speculation: SpeculationConfig, target: DecoderModel, *, du
         # The rotary tables take time to compute.
         arch = dataclasses.replace(ArchConfig.from_source(source), max_position=1)
         num_layers = arch.num_layers
-        drafter = model_class(arch.architecture)(arch, context, dtype)
+        drafter = model_class(arch.architecture)(Build(arch, context, dtype))
     num_bytes = sum(parameter.nbytes for parameter in drafter.parameters())
     return DraftOutline(num_bytes, layer_shape(arch, num_layers, context))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from raylm import ops
 from raylm.core.step import NewRow, Sampled, StepPlan
 from raylm.grammar.matchers import GrammarMatchers
+from raylm.layers.attention import LayerInput
 from raylm.models.decoder import DecoderModel
 from raylm.parallel.stages import StageLinks
 from raylm.worker.agreement import Agreement
@@ -259,6 +260,7 @@ class _Forward:
 
         `given` is what the model's stage begins with: the batch's token ids, or another stage's hidden states.
         """
-        metas = [batch.attention[group] for group in self._group_of]
-        hidden: Tensor = self._model(given, batch.positions, self._caches, metas)
+        places = zip(self._caches, self._group_of, strict=True)
+        step = [LayerInput(batch.positions, cache, batch.attention[group]) for cache, group in places]
+        hidden: Tensor = self._model(given, step)
         return hidden

@@ -17,8 +17,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from raylm.layers.attention import AttentionMetadata, KVCache
-from raylm.layers.linear import kv_heads_of_rank
+from raylm.layers.attention import AttentionMetadata, KVCache, LayerInput
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import Eagle3Head
@@ -167,9 +167,8 @@ class DraftModelProposer(DeviceProposer):
         return self._model.logits(hidden)[:, : self._vocab_size].argmax(dim=-1)
 
     def _run(self, tokens: Tensor, positions: Tensor, meta: AttentionMetadata) -> Tensor:
-        hidden: Tensor = self._model(
-            tokens.clamp(max=self._model.arch.vocab_size - 1), positions, self._caches, [meta] * len(self._caches)
-        )
+        step = [LayerInput(positions, cache, meta) for cache in self._caches]
+        hidden: Tensor = self._model(tokens.clamp(max=self._model.arch.vocab_size - 1), step)
         return hidden
 
 
@@ -192,13 +191,11 @@ class HeadProposer(DeviceProposer):
         """The head's states from what the taps hold, both [T, ...]."""
 
     @abstractmethod
-    def _run(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, token_ids: Tensor, states: Tensor, step: LayerInput) -> tuple[Tensor, Tensor]:
         """Normed states, and states for the position behind, [T, hidden_size] each; token_ids are one position on."""
 
     @abstractmethod
-    def _remember(self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+    def _remember(self, token_ids: Tensor, states: Tensor, step: LayerInput) -> None:
         """Write the keys and values that `_run` would."""
 
     @abstractmethod
@@ -209,7 +206,7 @@ class HeadProposer(DeviceProposer):
         token_ids = self._rows.token_ids
         following = token_ids[step.token_rows, (step.positions + 1).clamp_(max=token_ids.shape[1] - 1)]
         fused = self._fuse(self._taps.take(len(step.token_ids)))
-        self._remember(following, fused, step.positions, step.attention)
+        self._remember(following, fused, LayerInput(step.positions, self._caches[0], step.attention))
         start = step.attention.query_start.long()
         first, last = start[:-1], start[1:] - 1
         # Drafts that were rejected come after the last position that counts.
@@ -223,7 +220,7 @@ class HeadProposer(DeviceProposer):
         tokens, states, drafts = self._rows.token_ids[rows, last], self._states.index_select(0, rows), []
         for number in range(most):
             positions, meta = ahead.at(last - 1 + number, counts > number)
-            normed, states = self._run(tokens, states, positions, meta)
+            normed, states = self._run(tokens, states, LayerInput(positions, self._caches[0], meta))
             tokens = self._likeliest(normed)
             drafts.append(tokens)
         self._write(rows, counts, drafts)
@@ -241,14 +238,12 @@ class Eagle3Proposer(HeadProposer):
     def _fuse(self, hidden: Tensor) -> Tensor:
         return self._head.fuse(hidden)
 
-    def _run(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._head(token_ids, states, positions, self._caches[0], meta)
+    def _run(self, token_ids: Tensor, states: Tensor, step: LayerInput) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._head(token_ids, states, step)
         return found
 
-    def _remember(self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
-        self._head.remember(token_ids, states, positions, self._caches[0], meta)
+    def _remember(self, token_ids: Tensor, states: Tensor, step: LayerInput) -> None:
+        self._head.remember(token_ids, states, step)
 
     def _likeliest(self, normed: Tensor) -> Tensor:
         return self._head.draft(normed)
@@ -266,16 +261,14 @@ class MtpProposer(HeadProposer):
     def _fuse(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def _run(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, token_ids: Tensor, states: Tensor, step: LayerInput) -> tuple[Tensor, Tensor]:
         embedded = self._model.embed_tokens(token_ids)
-        normed = self._model.mtp.predict(embedded, states, positions, self._caches[0], meta)
+        normed = self._model.mtp.predict(embedded, states, step)
         return normed, normed
 
-    def _remember(self, token_ids: Tensor, states: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+    def _remember(self, token_ids: Tensor, states: Tensor, step: LayerInput) -> None:
         embedded = self._model.embed_tokens(token_ids)
-        self._model.mtp.remember(embedded, states, positions, self._caches[0], meta)
+        self._model.mtp.remember(embedded, states, step)
 
     def _likeliest(self, normed: Tensor) -> Tensor:
         return self._model.logits(normed).argmax(dim=-1)

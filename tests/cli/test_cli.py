@@ -356,19 +356,22 @@ def test_a_server_without_models():
 def test_serve_hands_over(monkeypatch):
     calls = []
 
-    def serve(target, *, folder, front, host, port, given):
+    def serve(target, *, folder, front, host, port, given, engine):
         assert folder.is_dir()
-        calls.append((target, front, host, port, given, folder))
+        calls.append((target, front, host, port, given, engine, folder))
 
     monkeypatch.setattr("raylm.serving.program.keeper.fork_keeper", lambda: None)
     monkeypatch.setattr("raylm.serving.program.run.serve_command", serve)
     assert main(["serve", "app.yaml", "--port", "8001", "--front", "front.yaml"]) == 0
     options = ["--api-keys-file", "keys", "--tenants-file", "t.yaml", "--root-path", "/llm", "--tls-certificate", "c"]
-    assert main(["serve", "m", *options, "--tls-key", "k", "--unix-socket", "s"]) == 0
+    assert (
+        main(["serve", "m", *options, "--tls-key", "k", "--unix-socket", "s", "-tp", "2", "--max-num-seqs", "8"]) == 0
+    )
     here = Path.cwd()
-    first = ("app.yaml", FrontGiven("front.yaml"), None, 8001, HttpGiven())
+    first = ("app.yaml", FrontGiven("front.yaml"), None, 8001, HttpGiven(), {})
     front = FrontGiven(None, str(here / "c"), str(here / "k"), str(here / "s"))
     second = ("m", front, None, None, HttpGiven(str(here / "keys"), str(here / "t.yaml"), "/llm"))
+    second += ({"parallel": {"tensor": 2}, "scheduler": {"max_num_seqs": 8}},)
     assert [call[:-1] for call in calls] == [first, second]
     assert not any(call[-1].exists() for call in calls)
 

@@ -15,9 +15,9 @@ from raylm.config.resolve import resolve
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.planning.gpus import find_gpu
+from raylm.planning.sizing import Sizing
 from raylm.serving.program.serve_file import serve_config
-from raylm.worker.gpus import find_gpu
-from raylm.worker.sizing import Sizing
 
 FILES = {path.name: path for path in (Path(__file__).parents[2] / "deployments").glob("*.yaml")}
 GPU_FILES = ["gpu.yaml", "tp.yaml", "pp.yaml"]

@@ -48,7 +48,7 @@ def write_checkpoint(folder: Path, shape: str) -> int:
 
 
 def _files(arch: ArchConfig) -> Iterator[dict[str, tuple[int, ...]]]:
-    hidden, inner, width = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
+    hidden, inner, width = arch.hidden_size, arch.layers[0].mlp.size, arch.num_heads * arch.head_dim
     kv_width = arch.num_kv_heads * arch.head_dim
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (width, hidden),

@@ -7,13 +7,13 @@ import torch
 
 from raylm.errors import ConfigError
 from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.layers.linear import (
     MIN_ROWS_TO_ADD,
     ColumnParallelLinear,
     GatedParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
-    kv_heads_of_rank,
 )
 from raylm.layers.slots import Loadable
 from raylm.parallel import collectives

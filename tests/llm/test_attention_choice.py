@@ -40,7 +40,7 @@ def test_each_backend_gives_transformers_tokens(attention: str, folder: Path, mo
         pytest.skip(str(extension.load()))
     calls = []
     attend = fallback.paged_attention
-    monkeypatch.setattr(fallback, "paged_attention", lambda *arguments: calls.append(1) or attend(*arguments))
+    monkeypatch.setattr(fallback, "paged_attention", lambda *given, **named: calls.append(1) or attend(*given, **named))
     llm = load(folder, attention)
     prompts = random_prompts(6, llm.info.vocab_size)
     reference = checkpoints.reference(folder)

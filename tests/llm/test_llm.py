@@ -310,3 +310,14 @@ def test_a_model_that_does_not_fit_says_so(folder, sections, message):
 def test_cuda_without_a_gpu_is_a_configuration_error(folder):
     with pytest.raises(ConfigError, match=r"runtime\.device 'cuda' was asked for, but torch sees no CUDA device"):
         LLM(str(folder), device="cuda", progress=False)
+
+
+def test_prompts_as_vllm_wraps_them(tmp_path):
+    llm = LLM(str(checkpoints.llama(tmp_path)), device="cpu", progress=False)
+    plain = llm.generate(["The quick", [5, 6, 7]], GREEDY, progress=False)
+    assert llm.generate([{"prompt": "The quick"}, {"prompt_token_ids": [5, 6, 7]}], GREEDY, progress=False) == plain
+    assert llm.generate({"prompt": "The quick"}, GREEDY, progress=False) == plain[:1]
+    for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "multi_modal_data": {}}):
+        with pytest.raises(RequestRejected, match="allowed: prompt or prompt_token_ids, one of them"):
+            llm.generate([wrong], GREEDY, progress=False)
+    llm.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from raylm.layers.attention import AttentionMetadata
-from raylm.layers.linear import kv_heads_of_rank
+from raylm.layers.attention import AttentionMetadata, LayerInput
+from raylm.layers.heads import kv_heads_of_rank
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
@@ -70,7 +70,7 @@ class PagedRun:
             max_seq_len=max(seq_lens),
         )
         tokens = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        hidden = self._model(tokens, torch.tensor(positions), self._caches, [meta] * len(self._caches))
+        hidden = self._model(tokens, [LayerInput(torch.tensor(positions), cache, meta) for cache in self._caches])
         return self._model.logits(hidden)
 
 

@@ -35,8 +35,8 @@ def arch(folder: Path, **changes: object) -> ArchConfig:
 def test_fields_left_out_take_the_familys_defaults(tmp_path: Path) -> None:
     found = arch(tmp_path)
     assert (found.num_kv_heads, found.head_dim, found.max_position, found.norm_eps) == (4, 16, 2048, 1e-6)
-    assert found.ropes == {"full": RopeSettings(1e4)}
-    assert (found.tie_embeddings, found.qkv_bias, found.sliding_window, found.dtype) == (False, False, 0, "float32")
+    assert {layer.rope for layer in found.layers} == {RopeSettings(1e4)}
+    assert (found.tie_embeddings, found.qkv_bias, found.layers[0].window, found.dtype) == (False, False, 0, "float32")
     assert (found.bos_token_id, found.eos_token_ids) == (None, ())
 
 
@@ -44,9 +44,9 @@ def test_fields_left_out_take_the_familys_defaults(tmp_path: Path) -> None:
 def test_old_and_new_spelling_of_rope(key: str, tmp_path: Path) -> None:
     old = arch(tmp_path, rope_theta=5e5, rope_scaling={key: "llama3", **LLAMA3})
     new = arch(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
-    assert old.ropes == new.ropes
-    assert old.rope(0) == RopeSettings(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert arch(tmp_path, rope_theta=1e6, rope_scaling=None).rope(0) == RopeSettings(1e6)
+    assert old.layers == new.layers
+    assert old.layers[0].rope == RopeSettings(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert arch(tmp_path, rope_theta=1e6, rope_scaling=None).layers[0].rope == RopeSettings(1e6)
 
 
 def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
     new = arch(tmp_path, **gemma, rope_parameters=parameters, layer_types=kinds)
     assert old == new
-    assert old.rope(5) == RopeSettings(1e6, "linear", factor=8.0)
-    assert old.rope(4) == RopeSettings(1e4)
-    assert [old.window(layer) for layer in range(6)] == [512] * 5 + [0]
+    assert old.layers[5].rope == RopeSettings(1e6, "linear", factor=8.0)
+    assert old.layers[4].rope == RopeSettings(1e4)
+    assert [layer.window for layer in old.layers[:6]] == [512] * 5 + [0]
     assert (old.embedding_multiplier, old.norm_offset, old.attention_scale) == (8.0, 1.0, 1 / 16)
 
 
@@ -79,7 +79,7 @@ def test_gemma3_text_section_of_a_larger_model(tmp_path: Path) -> None:
     found = ArchConfig.from_source(locate(str(tmp_path)))
     assert (found.hidden_size, found.num_heads, found.num_kv_heads, found.head_dim) == (2560, 8, 4, 256)
     assert (found.dtype, found.eos_token_ids, found.tie_embeddings) == ("bfloat16", (1, 106), True)
-    assert found.window(0) == 1024
+    assert found.layers[0].window == 1024
 
 
 def test_blooms_own_names(tmp_path: Path) -> None:
@@ -87,18 +87,18 @@ def test_blooms_own_names(tmp_path: Path) -> None:
     config = {"architectures": ["BloomForCausalLM"], "torch_dtype": "float16", "vocab_size": 250880, **names}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = ArchConfig.from_source(locate(str(tmp_path)))
-    assert (found.hidden_size, found.intermediate_size, found.num_layers) == (1024, 4096, 24)
+    assert (found.hidden_size, found.layers[0].mlp.size, found.num_layers) == (1024, 4096, 24)
     assert (found.num_heads, found.num_kv_heads, found.head_dim, found.max_position) == (16, 16, 64, 512)
     assert (found.norm, found.norm_eps, found.alibi, found.tie_embeddings) == ("layer", 1e-4, True, True)
 
 
 def test_sliding_windows(tmp_path: Path) -> None:
     mistral, qwen = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
-    assert arch(tmp_path, **mistral).sliding_window == 4096
-    assert arch(tmp_path, **mistral, sliding_window=None).sliding_window == 0
-    assert arch(tmp_path, **qwen, sliding_window=32).sliding_window == 0
+    assert arch(tmp_path, **mistral).layers[0].window == 4096
+    assert arch(tmp_path, **mistral, sliding_window=None).layers[0].window == 0
+    assert arch(tmp_path, **qwen, sliding_window=32).layers[0].window == 0
     part = arch(tmp_path, **qwen, sliding_window=32, use_sliding_window=True, max_window_layers=3)
-    assert [part.window(layer) for layer in range(4)] == [0, 0, 0, 32]
+    assert [layer.window for layer in part.layers] == [0, 0, 0, 32]
 
 
 def test_end_tokens_of_both_files(tmp_path: Path) -> None:
@@ -109,11 +109,16 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]; allowed: one of LlamaFor"),
+        ({"architectures": ["MambaForCausalLM"]}, r"architectures is \['MambaForCausalLM'\]; allowed: one of LlamaFor"),
         ({"architectures": None}, "architectures is None; allowed"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}},
-            "rope_scaling: rope_type is 'yarn'; allowed: default, linear, llama3",
+            {"rope_scaling": {"rope_type": "ntk"}},
+            "rope_scaling: rope_type is 'ntk'; allowed: one of default, linear, llama3, yarn, longrope",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": 2}}, "long_factor is 2"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 9, "long_factor": [1.0] * 8}},
+            "short_factor is .*; allowed: 8 positive numbers, one for two dimensions",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5; allowed: at most 1"),
@@ -124,7 +129,7 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({"num_attention_heads": True}, "num_attention_heads is True; allowed: a positive integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; allowed: a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; allowed: true or false"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'; allowed: silu"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; allowed: one of silu, swish, gelu_new"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; allowed: a token id or a list"),
         ({"dtype": "float8"}, "dtype is 'float8'; allowed: float32, bfloat16, float16"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; allowed: a multiple of num_key_value_heads, 3"),
@@ -156,7 +161,7 @@ def test_smollm2() -> None:
     assert (found.architecture, found.vocab_size, found.num_layers) == ("LlamaForCausalLM", 49152, 30)
     assert (found.num_heads, found.num_kv_heads, found.head_dim, found.max_position) == (9, 3, 64, 8192)
     assert (found.tie_embeddings, found.eos_token_ids, found.bos_token_id) == (True, (2,), 1)
-    assert found.rope(29) == RopeSettings(1e5)
+    assert found.layers[29].rope == RopeSettings(1e5)
 
 
 def write_metadata(path: Path, name: str, **changes: object) -> ModelSource:
@@ -185,11 +190,11 @@ def test_gguf_metadata(tmp_path: Path) -> None:
     source = write_metadata(tmp_path / "a.gguf", "gemma3", **{"attention.sliding_window": 8, "rope.freq_base": 1e6})
     found = ArchConfig.from_source(source)
     assert (found.architecture, found.vocab_size, found.norm_offset) == ("Gemma3ForCausalLM", 100, 0.0)
-    assert [found.window(layer) for layer in range(6)] == [8, 8, 8, 8, 8, 0]
-    assert (found.rope(0), found.rope(5)) == (RopeSettings(1e4), RopeSettings(1e6))
+    assert [layer.window for layer in found.layers] == [8, 8, 8, 8, 8, 0]
+    assert (found.layers[0].rope, found.layers[5].rope) == (RopeSettings(1e4), RopeSettings(1e6))
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     found = ArchConfig.from_source(write_metadata(tmp_path / "b.gguf", "qwen2", **linear))
-    assert found.rope(0) == RopeSettings(1e4, "linear", factor=4.0)
+    assert found.layers[0].rope == RopeSettings(1e4, "linear", factor=4.0)
 
 
 @pytest.mark.parametrize(

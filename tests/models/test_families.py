@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raylm.layers.alibi import alibi_slopes
 from raylm.models import families, registry
+from raylm.models.families import baichuan
 from tests.models.paged import PagedRun, generate, load
 from tests.support import checkpoints
 
@@ -23,6 +25,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
+OLD_FALCON = {"new_decoder_architecture": False, "num_kv_heads": None}
 GEMMA_LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -35,6 +46,7 @@ CASES = {
     "llama with one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama beyond what it was trained for": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral without window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
@@ -57,12 +69,56 @@ CASES = {
     "smollm3, layers by name": ("smollm3", {"no_rope_layers": [0, 0, 1]}),
     "phi3": ("phi3", {}),
     "phi3 without window, partly rotated": ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    "phi3 for long texts": (
+        "phi3",
+        {"sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8},
+    ),
+    "phi3 for short ones": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
     "exaone4": ("exaone4", {}),
     "exaone4 without window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "starcoder2": ("starcoder2", {}),
     "starcoder2 without biases": ("starcoder2", {"use_bias": False, "sliding_window": None}),
     "stablelm": ("stablelm", {}),
     "stablelm with biases": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm side by side": ("stablelm", {"use_parallel_residual": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 with one kv head": ("olmo2", {"num_key_value_heads": 1}),
+    "olmo3": ("olmo3", {}),
+    "olmo3 for long texts": ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+    "cohere": ("cohere", {}),
+    "cohere with normed heads": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("cohere2", {}),
+    "falcon": ("falcon", {}),
+    "falcon with one norm": ("falcon", {"num_ln_in_parallel_attn": 1}),
+    "falcon with one kv head": ("falcon", OLD_FALCON),
+    "falcon, one after the other, with biases": (
+        "falcon",
+        {**OLD_FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt2": ("gpt2", {}),
+    "gpt2 of the usual width": ("gpt2", {"n_inner": None}),
+    "opt": ("opt", {}),
+    "nemotron": ("nemotron", {}),
+    "nemotron with biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "internlm2": ("internlm2", {}),
+    "internlm3": ("internlm3", {}),
+    "minicpm": ("minicpm", {}),
+    "baichuan": ("baichuan", {}),
+    "mixtral": ("mixtral", {}),
+    "mixtral with windows": ("mixtral", {"sliding_window": 8}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe with dense layers": ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "olmoe": ("olmoe", {}),
+    "granitemoe": ("granitemoe", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe with normed heads": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "first_k_dense_replace": 0}),
+    "deepseek": ("deepseek", {}),
     "gemma3": ("gemma3", {}),
     "gemma3 linear rope, capped": ("gemma3", {"rope_parameters": GEMMA_LINEAR, "final_logit_softcapping": 5.0}),
 }
@@ -73,7 +129,7 @@ PROMPTS = {
 }
 
 
-def assert_same(texts: dict, logits: dict, model: torch.nn.Module, *, atol: float = 2e-4) -> None:
+def assert_same(texts: dict, logits: dict, model: torch.nn.Module, *, atol: float = 1e-4) -> None:
     """Equal logits at every position, so equal greedy tokens unless two are as good."""
     for name, text in texts.items():
         with torch.inference_mode():
@@ -93,6 +149,32 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     texts, logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=12)
     assert [len(text) for text in texts.values()] == [len(prompt) + 12 for prompt in PROMPTS.values()]
     assert_same(texts, logits, checkpoints.reference(folder))
+
+
+class LinearBiases(torch.nn.Module):
+    """A Llama that knows positions by biases of its scores: rotated by the angles of position 0, it knows no others."""
+
+    def __init__(self, llama: torch.nn.Module, num_heads: int) -> None:
+        super().__init__()
+        self._llama = llama
+        self._slopes = alibi_slopes(num_heads)
+
+    def forward(self, tokens: torch.Tensor) -> object:
+        positions = torch.arange(tokens.shape[1])
+        distance = (positions - positions[:, None]).float()
+        scores = (self._slopes[:, None, None] * distance).masked_fill(distance > 0, -torch.inf)
+        return self._llama(tokens, attention_mask=scores[None], position_ids=torch.zeros_like(tokens))
+
+
+def test_baichuan_with_linear_biases_and_a_normed_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baichuan, "_VOCABULARY_OF_2", checkpoints.VOCAB_SIZE)
+    folder = checkpoints.FAMILIES["baichuan"](tmp_path, num_hidden_layers=40, hidden_size=32, head_dim=8)
+    model = load(folder)
+    assert model.arch.alibi and model.arch.norm_head
+    texts, logits = generate(PagedRun(model), PROMPTS, num_tokens=4)
+    reference = checkpoints.reference(folder)
+    reference.lm_head.weight.data = torch.nn.functional.normalize(reference.lm_head.weight.data)
+    assert_same(texts, logits, LinearBiases(reference, model.arch.num_heads))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral"])

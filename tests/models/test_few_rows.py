@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from raylm import ops
 from raylm.models.decoder import DecoderModel
@@ -61,10 +61,12 @@ def test_taps_between_layers_keep_them_apart(few_layers: Mock, tmp_path: Path) -
 
 def test_why_not(tmp_path: Path) -> None:
     model = load(checkpoints.llama(tmp_path))
-    arch, single, table = model.arch, ParallelContext.single(CPU), torch.zeros(8, model.arch.head_dim)
-    tables = dict.fromkeys(range(arch.num_layers), table)
-    assert why_not(arch, tables, single, 32) is None
-    assert why_not(arch, tables, single, 24) == "cache.block_size is 24; allowed: powers of two from 16 on"
+    arch, single = model.arch, ParallelContext.single(CPU)
+    assert why_not(arch, single, 32) is None
+    assert why_not(arch, single, 24) == "cache.block_size is 24; allowed: powers of two from 16 on"
     for split in (ParallelContext(0, 0, 2, 0, 1, CPU), ParallelContext(0, 0, 1, 0, 2, CPU)):
-        assert why_not(arch, tables, split, 16) == "the model is split over GPUs"
-    assert "rotary" in str(why_not(arch, tables | {0: table.clone()}, single, 16))
+        assert why_not(arch, split, 16) == "the model is split over GPUs"
+    first, *others = arch.layers
+    nope = replace(first, rope=None)
+    assert why_not(replace(arch, layers=(nope, *others)), single, 16) == "layers differ"
+    assert "rotates all" in str(why_not(replace(arch, layers=(nope,)), single, 16))

@@ -160,7 +160,7 @@ def test_mistral_s_own_format_gives_the_same_model(original: Path, tmp_path: Pat
     save_file(native_tensors(original), tmp_path / "consolidated.safetensors")
     (tmp_path / "params.json").write_text(json.dumps(PARAMS))
     arch = ArchConfig.from_source(locate(str(tmp_path)))
-    assert (arch.architecture, arch.eos_token_ids, arch.sliding_window) == ("MistralForCausalLM", (2,), 0)
+    assert (arch.architecture, arch.eos_token_ids, arch.layers[0].window) == ("MistralForCausalLM", (2,), 0)
     assert same(original, tmp_path) and same(original, tmp_path, "mistral")
 
 

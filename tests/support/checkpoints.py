@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
@@ -52,8 +55,9 @@ from transformers import (
 )
 
 from raylm.model_files.source import locate
+from tests.support.more_families import KINDS, LEFT_OUT, Always, Kind
 
-_FILE = "model.safetensors"
+_FILE, _REFERENCE = "model.safetensors", "reference"
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>")
 BOS, EOS, END = range(3)
@@ -185,6 +189,26 @@ def mimo(folder: Path, **changes: object) -> Path:
     return folder
 
 
+def _of_kind(kind: Kind, folder: Path, **changes: object) -> Path:
+    """Where a family is stored in its own way, the folder `reference` has it as transformers reads it."""
+    fields = {name: value for name, value in {**_SIZES, **kind.fields, **changes}.items() if value is not LEFT_OUT}
+    if isinstance(kinds := fields.get("layer_types"), list):
+        count = fields["num_hidden_layers"]
+        fields["layer_types"] = (kinds * count)[:count]
+    config = CONFIG_MAPPING[kind.model_type](**fields)
+    if kind.stored is None:
+        return _save_model(AutoModelForCausalLM.from_config, config, folder)
+    _save_model(AutoModelForCausalLM.from_config, config, folder / _REFERENCE)
+    write_tokenizer(folder)
+    values = json.loads((folder / _REFERENCE / "config.json").read_text())
+    tensors = kind.stored.tensors(load_file(folder / _REFERENCE / _FILE), values)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _FILE)
+    values |= {"architectures": [kind.stored.architecture], **kind.stored.fields(values)}
+    (folder / "config.json").write_text(json.dumps(values))
+    shutil.copy(folder / _REFERENCE / "generation_config.json", folder)
+    return folder
+
+
 FAMILIES = {
     "llama": llama,
     "mistral": mistral,
@@ -202,6 +226,7 @@ FAMILIES = {
     "starcoder2": starcoder2,
     "stablelm": stablelm,
     "bloom": bloom,
+    **{name: functools.partial(_of_kind, kind) for name, kind in KINDS.items()},
 }
 
 
@@ -241,13 +266,21 @@ def eagle3(folder: Path, target: Path, *, leave_out: tuple[str, ...] = (), **cha
 
 def reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32, with attention spelled out. (Of a MiMo the base, which is a Qwen2.)"""
+    stored = folder
+    if (folder / _REFERENCE).is_dir():
+        folder = folder / _REFERENCE
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] == "mimo":
         config = Qwen2Config(**{**config, "model_type": "qwen2"}, attn_implementation="eager")
         model = Qwen2ForCausalLM(config)
         model.load_state_dict({k: v for k, v in load_file(folder / _FILE).items() if "mtp_layers" not in k})
         return model.eval()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if json.loads((stored / "config.json").read_text())["architectures"] == ["DeepseekForCausalLM"]:
+        for layer in model.model.layers:
+            # Its shared experts are not gated: here, by 1.
+            layer.mlp.shared_expert_gate = Always(100.0)
+    return model
 
 
 @functools.cache
@@ -347,16 +380,24 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _save(model_class: type, config_class: type, folder: Path, changes: dict[str, object]) -> Path:
-    config = config_class(**{**_SIZES, **changes})
+    return _save_model(model_class, config_class(**{**_SIZES, **changes}), folder)
+
+
+def _save_model(make: Callable[..., PreTrainedModel], config: object, folder: Path) -> Path:
+    """With random weights."""
     config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(config)
+        model = make(config)
         for name, parameter in model.named_parameters():
             # Larger than a fresh model's, and norms that differ from 1: or a mistake would hide in the noise.
-            is_norm = name.endswith(("norm.weight", "ln_f.weight"))
-            offset = 1.0 if is_norm and "gemma" not in config.model_type else 0.0
+            is_norm = name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight"))
+            counts_from_1 = config.model_type.startswith(("gemma", "nemotron"))
+            offset = 1.0 if is_norm and not counts_from_1 else 0.0
             torch.nn.init.normal_(parameter, mean=offset, std=0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.15)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

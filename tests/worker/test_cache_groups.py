@@ -25,9 +25,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> ArchConfig:
 
 def shaped(arch: ArchConfig, kinds: str, *, window: int = 512) -> ArchConfig:
     """The model with one layer a letter: s for sliding, f for full attention."""
-    names = {"s": "sliding", "f": "full"}
-    layer_kinds = tuple(names[kind] for kind in kinds)
-    return dataclasses.replace(arch, num_layers=len(kinds), layer_kinds=layer_kinds, sliding_window=window)
+    layer, windows = arch.layers[0], {"s": window, "f": 0}
+    return dataclasses.replace(arch, layers=tuple(dataclasses.replace(layer, window=windows[kind]) for kind in kinds))
 
 
 GEMMA_270M = "sssssf" * 3

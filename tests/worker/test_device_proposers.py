@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylm.layers.attention import AttentionMetadata
+from raylm.layers.attention import AttentionMetadata, LayerInput
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
@@ -144,7 +144,7 @@ class Rig:
             max_query_len=max(lens),
             max_seq_len=MAX_TOKENS,
         )
-        self.model(token_ids, positions, self._caches, [meta] * len(self._caches))
+        self.model(token_ids, [LayerInput(positions, pair, meta) for pair in self._caches])
         for row in order:
             known = int(self.rows.num_known[row])
             tokens = gives.get(row, [])

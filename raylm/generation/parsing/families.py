@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from raylm.generation.parsing import formats
 from raylm.generation.parsing.formats import CallFormat, ReasoningFormat
+from raylm.plugins import Group, load_plugin, plugin_names
 
 _T = TypeVar("_T")
 
@@ -103,10 +104,10 @@ def model_format(chat_template: str, *, calls: str = "auto", reasoning: str = "a
     ValueError: no such name; its sentence names those that are.
     """
     return ModelFormat(
-        _by_marks(chat_template, _CALL_MARKS) if calls == "auto" else _named("calls", calls, CALLS),
+        _by_marks(chat_template, _CALL_MARKS) if calls == "auto" else _named(calls, CALLS, _CALL_PLUGINS),
         _by_marks(chat_template, _REASONING_MARKS)
         if reasoning == "auto"
-        else _named("reasoning", reasoning, REASONING),
+        else _named(reasoning, REASONING, _REASONING_PLUGINS),
     )
 
 
@@ -114,9 +115,28 @@ def _by_marks(template: str, table: tuple[tuple[tuple[str, ...], _T], ...]) -> _
     return next((form for marks, form in table if all(mark in template for mark in marks)), None)
 
 
-def _named(what: str, name: str, known: Mapping[str, _T]) -> _T | None:
+class _Plugins(NamedTuple, Generic[_T]):
+    """Formats of other packages. what: what they are of."""
+
+    what: str
+    group: Group
+    form: type[_T]
+
+
+_CALL_PLUGINS = _Plugins("calls", "raylm.tool_parsers", CallFormat)
+_REASONING_PLUGINS = _Plugins("reasoning", "raylm.reasoning_parsers", ReasoningFormat)
+
+
+def _named(name: str, known: Mapping[str, _T], plugins: _Plugins[_T]) -> _T | None:
     if name == "none":
         return None
-    if name not in known:
-        raise ValueError(f"{name!r} is no format of {what}: it is auto, none, {', '.join(sorted(known))}")
-    return known[name]
+    if name in known:
+        return known[name]
+    others = plugin_names(plugins.group)
+    if name not in others:
+        names = ", ".join(sorted([*known, *others]))
+        raise ValueError(f"{name!r} is no format of {plugins.what}: it is auto, none, {names}")
+    found = load_plugin(plugins.group, name)
+    if not isinstance(found, plugins.form):
+        raise ValueError(f"the plug-in {name!r} ({plugins.group}) is no {plugins.form.__name__}, but {found!r}")
+    return found

@@ -7,21 +7,19 @@ from dataclasses import replace
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import TensorNames
-from raylm.models.read_folder import dense
+from raylm.models.names import MEGATRON_WEIGHTS, TensorNames
+from raylm.models.read_folder import dense, mlp_of
 
 
 def _read(fields: Fields) -> ArchConfig:
     sized = fields.having(intermediate_size=4 * fields.integer("hidden_size"))
     return replace(
-        dense(sized, ropes={}, activation="gelu_tanh"),
+        dense(sized, ropes={}, mlp=mlp_of(sized, activation="gelu_new", gated=False, bias=True)),
+        alibi=True,
         norm="layer",
         embed_norm=True,
-        gated_mlp=False,
-        qkv_by_heads=True,
         qkv_bias=True,
         o_bias=True,
-        mlp_bias=True,
     )
 
 
@@ -53,12 +51,10 @@ ARCHITECTURES = {
                 "word_embeddings_layernorm": ("embed_norm", None),
                 "h": ("layers", None),
                 "self_attention": ("self_attn", None),
-                "query_key_value": ("qkv_proj", None),
-                "dense": ("o_proj", None),
-                "dense_h_to_4h": ("up_proj", None),
-                "dense_4h_to_h": ("down_proj", None),
+                **MEGATRON_WEIGHTS,
                 "ln_f": ("norm", None),
             },
+            qkv_groups=True,
             prefixes=("transformer.",),
         ),
     )

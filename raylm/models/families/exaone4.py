@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import dense, named_kinds, repeated_kinds, rope_of
+from raylm.models.read_folder import dense
+from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 
 def _read(fields: Fields) -> ArchConfig:
     kinds, slides = _kinds(fields), fields.get("sliding_window") is not None
     rope = rope_of(fields, "full")
-    arch = dense(fields, kinds=kinds, ropes={"full": rope, "sliding": rope})
-    nope_layers = tuple(layer for layer, kind in enumerate(kinds) if slides and kind == "full")
-    return replace(arch, norm_place="post", qk_norm=True, nope_layers=nope_layers)
+    nope_layers = [layer for layer, kind in enumerate(kinds) if slides and kind == "full"]
+    arch = dense(fields, kinds=kinds, ropes={"full": rope, "sliding": rope}, nope_layers=nope_layers)
+    return replace(arch, norm_place="post", qk_norm="head")
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raylm.layers.rope_settings import RopeSettings
-from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import activation_of, dense, named_kinds, repeated_kinds
+from raylm.models.read_folder import dense, mlp_of
+from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds
 
 _ACTIVATION = "gelu_pytorch_tanh"
 
@@ -17,7 +18,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 def _read(fields: Fields) -> ArchConfig:
     # The first checkpoints say "gelu" and mean this one.
     legacy = fields.having(hidden_act=_ACTIVATION) if fields.get("hidden_act") == "gelu" else fields
-    return _gemma(fields, dense(fields, activation=activation_of(legacy, "hidden_act", _ACTIVATION)))
+    return _gemma(fields, dense(fields, mlp=mlp_of(legacy, activation=_ACTIVATION)))
 
 
 def _read_gemma2(fields: Fields) -> ArchConfig:
@@ -28,9 +29,9 @@ def read_gemma2(
     fields: Fields, kinds: list[LayerKind], ropes: dict[LayerKind, RopeSettings] | None = None
 ) -> ArchConfig:
     """A Gemma 2 of such layers; `ropes` as dense takes them. Raises ConfigError."""
-    activation = activation_of(fields, "hidden_activation", _ACTIVATION)
+    mlp = mlp_of(fields, activation=_ACTIVATION, name="hidden_activation")
     return replace(
-        _gemma(fields, dense(fields, kinds=kinds, ropes=ropes, activation=activation)),
+        _gemma(fields, dense(fields, kinds=kinds, ropes=ropes, mlp=mlp)),
         norm_place="sandwich",
         attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models import read_gguf
-from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.arch import ArchConfig
 from raylm.models.families.gemma import read_gemma2
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import GGUF_WEIGHTS, TensorNames
-from raylm.models.read_folder import named_kinds, repeated_kinds, rope_of
+from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
 """Of so many layers the last is full, in all released models."""
@@ -27,7 +27,7 @@ def _read(fields: Fields) -> ArchConfig:
     }
     kinds = _kinds(fields)
     used = {kind: rope for kind, rope in ropes.items() if kind in kinds}
-    return replace(read_gemma2(fields, kinds, used), qk_norm=True)
+    return replace(read_gemma2(fields, kinds, used), qk_norm="head")
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -46,12 +46,11 @@ def _read_gguf(header: read_gguf.Header) -> ArchConfig:
         kinds = repeated_kinds(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
     local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
     ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
-    arch = read_gguf.dense(header, kinds=kinds, ropes=ropes)
+    arch = read_gguf.dense(header, kinds=kinds, ropes=ropes, activation="gelu_tanh")
     # The largest one's scores are scaled by what its heads would have if they were as wide as the model.
     return replace(
         arch,
-        activation="gelu_tanh",
-        qk_norm=True,
+        qk_norm="head",
         norm_place="sandwich",
         embedding_multiplier=arch.hidden_size**0.5,
         attention_scale=(arch.hidden_size // arch.num_heads if count == _LAYERS_OF_27B else head_dim) ** -0.5,

@@ -10,7 +10,7 @@ from raylm.models.family import Family
 from raylm.models.fields import Fields
 
 
-def _read(fields: Fields) -> ArchConfig:
+def read_granite(fields: Fields) -> ArchConfig:
     return replace(
         read_llama(fields),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
@@ -20,4 +20,4 @@ def _read(fields: Fields) -> ArchConfig:
     )
 
 
-ARCHITECTURES = {"GraniteForCausalLM": Family(read=_read, defaults={"max_position_embeddings": 2048})}
+ARCHITECTURES = {"GraniteForCausalLM": Family(read=read_granite, defaults={"max_position_embeddings": 2048})}

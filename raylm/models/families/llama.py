@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from raylm.models import read_gguf
@@ -9,13 +10,14 @@ from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import TensorNames
-from raylm.models.read_folder import dense
+from raylm.models.read_folder import dense, mlp_of
 
 
-def read_llama(fields: Fields) -> ArchConfig:
-    """With biases where config.json says so. Raises ConfigError."""
+def read_llama(fields: Fields, nope_layers: Collection[int] = ()) -> ArchConfig:
+    """With biases where config.json says so; `nope_layers` as dense takes them. Raises ConfigError."""
     biased = fields.flag("attention_bias", False)
-    return replace(dense(fields), qkv_bias=biased, o_bias=biased, mlp_bias=fields.flag("mlp_bias", False))
+    mlp = mlp_of(fields, bias=fields.flag("mlp_bias", False))
+    return replace(dense(fields, mlp=mlp, nope_layers=nope_layers), qkv_bias=biased, o_bias=biased)
 
 
 ARCHITECTURES = {

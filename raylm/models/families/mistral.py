@@ -5,7 +5,8 @@ from __future__ import annotations
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import dense, named_kinds, uniform_kinds
+from raylm.models.read_folder import dense
+from raylm.models.read_layers import named_kinds, uniform_kinds
 
 
 def read_mistral(fields: Fields) -> ArchConfig:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raylm.models import read_gguf
-from raylm.models.arch import ArchConfig, LayerKind
+from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.read_folder import dense, named_kinds
+from raylm.models.read_folder import dense
+from raylm.models.read_layers import LayerKind, named_kinds
 
 DEFAULTS: dict[str, object] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 
@@ -17,9 +18,9 @@ def read_qwen2(fields: Fields) -> ArchConfig:
     return replace(dense(fields, kinds=_kinds(fields)), qkv_bias=True)
 
 
-def _read_qwen3(fields: Fields) -> ArchConfig:
+def read_qwen3(fields: Fields) -> ArchConfig:
     biased = fields.flag("attention_bias", False)
-    return replace(dense(fields, kinds=_kinds(fields)), qk_norm=True, qkv_bias=biased, o_bias=biased)
+    return replace(dense(fields, kinds=_kinds(fields)), qk_norm="head", qkv_bias=biased, o_bias=biased)
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -33,12 +34,12 @@ def _kinds(fields: Fields) -> list[LayerKind]:
 
 
 def _read_qwen3_gguf(header: read_gguf.Header) -> ArchConfig:
-    return replace(read_gguf.dense(header), qk_norm=True)
+    return replace(read_gguf.dense(header), qk_norm="head")
 
 
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Family(read=read_qwen2, defaults=DEFAULTS, gguf={"qwen2": read_gguf.dense}),
     "Qwen3ForCausalLM": Family(
-        read=_read_qwen3, defaults={**DEFAULTS, "head_dim": 128}, gguf={"qwen3": _read_qwen3_gguf}
+        read=read_qwen3, defaults={**DEFAULTS, "head_dim": 128}, gguf={"qwen3": _read_qwen3_gguf}
     ),
 }

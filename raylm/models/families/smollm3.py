@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raylm.models.arch import ArchConfig
 from raylm.models.families.llama import read_llama
 from raylm.models.family import Family
@@ -13,13 +11,12 @@ from raylm.models.fields import Fields
 def _read(fields: Fields) -> ArchConfig:
     if fields.flag("use_sliding_window", False):
         raise fields.error("use_sliding_window", True, "false")
-    arch = read_llama(fields)
-    return replace(arch, nope_layers=_nope_layers(fields, arch.num_layers))
+    return read_llama(fields, _nope_layers(fields))
 
 
-def _nope_layers(fields: Fields, count: int) -> tuple[int, ...]:
+def _nope_layers(fields: Fields) -> tuple[int, ...]:
     """no_rope_layers has a 0 for each of them."""
-    name = "no_rope_layers"
+    name, count = "no_rope_layers", fields.integer("num_hidden_layers")
     if fields.get(name) is None:
         interval = fields.integer("no_rope_layer_interval", 4)
         return tuple(range(interval - 1, count, interval))

@@ -11,10 +11,16 @@ from raylm.models.read_folder import dense
 
 
 def _read(fields: Fields) -> ArchConfig:
-    for name in ("use_parallel_residual", "qk_layernorm"):
-        if fields.flag(name, False):
-            raise fields.error(name, True, "false")
-    return replace(dense(fields), norm="layer", qkv_bias=fields.flag("use_qkv_bias", False))
+    if fields.flag("qk_layernorm", False):
+        raise fields.error("qk_layernorm", True, "false")
+    is_parallel = fields.flag("use_parallel_residual", False)
+    return replace(
+        dense(fields),
+        norm="layer",
+        norm_place="parallel" if is_parallel else "pre",
+        shared_norm=is_parallel,
+        qkv_bias=fields.flag("use_qkv_bias", False),
+    )
 
 
 ARCHITECTURES = {

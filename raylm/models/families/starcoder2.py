@@ -8,19 +8,18 @@ from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.names import HF_WEIGHTS, TensorNames
-from raylm.models.read_folder import activation_of, dense, uniform_kinds
+from raylm.models.read_folder import dense, mlp_of
+from raylm.models.read_layers import uniform_kinds
 
 
 def _read(fields: Fields) -> ArchConfig:
     biased = fields.flag("use_bias", True)
-    activation = activation_of(fields, "hidden_act", "gelu_pytorch_tanh")
+    mlp = mlp_of(fields, activation="gelu_pytorch_tanh", gated=False, bias=biased)
     return replace(
-        dense(fields, kinds=uniform_kinds(fields), activation=activation),
+        dense(fields, kinds=uniform_kinds(fields), mlp=mlp),
         norm="layer",
-        gated_mlp=False,
         qkv_bias=biased,
         o_bias=biased,
-        mlp_bias=biased,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raylm.config.application import load_model
+from raylm.config.engine_keys import Sections
 from raylm.config.files import INGRESS_PATH, MODEL_PATH
 from raylm.executor.local_ray import set_local_defaults, start_local_ray
 from raylm.log import Laps, get_logger
@@ -46,9 +47,11 @@ def serve_command(
     host: str | None = None,
     port: int | None = None,
     given: HttpGiven = NOTHING_GIVEN,
+    engine: Sections | None = None,
 ) -> None:
     """Serve a Serve config file, an engine config file, a model folder, a .gguf file or a demo name until Ctrl-C.
-    `folder` is this server's alone; `front` and `given` are what the command line says of HAProxy and of the HTTP face.
+    `folder` is this server's alone; `front`, `given` and `engine` are what the command line says of HAProxy, of the
+    HTTP face and of the model's engine.
 
     Raises ConfigError before anything starts, RaylmError when the application cannot be deployed.
     """
@@ -58,7 +61,7 @@ def serve_command(
     _set_serve_defaults()
     limits = front.config()
     with closing(set_front(folder, limits, source=front.source)):
-        config = serve_config(target, host=host, port=port, given=given)
+        config = serve_config(target, host=host, port=port, given=given, engine=engine or {})
         options = config["http_options"]
         check_address(options["host"], options["port"])
         _bring_weights(config)

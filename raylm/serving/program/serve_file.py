@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from raylm.config.application import IngressConfig, ModelDeployment, load_ingress, load_model
 from raylm.config.base import load_yaml, parse, parse_foreign
 from raylm.config.engine import EngineConfig
+from raylm.config.engine_keys import Sections, overridden
 from raylm.config.files import INGRESS_PATH, MODEL_PATH, read_config
 from raylm.config.tenants import TenantsConfig
 from raylm.errors import ConfigError
@@ -45,21 +46,43 @@ NOTHING_GIVEN = HttpGiven()
 
 
 def serve_config(
-    target: str, *, host: str | None, port: int | None, given: HttpGiven = NOTHING_GIVEN
+    target: str,
+    *,
+    host: str | None,
+    port: int | None,
+    given: HttpGiven = NOTHING_GIVEN,
+    engine: Sections | None = None,
 ) -> dict[str, Any]:
     """The Serve config file's content for whatever `raylm serve` was given, checked. What is None is the file's own, or
-    a default. Raises ConfigError."""
+    a default; `engine` holds for its one model. Raises ConfigError."""
     data = read_config(target) if target.endswith((".yaml", ".yml")) else {"model": {"path": target}}
     if not isinstance(data, dict):
         raise ConfigError(f"{target}: a mapping is expected, not {type(data).__name__}")
     options: dict[str, Any] = {"host": "127.0.0.1", "port": 8000}
     if is_serve_file(data):
         options.update(_check_serve_keys(data, source=target))
+        if engine:
+            data = {**data, "applications": _with_engine(data["applications"], engine, source=target)}
     else:
-        data = _applications_of(parse(EngineConfig, data, source=target))
+        data = _applications_of(parse(EngineConfig, overridden(data, engine or {}), source=target))
     _check_applications(data["applications"], given, source=target)
     options.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
     return {**data, "http_options": options}
+
+
+def _with_engine(applications: list[dict[str, Any]], given: Sections, *, source: str) -> list[dict[str, Any]]:
+    """The applications with these values in their one model. Raises ConfigError where there are several."""
+    models = [application for application in applications if application["import_path"] == MODEL_PATH]
+    if len(models) != 1:
+        options = ", ".join(f"{section}.{key}" for section, values in given.items() for key in values)
+        raise ConfigError(f"{source} has {len(models)} models; options of an engine ({options}) go with one")
+    args = models[0].get("args") or {}
+    engine = args.get("engine", {})
+    if isinstance(engine, str):
+        engine = read_config(engine)
+    if isinstance(engine, dict):
+        models[0]["args"] = {**args, "engine": overridden(engine, given)}
+    return applications
 
 
 def _check_serve_keys(data: dict[str, Any], *, source: str) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from raylm.config.resolve import resolve
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.models.blocks import Build
 from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
-from raylm.worker.gpus import GPUS, find_gpu
-from raylm.worker.sizing import Sizing
+from raylm.planning.gpus import GPUS, find_gpu
+from raylm.planning.sizing import Sizing
 from tests.support import checkpoints
 
 LLAMA_8B = 16_060_522_496
@@ -60,7 +61,7 @@ def test_tensor_ranks_split_weights_and_heads_and_copy_what_they_cannot_split(ll
     assert plan.kv_bytes_token == 131_072 and plan.kv_bytes_token_gpu == kv_bytes
     assert plan.weight_bytes == LLAMA_8B
     context = ParallelContext(0, 0, tensor, 0, 1, torch.device("meta"))
-    model = model_class(llama_8b.architecture)(llama_8b, context, torch.bfloat16)
+    model = model_class(llama_8b.architecture)(Build(llama_8b, context, torch.bfloat16))
     assert plan.weight_bytes_gpu == sum(parameter.nbytes for parameter in model.parameters())
     assert LLAMA_8B / tensor < plan.weight_bytes_gpu < 1.03 * LLAMA_8B / tensor + 2 * 2 * 32 * 4096 * 1024
 

@@ -11,15 +11,15 @@ from raylm.config.engine import ParallelConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
-from raylm.layers.linear import kv_heads_of_rank
-from raylm.models.arch import ArchConfig
+from raylm.layers.heads import kv_heads_of_rank
+from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline
+from raylm.planning.gpus import Gpu
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_dtype
 from raylm.worker.drafting import outline_drafting
-from raylm.worker.gpus import Gpu
 
 GIB = 1 << 30
 CUDA_BYTES = 2 * GIB
@@ -88,7 +88,7 @@ class Sizing:
         limit = config.model.max_model_len or arch.max_position
         if not 2 <= context <= limit:
             raise ConfigError(f"--context is {context}, but this model takes requests of 2 to {limit} tokens")
-        arch = target_arch(arch, config.speculation)
+        arch = target_arch(arch, config)
         self._config = config
         self._arch = arch
         self._gpu = gpu
@@ -168,7 +168,7 @@ class Sizing:
         if drafting is not None:
             held += drafting.weight_bytes
             block += self._config.cache.block_size * drafting.shape.bytes_per_token(self._dtype)
-        seen = sum(min(arch.window(layer) or self._context, self._context) for layer in model.layer_numbers)
+        seen = sum(min(arch.layers[layer].window or self._context, self._context) for layer in model.layer_numbers)
         kv = 2 * kv_heads * arch.head_dim * self._dtype.itemsize * seen
         return _Stage(held, read, _bytes(model.layers), block, kv)
 
@@ -178,13 +178,13 @@ class Sizing:
 
     def _step_bytes(self, tensor: int) -> int:
         arch, item = self._arch, self._dtype.itemsize
-        mlp = 3 * arch.intermediate_size // tensor
+        mlp = max(_mlp_columns(layer.mlp, arch.hidden_size, tensor) for layer in arch.layers)
         heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
         hidden = 3 * arch.hidden_size
         # Logits in the model's type, and twice in float32 while they are sampled from.
         logits = self._config.scheduler.max_num_seqs * arch.vocab_size * (item + 8)
-        tables = {arch.ropes[kind] for kind in arch.layer_kinds if kind in arch.ropes}
-        rotary = len(tables) * arch.max_position * arch.head_dim * 4
+        ropes = {layer.rope for layer in arch.layers if layer.rope is not None}
+        rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
         return self._chunk * (max(mlp, heads) + hidden) * item + logits + rotary
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
@@ -216,6 +216,14 @@ class Sizing:
                 f"less than one request of {self._context:,}"
             )
         return None
+
+
+def _mlp_columns(mlp: MLPSpec | ExpertsSpec, hidden: int, tensor: int) -> int:
+    """Numbers a token that are there at once."""
+    if isinstance(mlp, MLPSpec):
+        return 3 * mlp.size // tensor
+    # Each token's copies, what its experts make of them, and that in float32.
+    return mlp.per_token * (3 * mlp.size // tensor + 3 * hidden)
 
 
 def _bytes(module: torch.nn.Module) -> int:

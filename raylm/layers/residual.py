@@ -1,0 +1,55 @@
+"""The residual stream: what every layer of a model reads and adds to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from raylm.layers.linear import RowParallelLinear
+from raylm.layers.norm import LayerNorm, RMSNorm
+from raylm.parallel import collectives
+from raylm.parallel.context import ParallelContext
+
+
+class ResidualStream:
+    """The residual stream of a step, [T, hidden_size], changed in place.
+
+    What was added last waits: the norm that reads the stream next adds it, and where norms sum (RMSNorm's `sums`) sums
+    it over the tensor ranks, in one kernel.
+    """
+
+    __slots__ = ("_context", "_hidden", "_multiplier", "_norms_sum", "_waiting")
+
+    def __init__(
+        self, hidden: Tensor, context: ParallelContext, *, norms_sum: bool = False, multiplier: float = 1.0
+    ) -> None:
+        """`multiplier`: of everything that is added."""
+        self._hidden = hidden
+        self._context = context
+        self._norms_sum = norms_sum
+        self._multiplier = multiplier
+        self._waiting: Tensor | None = None
+
+    def normed(self, norm: RMSNorm | LayerNorm) -> Tensor:
+        """The norm of the stream."""
+        waiting, self._waiting = self._waiting, None
+        normed: Tensor = norm(self._hidden, waiting)
+        return normed
+
+    def add(self, delta: Tensor) -> None:
+        """Add `delta`, which may be overwritten. Where norms sum, it is what a RowParallelLinear returned."""
+        assert self._waiting is None, "the stream is read between two additions"
+        self._waiting = delta if self._multiplier == 1.0 else delta.mul_(self._multiplier)
+
+    def add_product(self, linear: RowParallelLinear, x: Tensor) -> None:
+        """Add linear(x): of many rows without another pass over the stream."""
+        if not linear.add_product(self._hidden, x, self._multiplier):
+            self.add(linear(x))
+
+    def total(self) -> Tensor:
+        """The stream itself, with everything added that waits."""
+        if (waiting := self._waiting) is not None:
+            self._waiting = None
+            # Without a norm behind it, what was left to one is summed here.
+            left = self._norms_sum and collectives.norm_sums(waiting, self._context)
+            self._hidden.add_(collectives.all_reduce(waiting, self._context) if left else waiting)
+        return self._hidden

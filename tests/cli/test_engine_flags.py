@@ -1,0 +1,117 @@
+"""Options that are made of the configuration's fields, and vLLM's names of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from raylm import LLM
+from raylm.cli import make_parser
+from raylm.cli.options import engine_config
+from raylm.config.engine import EngineConfig
+from raylm.config.engine_keys import engine_keys, engine_sections
+from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE
+from raylm.errors import ConfigError
+from raylm.serving.program.serve_file import serve_config
+from tests.cli import vllm_table
+
+_SAMPLES = {int: "3", float: "0.5", str: "x", dict: '{"a": 2}'}
+
+
+def given(*words: str) -> EngineConfig:
+    return engine_config(make_parser().parse_args(["doctor", "some/model", *words]))
+
+
+def test_every_key_is_an_option():
+    """Each with a value of its type reaches its key."""
+    parser = make_parser()
+    for key in engine_keys().values():
+        flag = "--" + key.name.replace("_", "-")
+        words = [flag] if key.kind is bool else [flag, str(key.choices[0]) if key.choices else _SAMPLES[key.kind]]
+        args = parser.parse_args(["serve", "m", *words])
+        value = vars(args)["engine:" + key.name]
+        assert (value[0] if key.several else value) is not None, key
+
+
+def test_options_and_their_opposites():
+    config = given("--no-cuda-graphs", "--no-prefix-caching", "--speculation-method", "ngram")
+    assert (config.runtime.cuda_graphs, config.cache.prefix_caching) == (False, False)
+    assert config.speculation.method == "ngram"
+    assert given("--pipeline", "2", "--stage-layers", "2", "1").parallel.stage_layers == [2, 1]
+
+
+def test_vllm_names():
+    config = given(
+        *("--tensor-parallel-size", "4", "-pp", "2", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--gpu-memory-utilization", "0.8", "--served-model-name", "chat", "--dtype", "half", "--swap-space", "2"),
+        *("--tool-call-parser", "hermes", "--scheduling-policy", "priority", "--enable-chunked-prefill"),
+    )
+    assert (config.parallel.tensor, config.parallel.pipeline) == (4, 2)
+    assert (config.runtime.cuda_graphs, config.cache.prefix_caching) == (False, False)
+    assert (config.cache.gpu_memory_utilization, config.cache.swap_gib) == (0.8, 2)
+    assert (config.model.served_name, config.model.dtype) == ("chat", "float16")
+    assert (config.chat.tools, config.scheduler.policy) == ("hermes", "priority")
+    assert given("--enable-prefix-caching").cache.prefix_caching
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_raylm_has_not_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]):
+    flag = f"-{name}" if len(name) == 2 else "--" + name.replace("_", "-")
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", flag, "1", "some/model"])
+    assert f"{flag} is not taken: {REFUSED[name]}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"{name} is not taken: "):
+        engine_sections({name: 1}, source="LLM(...)")
+
+
+def test_what_asks_for_what_is_done_anyway():
+    for name in ANYWAY:
+        words = ["--" + name.replace("_", "-"), *(["1"] if name in TAKES_VALUE else [])]
+        assert engine_config(make_parser().parse_args(["doctor", *words, "some/model"])) == given()
+        assert engine_sections({name: True}, source="LLM(...)") == {}
+
+
+def test_the_tables_do_not_overlap():
+    assert not NAMES.keys() & ANYWAY.keys() and not NAMES.keys() & REFUSED.keys() and not ANYWAY.keys() & REFUSED.keys()
+    assert not engine_keys().keys() & {*NAMES, *ANYWAY, *REFUSED}
+    assert {renamed.key for renamed in NAMES.values()} <= engine_keys().keys()
+
+
+def test_an_unknown_name():
+    with pytest.raises(ConfigError, match="there is no option 'max_modl_len' \\(did you mean 'max_model_len'\\?\\)"):
+        engine_sections({"max_modl_len": 3}, source="LLM(...)")
+    with pytest.raises(ConfigError, match="there is no option 'tensor_paralel_size'"):
+        LLM("some/model", tensor_paralel_size=2)
+    with pytest.raises(ConfigError, match="dtype is given beside a whole EngineConfig"):
+        LLM(EngineConfig.model_validate({"model": {"path": "x"}}), dtype="auto")
+
+
+def test_a_near_name_is_told(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", "some/model", "--max-modl-len=3"])
+    assert "unrecognized arguments: --max-modl-len=3 (did you mean --max-model-len?)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("demo")
+def test_serve_takes_them_for_its_one_model(tmp_path):
+    sections = {"scheduler": {"max_num_seqs": 5}}
+    (_, entry) = serve_config("smollm2-135m", host=None, port=None, engine=sections)["applications"]
+    assert entry["args"]["engine"]["scheduler"]["max_num_seqs"] == 5
+    one = "\n".join(
+        [
+            "applications:",
+            "- {name: llm, route_prefix: /, import_path: 'raylm.serving.app:build_ingress'}",
+            "- {name: a, route_prefix: null, import_path: 'raylm.serving.app:build_model',",
+            "   args: {engine: {model: {path: smollm2-135m, name: a}}}}",
+        ]
+    )
+    (tmp_path / "one.yaml").write_text(one)
+    (_, entry) = serve_config(str(tmp_path / "one.yaml"), host=None, port=None, engine=sections)["applications"]
+    assert entry["args"]["engine"] == {"model": {"path": "smollm2-135m", "name": "a"}, **sections}
+    two = one + "\n" + "\n".join(one.split("\n")[2:]).replace("name: a", "name: b")
+    (tmp_path / "two.yaml").write_text(two)
+    with pytest.raises(ConfigError, match=r"has 2 models; options of an engine \(scheduler.max_num_seqs\) go with one"):
+        serve_config(str(tmp_path / "two.yaml"), host=None, port=None, engine=sections)
+
+
+def test_the_page_is_current():
+    assert vllm_table.PATH.read_text(encoding="utf-8") == vllm_table.text(), "python -m tests.cli.vllm_table"

@@ -1,0 +1,109 @@
+"""raylm::route and raylm::experts: which experts a token goes to, and what they make of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylm import ops
+from tests.ops.op_reference import DTYPES, close, gated
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
+
+
+def _routed(logits: Tensor, bias: Tensor | None, options: dict) -> tuple[list[list[float]], list[list[int]]]:
+    """Row by row, in plain Python."""
+    weights, chosen = [], []
+    for row in logits.double():
+        scores = torch.sigmoid(row) if options["sigmoid"] else torch.softmax(row, -1)
+        preferred = (scores if bias is None else scores + bias.double()).tolist()
+        width = len(preferred) // options["groups"]
+        groups = [preferred[first : first + width] for first in range(0, len(preferred), width)]
+        ranked = sorted(range(len(groups)), key=lambda group: -sum(sorted(groups[group])[-2:]))
+        allowed = {group * width + i for group in ranked[: options["groups_per_token"]] for i in range(width)}
+        best = sorted(allowed, key=lambda expert: -preferred[expert])[: options["per_token"]]
+        found = [float(scores[expert]) for expert in best]
+        total = sum(found) if options["normalized"] else 1.0
+        weights.append([options["scale"] * each / total for each in found])
+        chosen.append(best)
+    return weights, chosen
+
+
+PLAIN = {"per_token": 2, "sigmoid": False, "normalized": True, "scale": 1.0, "groups": 1, "groups_per_token": 1}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_experts", "biased", "changes"),
+    [
+        (8, False, {}),
+        (128, False, {"per_token": 8, "normalized": False}),
+        (6, False, {"per_token": 6}),
+        (60, True, {"per_token": 4, "sigmoid": True, "scale": 2.5}),
+        (32, True, {"per_token": 4, "sigmoid": True, "groups": 8, "groups_per_token": 3, "normalized": False}),
+    ],
+)
+def test_route_matches_reference(op, device, dtype, num_experts, biased, changes):
+    options = {**PLAIN, **changes}
+    # Apart enough that rounding does not change who is first.
+    ranks = torch.stack([_random(num_experts, seed=row).argsort() for row in range(17)])
+    logits = (ranks / num_experts - 0.5).to(dtype)
+    bias = _random(num_experts, seed=5) / 10 if biased else None
+    weights, chosen = op("route")(logits.to(device), None if bias is None else bias.to(device), *options.values())
+    expected, experts = _routed(logits, bias, options)
+    assert weights.dtype == torch.float32 and chosen.dtype == torch.int64
+    assert chosen.tolist() == experts
+    torch.testing.assert_close(weights.cpu(), torch.tensor(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "per_token", "hidden", "size"),
+    [(0, 4, 2, 64, 32), (1, 8, 2, 64, 32), (5, 4, 4, 64, 32), (40, 60, 4, 128, 64), (300, 8, 2, 64, 96)],
+)
+def test_experts_match_reference(op, device, activation, dtype, rows, num_experts, per_token, hidden, size):
+    x, down = _random(rows, hidden), _random(num_experts, hidden, size) / size**0.5
+    gate_up = _random(num_experts, 2 * size, hidden, seed=1) / hidden**0.5
+    x, gate_up, down = (tensor.to(device, dtype) for tensor in (x, gate_up, down))
+    # Some experts have no token, one has many.
+    logits = _random(rows, num_experts, seed=2)
+    logits[: rows // 2, 1] += 3
+    weights, chosen = ops.route(logits.to(device), None, **{**PLAIN, "per_token": per_token})
+    out = op("experts")(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
+    expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
+    for row in range(rows):
+        for weight, expert in zip(weights[row].tolist(), chosen[row].tolist(), strict=True):
+            inner = gated(gate_up[expert].double() @ x[row].double(), activation)
+            expected[row] += weight * (down[expert].double() @ inner)
+    assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
+    close(out, expected, scale=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_holds_them(dtype):
+    """Who goes where is decided anew in every replay."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    gate_up, down = _random(8, 64, 64).to("cuda", dtype) / 8, _random(8, 64, 32).to("cuda", dtype) / 6
+    router, x = _random(8, 64).to("cuda", dtype), _random(5, 64).to("cuda", dtype)
+
+    def run() -> Tensor:
+        weights, chosen = ops.route(x @ router.t(), None, **PLAIN)
+        return ops.experts(x, gate_up, down, weights, chosen, "silu")
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed in range(3):
+        x.copy_(_random(5, 64, seed=seed))
+        graph.replay()
+        torch.testing.assert_close(out, run())
