@@ -53,7 +53,7 @@ class Fields:
         """A list of positive numbers."""
         value = self._value(name, None)
         numbers = value if isinstance(value, list) else [None]
-        if any(isinstance(each, bool) or not isinstance(each, int | float) or each <= 0 for each in numbers):
+        if any(type(each) not in (int, float) or not 0 < each <= _LARGEST for each in numbers):
             raise self.error(name, value, "a list of positive numbers")
         return tuple(float(each) for each in numbers)
 
