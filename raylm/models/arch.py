@@ -116,6 +116,8 @@ class ArchConfig:
     logits_divisor: float = 1.0
     mtp_layers: int = 0
     """Layers for multi-token prediction (MTP) that the checkpoint has beside its num_layers."""
+    unused_layers: int = 0
+    """Layers behind the others that the checkpoint has and raylm does not load."""
     uses_mtp: bool = False
     """Whether the MTP layers are loaded: speculative decoding uses them, nothing else does."""
     dtype: DTypeName

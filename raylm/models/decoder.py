@@ -100,11 +100,12 @@ class DecoderModel(nn.Module):
         return self._head
 
     def is_elsewhere(self, parameter: str) -> bool:
-        """Whether another stage has this parameter of the whole model."""
+        """Whether another stage has this parameter of the whole model, or none needs it."""
         top, _, rest = parameter.partition(".")
         if top == "layers":
             number = rest.partition(".")[0]
-            return number.isdecimal() and int(number) < self.arch.num_layers and int(number) not in self.layer_numbers
+            known = self.arch.num_layers + self.arch.unused_layers
+            return number.isdecimal() and int(number) < known and int(number) not in self.layer_numbers
         return top in ("embed_tokens", "embed_positions", "embed_norm", "norm", "lm_head") and not hasattr(self, top)
 
     def slots(self) -> dict[SlotName, Slot]:

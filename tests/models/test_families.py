@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
 from raylm.models import families, registry
 from raylm.models.families import baichuan
@@ -216,6 +217,20 @@ def test_gemma3_inside_a_checkpoint_with_vision(tmp_path: Path) -> None:
         found, found_logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=2)
         assert found == text
         assert all(torch.equal(found_logits[name], logits[name]) for name in logits)
+
+
+def test_a_layer_for_drafts_that_is_not_loaded(tmp_path: Path) -> None:
+    folder = checkpoints.FAMILIES["glm4_moe"](tmp_path, num_nextn_predict_layers=0)
+    expected, _ = generate(PagedRun(load(folder)), PROMPTS, num_tokens=2)
+    tensors = load_file(folder / "model.safetensors")
+    own = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in tensors.items() if ".2." in name}
+    own["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)
+    save_file(own | tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"without a place in this model: model\.layers\.3"):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert generate(PagedRun(load(folder)), PROMPTS, num_tokens=2)[0] == expected
 
 
 def test_one_rotary_table_for_equal_settings(tmp_path: Path) -> None:

@@ -28,9 +28,12 @@ def _read_cohere2(fields: Fields) -> ArchConfig:
 
 
 def _cohere(fields: Fields, arch: ArchConfig) -> ArchConfig:
+    # The published models say there what they were trained for in the end.
+    length = max(arch.max_position, fields.integer("model_max_length", arch.max_position))
     biased = fields.flag("attention_bias", False)
     return replace(
         arch,
+        max_position=length,
         norm="layer",
         norm_bias=False,
         norm_place="parallel",

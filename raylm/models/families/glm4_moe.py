@@ -29,6 +29,7 @@ def _read(fields: Fields) -> ArchConfig:
         dense(fields),
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
         qkv_bias=fields.flag("attention_bias", False),
+        unused_layers=_count(fields, "num_nextn_predict_layers"),
     )
     return with_experts(arch, experts, dense_layers=dense_layers)
 
@@ -67,7 +68,6 @@ ARCHITECTURES = {
             "norm_topk_prob": True,
         },
         field_names={"n_routed_experts": "num_experts"},
-        # The layer for multi-token prediction stands behind the others.
         names=TensorNames(folder=_SHARED),
     ),
     "DeepseekForCausalLM": Family(
