@@ -35,6 +35,7 @@ _linear_rows: Callable[..., int] = torch.ops.raylm.linear_rows.default
 _attention_kernels: Callable[..., tuple[bool, bool]] = torch.ops.raylm.attention_kernels.default
 _route: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.route.default
 _experts: Callable[..., Tensor] = torch.ops.raylm.experts.default
+_experts_kernels: Callable[..., bool] = torch.ops.raylm.experts_kernels.default
 _few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
 _few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
@@ -52,6 +53,8 @@ _peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add
 
 MAX_ARRIVALS = 4096
 """Counters that paged_attention has a use for: more blocks than any GPU runs at a time."""
+MAX_KERNEL_EXPERTS = 512
+"""Most experts that the compiled kernel of route chooses among."""
 MAX_KERNEL_TOP = 64
 """Most likeliest tokens that the compiled kernel of token_logprobs gives; for more, torch sorts."""
 
@@ -227,6 +230,8 @@ def route(
     whose two best sum to most (DeepSeek-V3, arXiv:2412.19437). Weights are the chosen ones' scores, `normalized` to sum
     to 1, times `scale`.
     """
+    if logits.is_cuda and logits.shape[1] > MAX_KERNEL_EXPERTS:
+        return fallback.route(logits, bias, per_token, sigmoid, normalized, scale, groups, groups_per_token)
     return _route(logits, bias, per_token, sigmoid, normalized, scale, groups, groups_per_token)
 
 
@@ -240,7 +245,12 @@ def experts(
 ) -> Tensor:
     """What the experts of each token make of it, summed with their weights: x [T, H]; gate_up [E, 2I, H], gate's rows
     first; down [E, H, I]; weights and chosen [T, n] as route gives them -> [T, H]. Between the products numbers are
-    rounded to x's dtype; the sum is in float32."""
+    rounded to x's dtype; the sum is in float32.
+
+    On Hopper GPUs kernels of raylm's do it for 16-bit numbers, up to 512 experts, H and I of multiples of 8, and rows
+    that begin at multiples of 16 bytes; the products are torch's where an expert has many rows."""
+    if x.is_cuda and not _experts_kernels(x, down):
+        return fallback.experts(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
     return _experts(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
 
 

@@ -54,6 +54,10 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: T
     )
 
 
+def experts_kernels(x: Tensor, down: Tensor) -> bool:
+    return False
+
+
 def _grouped(rows: Tensor, weight: Tensor, wanted: Tensor, ends: Tensor) -> Tensor:
     """Each row [K] times its own of weight [E, N, K]: rows are in the order of their experts, `wanted`, and those of
     expert e end before ends[e]."""

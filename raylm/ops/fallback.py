@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.ops.experts import experts, route
+from raylm.ops.experts import experts, experts_kernels, route
 from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
@@ -219,6 +219,7 @@ _KERNELS = (
     gated_linear,
     route,
     experts,
+    experts_kernels,
     few_layers,
     few_layers_rows,
     sample,

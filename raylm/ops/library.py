@@ -41,6 +41,7 @@ SCHEMAS = {
         "int groups_per_token) -> (Tensor, Tensor)"
     ),
     "experts": ("(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, bool gelu_tanh) -> Tensor"),
+    "experts_kernels": "(Tensor x, Tensor down) -> bool",
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "
         "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, "
@@ -162,6 +163,7 @@ _FAKES = {
     "gated_linear": _gated_linear,
     "route": _routed,
     "experts": _like,
+    "experts_kernels": lambda *_: False,
     "few_layers": _nothing,
     "few_layers_rows": lambda *_: 0,
     "sample": _token_each,

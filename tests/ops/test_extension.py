@@ -23,7 +23,7 @@ def test_status_of_what_is_installed():
         # layers are many, and CPUs reduce through a process group.
         logits = ("penalize", "sample", "accept", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
         torchs = ("gated_linear", "few_layers", "place", "route", "experts", *logits)
-        torchs += ("few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
+        torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
         elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith("peer_")}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)
@@ -33,13 +33,13 @@ def test_a_build_for_cuda_has_every_kernel():
     status = extension.load()
     if not status.ops.get("cuda"):
         pytest.skip(f"built without CUDA: {status}")
-    # Experts are torch's grouped products.
-    assert set(status.ops["cuda"]) == set(SCHEMAS) - {"route", "experts"}
+    assert set(status.ops["cuda"]) == set(SCHEMAS)
     library = status.path.read_bytes()
     for kernel in (
         "decode_attention_kernel",
         "prefill_kernel",
         "prefill_hopper_kernel",
+        "grouped_linear_kernel",
         "skinny_linear_kernel",
         "split_linear_kernel",
         "gated_linear_kernel",

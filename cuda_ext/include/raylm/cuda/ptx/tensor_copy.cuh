@@ -40,6 +40,14 @@ __device__ inline void load_box(uint32_t to, const CUtensorMap& map, uint32_t ba
                : "memory");
 }
 
+__device__ inline void load_box_once(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[5],
+                                     uint64_t policy) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+               ::"r"(to), "l"(&map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+               "l"(policy) : "memory");
+}
+
 // To this address in each block of the cluster whose bit is set; the barrier at this address there counts the bytes.
 __device__ inline void load_box_to_blocks(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&at)[2],
                                           uint16_t blocks) {

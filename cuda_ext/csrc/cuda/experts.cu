@@ -1,0 +1,206 @@
+#include <algorithm>
+
+#include "products.h"
+#include "raylm/cuda/grouped_linear.cuh"
+#include "tensor_map.h"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr const char* kOp = "experts";
+constexpr int kSharedOfTwo = 113 * 1024;  // of a block, where two are to be on a multiprocessor
+constexpr int64_t kManyRows = 64;  // of an expert, on average: from here on torch's grouped product is faster (H200)
+
+// What the products have to know of a call.
+struct Sizes {
+  int64_t tokens, per_token, experts, hidden, size;  // size: columns between an expert's two products
+  int64_t pairs = tokens * per_token;
+  int segment_rows = rows_of_segment();
+
+  // Few, so that stages are small and many, but seldom fewer than an expert has.
+  int rows_of_segment() const {
+    const int64_t mean = divide_up(pairs, experts);
+    return tokens <= 8 ? 8 : 2 * mean + 4 <= 16 ? 16 : 2 * mean <= 32 ? 32 : 64;
+  }
+  int64_t most_segments() const { return std::min(experts, pairs) + pairs / segment_rows; }
+};
+
+// Where pairs' rows are: one tensor of ints, of which these are parts.
+struct Order {
+  Tensor memory;
+  int* num_segments;
+  Segment* segments;
+  int *ends, *places;
+  int64_t most_segments;
+};
+
+Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
+  const int64_t segments = sizes.most_segments(), numbers = 4 + 4 * segments;
+  Order order{torch::stable::new_empty(chosen, {numbers + sizes.experts + sizes.pairs}, ScalarType::Int)};
+  order.num_segments = data<int>(order.memory);
+  order.segments = reinterpret_cast<Segment*>(order.num_segments + 4);
+  order.ends = order.num_segments + numbers;
+  order.places = order.ends + sizes.experts;
+  order.most_segments = segments;
+  OrderParams params{};
+  params.chosen = data<int64_t>(chosen);
+  params.places = order.places;
+  params.ends = order.ends;
+  params.segments = order.segments;
+  params.num_segments = order.num_segments;
+  params.pairs = static_cast<int>(sizes.pairs);
+  params.experts = static_cast<int>(sizes.experts);
+  params.segment_rows = sizes.segment_rows;
+  const size_t shared = kOrderWarps * sizes.experts * sizeof(int);
+  launch_dependent(order_kernel, {dim3(1), dim3(kOrderThreads), stream, shared}, params);
+  return order;
+}
+
+// x's rows, each once for every expert that its token goes to, in the order of the experts.
+Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStream_t stream) {
+  const Tensor rows = torch::stable::new_empty(x, {sizes.pairs, sizes.hidden});
+  SpreadParams params{};
+  params.x = static_cast<const char*>(x.data_ptr());
+  params.x_stride = x.stride(0) * 2;
+  params.to = static_cast<char*>(rows.data_ptr());
+  params.places = order.places;
+  params.per_token = static_cast<int>(sizes.per_token);
+  params.width = static_cast<int>(sizes.hidden * 2);
+  const dim3 grid(sizes.tokens, sizes.tokens < 64 ? sizes.per_token : 1);
+  launch_dependent(spread_kernel, grid, dim3(threads_for(sizes.hidden / 8, 256)), stream, params);
+  return rows;
+}
+
+template <typename T>
+Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,
+                   cudaStream_t stream) {
+  const Tensor out = torch::stable::new_empty(rows, {sizes.tokens, sizes.hidden});
+  const unsigned threads = threads_for(sizes.hidden / kVec<T>, sizes.tokens < 64 ? 64 : 256);
+  const dim3 grid(sizes.tokens, divide_up(sizes.hidden, threads * kVec<T>));
+  launch_dependent(gather_sums_kernel<T>, grid, dim3(threads), stream, static_cast<const T*>(data<T>(rows)),
+                   static_cast<const int*>(order.places), static_cast<const float*>(data<float>(weights)),
+                   data<T>(out), static_cast<int>(sizes.per_token), static_cast<int>(sizes.hidden));
+  return out;
+}
+
+struct GroupedProduct {
+  const Tensor& x;       // [pairs, k], in the order of the experts
+  const Tensor& weight;  // [experts, n, k]
+  const Order& order;
+  const Sizes& sizes;
+  ExpertAct act;
+  int64_t halves = act == ExpertAct::kNone ? 1 : 2;
+  int64_t k = weight.size(2), columns = weight.size(1) / halves;
+};
+
+template <typename T, typename Shape, bool Gated>
+void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) {
+  constexpr auto* kernel = grouped_linear_kernel<T, Shape, Gated>;
+  const int device = p.x.get_device_index();
+  const int64_t eights = p.columns / 8, box = Shape::kWidth / 8 / p.halves;
+  const bool mapped =
+      make_map<T, 2>(&params.x, data<T>(p.x), {p.k, p.sizes.pairs}, {p.k}, {64, 8}) &&
+      make_map<T, 5>(&params.weight, data<T>(p.weight), {p.k, 8, p.halves, eights, p.sizes.experts},
+                     {p.k, p.columns * p.k, 8 * p.k, p.halves * p.columns * p.k}, {64, 8, p.halves, box, 1});
+  if (!mapped) fail(kOp, "the copy engine cannot address the weights");
+  params.column_tiles = static_cast<int>(divide_up(eights, box));
+  params.stages = std::min(kMostGroupedStages, (kSharedOfTwo - 2048) / Shape::kStageBytes);
+  const int shared = Shape::shared_bytes(params.stages);
+  allow_shared<kernel>(kOp, device, shared);
+  const int resident = Shape::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t tiles = p.order.most_segments * params.column_tiles;
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, resident)));
+  launch_dependent(kernel, {grid, dim3(Shape::kThreads), stream, static_cast<size_t>(shared)}, params, p.act);
+}
+
+template <typename T, bool Gated>
+void launch(const GroupedProduct& p, const GroupedParams& params, cudaStream_t stream) {
+  switch (p.sizes.segment_rows) {
+    case 8: return launch<T, GroupedShape<64, 8>, Gated>(p, params, stream);
+    case 16: return launch<T, GroupedShape<64, 16>, Gated>(p, params, stream);
+    case 32: return launch<T, GroupedShape<128, 32>, Gated>(p, params, stream);
+    default: return launch<T, GroupedShape<128, 64>, Gated>(p, params, stream);
+  }
+}
+
+// Each row times its expert's weight, and the activation: [pairs, columns].
+template <typename T>
+Tensor few_rows(const GroupedProduct& p, cudaStream_t stream) {
+  const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns});
+  GroupedParams params{};
+  params.segments = p.order.segments;
+  params.num_segments = p.order.num_segments;
+  params.out = out.data_ptr();
+  params.columns = static_cast<int>(p.columns);
+  params.steps = static_cast<int>(divide_up(p.k, 64));
+  p.halves == 2 ? launch<T, true>(p, params, stream) : launch<T, false>(p, params, stream);
+  return out;
+}
+
+// The same by torch's library.
+Tensor many_rows(const GroupedProduct& p) {
+  Tensor memory = p.order.memory, weight = p.weight;
+  const Tensor ends = torch::stable::narrow(memory, 0, p.order.ends - data<int>(memory), p.sizes.experts);
+  const std::optional<Tensor> none;
+  const std::optional<ScalarType> same;
+  StableIValue stack[5] = {
+      torch::stable::detail::from(p.x), torch::stable::detail::from(torch::stable::transpose(weight, 1, 2)),
+      torch::stable::detail::from(std::optional<Tensor>(ends)), torch::stable::detail::from(none),
+      torch::stable::detail::from(same)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_grouped_mm", "", stack, TORCH_ABI_VERSION));
+  const Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
+  if (p.act == ExpertAct::kNone) return out;
+  return p.act == ExpertAct::kSilu ? silu_mul(out) : gelu_tanh_mul(out);
+}
+
+void check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights, const Tensor& chosen) {
+  Arg(kOp, "x", x).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).last_contiguous();
+  const int64_t experts = down.dim() == 3 ? down.size(0) : 0, size = down.dim() == 3 ? down.size(2) : 0;
+  Arg(kOp, "down", down).dtype({x.scalar_type()}).dim(3).size(1, x.size(1), "the columns of x").contiguous();
+  Arg(kOp, "gate_up", gate_up).dtype({x.scalar_type()}).dim(3).size(0, experts, "the experts of down").contiguous();
+  Arg(kOp, "gate_up", gate_up).size(1, 2 * size, "twice the columns of down").size(2, x.size(1), "the columns of x");
+  Arg(kOp, "chosen", chosen).dtype({ScalarType::Long}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
+  Arg(kOp, "weights", weights).dtype({ScalarType::Float}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
+  Arg(kOp, "weights", weights).size(1, chosen.size(1), "as chosen");
+  for (const Tensor* tensor : {&gate_up, &down, &weights, &chosen}) Arg(kOp, "an argument", *tensor).on_device_of(x);
+}
+
+// Whether experts takes such rows and weights on their device.
+bool experts_kernels(Tensor x, Tensor down) {
+  const bool aligned = is_aligned(x.data_ptr()) && x.stride(0) % 8 == 0 && is_aligned(down.data_ptr());
+  return kHopperKernels && compute_major(x.get_device_index()) == 9 && x.scalar_type() != ScalarType::Float && aligned &&
+         down.size(0) <= kMostExperts && down.size(1) % 8 == 0 && down.size(2) % 8 == 0 && down.size(2) > 0;
+}
+
+Tensor experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, bool gelu_tanh) {
+  check(x, gate_up, down, weights, chosen);
+  if (!experts_kernels(x, down)) fail(kOp, "has no kernel for such weights here: ask experts_kernels");
+  if (x.size(0) == 0) return torch::stable::new_empty(x, {0, x.size(1)});
+  const Sizes sizes{x.size(0), chosen.size(1), down.size(0), x.size(1), down.size(2)};
+  if (sizes.pairs >= (1 << 30)) fail(kOp, "x has ", x.size(0), " rows, too many for ", sizes.per_token, " experts each");
+  const Guard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  const Order order = sort(chosen, sizes, stream);
+  const Tensor rows = spread(x, order, sizes, stream);
+  const ExpertAct act = gelu_tanh ? ExpertAct::kGeluTanh : ExpertAct::kSilu;
+  const bool is_half = x.scalar_type() == ScalarType::Half;
+  const bool many = !is_half && sizes.pairs > kManyRows * sizes.experts;
+  const auto product = [&](const Tensor& of, const Tensor& weight, ExpertAct then) {
+    const GroupedProduct p{of, weight, order, sizes, then};
+    return many ? many_rows(p) : is_half ? few_rows<__half>(p, stream) : few_rows<__nv_bfloat16>(p, stream);
+  };
+  const Tensor parts = product(product(rows, gate_up, act), down, ExpertAct::kNone);
+  const Tensor out = is_half ? gather_sums<__half>(parts, weights, order, sizes, stream)
+                             : gather_sums<__nv_bfloat16>(parts, weights, order, sizes, stream);
+  check_launch(kOp);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("experts", TORCH_BOX(&experts));
+  m.impl("experts_kernels", TORCH_BOX(&experts_kernels));
+}
+
+}  // namespace raylm::cuda

@@ -1,0 +1,150 @@
+// Rows of tokens in the order of their experts: where each goes, its copy, and the sum of what comes back. A token and one
+// of its experts are a pair; pairs are numbered token by token.
+#pragma once
+
+#include "raylm/cuda/common.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/vec.cuh"
+
+namespace raylm::cuda {
+
+// Neighbouring rows of one expert that a product takes at a time.
+struct alignas(16) Segment {
+  int expert, first, rows, unused;
+};
+
+constexpr int kOrderWarps = 16;
+constexpr int kOrderThreads = kOrderWarps * kWarp;
+constexpr int kMostExperts = kOrderThreads;
+
+struct OrderParams {
+  const int64_t* chosen;  // [pairs]
+  int* places;            // [pairs]: a pair's row
+  int* ends;              // [experts]: behind an expert's last row
+  Segment* segments;
+  int* num_segments;
+  int pairs, experts;
+  int segment_rows;  // at most
+};
+
+// The sum over the threads before this one, of a block of kOrderThreads.
+__device__ inline int sum_before(int x, int* parts) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int sum = x;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += other;
+  }
+  __syncthreads();
+  if (lane == kWarp - 1) parts[warp] = sum;
+  __syncthreads();
+  int before = sum - x;
+  for (int w = 0; w < warp; ++w) before += parts[w];
+  return before;
+}
+
+// One block sorts: its warps take stretches of pairs, count them by expert, and number them in their order. Dynamic shared
+// memory: an int for each warp and expert.
+__device__ inline void order_pairs(const OrderParams& p) {
+  extern __shared__ int counts[];
+  __shared__ int parts[kOrderWarps];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  for (int i = threadIdx.x; i < kOrderWarps * p.experts; i += kOrderThreads) counts[i] = 0;
+  __syncthreads();
+  int* own = counts + warp * p.experts;
+  const int stretch = (p.pairs + kOrderThreads - 1) / kOrderThreads * kWarp;
+  const int first = min(warp * stretch, p.pairs), last = min(first + stretch, p.pairs);
+  for (int pair = first + lane; pair < last; pair += kWarp) atomicAdd(own + p.chosen[pair], 1);
+  __syncthreads();
+
+  const int expert = threadIdx.x;
+  int total = 0;
+  if (expert < p.experts) {
+    for (int w = 0; w < kOrderWarps; ++w) total += counts[w * p.experts + expert];
+  }
+  const int num = (total + p.segment_rows - 1) / p.segment_rows;
+  const int start = sum_before(total, parts), segment = sum_before(num, parts);
+  if (expert == p.experts - 1) *p.num_segments = segment + num;
+  if (expert < p.experts) {
+    p.ends[expert] = start + total;
+    // As even as multiples of 8 rows allow.
+    const int each = num ? ((total + num - 1) / num + 7) / 8 * 8 : 0;
+    for (int i = 0; i < num; ++i) {
+      p.segments[segment + i] = {expert, start + i * each, min(each, total - i * each), 0};
+    }
+    int before = start;
+    for (int w = 0; w < kOrderWarps; ++w) {
+      const int count = counts[w * p.experts + expert];
+      counts[w * p.experts + expert] = before;
+      before += count;
+    }
+  }
+  __syncthreads();
+
+  for (int base = first; base < last; base += kWarp) {
+    const int pair = base + lane;
+    const unsigned active = __ballot_sync(kAllLanes, pair < last);
+    if (pair < last) {
+      const int mine = static_cast<int>(p.chosen[pair]);
+      const unsigned same = __match_any_sync(active, mine), before = same & ((1u << lane) - 1);
+      const int place = own[mine];
+      __syncwarp(active);
+      if (before == 0) own[mine] = place + __popc(same);
+      p.places[pair] = place + __popc(before);
+    }
+    __syncwarp();
+  }
+}
+
+__global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ OrderParams p) {
+  start_dependents();
+  wait_for_dependencies();
+  order_pairs(p);
+}
+
+// to[places[pair]] = x[the pair's token]; rows of `width` bytes, which is a multiple of 16. Blocks: tokens, in y shares of
+// their pairs.
+struct SpreadParams {
+  const char* x;
+  int64_t x_stride;  // bytes
+  char* to;
+  const int* places;
+  int per_token, width;
+};
+
+__global__ void spread_kernel(const __grid_constant__ SpreadParams p) {
+  start_dependents();
+  wait_for_dependencies();
+  const int64_t token = blockIdx.x;
+  const char* from = p.x + token * p.x_stride;
+  for (int at = threadIdx.x * 16; at < p.width; at += blockDim.x * 16) {
+    const uint4 bytes = *reinterpret_cast<const uint4*>(from + at);
+    for (int n = blockIdx.y; n < p.per_token; n += gridDim.y) {
+      const int64_t place = p.places[token * p.per_token + n];
+      *reinterpret_cast<uint4*>(p.to + place * p.width + at) = bytes;
+    }
+  }
+}
+
+// out[token] = the sum of its pairs' rows with their weights, in their order. Blocks: tokens, in y shares of the columns.
+template <typename T>
+__global__ void gather_sums_kernel(const T* rows, const int* places, const float* weights, T* out, int per_token,
+                                   int columns) {
+  start_dependents();
+  wait_for_dependencies();
+  const int64_t token = blockIdx.x;
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kVec<T>;
+  if (column >= columns) return;
+  float sums[kVec<T>] = {};
+#pragma unroll 4
+  for (int n = 0; n < per_token; ++n) {
+    const float weight = weights[token * per_token + n];
+    const auto row = Vec<T>::load(rows + static_cast<int64_t>(places[token * per_token + n]) * columns + column);
+    for (int i = 0; i < kVec<T>; ++i) sums[i] += weight * row[i];
+  }
+  Vec<T> result;
+  for (int i = 0; i < kVec<T>; ++i) result.set(i, sums[i]);
+  result.store(out + token * columns + column);
+}
+
+}  // namespace raylm::cuda

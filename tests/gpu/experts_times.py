@@ -1,0 +1,69 @@
+"""What a mixture of experts takes by number of tokens, whole and beside torch's version.
+
+python -m tests.gpu.experts_times [TOKENS ...]     on a CUDA host; prints one JSON line a shape and number of tokens
+
+bf16, in a CUDA graph, with weights that come from memory and tokens that go to random experts. `of_bandwidth` is the
+reading of the weights of the experts touched alone as a share of what the memory gives to a large element-wise kernel,
+measured before; `tflops` counts the products.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.ops import fallback
+from tests.gpu.timing import Call, bandwidth, graph_us
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}
+"""Name: experts, experts a token, hidden size, columns between an expert's products."""
+COPIES = 3
+
+
+def main() -> None:
+    most = bandwidth()
+    print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
+    for name, (num_experts, per_token, hidden, size) in SHAPES.items():
+        gate_ups = [_random(num_experts, 2 * size, hidden) for _ in range(COPIES)]
+        downs = [_random(num_experts, hidden, size) for _ in range(COPIES)]
+        for tokens in [int(given) for given in sys.argv[1:]] or TOKENS:
+            logits = _random(tokens, num_experts) * hidden**0.5
+            measured = _times(_random(tokens, hidden), gate_ups, downs, logits, per_token)
+            moved = 6 * hidden * size * measured["touched"]
+            flops = 6 * hidden * size * tokens * per_token
+            measured |= {"of_bandwidth": round(moved / measured["us"] / most, 3)}
+            measured |= {"tflops": round(flops / measured["us"] / 1e6, 1)}
+            print(json.dumps({"bench": "experts", "name": name, "tokens": tokens, **measured}), flush=True)
+
+
+def _times(x: Tensor, gate_ups: list[Tensor], downs: list[Tensor], logits: Tensor, per_token: int) -> dict[str, float]:
+    """Microseconds of a call, of torch's version, and of the routing before."""
+    weights, chosen = route(logits, per_token)
+    pairs = list(zip(gate_ups, downs, strict=True))
+    calls: list[Call] = [lambda g=g, d=d: ops.experts(x, g, d, weights, chosen, "silu") for g, d in pairs]
+    torchs: list[Call] = [lambda g=g, d=d: fallback.experts(x, g, d, weights, chosen, False) for g, d in pairs]
+    return {
+        "touched": len(chosen.unique()),
+        "us": round(graph_us(calls), 2),
+        "torch_us": round(graph_us(torchs), 2),
+        "route_us": round(graph_us([lambda: route(logits, per_token)[0]]), 2),
+    }
+
+
+def route(logits: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    return ops.route(
+        logits, None, per_token=per_token, sigmoid=False, normalized=True, scale=1.0, groups=1, groups_per_token=1
+    )
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda") / shape[-1] ** 0.5
+
+
+if __name__ == "__main__":
+    main()
