@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
+from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
 from raylm.ops.tokens import Placed as Placed
@@ -236,12 +237,22 @@ def experts(
     down: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    activation: Literal["silu", "gelu_tanh"],
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """What the experts of each token make of it, summed with their weights: x [T, H]; gate_up [E, 2I, H], gate's rows
     first; down [E, H, I]; weights and chosen [T, n] as route gives them -> [T, H]. Between the products numbers are
-    rounded to x's dtype; the sum is in float32."""
-    return _experts(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
+    rounded to x's dtype; the sum is in float32.
+
+    `gate_up_bias` [E, 2I] and `down_bias` [E, H], both of x's dtype, are added to the products. "clamped_swiglu" (that
+    of GPT-OSS) is g * sigmoid(1.702 g) * (u + 1), where g is the gate, at most `limit`, and u is up within -limit and
+    limit; `limit` counts for it alone.
+    """
+    code = ACTIVATIONS.index(activation)
+    return _experts(x, gate_up, down, weights, chosen, gate_up_bias, down_bias, code, limit)
 
 
 def few_layers(

@@ -40,7 +40,10 @@ SCHEMAS = {
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
     ),
-    "experts": ("(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, bool gelu_tanh) -> Tensor"),
+    "experts": (
+        "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, Tensor? gate_up_bias, "
+        "Tensor? down_bias, int activation, float limit) -> Tensor"
+    ),
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "
         "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, "

@@ -35,8 +35,11 @@ def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return out
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def gated(x: Tensor, activation: str, limit: float = 0.0) -> Tensor:
     gate, up = x.double().chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     if activation == "silu":
         return gate / (1 + torch.exp(-gate)) * up
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)

@@ -59,13 +59,15 @@ def test_route_matches_reference(op, device, dtype, num_experts, biased, changes
     torch.testing.assert_close(weights.cpu(), torch.tensor(expected), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("activation", "biased"), [("silu", False), ("gelu_tanh", False), ("clamped_swiglu", True), ("silu", True)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "num_experts", "per_token", "hidden", "size"),
     [(0, 4, 2, 64, 32), (1, 8, 2, 64, 32), (5, 4, 4, 64, 32), (40, 60, 4, 128, 64), (300, 8, 2, 64, 96)],
 )
-def test_experts_match_reference(op, device, activation, dtype, rows, num_experts, per_token, hidden, size):
+def test_experts_match_reference(op, device, activation, biased, dtype, rows, num_experts, per_token, hidden, size):
     x, down = _random(rows, hidden), _random(num_experts, hidden, size) / size**0.5
     gate_up = _random(num_experts, 2 * size, hidden, seed=1) / hidden**0.5
     x, gate_up, down = (tensor.to(device, dtype) for tensor in (x, gate_up, down))
@@ -73,12 +75,19 @@ def test_experts_match_reference(op, device, activation, dtype, rows, num_expert
     logits = _random(rows, num_experts, seed=2)
     logits[: rows // 2, 1] += 3
     weights, chosen = ops.route(logits.to(device), None, **{**PLAIN, "per_token": per_token})
-    out = op("experts")(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
+    biases: list[Tensor | None] = [None, None]
+    if biased:
+        biases = [_random(num_experts, width, seed=3).to(device, dtype) for width in (2 * size, hidden)]
+    # The limit cuts off many numbers.
+    limit = 0.7
+    code = ops.ACTIVATIONS.index(activation)
+    out = op("experts")(x, gate_up, down, weights, chosen, *biases, code, limit)
     expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
     for row in range(rows):
         for weight, expert in zip(weights[row].tolist(), chosen[row].tolist(), strict=True):
-            inner = gated(gate_up[expert].double() @ x[row].double(), activation)
-            expected[row] += weight * (down[expert].double() @ inner)
+            of_gate_up, of_down = (0 if bias is None else bias[expert].double() for bias in biases)
+            inner = gated(gate_up[expert].double() @ x[row].double() + of_gate_up, activation, limit)
+            expected[row] += weight * (down[expert].double() @ inner + of_down)
     assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
     close(out, expected, scale=2)
 
