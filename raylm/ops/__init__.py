@@ -124,6 +124,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     arrivals: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -141,6 +142,9 @@ def paged_attention(
     `arrivals` (int32 [MAX_ARRIVALS], on q's device) are counters of the CUDA kernel that has the parts of a sequence in
     several blocks: zeros before and after a call. Calls that may run at the same time need counters of their own.
     Without them the call makes some, which takes a launch.
+
+    `sinks` (float32 [Hq], on q's device) are attention sinks (arXiv:2309.17453): a logit of each head's softmax that
+    has no value, neither scaled nor capped. It takes its share of the weights, in every window.
     """
     return _paged_attention(
         q,
@@ -156,6 +160,7 @@ def paged_attention(
         soft_cap,
         alibi_slopes,
         arrivals,
+        sinks,
     )
 
 

@@ -28,7 +28,7 @@ SCHEMAS = {
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
-        "Tensor(a!)? arrivals=None) -> Tensor"
+        "Tensor(a!)? arrivals=None, Tensor? sinks=None) -> Tensor"
     ),
     "attention_kernels": "(Tensor q, int num_kv_heads, int block_size, bool biased) -> (bool, bool)",
     "silu_mul": "(Tensor x) -> Tensor",
