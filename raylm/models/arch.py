@@ -34,7 +34,13 @@ class ExpertsSpec:
     per_token: int
     size: int
     """Columns between an expert's projections."""
-    activation: Activation
+    activation: Activation | Literal["clamped_swiglu"]
+    limit: float = 0.0
+    """clamped_swiglu: the gate is at most this, what it multiplies between this and its negative."""
+    bias: bool = False
+    """An expert's projections have biases."""
+    router_bias: bool = False
+    """So has the router."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool = True
     scale: float = 1.0
@@ -94,6 +100,8 @@ class ArchConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
+    sinks: bool = False
+    """Each head of attention has a sink: a logit of its softmax that has no value."""
     alibi: bool = False
     """Positions are told by linear biases of attention scores (ALiBi)."""
     norm_place: NormPlace = "pre"

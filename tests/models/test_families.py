@@ -120,6 +120,12 @@ CASES = {
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe with normed heads": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "first_k_dense_replace": 0}),
     "deepseek": ("deepseek", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss without windows": ("gpt_oss", {"layer_types": ["full_attention"], "num_experts_per_tok": 6}),
+    "gpt_oss, layers by their names": (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False, "rope_parameters": PLAIN},
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3 linear rope, capped": ("gemma3", {"rope_parameters": GEMMA_LINEAR, "final_logit_softcapping": 5.0}),
 }

@@ -148,5 +148,10 @@ KINDS = {
         {**_EXPERTS, "head_dim": LEFT_OUT, "qkv_bias": False, "shared_expert_intermediate_size": 64},
         _DEEPSEEK,
     ),
+    "gpt_oss": Kind(
+        "gpt_oss",
+        # A limit that cuts off many numbers.
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0},
+    ),
     "baichuan": Kind("llama", {"num_key_value_heads": 4}, Stored("BaichuanForCausalLM", lambda values: {}, _baichuan)),
 }
