@@ -148,8 +148,8 @@ class MXFP4Tensor:
     """A matrix [N, K] of 4-bit floats in blocks of 32 with one scale each (OCP Microscaling, MXFP4). The files have
     `blocks` [N, K / 32 * 16], two values a byte, and `scales` [N, K / 32], both uint8."""
 
-    blocks: CheckpointTensor
-    scales: CheckpointTensor
+    blocks: CheckpointTensor | SteppedTensor
+    scales: CheckpointTensor | SteppedTensor
 
     @property
     def name(self) -> str:
@@ -234,7 +234,7 @@ class SteppedTensor:
     """Every `step`-th row of `source` from `first` on, `count` of them. The rows between are read as well: reading row
     by row would take far longer."""
 
-    source: CheckpointTensor | TransposedTensor | MXFP4Tensor
+    source: Source
     first: int
     count: int
     step: int
@@ -270,6 +270,15 @@ class SteppedTensor:
 
 
 Source = CheckpointTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
+
+
+def every(source: Source, step: int, *, first: int, count: int) -> Source:
+    """Every `step`-th row of `source` from `first` on, `count` of them."""
+    if isinstance(source, MXFP4Tensor):
+        # The rows between are not decoded.
+        parts = (SteppedTensor(part, first, count, step) for part in (source.blocks, source.scales))
+        return MXFP4Tensor(*parts)
+    return SteppedTensor(source, first, count, step)
 
 
 def plain(dtype: torch.dtype) -> Encoding:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig, ExpertsSpec
-from raylm.models.checkpoint import CheckpointTensor, MXFP4Tensor, Source, SteppedTensor, TransposedTensor
+from raylm.models.checkpoint import CheckpointTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import fill
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
@@ -117,7 +117,9 @@ class WeightLoader:
             for tensor in found.pop(name):
                 if self._names.gate_up_turns and shards[0][1] == "gate":
                     for number, shard in enumerate(shards):
-                        found.setdefault(shard, []).append(SteppedTensor(tensor, number, sizes[number], len(shards)))
+                        found.setdefault(shard, []).append(
+                            every(tensor, len(shards), first=number, count=sizes[number])
+                        )
                     continue
                 first = 0
                 for shard, size in zip(shards, sizes, strict=True):

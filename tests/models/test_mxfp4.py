@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot
 from raylm.model_files.source import locate
@@ -25,6 +26,7 @@ from raylm.models.safetensors import file_tensors
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
+from tests.support.greedy import assert_greedy
 
 FILE = "model.safetensors"
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -92,6 +94,23 @@ def test_it_is_its_decoded_twin(both: tuple[Path, Path]) -> None:
         with torch.inference_mode():
             expected = model(torch.tensor([text[:-1]])).logits[0]
         torch.testing.assert_close(logits[name], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prefix_that_is_in_the_cache_changes_nothing(both: tuple[Path, Path]) -> None:
+    """The whole way: sinks and windows over blocks that another request has filled."""
+    packed, twin = both
+    prompt = [(5 * i + 3) % 300 + 3 for i in range(40)]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    model = {"path": str(packed), "dtype": "float32", "max_model_len": 128}
+    config = EngineConfig.model_validate({"model": model, "cache": {"num_blocks": 64}, "runtime": {"device": "cpu"}})
+    llm = LLM(config, progress=False)
+    try:
+        first, again = (llm.generate([prompt], greedy, progress=False)[0] for _ in range(2))
+    finally:
+        llm.close()
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert_greedy(checkpoints.reference(twin), prompt, first.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("size", [2, 4])
