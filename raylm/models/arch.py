@@ -41,7 +41,9 @@ class ExpertsSpec:
     """An expert's projections have biases."""
     router_bias: bool = False
     """So has the router."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    """sparse_mixer is ops.sparse_mixer: it chooses two, and nothing below counts for the choice but `jitter`."""
+    jitter: float = 0.0
     normalized: bool = True
     scale: float = 1.0
     groups: int = 1
@@ -113,6 +115,8 @@ class ArchConfig:
     """Embeddings are normed before the first layer."""
     norm_bias: bool = True
     """Norms by mean and variance have a bias."""
+    head_bias: bool = False
+    """The head over the vocabulary has a bias; it is not the embedding then."""
     position_embeddings: int = 0
     """Positions are learned: rows of their table; 0 where there is none."""
     position_offset: int = 0

@@ -33,8 +33,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden_size] -> weights, float32, and experts, int64: [T, spec.per_token] each."""
         spec = self._spec
+        logits = ops.linear(x.to(self.weight.dtype), self.weight, self.bias, frozen=True)
+        if spec.scores == "sparse_mixer":
+            return ops.sparse_mixer(logits, jitter=spec.jitter)
         return ops.route(
-            ops.linear(x.to(self.weight.dtype), self.weight, self.bias, frozen=True),
+            logits,
             self.e_score_correction_bias if spec.choice_bias else None,
             per_token=spec.per_token,
             sigmoid=spec.scores == "sigmoid",

@@ -52,6 +52,7 @@ _FAMILIES = (
     "granite_moe",
     "glm4_moe",
     "gpt_oss",
+    "phimoe",
 )
 
 

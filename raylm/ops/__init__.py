@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
 from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
+from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
 from raylm.ops.tokens import Placed as Placed
@@ -234,6 +235,13 @@ def route(
     to 1, times `scale`.
     """
     return _route(logits, bias, per_token, sigmoid, normalized, scale, groups, groups_per_token)
+
+
+def sparse_mixer(logits: Tensor, *, jitter: float) -> tuple[Tensor, Tensor]:
+    """Two experts of each token by SparseMixer (arXiv:2409.12136), as `route` gives them: the one with the highest
+    logit, and the one with the highest of the others. A weight is the expert's share of a softmax over the logits,
+    without those chosen before, that are at most 2 * jitter below it, relative to the larger of both."""
+    return _sparse_mixer(logits, jitter)
 
 
 def experts(

@@ -41,6 +41,18 @@ def route(
     return weights * scale, chosen
 
 
+def sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    left, weights, chosen = logits.float(), [], []
+    for _ in range(2):
+        best = left.max(-1, keepdim=True)
+        distance = (best.values - left) / logits.float().abs().clamp(min=best.values)
+        near = left.masked_fill(distance > 2 * jitter, float("-inf")).softmax(-1)
+        weights.append(near.gather(-1, best.indices))
+        chosen.append(best.indices)
+        left = left.scatter(-1, best.indices, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
+
+
 def experts(
     x: Tensor,
     gate_up: Tensor,

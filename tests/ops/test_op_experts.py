@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +59,23 @@ def test_route_matches_reference(op, device, dtype, num_experts, biased, changes
     assert weights.dtype == torch.float32 and chosen.dtype == torch.int64
     assert chosen.tolist() == experts
     torch.testing.assert_close(weights.cpu(), torch.tensor(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_sparse_mixer_matches_reference(device, jitter):
+    logits = _random(40, 16)
+    # Rows of one sign: the larger of both is relative to whichever is.
+    logits[0], logits[1] = logits[0].abs(), -logits[1].abs()
+    weights, chosen = ops.sparse_mixer(logits.to(device), jitter=jitter)
+    for row, found, experts in zip(logits.double().tolist(), weights.tolist(), chosen.tolist(), strict=True):
+        left = dict(enumerate(row))
+        for weight, expert in zip(found, experts, strict=True):
+            best = max(left.values())
+            assert left[expert] == best
+            near = [x for x in left.values() if (best - x) / max(abs(x), best) <= 2 * jitter]
+            assert weight == pytest.approx(math.exp(best) / sum(map(math.exp, near)), abs=1e-5)
+            del left[expert]
+    assert weights.dtype == torch.float32 and chosen.dtype == torch.int64 and (jitter < 0.1 or weights.min() < 0.9)
 
 
 @pytest.mark.parametrize(
