@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 TYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
-SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 256)
+SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 192, 256)
 """Widths of products whose left side lies in shared memory."""
 REGISTERS = (64, 80, 96, 128, 192, 256)
 """Widths of those whose left side lies in registers."""

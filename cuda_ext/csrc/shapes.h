@@ -78,7 +78,7 @@ inline void check_gated_linear(const Tensor& x, const Tensor& weight, const Tens
 
 inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
                             const Tensor& query_start, const Tensor& seq_lens, int64_t window, double soft_cap,
-                            const std::optional<Tensor>& alibi_slopes) {
+                            const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks) {
   const char* op = "paged_attention";
   Arg(op, "q", q).floating().dim(3).last_contiguous();
   Arg(op, "k_cache", k_cache).dtype({q.scalar_type()}).dim(4).last_contiguous();
@@ -98,8 +98,11 @@ inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   Arg(op, "block_table", block_table).size(0, num_seqs, "as seq_lens");
   if (window < 0) fail(op, "window is ", window, ", must be 0 (off) or positive");
   if (!(soft_cap >= 0)) fail(op, "soft_cap is ", soft_cap, ", must be 0 (off) or positive");
-  if (!alibi_slopes) return;
-  Arg(op, "alibi_slopes", *alibi_slopes).dtype({ScalarType::Float}).dim(1).size(0, q.size(1), "the heads of q").contiguous();
+  const auto check_of_heads = [&](const char* name, const std::optional<Tensor>& values) {
+    if (values) Arg(op, name, *values).dtype({ScalarType::Float}).dim(1).size(0, q.size(1), "the heads of q").contiguous();
+  };
+  check_of_heads("alibi_slopes", alibi_slopes);
+  check_of_heads("sinks", sinks);
 }
 
 }  // namespace raylm

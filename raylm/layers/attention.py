@@ -48,10 +48,11 @@ class Attention:
     """Attends causally over all cached keys and values, those of the step among them. It holds no parameters.
 
     `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores; `alibi_slopes` (float32
-    [num_heads], those of this rank's heads) give the scores linear biases.
+    [num_heads], those of this rank's heads) give the scores linear biases; `sinks`
+    (the same) are logits without values.
     """
 
-    __slots__ = ("_alibi_slopes", "_attend", "_scale", "_soft_cap", "_window")
+    __slots__ = ("_alibi_slopes", "_attend", "_scale", "_sinks", "_soft_cap", "_window")
 
     def __init__(
         self,
@@ -61,12 +62,14 @@ class Attention:
         window: int,
         soft_cap: float,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self._attend = backend.attend
         self._scale = scale
         self._window = window
         self._soft_cap = soft_cap
         self._alibi_slopes = alibi_slopes
+        self._sinks = sinks
 
     def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]."""
@@ -85,4 +88,5 @@ class Attention:
             soft_cap=self._soft_cap,
             alibi_slopes=self._alibi_slopes,
             arrivals=meta.arrivals,
+            sinks=self._sinks,
         )

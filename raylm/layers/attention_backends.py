@@ -37,13 +37,15 @@ class AttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a backend has to work with; block_size in tokens, `alibi` where the model's scores have linear biases."""
+    """What a backend has to work with; block_size in tokens, `alibi` where the model's scores have linear biases,
+    `sinks` where its heads have attention sinks."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     block_size: int
     alibi: bool = False
+    sinks: bool = False
 
 
 RAYLM = AttentionBackend("raylm", ops.paged_attention, supports_graphs=True)
@@ -101,6 +103,8 @@ def _flash_obstacle(setting: Setting) -> str | None:
         return f"the dtype is {dtype_name(setting.dtype)}; allowed: bfloat16, float16"
     if setting.head_dim % 32 or setting.head_dim > 256:
         return f"the head size is {setting.head_dim}; allowed: multiples of 32 up to 256"
+    if setting.sinks:
+        return "it has no attention sinks, which this model's heads have"
     if setting.block_size % 16:
         return f"cache.block_size is {setting.block_size}; allowed: multiples of 16"
     return None
@@ -154,6 +158,7 @@ def _attend_flash(
     soft_cap: float,
     alibi_slopes: Tensor | None = None,
     arrivals: Tensor | None = None,
+    sinks: None = None,
 ) -> Tensor:
     """ops.paged_attention by `flash_attn_varlen_func`; every row of q must belong to a sequence."""
     biases = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}

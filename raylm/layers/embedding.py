@@ -38,7 +38,10 @@ class PositionEmbedding(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """token_ids [T] int64 -> [T, hidden_size]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, context: ParallelContext, dtype: torch.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, context: ParallelContext, dtype: torch.dtype, bias: bool = False
+    ) -> None:
+        """`bias`: of the logits."""
         super().__init__()
         self._context = context
         self._vocab_size = vocab_size
@@ -47,6 +50,9 @@ class VocabParallelEmbedding(nn.Module):
         self._num_real = min(rows, vocab_size - self._start)
         self.weight = empty_parameter(rows, hidden_size, dtype=dtype, device=context.device)
         self.weight[self._num_real :] = 0
+        self.bias = empty_parameter(rows, dtype=dtype, device=context.device) if bias else None
+        if self.bias is not None:
+            self.bias[self._num_real :] = 0
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._context.tensor_size == 1:
@@ -57,10 +63,14 @@ class VocabParallelEmbedding(nn.Module):
         return collectives.all_reduce(out, self._context)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden_size] times this table's transpose: [S, vocab_size] in the table's type, on every rank."""
-        logits = collectives.all_gather(ops.linear(hidden, self.weight, frozen=True), self._context)
+        """hidden [S, hidden_size] times this table's transpose, plus the bias: [S, vocab_size] in the table's type, on
+        every rank."""
+        logits = collectives.all_gather(ops.linear(hidden, self.weight, self.bias, frozen=True), self._context)
         return logits if logits.shape[-1] == self._vocab_size else logits[:, : self._vocab_size]
 
     def slots(self) -> dict[SlotName, Slot]:
         shape = (self._vocab_size, self.weight.shape[1])
-        return {("weight", None): Slot(self.weight[: self._num_real], shape, start=self._start)}
+        slots: dict[SlotName, Slot] = {("weight", None): Slot(self.weight[: self._num_real], shape, start=self._start)}
+        if self.bias is not None:
+            slots["bias", None] = Slot(self.bias[: self._num_real], shape[:1], start=self._start)
+        return slots

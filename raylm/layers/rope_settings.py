@@ -42,6 +42,8 @@ class RopeSettings:
     """yarn: the first and the last dimension that are interpolated are whole numbers."""
     attention_factor: float = 1.0
     """Of cosines and sines: so scores grow by its square."""
+    short_attention_factor: float | None = None
+    """longrope: the one that goes with short_factors, where it is another."""
 
     def size(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""

@@ -40,8 +40,12 @@ def rotary_table(settings: RopeSettings, *, head_dim: int, max_position: int, de
     table = torch.empty(max_position, size, dtype=torch.float32)
     torch.cos(angles, out=table[:, : size // 2])
     torch.sin(angles, out=table[:, size // 2 :])
-    if settings.attention_factor != 1.0:
-        table *= settings.attention_factor
+    is_short = max_position <= settings.original_max_position
+    factor = settings.short_attention_factor if is_short else None
+    if factor is None:
+        factor = settings.attention_factor
+    if factor != 1.0:
+        table *= factor
     return table.to(device)
 
 

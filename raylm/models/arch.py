@@ -34,8 +34,16 @@ class ExpertsSpec:
     per_token: int
     size: int
     """Columns between an expert's projections."""
-    activation: Activation
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    activation: Activation | Literal["clamped_swiglu"]
+    limit: float = 0.0
+    """clamped_swiglu: the gate is at most this, what it multiplies between this and its negative."""
+    bias: bool = False
+    """An expert's projections have biases."""
+    router_bias: bool = False
+    """So has the router."""
+    scores: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    """sparse_mixer is ops.sparse_mixer: it chooses two, and nothing below counts for the choice but `jitter`."""
+    jitter: float = 0.0
     normalized: bool = True
     scale: float = 1.0
     groups: int = 1
@@ -94,6 +102,8 @@ class ArchConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
+    sinks: bool = False
+    """Each head of attention has a sink: a logit of its softmax that has no value."""
     alibi: bool = False
     """Positions are told by linear biases of attention scores (ALiBi)."""
     norm_place: NormPlace = "pre"
@@ -105,6 +115,8 @@ class ArchConfig:
     """Embeddings are normed before the first layer."""
     norm_bias: bool = True
     """Norms by mean and variance have a bias."""
+    head_bias: bool = False
+    """The head over the vocabulary has a bias; it is not the embedding then."""
     position_embeddings: int = 0
     """Positions are learned: rows of their table; 0 where there is none."""
     position_offset: int = 0

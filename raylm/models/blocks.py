@@ -19,6 +19,7 @@ from raylm.layers.norm import AllHeadsNorm, EachHeadNorm, LayerNorm, RMSNorm
 from raylm.layers.residual import ResidualStream
 from raylm.layers.rope_settings import RopeSettings
 from raylm.layers.rotary import rotary_table
+from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.models.arch import Activation, ArchConfig, LayerSpec, MLPSpec
 from raylm.parallel.context import ParallelContext
 
@@ -109,13 +110,26 @@ class SelfAttention(nn.Module):
         self._heads, self._head_dim = [self.qkv_proj.num_heads, *[self.qkv_proj.num_kv_heads] * 2], arch.head_dim
         self._norm_eps = arch.norm_eps
         self._rotary = build.rotary_table(spec.rope) if spec.rope is not None else None
+        self.sinks = self._sinks(build) if arch.sinks else None
         self._attention = Attention(
             build.attention,
             scale=arch.attention_scale,
             window=spec.window,
             soft_cap=arch.attention_soft_cap,
             alibi_slopes=alibi_slopes_of_rank(arch.num_heads, build.context) if arch.alibi else None,
+            sinks=self.sinks,
         )
+        self._first_head, self._num_heads = build.context.tensor_rank * self.qkv_proj.num_heads, arch.num_heads
+
+    def _sinks(self, build: Build) -> nn.Parameter:
+        """Of this rank's heads; float32, as the operator takes them."""
+        return empty_parameter(self.qkv_proj.num_heads, dtype=torch.float32, device=build.context.device)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        """Of its own parameter; its layers have theirs."""
+        if self.sinks is None:
+            return {}
+        return {("sinks", None): Slot(self.sinks, (self._num_heads,), start=self._first_head)}
 
     def forward(self, x: Tensor, step: LayerInput) -> Tensor:
         """x, output: [T, hidden_size]."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raylm.errors import ConfigError
+from raylm.models.mxfp4 import BYTES, VALUES, decode
 
 _CHUNK_VALUES = 1 << 19
 """Values decoded at a time: a piece stays in the CPU's cache between reading, decoding and copying."""
@@ -57,6 +58,10 @@ class CheckpointTensor:
     def item(self, index: int) -> CheckpointTensor:
         """One of its first dimension, as a tensor of a dimension less."""
         return replace(self.rows(index, 1), shape=self.shape[1:])
+
+    def flat(self) -> CheckpointTensor:
+        """As a matrix: all dimensions but the first are one."""
+        return replace(self, shape=(self.shape[0], prod(self.shape[1:])))
 
     def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> CheckpointTensor:
         """With `rearrange` on every piece."""
@@ -139,6 +144,48 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class MXFP4Tensor:
+    """A matrix [N, K] of 4-bit floats in blocks of 32 with one scale each (OCP Microscaling, MXFP4). The files have
+    `blocks` [N, K / 32 * 16], two values a byte, and `scales` [N, K / 32], both uint8."""
+
+    blocks: CheckpointTensor | SteppedTensor
+    scales: CheckpointTensor | SteppedTensor
+
+    @property
+    def name(self) -> str:
+        return self.blocks.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks.shape[0], 2 * self.blocks.shape[1]
+
+    @property
+    def path(self) -> Path:
+        return self.blocks.path
+
+    @property
+    def offset(self) -> int:
+        return self.blocks.offset
+
+    @property
+    def row_unit(self) -> int:
+        return 1
+
+    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """As CheckpointTensor.pieces, in float32."""
+        first, last = columns or (0, self.shape[1])
+        low, high = first // VALUES, -(-last // VALUES)  # blocks of a row
+        step = max(1, _CHUNK_VALUES // max(1, self.shape[1]))
+        for row in range(start, stop, step):
+            end = min(row + step, stop)
+            codes, scales = (
+                torch.cat([piece for _, piece in tensor.pieces(row, end, (low * size, high * size))]).numpy()
+                for tensor, size in ((self.blocks, BYTES), (self.scales, 1))
+            )
+            yield row, decode(codes, scales)[:, first - low * VALUES : last - low * VALUES]
+
+
+@dataclass(frozen=True, slots=True)
 class TransposedTensor:
     """A matrix that its file has as columns: `source` is as the file has it, of whose columns these are `count` from
     `first` on."""
@@ -182,7 +229,56 @@ class TransposedTensor:
         yield start, torch.cat([piece for _, piece in read]).t()
 
 
-Source = CheckpointTensor | TransposedTensor
+@dataclass(frozen=True, slots=True)
+class SteppedTensor:
+    """Every `step`-th row of `source` from `first` on, `count` of them. The rows between are read as well: reading row
+    by row would take far longer."""
+
+    source: Source
+    first: int
+    count: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.count, *self.source.shape[1:]
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def offset(self) -> int:
+        return self.source.offset
+
+    @property
+    def row_unit(self) -> int:
+        # What comes all at once is not asked for twice.
+        return 1 if self.source.row_unit == 1 else self.count
+
+    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """As CheckpointTensor.pieces."""
+        begin, end = self.first + start * self.step, self.first + (stop - 1) * self.step + 1
+        for row, piece in self.source.pieces(begin, end, columns):
+            skipped = (self.first - row) % self.step
+            if skipped < len(piece):
+                yield (row + skipped - self.first) // self.step, piece[skipped :: self.step]
+
+
+Source = CheckpointTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
+
+
+def every(source: Source, step: int, *, first: int, count: int) -> Source:
+    """Every `step`-th row of `source` from `first` on, `count` of them."""
+    if isinstance(source, MXFP4Tensor):
+        # The rows between are not decoded.
+        parts = (SteppedTensor(part, first, count, step) for part in (source.blocks, source.scales))
+        return MXFP4Tensor(*parts)
+    return SteppedTensor(source, first, count, step)
 
 
 def plain(dtype: torch.dtype) -> Encoding:

@@ -47,7 +47,9 @@ class DecoderModel(nn.Module):
         if context.is_last_stage:
             self.norm = build.norm(sums=arch.norms_sum)
             if not arch.tie_embeddings:
-                self.lm_head = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+                self.lm_head = VocabParallelEmbedding(
+                    arch.vocab_size, arch.hidden_size, context=context, dtype=dtype, bias=arch.head_bias
+                )
             self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
         self.eval()
 

@@ -25,6 +25,7 @@ class Router(nn.Module):
         # Scores by sigmoid are trained in float32.
         dtype = torch.float32 if spec.scores == "sigmoid" else build.dtype
         self.weight = empty_parameter(spec.num_experts, build.arch.hidden_size, dtype=dtype, device=device)
+        self.bias = empty_parameter(spec.num_experts, dtype=dtype, device=device) if spec.router_bias else None
         if spec.choice_bias:
             self.e_score_correction_bias = empty_parameter(spec.num_experts, dtype=torch.float32, device=device)
         self._spec = spec
@@ -32,8 +33,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden_size] -> weights, float32, and experts, int64: [T, spec.per_token] each."""
         spec = self._spec
+        logits = ops.linear(x.to(self.weight.dtype), self.weight, self.bias, frozen=True)
+        if spec.scores == "sparse_mixer":
+            return ops.sparse_mixer(logits, jitter=spec.jitter)
         return ops.route(
-            ops.linear(x.to(self.weight.dtype), self.weight, frozen=True),
+            logits,
             self.e_score_correction_bias if spec.choice_bias else None,
             per_token=spec.per_token,
             sigmoid=spec.scores == "sigmoid",
@@ -55,7 +59,14 @@ class MoE(nn.Module):
         hidden, context, dtype = build.arch.hidden_size, build.context, build.dtype
         self.gate = Router(build, spec)
         self.experts = ParallelExperts(
-            spec.num_experts, hidden, spec.size, spec.activation, context=context, dtype=dtype
+            spec.num_experts,
+            hidden,
+            spec.size,
+            spec.activation,
+            bias=spec.bias,
+            limit=spec.limit,
+            context=context,
+            dtype=dtype,
         )
         self.shared_expert = MLP(build, spec.shared, norm_follows=False) if spec.shared is not None else None
         if spec.shared_gate:

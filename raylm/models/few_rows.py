@@ -71,6 +71,8 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
         return "the model is split over GPUs"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or mlp.bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
+    if arch.sinks:
+        return "its attention has no sinks"
     if arch.residual_multiplier != 1.0:
         return "it has no multiplier of the residual stream"
     if arch.norm_place != "pre" or not mlp.gated or arch.qk_norm not in (None, "head"):

@@ -28,7 +28,7 @@ def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> 
         )
     from raylm.models.safetensors import file_tensors
 
-    tensors = [tensor for path in files.paths for tensor in file_tensors(path)]
+    tensors = [tensor for path in files.paths for tensor in file_tensors(path, packed=names.packed)]
     if files.format == "mistral":
         return tensors, Stored(names.mistral, pairs=True)
     return tensors, Stored(names.folder, names.pairs)

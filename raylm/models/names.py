@@ -76,6 +76,10 @@ MISTRAL_WEIGHTS: WeightTable = {
 """Mistral's own files, consolidated.safetensors."""
 
 
+BLOCKS, SCALES = "blocks", "scales"
+"""Of a weight in MXFP4, the names of its two parameters, and the ends of their names in files behind a "_"."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """What the checkpoints of a family call the tensors that its models need."""
@@ -92,8 +96,12 @@ class TensorNames:
     """So have GGUF files."""
     qkv_groups: bool = False
     """A tensor of queries, keys and values has them by heads of keys: each one's queries, then key, then value."""
+    gate_up_turns: bool = False
+    """A tensor of gate and up has their rows in turns: gate's first, up's first, gate's second."""
     transposed: tuple[str, ...] = ()
     """Parts of names of weights that are stored as [in, out]."""
+    packed: bool = False
+    """Weights may be stored as MXFP4: a tensor of BLOCKS and one of SCALES in place of the weight."""
     prefixes: tuple[str, ...] = ("model.",)
     """What may stand before the names."""
     ignored: tuple[str, ...] = ()

@@ -110,14 +110,20 @@ def _yarn(plain: RopeSettings, section: Fields, fields: Fields) -> RopeSettings:
 
 def _longrope(plain: RopeSettings, section: Fields, fields: Fields) -> RopeSettings:
     original, factor = _original(section, fields), section.number("factor", _stretch(section, fields))
+    if original < 2:
+        raise section.error("original_max_position_embeddings", original, "at least 2")
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention_factor = section.number("attention_factor", usual)
+    # Phi-MoE has one of its own for long sequences, and one for short ones.
+    short = section.number("short_mscale") if section.get("short_mscale") is not None else None
     return replace(
         plain,
         factor=factor,
         original_max_position=original,
         factors=section.numbers("long_factor"),
         short_factors=section.numbers("short_factor"),
-        attention_factor=section.number("attention_factor", usual),
+        attention_factor=section.number("long_mscale", attention_factor),
+        short_attention_factor=short,
     )
 
 

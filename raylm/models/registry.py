@@ -51,6 +51,8 @@ _FAMILIES = (
     "olmoe",
     "granite_moe",
     "glm4_moe",
+    "gpt_oss",
+    "phimoe",
 )
 
 
@@ -106,7 +108,7 @@ def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfi
         values = {**values, **{name: value for name, value in text.items() if value is not None}}
     values |= {name: values[own] for own, name in family.field_names.items() if values.get(own) is not None}
     fields = Fields(values, str(path), family.defaults)
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, mxfp4=family.names.packed)
     return replace(family.read(fields), architecture=architecture, eos_token_ids=eos_token_ids(fields, folder))
 
 

@@ -15,10 +15,13 @@ from raylm.errors import ConfigError
 from raylm.model_files.source import ModelSource
 from raylm.model_files.weight_files import weight_files
 from raylm.models.checkpoint import CheckpointTensor, plain
+from raylm.models.names import BLOCKS, SCALES
 
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 8
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_BYTES = {"U8": torch.uint8}
+_PACKED = (f"_{BLOCKS}", f"_{SCALES}")
 _INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
 
 
@@ -32,9 +35,10 @@ def folder_tensors(source: ModelSource, *, integers: bool = False) -> list[Check
     return [tensor for path in files.paths for tensor in file_tensors(path, integers=integers)]
 
 
-def file_tensors(path: Path, *, integers: bool = False) -> list[CheckpointTensor]:
-    """Every tensor of one safetensors file. Raises ConfigError."""
-    dtypes = {**_FLOATS, **_INTEGERS} if integers else _FLOATS
+def file_tensors(path: Path, *, integers: bool = False, packed: bool = False) -> list[CheckpointTensor]:
+    """Every tensor of one safetensors file. Raises ConfigError. With `packed`, tensors that are called as MXFP4's are
+    must have its type, U8."""
+    usual = {**_FLOATS, **_INTEGERS} if integers else _FLOATS
     header, begin = _read_header(path)
     size = path.stat().st_size
     tensors = []
@@ -44,6 +48,7 @@ def file_tensors(path: Path, *, integers: bool = False) -> list[CheckpointTensor
         dtype, shape, start, stop = _entry(info, path, name)
         if len(shape) > _MAX_DIMS:
             raise ConfigError(f"{path}: tensor {name} has {len(shape)} dimensions; allowed: at most {_MAX_DIMS}")
+        dtypes = _BYTES if packed and name.endswith(_PACKED) else usual
         if dtype not in dtypes:
             raise ConfigError(f"{path}: tensor {name} has type {dtype}; allowed: {', '.join(dtypes)}")
         tensor = CheckpointTensor(name, shape, path, begin + start, plain(dtypes[dtype]))

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
-from raylm.models.arch import ArchConfig
-from raylm.models.checkpoint import CheckpointTensor, Source, TransposedTensor
+from raylm.models.arch import ArchConfig, ExpertsSpec
+from raylm.models.checkpoint import CheckpointTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import fill
-from raylm.models.names import Stored, TensorNames, slot_name
+from raylm.models.mxfp4 import BYTES
+from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
 
@@ -61,8 +62,10 @@ class WeightLoader:
         for tensor in tensors:
             if not self._is_ignored(tensor.name):
                 name = slot_name(tensor.name, stored.table, self._names.prefixes)
-                for each, part in _by_experts(name, tensor):
+                for each, part in self._by_experts(name, tensor):
                     found[each].append(self._turned(part))
+        if self._names.packed:
+            _join_packed(found)
         self._split_fused(found, slots)
         if self._model.arch.tie_embeddings:
             # Some checkpoints carry the tied head as well; it is the embedding once more.
@@ -85,6 +88,18 @@ class WeightLoader:
     def _is_ignored(self, name: str) -> bool:
         return name == ROPE_FACTORS or name.startswith(self._names.ignored) or name.endswith(self._names.ignored_ends)
 
+    def _by_experts(self, name: SlotName, tensor: CheckpointTensor) -> Iterator[tuple[SlotName, CheckpointTensor]]:
+        """Of a tensor of all experts of a layer, one for each."""
+        before, experts, after = name[0].partition(".experts.")
+        is_of_one = not experts or after.partition(".")[0].isdigit()
+        mlps = (layer.mlp for layer in self._model.arch.layers)
+        counts = {mlp.num_experts for mlp in mlps if isinstance(mlp, ExpertsSpec)}
+        if is_of_one or not tensor.shape or tensor.shape[0] not in counts:
+            yield name, tensor
+            return
+        for number in range(tensor.shape[0]):
+            yield (f"{before}.experts.{number}.{after}", name[1]), tensor.item(number)
+
     def _turned(self, tensor: CheckpointTensor) -> Source:
         if len(tensor.shape) == 2 and set(tensor.name.split(".")) & set(self._names.transposed):
             return TransposedTensor(tensor, 0, tensor.shape[1])
@@ -100,6 +115,12 @@ class WeightLoader:
                 continue
             groups = self._model.arch.num_kv_heads if self._names.qkv_groups and shards[0][1] == "q" else 1
             for tensor in found.pop(name):
+                if self._names.gate_up_turns and shards[0][1] == "gate":
+                    for number, shard in enumerate(shards):
+                        found.setdefault(shard, []).append(
+                            every(tensor, len(shards), first=number, count=sizes[number])
+                        )
+                    continue
                 first = 0
                 for shard, size in zip(shards, sizes, strict=True):
                     runs = (size // groups, sum(sizes) // groups) if groups > 1 else None
@@ -134,14 +155,22 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
 
 
-def _by_experts(name: SlotName, tensor: CheckpointTensor) -> Iterator[tuple[SlotName, CheckpointTensor]]:
-    """Of a tensor of all experts of a layer, one for each."""
-    before, experts, after = name[0].partition(".experts.")
-    if len(tensor.shape) != 3 or not experts:
-        yield name, tensor
-        return
-    for number in range(tensor.shape[0]):
-        yield (f"{before}.experts.{number}.{after}", name[1]), tensor.item(number)
+def _join_packed(found: dict[SlotName, list[Source]]) -> None:
+    """Blocks and scales of an MXFP4 weight become that weight. Raises ConfigError where they do not fit together."""
+    for name in [name for name in found if name[0].endswith(f".{BLOCKS}")]:
+        path, shard = name[0].removesuffix(BLOCKS), name[1]
+        scales_name = f"{path}{SCALES}", shard
+        if len(found[name]) != len(found.get(scales_name, ())):
+            continue
+        for blocks, scales in zip(found.pop(name), found.pop(scales_name), strict=True):
+            assert isinstance(blocks, CheckpointTensor) and isinstance(scales, CheckpointTensor)
+            if len(scales.shape) != 2 or blocks.shape != (*scales.shape, BYTES):
+                raise ConfigError(
+                    f"{blocks.path}: {blocks.name} has blocks of shape {blocks.shape}, and {scales.name} scales of "
+                    f"shape {scales.shape}, an expert; allowed: [N, G, {BYTES}] and [N, G]"
+                )
+            joined = MXFP4Tensor(blocks.flat(), scales)
+            found.setdefault((f"{path}weight", shard), []).append(joined)
 
 
 def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:

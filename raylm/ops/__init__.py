@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
+from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
+from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
 from raylm.ops.tokens import Placed as Placed
@@ -126,6 +128,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     arrivals: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -143,6 +146,9 @@ def paged_attention(
     `arrivals` (int32 [MAX_ARRIVALS], on q's device) are counters of the CUDA kernel that has the parts of a sequence in
     several blocks: zeros before and after a call. Calls that may run at the same time need counters of their own.
     Without them the call makes some, which takes a launch.
+
+    `sinks` (float32 [Hq], on q's device) are attention sinks (arXiv:2309.17453): a logit of each head's softmax that
+    has no value, neither scaled nor capped. It takes its share of the weights, in every window.
     """
     return _paged_attention(
         q,
@@ -158,6 +164,7 @@ def paged_attention(
         soft_cap,
         alibi_slopes,
         arrivals,
+        sinks,
     )
 
 
@@ -235,23 +242,40 @@ def route(
     return _route(logits, bias, per_token, sigmoid, normalized, scale, groups, groups_per_token)
 
 
+def sparse_mixer(logits: Tensor, *, jitter: float) -> tuple[Tensor, Tensor]:
+    """Two experts of each token by SparseMixer (arXiv:2409.12136), as `route` gives them: the one with the highest
+    logit, and the one with the highest of the others. A weight is the expert's share of a softmax over the logits,
+    without those chosen before, that are at most 2 * jitter below it, relative to the larger of both."""
+    return _sparse_mixer(logits, jitter)
+
+
 def experts(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    activation: Literal["silu", "gelu_tanh"],
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """What the experts of each token make of it, summed with their weights: x [T, H]; gate_up [E, 2I, H], gate's rows
     first; down [E, H, I]; weights and chosen [T, n] as route gives them -> [T, H]. Between the products numbers are
     rounded to x's dtype; the sum is in float32.
 
+    `gate_up_bias` [E, 2I] and `down_bias` [E, H], both of x's dtype, are added to the products. "clamped_swiglu" (that
+    of GPT-OSS) is g * sigmoid(1.702 g) * (u + 1), where g is the gate, at most `limit`, and u is up within -limit and
+    limit; `limit` counts for it alone.
+
     On Hopper GPUs kernels of raylm's do it for 16-bit numbers, up to 512 experts, H and I of multiples of 8, and rows
-    that begin at multiples of 16 bytes; the products are torch's where an expert has many rows."""
+    that begin at multiples of 16 bytes.
+    """
+    code = ACTIVATIONS.index(activation)
     if x.is_cuda and not _experts_kernels(x, down):
-        return fallback.experts(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
-    return _experts(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
+        return fallback.experts(x, gate_up, down, weights, chosen, gate_up_bias, down_bias, code, limit)
+    return _experts(x, gate_up, down, weights, chosen, gate_up_bias, down_bias, code, limit)
 
 
 def few_layers(

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+"""Of gated experts: the operator takes the place in this list."""
+SWIGLU_ALPHA = 1.702
+"""clamped_swiglu: what the gate is multiplied by within the sigmoid."""
 _GATHERED_BYTES = 1 << 26
 """Weights that are copied at a time where there is no grouped product."""
 
@@ -37,13 +41,39 @@ def route(
     return weights * scale, chosen
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, gelu_tanh: bool) -> Tensor:
+def sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    left, weights, chosen = logits.float(), [], []
+    for _ in range(2):
+        best = left.max(-1, keepdim=True)
+        distance = (best.values - left) / logits.float().abs().clamp(min=best.values)
+        near = left.masked_fill(distance > 2 * jitter, float("-inf")).softmax(-1)
+        weights.append(near.gather(-1, best.indices))
+        chosen.append(best.indices)
+        left = left.scatter(-1, best.indices, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: int,
+    limit: float,
+) -> Tensor:
     num_tokens, per_token = chosen.shape
     wanted, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(wanted, torch.arange(len(gate_up), device=x.device), right=True).int()
-    gate, up = _grouped(x[order // per_token], gate_up, wanted, ends).float().chunk(2, dim=-1)
-    inner = (F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)) * up
+    both = _grouped(x[order // per_token], gate_up, wanted, ends).float()
+    if gate_up_bias is not None:
+        both += gate_up_bias[wanted]
+    inner = _gated(*both.chunk(2, dim=-1), ACTIVATIONS[activation], limit)
     parts = _grouped(inner.to(x.dtype), down, wanted, ends).float()
+    if down_bias is not None:
+        parts += down_bias[wanted]
     parts *= weights.flatten()[order].unsqueeze(-1)
     return (
         torch.empty_like(parts)
@@ -56,6 +86,15 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: T
 
 def experts_kernels(x: Tensor, down: Tensor) -> bool:
     return False
+
+
+def _gated(gate: Tensor, up: Tensor, activation: str, limit: float) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    gate = gate.clamp(max=limit)
+    return gate * F.sigmoid(SWIGLU_ALPHA * gate) * (up.clamp(-limit, limit) + 1)
 
 
 def _grouped(rows: Tensor, weight: Tensor, wanted: Tensor, ends: Tensor) -> Tensor:

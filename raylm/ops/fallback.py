@@ -86,11 +86,12 @@ def paged_attention(
     soft_cap: float,
     alibi_slopes: Tensor | None = None,
     arrivals: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     starts, lens = query_start.tolist(), seq_lens.tolist()
     if max_query_len == 1 and len(lens) == q.shape[0] == starts[-1]:
         return _attend_decode(
-            q, k_cache, v_cache, block_table, seq_lens, max_seq_len, scale, window, soft_cap, alibi_slopes
+            q, k_cache, v_cache, block_table, seq_lens, max_seq_len, scale, window, soft_cap, alibi_slopes, sinks
         )
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for s, seq_len in enumerate(lens):
@@ -103,7 +104,7 @@ def paged_attention(
             k, v = (_gather(cache, block_table[s : s + 1], low, last) for cache in (k_cache, v_cache))
             distance = _distance(positions, low, last).unsqueeze(0)
             mask = _visible(distance, window)
-            attended = _attend(q[start:end].unsqueeze(0), k, v, distance, mask, scale, soft_cap, alibi_slopes)
+            attended = _attend(q[start:end].unsqueeze(0), k, v, distance, mask, scale, soft_cap, alibi_slopes, sinks)
             out[start:end] = attended[0]
     return out
 
@@ -152,6 +153,7 @@ def _attend_decode(
     window: int,
     soft_cap: float,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One query a sequence: all sequences at once, padded to the longest."""
     k, v = (_gather(cache, block_table, 0, max_seq_len) for cache in (k_cache, v_cache))
@@ -159,7 +161,7 @@ def _attend_decode(
     mask = _visible(distance, window)
     # Slots past a sequence's end may hold anything, and 0 * NaN is NaN.
     v = v.masked_fill(~mask[:, 0, :, None, None], 0)
-    return _attend(q.unsqueeze(1), k, v, distance, mask, scale, soft_cap, alibi_slopes).squeeze(1)
+    return _attend(q.unsqueeze(1), k, v, distance, mask, scale, soft_cap, alibi_slopes, sinks).squeeze(1)
 
 
 def _gather(cache: Tensor, block_table: Tensor, low: int, high: int) -> Tensor:
@@ -190,6 +192,7 @@ def _attend(
     scale: float,
     soft_cap: float,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q [S, Q, Hq, D], k and v [S, L, Hk, D], distance and mask [S, Q, L] -> contiguous [S, Q, Hq, D] of q's dtype."""
     num_seqs, num_queries, num_heads, head_dim = q.shape
@@ -200,7 +203,12 @@ def _attend(
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.view(k.shape[2], -1, 1, 1) * distance[:, None, None]
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
-    out = torch.einsum("shgql,slhd->sqhgd", scores.softmax(-1), v)
+    if sinks is None:
+        shares = scores.softmax(-1)
+    else:
+        column = sinks.view(k.shape[2], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        shares = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    out = torch.einsum("shgql,slhd->sqhgd", shares, v)
     return out.reshape(num_seqs, num_queries, num_heads, head_dim).to(q.dtype).contiguous()
 
 

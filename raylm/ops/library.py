@@ -28,7 +28,7 @@ SCHEMAS = {
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
-        "Tensor(a!)? arrivals=None) -> Tensor"
+        "Tensor(a!)? arrivals=None, Tensor? sinks=None) -> Tensor"
     ),
     "attention_kernels": "(Tensor q, int num_kv_heads, int block_size, bool biased) -> (bool, bool)",
     "silu_mul": "(Tensor x) -> Tensor",
@@ -40,7 +40,10 @@ SCHEMAS = {
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
     ),
-    "experts": ("(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, bool gelu_tanh) -> Tensor"),
+    "experts": (
+        "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, Tensor? gate_up_bias, "
+        "Tensor? down_bias, int activation, float limit) -> Tensor"
+    ),
     "experts_kernels": "(Tensor x, Tensor down) -> bool",
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "

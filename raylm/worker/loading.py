@@ -121,7 +121,7 @@ def choose_attention(
     config: ResolvedEngine, device: torch.device, arch: ArchConfig, dtype: torch.dtype
 ) -> AttentionBackend:
     """What attention runs on. Raises ConfigError."""
-    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi)
+    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks)
     attention, reason = choose_backend(config.runtime.attention, setting)
     graphs = "" if attention.supports_graphs else ", no CUDA graphs"
     if device.type == "cuda" and (missing := raylm_lacks(device)):

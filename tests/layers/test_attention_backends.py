@@ -160,6 +160,7 @@ def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
         ("flash_attn", {"dtype": torch.float32}, {}, "the dtype is float32; allowed: bfloat16, float16"),
         ("flash_attn", {"head_dim": 80}, {}, "the head size is 80; allowed: multiples of 32 up to 256"),
         ("flash_attn", {"head_dim": 288}, {}, "the head size is 288; allowed: multiples of 32 up to 256"),
+        ("flash_attn", {"sinks": True}, {}, "it has no attention sinks, which this model's heads have"),
         ("flash_attn", {"block_size": 8}, {}, "cache.block_size is 8; allowed: multiples of 16"),
         (
             "flash_attn",

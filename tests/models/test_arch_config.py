@@ -13,7 +13,7 @@ import pytest
 from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.source import ModelSource, locate
-from raylm.models.arch import ArchConfig
+from raylm.models.arch import ArchConfig, ExpertsSpec
 from tests.support import checkpoints
 
 BASE = {
@@ -47,6 +47,34 @@ def test_old_and_new_spelling_of_rope(key: str, tmp_path: Path) -> None:
     assert old.layers == new.layers
     assert old.layers[0].rope == RopeSettings(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     assert arch(tmp_path, rope_theta=1e6, rope_scaling=None).layers[0].rope == RopeSettings(1e6)
+
+
+def test_gpt_oss_as_it_is_released(tmp_path: Path) -> None:
+    scaling = {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    }
+    given = {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 32,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    found = arch(tmp_path, **given, num_key_value_heads=2, rope_theta=150000, rope_scaling=scaling)
+    assert found == arch(tmp_path, **given, num_key_value_heads=2)
+    assert [layer.window for layer in found.layers] == [128, 0, 128, 0]
+    rope = found.layers[0].rope
+    assert rope is not None and (rope.theta, rope.kind, rope.truncate) == (150000, "yarn", False)
+    assert (found.head_dim, found.max_position, found.dtype) == (64, 131072, "bfloat16")
+    assert found.sinks and found.qkv_bias and found.o_bias
+    experts = found.layers[0].mlp
+    assert isinstance(experts, ExpertsSpec)
+    assert (experts.num_experts, experts.per_token, experts.limit, experts.activation) == (32, 4, 7.0, "clamped_swiglu")
+    with pytest.raises(ConfigError, match=r"swiglu_alpha is 1\.5; allowed: 1\.702"):
+        arch(tmp_path, **given, num_key_value_heads=2, swiglu_alpha=1.5)
 
 
 def test_gemma3_in_both_spellings(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -34,6 +35,7 @@ LONGROPE = {
     "short_factor": [1.0 + i / 8 for i in range(8)],
     "long_factor": [2.0 + i for i in range(8)],
 }
+MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
 OLD_FALCON = {"new_decoder_architecture": False, "num_kv_heads": None}
 GEMMA_LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -120,6 +122,18 @@ CASES = {
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe with normed heads": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "first_k_dense_replace": 0}),
     "deepseek": ("deepseek", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss without windows": ("gpt_oss", {"layer_types": ["full_attention"], "num_experts_per_tok": 6}),
+    "gpt_oss, layers by their names": (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False, "rope_parameters": PLAIN},
+    ),
+    "phimoe": ("phimoe", {}),
+    "phimoe with windows": ("phimoe", {"sliding_window": 8, "lm_head_bias": False, "attention_bias": False}),
+    "phimoe for short texts": (
+        "phimoe",
+        {"sliding_window": 512, "rope_parameters": {**LONGROPE, **MSCALES, "original_max_position_embeddings": 512}},
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3 linear rope, capped": ("gemma3", {"rope_parameters": GEMMA_LINEAR, "final_logit_softcapping": 5.0}),
 }
@@ -150,6 +164,17 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     texts, logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=12)
     assert [len(text) for text in texts.values()] == [len(prompt) + 12 for prompt in PROMPTS.values()]
     assert_same(texts, logits, checkpoints.reference(folder))
+
+
+def test_phimoe_for_long_texts(tmp_path: Path) -> None:
+    """By how long sequences may be; transformers takes the long factors where it is told how long they are."""
+    rope = {**LONGROPE, **MSCALES, "original_max_position_embeddings": 2}
+    folder = checkpoints.FAMILIES["phimoe"](tmp_path, rope_parameters=rope)
+    texts, logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=6)
+    reference = checkpoints.reference(folder)
+    rotary = reference.model.rotary_emb
+    rotary.rope_init_fn = functools.partial(rotary.rope_init_fn, seq_len=512)
+    assert_same(texts, logits, reference)
 
 
 class LinearBiases(torch.nn.Module):

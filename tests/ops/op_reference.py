@@ -35,8 +35,11 @@ def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return out
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def gated(x: Tensor, activation: str, limit: float = 0.0) -> Tensor:
     gate, up = x.double().chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     if activation == "silu":
         return gate / (1 + torch.exp(-gate)) * up
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
@@ -53,6 +56,7 @@ def attention(
     window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D], sequence after sequence, over each sequence's own keys [L, Hk, D]."""
     rows = []
@@ -68,7 +72,10 @@ def attention(
             if alibi_slopes is not None:
                 distances = torch.arange(low, position + 1, device=q.device) - position
                 scores = scores + torch.outer(alibi_slopes.double(), distances.double())
-            rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[low : position + 1]))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().unsqueeze(1)], dim=1)
+            shares = scores.softmax(-1)[:, : position + 1 - low]
+            rows.append(torch.einsum("hl,lhd->hd", shares, v[low : position + 1]))
     return torch.stack(rows)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,7 +63,26 @@ def test_route_matches_reference(op, device, dtype, num_experts, biased, changes
     torch.testing.assert_close(weights.cpu(), torch.tensor(expected), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_sparse_mixer_matches_reference(device, jitter):
+    logits = _random(40, 16)
+    # Rows of one sign: the larger of both is relative to whichever is.
+    logits[0], logits[1] = logits[0].abs(), -logits[1].abs()
+    weights, chosen = ops.sparse_mixer(logits.to(device), jitter=jitter)
+    for row, found, experts in zip(logits.double().tolist(), weights.tolist(), chosen.tolist(), strict=True):
+        left = dict(enumerate(row))
+        for weight, expert in zip(found, experts, strict=True):
+            best = max(left.values())
+            assert left[expert] == best
+            near = [x for x in left.values() if (best - x) / max(abs(x), best) <= 2 * jitter]
+            assert weight == pytest.approx(math.exp(best) / sum(map(math.exp, near)), abs=1e-5)
+            del left[expert]
+    assert weights.dtype == torch.float32 and chosen.dtype == torch.int64 and (jitter < 0.1 or weights.min() < 0.9)
+
+
+@pytest.mark.parametrize(
+    ("activation", "biased"), [("silu", False), ("gelu_tanh", False), ("clamped_swiglu", True), ("silu", True)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "num_experts", "per_token", "hidden", "size"),
@@ -74,10 +95,12 @@ def test_route_matches_reference(op, device, dtype, num_experts, biased, changes
         (40, 60, 4, 128, 64),
         (70, 8, 3, 64, 136),
         (300, 8, 2, 64, 96),
+        (2, 8, 4, 72, 24),
+        (260, 4, 3, 72, 200),
         (700, 4, 2, 64, 32),
     ],
 )
-def test_experts_match_reference(op, device, activation, dtype, rows, num_experts, per_token, hidden, size):
+def test_experts_match_reference(op, device, activation, biased, dtype, rows, num_experts, per_token, hidden, size):
     x, down = _random(rows, hidden), _random(num_experts, hidden, size) / size**0.5
     gate_up = _random(num_experts, 2 * size, hidden, seed=1) / hidden**0.5
     x, gate_up, down = (tensor.to(device, dtype) for tensor in (x, gate_up, down))
@@ -87,12 +110,19 @@ def test_experts_match_reference(op, device, activation, dtype, rows, num_expert
     weights, chosen = ops.route(logits.to(device), None, **{**PLAIN, "per_token": per_token})
     if op("experts_kernels") is torch.ops.raylm.experts_kernels.default and not op("experts_kernels")(x, down):
         pytest.skip("torch's version runs for these here")
-    out = op("experts")(x, gate_up, down, weights, chosen, activation == "gelu_tanh")
+    biases: list[Tensor | None] = [None, None]
+    if biased:
+        biases = [_random(num_experts, width, seed=3).to(device, dtype) for width in (2 * size, hidden)]
+    # The limit cuts off many numbers.
+    limit = 0.7
+    code = ops.ACTIVATIONS.index(activation)
+    out = op("experts")(x, gate_up, down, weights, chosen, *biases, code, limit)
     expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
     for row in range(rows):
         for weight, expert in zip(weights[row].tolist(), chosen[row].tolist(), strict=True):
-            inner = gated(gate_up[expert].double() @ x[row].double(), activation)
-            expected[row] += weight * (down[expert].double() @ inner)
+            of_gate_up, of_down = (0 if bias is None else bias[expert].double() for bias in biases)
+            inner = gated(gate_up[expert].double() @ x[row].double() + of_gate_up, activation, limit)
+            expected[row] += weight * (down[expert].double() @ inner + of_down)
     assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
     close(out, expected, scale=2)
 

@@ -46,17 +46,34 @@ class Case:
         slopes[-1] = -0.01
         return slopes.to(self.q.device)
 
+    def sinks(self) -> torch.Tensor:
+        """One far below the scores, one far above, the others among them."""
+        sinks = torch.linspace(-2, 3, self.q.shape[1])
+        sinks[0] = -90
+        sinks[-1] = 6
+        return sinks.to(self.q.device)
+
     def arguments(
-        self, window: int = 0, soft_cap: float = 0.0, alibi_slopes: torch.Tensor | None = None
+        self,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[object, ...]:
         tensors = (self.q, self.k_cache, self.v_cache, self.block_table, self.query_start, self.seq_lens)
-        return *tensors, max(self.query_lens), int(self.seq_lens.max()), self.scale, window, soft_cap, alibi_slopes
+        lengths = (max(self.query_lens), int(self.seq_lens.max()))
+        last = () if sinks is None else (None, sinks)  # behind the counters
+        return *tensors, *lengths, self.scale, window, soft_cap, alibi_slopes, *last
 
     def expected(
-        self, window: int = 0, soft_cap: float = 0.0, alibi_slopes: torch.Tensor | None = None
+        self,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         options = {"scale": self.scale, "window": window, "soft_cap": soft_cap, "alibi_slopes": alibi_slopes}
-        return attention(self.q, self.keys, self.values, self.query_lens, **options)
+        return attention(self.q, self.keys, self.values, self.query_lens, sinks=sinks, **options)
 
 
 def make_case(
@@ -158,6 +175,39 @@ def test_linear_biases_of_groups(op, device, heads):
     case = make_case(lengths, num_heads=heads[0], num_kv_heads=heads[1], head_dim=32, device=device)
     slopes = case.slopes()
     close(op("paged_attention")(*case.arguments(alibi_slopes=slopes)), case.expected(alibi_slopes=slopes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (70, 0.0), (128, 2.0)])
+@pytest.mark.parametrize(
+    "lengths",
+    [MIXED, [(1, 1), (1, 70)], [(1, 1300), (1, 2)], [(150, 150), (90, 213), (16, 140), (3, 700)]],
+    ids=["mixed", "decode", "split", "chunks"],
+)
+def test_sinks(op, device, lengths, window, soft_cap, head_dim, dtype):
+    case = make_case(lengths, num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype, device=device)
+    options = {"window": window, "soft_cap": soft_cap, "sinks": case.sinks()}
+    out, without = op("paged_attention")(*case.arguments(**options)), op("paged_attention")(*case.arguments())
+    close(out, case.expected(**options))
+    assert (out - without).abs().max() > 0.1
+
+
+def test_sinks_beside_linear_biases(op, device):
+    case = make_case([(1, 600), (40, 90)], num_heads=9, num_kv_heads=3, device=device)
+    options = {"alibi_slopes": case.slopes(), "sinks": case.sinks()}
+    close(op("paged_attention")(*case.arguments(**options)), case.expected(**options))
+
+
+@ON_CUDA
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [0, 128])
+def test_sinks_of_cut_and_long_sequences(op, device, window, head_dim, dtype):
+    lengths = [(1, 5000), (1, 40), (4, 1300), (16, 290), (257, 511), (128, 1000), (64, 64)]
+    case = make_case(lengths, num_heads=64, num_kv_heads=8, head_dim=head_dim, dtype=dtype, device=device)
+    options = {"window": window, "sinks": case.sinks()}
+    close(op("paged_attention")(*case.arguments(**options)), case.expected(**options))
 
 
 def test_few_queries_over_a_long_context(op, device):
@@ -338,8 +388,8 @@ def test_opcheck():
     # NaN in unused slots would only show that the comparison of outputs copes with it; here they are plain zeros.
     case.k_cache.nan_to_num_()
     case.v_cache.nan_to_num_()
-    for slopes in (None, case.slopes()):
-        torch.library.opcheck(torch.ops.raylm.paged_attention.default, case.arguments(alibi_slopes=slopes))
+    for options in ({}, {"alibi_slopes": case.slopes()}, {"sinks": case.sinks()}):
+        torch.library.opcheck(torch.ops.raylm.paged_attention.default, case.arguments(**options))
 
 
 @pytest.mark.parametrize(
@@ -378,6 +428,14 @@ def test_bad_slopes_are_named(needs_extension, slopes, message):
     case = make_case([(3, 5), (1, 7)])
     with pytest.raises(RuntimeError, match="paged_attention: " + message):
         ops.paged_attention(*case.arguments(alibi_slopes=slopes))
+
+
+def test_bad_sinks_are_named(needs_extension):
+    case = make_case([(3, 5), (1, 7)])
+    with pytest.raises(RuntimeError, match="paged_attention: sinks is bfloat16, must be float32"):
+        ops.paged_attention(*case.arguments(sinks=torch.ones(6, dtype=torch.bfloat16)))
+    with pytest.raises(RuntimeError, match=r"paged_attention: sinks has size 2 in dimension 0, must have 6"):
+        ops.paged_attention(*case.arguments(sinks=torch.ones(2)))
 
 
 @pytest.mark.gpu

@@ -148,5 +148,15 @@ KINDS = {
         {**_EXPERTS, "head_dim": LEFT_OUT, "qkv_bias": False, "shared_expert_intermediate_size": 64},
         _DEEPSEEK,
     ),
+    "gpt_oss": Kind(
+        "gpt_oss",
+        # A limit that cuts off many numbers.
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0},
+    ),
+    "phimoe": Kind(
+        "phimoe",
+        # So many logits are near the best one that the weights are not all 1.
+        {"num_local_experts": 6, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True},
+    ),
     "baichuan": Kind("llama", {"num_key_value_heads": 4}, Stored("BaichuanForCausalLM", lambda values: {}, _baichuan)),
 }

@@ -131,9 +131,10 @@ void run(const AttentionArgs& args, const Tensor& q, Plan& plan) {
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
-                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor>) {
+                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor>,
+                       std::optional<Tensor> sinks) {
   const char* op = "paged_attention";
-  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes);
+  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks);
   Arg(op, "q", q).on_cpu();
   Arg(op, "k_cache", k_cache).on_cpu();
   Arg(op, "v_cache", v_cache).on_cpu();
@@ -141,6 +142,7 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   Arg(op, "query_start", query_start).on_cpu();
   Arg(op, "seq_lens", seq_lens).on_cpu();
   if (alibi_slopes) Arg(op, "alibi_slopes", *alibi_slopes).on_cpu();
+  if (sinks) Arg(op, "sinks", *sinks).on_cpu();
   const auto sequences = read_sequences(q, k_cache, block_table, query_start, seq_lens, max_query_len, max_seq_len);
   Tensor out = empty_like_shape(q, {q.size(0), q.size(1), q.size(2)});
   AttentionArgs args{};
@@ -167,6 +169,7 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   args.window = window;
   args.soft_cap = static_cast<float>(soft_cap);
   args.alibi_slopes = alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr;
+  args.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   const int64_t used = sequences.empty() ? 0 : sequences.back().first_token + sequences.back().num_queries;
   if (used < q.size(0)) {
     Tensor unused = torch::stable::narrow(out, 0, used, q.size(0) - used);

@@ -47,15 +47,17 @@ bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
-                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals) {
+                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals,
+                       std::optional<Tensor> sinks) {
   const char* op = "paged_attention";
-  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes);
+  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks);
   Arg(op, "k_cache", k_cache).on_device_of(q);
   Arg(op, "v_cache", v_cache).on_device_of(q);
   Arg(op, "block_table", block_table).on_device_of(q);
   Arg(op, "query_start", query_start).on_device_of(q);
   Arg(op, "seq_lens", seq_lens).on_device_of(q);
   if (alibi_slopes) Arg(op, "alibi_slopes", *alibi_slopes).on_device_of(q);
+  if (sinks) Arg(op, "sinks", *sinks).on_device_of(q);
   if (arrivals) Arg(op, "arrivals", *arrivals).dtype({ScalarType::Int}).dim(1).contiguous().on_device_of(q);
   if (q.size(2) > kMaxHeadDim) fail(op, "q has a head size of ", q.size(2), ", must be at most ", kMaxHeadDim);
   Tensor out = torch::stable::new_empty(q, q.sizes());
@@ -70,7 +72,8 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
         data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
-        static_cast<float>(scale), window, static_cast<float>(soft_cap), 0};
+        static_cast<float>(scale), window, static_cast<float>(soft_cap), 0,
+        sinks ? data<float>(*sinks) : nullptr};
     if (decode(params, q, max_query_len, max_seq_len, slopes, arrivals)) params.min_query_len = kMaxDecodeQueries + 1;
     if (max_query_len < params.min_query_len) return;
     const cudaStream_t stream = current_stream(q);

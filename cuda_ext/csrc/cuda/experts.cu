@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kOp = "experts";
 constexpr int kSharedOfTwo = 113 * 1024;  // of a block, where two are to be on a multiprocessor
-constexpr int64_t kManyRows = 64;  // of an expert, on average: from here on torch's grouped product is faster (H200)
+constexpr int64_t kUnsorted = 4;  // tokens, at most, whose pairs are taken as they come: what two share comes from the L2 cache
 
 // What the products have to know of a call.
 struct Sizes {
@@ -20,39 +20,42 @@ struct Sizes {
   // Few, so that stages are small and many, but seldom fewer than an expert has.
   int rows_of_segment() const {
     const int64_t mean = divide_up(pairs, experts);
-    return tokens <= 8 ? 8 : 2 * mean + 4 <= 16 ? 16 : 2 * mean <= 32 ? 32 : 64;
+    if (tokens <= 8) return 8;
+    return 2 * mean + 4 <= 16 ? 16 : 2 * mean <= 32 ? 32 : 2 * mean <= 64 ? 64 : 2 * mean <= 128 ? 128 : 256;
   }
   int64_t most_segments() const { return std::min(experts, pairs) + pairs / segment_rows; }
 };
 
-// Where pairs' rows are: one tensor of ints, of which these are parts.
+// Where pairs' rows are: parts of one tensor of ints, or pairs as they come.
 struct Order {
-  Tensor memory;
-  int* num_segments;
-  Segment* segments;
-  int *ends, *places;
+  std::optional<Tensor> memory;
+  Segments segments;
+  int* places;  // null: rows lie in the order of the pairs
   int64_t most_segments;
 };
 
+Order unsorted(const Tensor& chosen, const Sizes& sizes) {
+  const int pairs = static_cast<int>(sizes.pairs);
+  return {std::nullopt, {nullptr, nullptr, data<int64_t>(chosen), pairs, 1}, nullptr, pairs};
+}
+
 Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
   const int64_t segments = sizes.most_segments(), numbers = 4 + 4 * segments;
-  Order order{torch::stable::new_empty(chosen, {numbers + sizes.experts + sizes.pairs}, ScalarType::Int)};
-  order.num_segments = data<int>(order.memory);
-  order.segments = reinterpret_cast<Segment*>(order.num_segments + 4);
-  order.ends = order.num_segments + numbers;
-  order.places = order.ends + sizes.experts;
-  order.most_segments = segments;
+  Order order{torch::stable::new_empty(chosen, {numbers + sizes.pairs}, ScalarType::Int)};
+  int* const memory = data<int>(*order.memory);
   OrderParams params{};
   params.chosen = data<int64_t>(chosen);
-  params.places = order.places;
-  params.ends = order.ends;
-  params.segments = order.segments;
-  params.num_segments = order.num_segments;
+  params.num_segments = memory;
+  params.segments = reinterpret_cast<Segment*>(memory + 4);
+  params.places = memory + numbers;
   params.pairs = static_cast<int>(sizes.pairs);
   params.experts = static_cast<int>(sizes.experts);
   params.segment_rows = sizes.segment_rows;
   const size_t shared = kOrderWarps * sizes.experts * sizeof(int);
   launch_dependent(order_kernel, {dim3(1), dim3(kOrderThreads), stream, shared}, params);
+  order.segments = {params.segments, params.num_segments, nullptr, params.pairs, 1};
+  order.places = params.places;
+  order.most_segments = segments;
   return order;
 }
 
@@ -84,11 +87,13 @@ Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order
 }
 
 struct GroupedProduct {
-  const Tensor& x;       // [pairs, k], in the order of the experts
+  const Tensor& x;       // [rows, k], in the order of the experts or one a token
   const Tensor& weight;  // [experts, n, k]
+  const std::optional<Tensor>& bias;
   const Order& order;
   const Sizes& sizes;
   ExpertAct act;
+  float limit;
   int64_t halves = act == ExpertAct::kNone ? 1 : 2;
   int64_t k = weight.size(2), columns = weight.size(1) / halves;
 };
@@ -99,58 +104,48 @@ void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) 
   const int device = p.x.get_device_index();
   const int64_t eights = p.columns / 8, box = Shape::kWidth / 8 / p.halves;
   const bool mapped =
-      make_map<T, 2>(&params.x, data<T>(p.x), {p.k, p.sizes.pairs}, {p.k}, {64, 8}) &&
+      make_map<T, 2>(&params.x, data<T>(p.x), {p.k, p.x.size(0)}, {p.x.stride(0)}, {64, Shape::kBoxRows}) &&
       make_map<T, 5>(&params.weight, data<T>(p.weight), {p.k, 8, p.halves, eights, p.sizes.experts},
                      {p.k, p.columns * p.k, 8 * p.k, p.halves * p.columns * p.k}, {64, 8, p.halves, box, 1});
-  if (!mapped) fail(kOp, "the copy engine cannot address the weights");
+  if (!mapped) fail(kOp, "the copy engine cannot address the rows or the weights");
   params.column_tiles = static_cast<int>(divide_up(eights, box));
-  params.stages = std::min(kMostGroupedStages, (kSharedOfTwo - 2048) / Shape::kStageBytes);
+  const int room = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048;
+  params.stages = std::min(kMostGroupedStages, room / Shape::kStageBytes);
   const int shared = Shape::shared_bytes(params.stages);
   allow_shared<kernel>(kOp, device, shared);
   const int resident = Shape::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t tiles = p.order.most_segments * params.column_tiles;
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, resident)));
-  launch_dependent(kernel, {grid, dim3(Shape::kThreads), stream, static_cast<size_t>(shared)}, params, p.act);
+  launch_dependent(kernel, {grid, dim3(Shape::kThreads), stream, static_cast<size_t>(shared)}, params);
 }
 
 template <typename T, bool Gated>
 void launch(const GroupedProduct& p, const GroupedParams& params, cudaStream_t stream) {
   switch (p.sizes.segment_rows) {
-    case 8: return launch<T, GroupedShape<64, 8>, Gated>(p, params, stream);
-    case 16: return launch<T, GroupedShape<64, 16>, Gated>(p, params, stream);
-    case 32: return launch<T, GroupedShape<128, 32>, Gated>(p, params, stream);
-    default: return launch<T, GroupedShape<128, 64>, Gated>(p, params, stream);
+    case 8: return launch<T, GroupedShape<64, 8, 1>, Gated>(p, params, stream);
+    case 16: return launch<T, GroupedShape<64, 16, 1>, Gated>(p, params, stream);
+    case 32: return launch<T, GroupedShape<128, 32, 1>, Gated>(p, params, stream);
+    case 64: return launch<T, GroupedShape<128, 64, 1>, Gated>(p, params, stream);
+    case 128: return launch<T, GroupedShape<128, 128, 2>, Gated>(p, params, stream);
+    default: return launch<T, GroupedShape<128, 256, 2>, Gated>(p, params, stream);
   }
 }
 
 // Each row times its expert's weight, and the activation: [pairs, columns].
 template <typename T>
-Tensor few_rows(const GroupedProduct& p, cudaStream_t stream) {
+Tensor product(const GroupedProduct& p, cudaStream_t stream) {
   const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns});
   GroupedParams params{};
   params.segments = p.order.segments;
-  params.num_segments = p.order.num_segments;
+  params.segments.share = static_cast<int>(p.sizes.pairs / p.x.size(0));
+  params.bias = p.bias ? data<T>(*p.bias) : nullptr;
   params.out = out.data_ptr();
   params.columns = static_cast<int>(p.columns);
   params.steps = static_cast<int>(divide_up(p.k, 64));
+  params.act = p.act;
+  params.limit = p.limit;
   p.halves == 2 ? launch<T, true>(p, params, stream) : launch<T, false>(p, params, stream);
   return out;
-}
-
-// The same by torch's library.
-Tensor many_rows(const GroupedProduct& p) {
-  Tensor memory = p.order.memory, weight = p.weight;
-  const Tensor ends = torch::stable::narrow(memory, 0, p.order.ends - data<int>(memory), p.sizes.experts);
-  const std::optional<Tensor> none;
-  const std::optional<ScalarType> same;
-  StableIValue stack[5] = {
-      torch::stable::detail::from(p.x), torch::stable::detail::from(torch::stable::transpose(weight, 1, 2)),
-      torch::stable::detail::from(std::optional<Tensor>(ends)), torch::stable::detail::from(none),
-      torch::stable::detail::from(same)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_grouped_mm", "", stack, TORCH_ABI_VERSION));
-  const Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
-  if (p.act == ExpertAct::kNone) return out;
-  return p.act == ExpertAct::kSilu ? silu_mul(out) : gelu_tanh_mul(out);
 }
 
 void check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights, const Tensor& chosen) {
@@ -165,6 +160,11 @@ void check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Ten
   for (const Tensor* tensor : {&gate_up, &down, &weights, &chosen}) Arg(kOp, "an argument", *tensor).on_device_of(x);
 }
 
+void check_bias(const char* name, const Tensor& bias, const Tensor& weight) {
+  Arg(kOp, name, bias).dtype({weight.scalar_type()}).dim(2).size(0, weight.size(0), "the experts").contiguous();
+  Arg(kOp, name, bias).size(1, weight.size(1), "the rows of an expert's weight").on_device_of(weight);
+}
+
 // Whether experts takes such rows and weights on their device.
 bool experts_kernels(Tensor x, Tensor down) {
   const bool aligned = is_aligned(x.data_ptr()) && x.stride(0) % 8 == 0 && is_aligned(down.data_ptr());
@@ -172,26 +172,35 @@ bool experts_kernels(Tensor x, Tensor down) {
          down.size(0) <= kMostExperts && down.size(1) % 8 == 0 && down.size(2) % 8 == 0 && down.size(2) > 0;
 }
 
-Tensor experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, bool gelu_tanh) {
-  check(x, gate_up, down, weights, chosen);
-  if (!experts_kernels(x, down)) fail(kOp, "has no kernel for such weights here: ask experts_kernels");
-  if (x.size(0) == 0) return torch::stable::new_empty(x, {0, x.size(1)});
+template <typename T>
+Tensor run(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights, const Tensor& chosen,
+           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias, ExpertAct act,
+           float limit) {
   const Sizes sizes{x.size(0), chosen.size(1), down.size(0), x.size(1), down.size(2)};
   if (sizes.pairs >= (1 << 30)) fail(kOp, "x has ", x.size(0), " rows, too many for ", sizes.per_token, " experts each");
-  const Guard guard(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
-  const Order order = sort(chosen, sizes, stream);
-  const Tensor rows = spread(x, order, sizes, stream);
-  const ExpertAct act = gelu_tanh ? ExpertAct::kGeluTanh : ExpertAct::kSilu;
-  const bool is_half = x.scalar_type() == ScalarType::Half;
-  const bool many = !is_half && sizes.pairs > kManyRows * sizes.experts;
-  const auto product = [&](const Tensor& of, const Tensor& weight, ExpertAct then) {
-    const GroupedProduct p{of, weight, order, sizes, then};
-    return many ? many_rows(p) : is_half ? few_rows<__half>(p, stream) : few_rows<__nv_bfloat16>(p, stream);
+  const bool sorts = sizes.tokens > kUnsorted;
+  const Order order = sorts ? sort(chosen, sizes, stream) : unsorted(chosen, sizes);
+  const Tensor rows = sorts ? spread(x, order, sizes, stream) : x;
+  const Tensor inner = product<T>({rows, gate_up, gate_up_bias, order, sizes, act, limit}, stream);
+  const Tensor parts = product<T>({inner, down, down_bias, order, sizes, ExpertAct::kNone, 0}, stream);
+  return gather_sums<T>(parts, weights, order, sizes, stream);
+}
+
+Tensor experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, std::optional<Tensor> gate_up_bias,
+               std::optional<Tensor> down_bias, int64_t activation, double limit) {
+  check(x, gate_up, down, weights, chosen);
+  if (gate_up_bias) check_bias("gate_up_bias", *gate_up_bias, gate_up);
+  if (down_bias) check_bias("down_bias", *down_bias, down);
+  if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
+  if (!experts_kernels(x, down)) fail(kOp, "has no kernel for such weights here: ask experts_kernels");
+  if (x.size(0) == 0) return torch::stable::new_empty(x, {0, x.size(1)});
+  const Guard guard(x.get_device_index());
+  const auto of = [&](auto type) {
+    return run<decltype(type)>(x, gate_up, down, weights, chosen, gate_up_bias, down_bias,
+                               static_cast<ExpertAct>(activation), static_cast<float>(limit));
   };
-  const Tensor parts = product(product(rows, gate_up, act), down, ExpertAct::kNone);
-  const Tensor out = is_half ? gather_sums<__half>(parts, weights, order, sizes, stream)
-                             : gather_sums<__nv_bfloat16>(parts, weights, order, sizes, stream);
+  const Tensor out = x.scalar_type() == ScalarType::Half ? of(__half{}) : of(__nv_bfloat16{});
   check_launch(kOp);
   return out;
 }

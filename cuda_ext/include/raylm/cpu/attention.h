@@ -191,11 +191,14 @@ inline void sum_values(const AttentionArgs& a, const AttentionState& s, const Ke
   });
 }
 
+// `acc` and `total` are relative to the row's largest score, `top`.
 template <typename T>
-inline void write_row(const AttentionArgs& a, const AttentionUnit& u, int64_t row, const float* acc, float total) {
+inline void write_row(const AttentionArgs& a, const AttentionUnit& u, int64_t row, const float* acc, float top,
+                      float total) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t token = u.first_token + row / group, head = u.kv_head * group + row % group;
   T* out = static_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim;
+  if (a.sinks) total += exp(splat(a.sinks[head] - top))[0];
   const float scale = 1.0f / total;
   for_each_vec(a.head_dim, [&](int64_t i, auto load, auto store) { store(out + i, load(acc + i) * scale); });
 }
@@ -216,7 +219,7 @@ inline void attention(const AttentionArgs& a, const AttentionUnit& u, float* scr
   for (int64_t row = 0; row < s.rows; ++row) {
     const float* acc = s.acc + row * a.head_dim;
     if (!u.partial) {
-      write_row<T>(a, u, row, acc, s.total[row]);
+      write_row<T>(a, u, row, acc, s.top[row], s.total[row]);
       continue;
     }
     float* partial = u.partial + row * (a.head_dim + 2);
@@ -242,7 +245,7 @@ inline void merge(const AttentionArgs& a, const AttentionUnit& u, int64_t num_sp
       joined[a.head_dim] = top;
       joined[a.head_dim + 1] = joined[a.head_dim + 1] * mine + other[a.head_dim + 1] * theirs;
     }
-    write_row<T>(a, u, row, joined, joined[a.head_dim + 1]);
+    write_row<T>(a, u, row, joined, joined[a.head_dim], joined[a.head_dim + 1]);
   }
 }
 

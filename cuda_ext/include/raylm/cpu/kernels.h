@@ -75,6 +75,7 @@ struct AttentionArgs {
   int64_t window;
   float soft_cap;
   const float* alibi_slopes;  // [num_heads], may be null
+  const float* sinks;         // [num_heads], may be null: a logit of the softmax that has no value
 };
 
 // Some queries of one sequence, the query heads of one kv head, and the keys [key_begin, key_end).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "raylm/cuda/common.cuh"
+#include "raylm/cuda/ptx/math.cuh"
 
 namespace raylm::cuda {
 
@@ -25,7 +26,15 @@ struct AttentionParams {
   int64_t window;
   float soft_cap;
   int64_t min_query_len;  // sequences with fewer queries are left to another kernel
+  const float* sinks;     // [num_heads], may be null
 };
+
+// What the sink of a head, a logit without a value, adds to the softmax's denominator, which is relative to the score
+// `top`; `top` is to base 2.
+template <typename T>
+__device__ inline float sink_weight(const AttentionParams<T>& p, int64_t head, float top) {
+  return p.sinks ? exp2_approx(p.sinks[head] * kLog2E - top) : 0.0f;
+}
 
 // The sequence that a token belongs to, or num_seqs for rows past the last one.
 __device__ inline int64_t sequence_of(const int32_t* query_start, int64_t num_seqs, int64_t token) {
@@ -88,6 +97,7 @@ __global__ void attention_kernel(const AttentionParams<T> p, const float* alibi_
   float block_top = -INFINITY, block_total = 0;
   for (int w = 0; w < kAttentionWarps; ++w) block_top = fmaxf(block_top, tops[w]);
   for (int w = 0; w < kAttentionWarps; ++w) block_total += totals[w] * __expf(tops[w] - block_top);
+  block_total += sink_weight(p, head, block_top * kLog2E);
   for (int64_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     float sum = 0;
     for (int w = 0; w < kAttentionWarps; ++w) sum += sums[w][d] * __expf(tops[w] - block_top);

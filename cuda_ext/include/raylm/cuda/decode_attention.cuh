@@ -90,8 +90,9 @@ struct DecodeJoin {
     }
   }
 
-  __device__ float4 result() {
-    scale(1 / total);
+  // `beside` joins the denominator, relative to `top`.
+  __device__ float4 result(float beside) {
+    scale(1 / (total + beside));
     return sum;
   }
 
@@ -348,7 +349,8 @@ struct DecodeBlock {
         total += weight * totals[w][first + r];
         sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
       }
-      const float over = total > 0 ? 1 / total : 0;
+      const float beside = complete ? sink_weight(p.attention, head_of(row), top) : 0;
+      const float over = total > 0 ? 1 / (total + beside) : 0;
       sum.x *= over, sum.y *= over, sum.z *= over, sum.w *= over;
       if (complete) {
         write(at.now, row, d, sum);
@@ -359,10 +361,13 @@ struct DecodeBlock {
     }
   }
 
+  __device__ int64_t head_of(int row) const {
+    return static_cast<int64_t>(kv_head) * p.batch.group + (first_row + row) % p.batch.group;
+  }
+
   __device__ void write(const DecodeSequence& now, int row, int d, const float4& sum) const {
-    const int pair = first_row + row, token = now.query + pair / p.batch.group;
-    const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
-    T* out = p.attention.out + (token * p.attention.num_heads + head) * p.attention.head_dim + d;
+    const int token = now.query + (first_row + row) / p.batch.group;
+    T* out = p.attention.out + (token * p.attention.num_heads + head_of(row)) * p.attention.head_dim + d;
     *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
   }
 
@@ -410,7 +415,8 @@ struct DecodeBlock {
         }
         join.add(logs, sums);
       }
-      if (thread * 4 < p.attention.head_dim) write(at.now, row, thread * 4, join.result());
+      if (thread * 4 >= p.attention.head_dim) continue;
+      write(at.now, row, thread * 4, join.result(sink_weight(p.attention, head_of(row), join.top)));
     }
   }
 

@@ -8,9 +8,22 @@
 
 namespace raylm::cuda {
 
-// Neighbouring rows of one expert that a product takes at a time.
+// Neighbouring rows of one expert that a product takes at a time. `source`: the first of them among the rows of x.
 struct alignas(16) Segment {
-  int expert, first, rows, unused;
+  int expert, first, rows, source;
+};
+
+// Those of a call: as they stand in memory, or, of very few tokens, one a pair, with rows of x that `share` pairs share.
+struct Segments {
+  const Segment* list;  // null: a pair each
+  const int* num;
+  const int64_t* chosen;
+  int pairs, share;
+
+  __device__ int count() const { return list ? *num : pairs; }
+  __device__ Segment at(int i) const {
+    return list ? list[i] : Segment{static_cast<int>(chosen[i]), i, 1, i / share};
+  }
 };
 
 constexpr int kOrderWarps = 16;
@@ -20,7 +33,6 @@ constexpr int kMostExperts = kOrderThreads;
 struct OrderParams {
   const int64_t* chosen;  // [pairs]
   int* places;            // [pairs]: a pair's row
-  int* ends;              // [experts]: behind an expert's last row
   Segment* segments;
   int* num_segments;
   int pairs, experts;
@@ -66,11 +78,11 @@ __device__ inline void order_pairs(const OrderParams& p) {
   const int start = sum_before(total, parts), segment = sum_before(num, parts);
   if (expert == p.experts - 1) *p.num_segments = segment + num;
   if (expert < p.experts) {
-    p.ends[expert] = start + total;
     // As even as multiples of 8 rows allow.
     const int each = num ? ((total + num - 1) / num + 7) / 8 * 8 : 0;
     for (int i = 0; i < num; ++i) {
-      p.segments[segment + i] = {expert, start + i * each, min(each, total - i * each), 0};
+      const int row = start + i * each;
+      p.segments[segment + i] = {expert, row, min(each, total - i * each), row};
     }
     int before = start;
     for (int w = 0; w < kOrderWarps; ++w) {
@@ -126,7 +138,8 @@ __global__ void spread_kernel(const __grid_constant__ SpreadParams p) {
   }
 }
 
-// out[token] = the sum of its pairs' rows with their weights, in their order. Blocks: tokens, in y shares of the columns.
+// out[token] = the sum of its pairs' rows with their weights, in their order; without `places` the rows lie in the order of
+// the pairs. Blocks: tokens, in y shares of the columns.
 template <typename T>
 __global__ void gather_sums_kernel(const T* rows, const int* places, const float* weights, T* out, int per_token,
                                    int columns) {
@@ -138,8 +151,9 @@ __global__ void gather_sums_kernel(const T* rows, const int* places, const float
   float sums[kVec<T>] = {};
 #pragma unroll 4
   for (int n = 0; n < per_token; ++n) {
-    const float weight = weights[token * per_token + n];
-    const auto row = Vec<T>::load(rows + static_cast<int64_t>(places[token * per_token + n]) * columns + column);
+    const int64_t pair = token * per_token + n;
+    const float weight = weights[pair];
+    const auto row = Vec<T>::load(rows + (places ? places[pair] : pair) * columns + column);
     for (int i = 0; i < kVec<T>; ++i) sums[i] += weight * row[i];
   }
   Vec<T> result;

@@ -169,11 +169,13 @@ struct OnlineSoftmax {
     }
   }
 
-  __device__ float inverse_total(int r) const {
+  // With the head's sink in the denominator.
+  template <typename T>
+  __device__ float inverse_total(int r, const PrefillParams<T>& p, int head) const {
     float sum = total[r];
     sum += __shfl_xor_sync(kAllLanes, sum, 1);
     sum += __shfl_xor_sync(kAllLanes, sum, 2);
-    return sum > 0 ? 1.0f / sum : 0.0f;
+    return sum > 0 ? 1.0f / (sum + sink_weight(p.attention, head, top[r] * p.exp2_scale)) : 0.0f;
   }
 };
 
@@ -191,7 +193,7 @@ __device__ void write_rows(const PrefillParams<T>& p, const Tile& tile, int row,
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float inverse = softmax.inverse_total(r);
+    const float inverse = softmax.inverse_total(r, p, tile.head);
     const int64_t token = tile.query_start + row + 8 * r;
     const bool valid = row + 8 * r < tile.query_len;
     T* out = p.attention.out + (token * p.num_heads + tile.head) * (N * 2);
