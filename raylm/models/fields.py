@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from raylm.errors import ConfigError
 
 _MOST_OF_ALL = 2**31 - 1
-_MOST = {"num_hidden_layers": 4096, "block_count": 4096, "max_position_embeddings": 2**24, "context_length": 2**24}
+MOST_POSITIONS = 2**24
+_MOST = {
+    "num_hidden_layers": 4096,
+    "block_count": 4096,
+    "max_position_embeddings": MOST_POSITIONS,
+    "context_length": MOST_POSITIONS,
+}
 """Of what is made before any weight is read, a list of layers and tables of positions, many times what models have."""
 _LARGEST = 1e30
 

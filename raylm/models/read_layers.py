@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from raylm.layers.rope_settings import RopeKind, RopeSettings
-from raylm.models.fields import Fields
+from raylm.models.fields import MOST_POSITIONS, Fields
 
 LayerKind = Literal["full", "sliding"]
 """Whether attention sees everything or a sliding window."""
@@ -66,10 +66,16 @@ def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_s
 
 
 def check_rope(fields: Fields, rope: RopeSettings, head_dim: int) -> None:
-    """Raises ConfigError where heads of `head_dim` cannot be rotated so."""
+    """Raises ConfigError where heads of `head_dim` cannot be rotated so, or it is for more positions than a model may
+    have."""
     size = rope.size(head_dim)
     if size < 2 or size % 2:
         raise fields.error(_SHARE, rope.partial_rotary_factor, f"a share of the {head_dim} dimensions that is even")
+    if rope.kind == "yarn" and rope.theta <= 1:
+        raise fields.error("rope_theta", rope.theta, "more than 1, with YaRN")
+    if rope.reach(1) > MOST_POSITIONS:
+        most = f"at most {MOST_POSITIONS} / original_max_position_embeddings, {rope.original_max_position}"
+        raise fields.error("rope_scaling.factor", rope.factor, most)
     for name, factors in (("long_factor", rope.factors), ("short_factor", rope.short_factors)):
         if rope.kind == "longrope" and len(factors) != size // 2:
             raise fields.error(name, list(factors), f"{size // 2} positive numbers, one for two dimensions of a head")

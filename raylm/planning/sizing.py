@@ -11,6 +11,7 @@ from raylm.config.engine import ParallelConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
+from raylm.layers.experts import ParallelExperts
 from raylm.layers.heads import kv_heads_of_rank
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.check import target_arch
@@ -33,9 +34,11 @@ class _Stage(NamedTuple):
     held: int
     """The weights, those of a model that drafts among them."""
     read: int
-    """The model's weights that a decode step reads: of an embedding that is no head, only a few rows."""
+    """The model's weights that a large decode step reads: of an embedding that is no head, only a few rows."""
     layers: int
     """The layers' weights."""
+    experts: int
+    """Those of their experts."""
     block: int
     """One block of the cache."""
     kv: int
@@ -124,10 +127,10 @@ class Sizing:
             cache_tokens=int(concurrency * self._context),
             concurrency=concurrency,
             problem=self._problem(max(stage.held for stage in stages), min(left), fitting, concurrency),
-            decode_tokens_s=self._gpu.bandwidth_gb_s * 1e9 / sum(stage.read for stage in stages),
+            decode_tokens_s=self._gpu.bandwidth_gb_s * 1e9 / sum(self._read(stage, 1) for stage in stages),
             batch=batch,
             batch_tokens_s=self._batch_tokens_s(stages, batch),
-            prefill_tokens_s=self._prefill_tokens_s(whole.layers, parallel.num_workers),
+            prefill_tokens_s=self._prefill_tokens_s(whole.layers - self._unread(whole, 1), parallel.num_workers),
         )
 
     def attempts(self, pipeline: int) -> dict[int, str | None]:
@@ -170,7 +173,17 @@ class Sizing:
             block += self._config.cache.block_size * drafting.shape.bytes_per_token(self._dtype)
         seen = sum(min(arch.layers[layer].window or self._context, self._context) for layer in model.layer_numbers)
         kv = 2 * kv_heads * arch.head_dim * self._dtype.itemsize * seen
-        return _Stage(held, read, _bytes(model.layers), block, kv)
+        experts = sum(_bytes(module) for module in model.modules() if isinstance(module, ParallelExperts))
+        return _Stage(held, read, _bytes(model.layers), experts, block, kv)
+
+    def _read(self, stage: _Stage, tokens: float) -> int:
+        """Of the weights, in a decode step of so many tokens."""
+        return stage.read - self._unread(stage, tokens)
+
+    def _unread(self, stage: _Stage, tokens: float) -> int:
+        """The weights of the experts that none of the tokens goes to, where they choose evenly."""
+        specs = [layer.mlp for layer in self._arch.layers if isinstance(layer.mlp, ExpertsSpec)]
+        return int(stage.experts * (1 - specs[0].per_token / specs[0].num_experts) ** tokens) if specs else 0
 
     def _token_bytes(self, block_bytes: int) -> int:
         """A token has a block's share in every group."""
@@ -190,7 +203,9 @@ class Sizing:
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
         """Every stage is busy with its part of the batch; the slowest sets the pace."""
         part = batch / len(stages)
-        return part * self._gpu.bandwidth_gb_s * 1e9 / max(stage.read + part * stage.kv for stage in stages)
+        return (
+            part * self._gpu.bandwidth_gb_s * 1e9 / max(self._read(stage, part) + part * stage.kv for stage in stages)
+        )
 
     def _prefill_tokens_s(self, layer_bytes: int, num_gpus: int) -> float | None:
         if self._dtype.itemsize != 2:

@@ -27,7 +27,9 @@ def test_a_shape_is_a_model_with_a_tokenizer(name: str, layers: int, heads: int,
 
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no shape 'gpt-5'; there are: llama-3\.1-8b, llama-3\.1-70b, qwen3-0\.6b"):
+    with pytest.raises(
+        ConfigError, match=r"no shape 'gpt-5'; there are: llama-3\.1-8b, llama-3\.1-70b, gpt-oss-20b, qwen3"
+    ):
         write_shape("gpt-5", tmp_path)
 
 

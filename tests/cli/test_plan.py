@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
         (["llama-3.1-8b"], "doctor --plan needs a MODEL and --gpu NAME"),
         (["llama-3.1-8b", "--gpu", "TPU"], "--gpu 'TPU' is unknown; allowed: L4, "),
         (["./nothing/here", "--gpu", "L4"], "model.path './nothing/here' does not exist"),
-        (["llama-9", "--gpu", "L4"], "or a shape (llama-3.1-8b, llama-3.1-70b, qwen3-0.6b)"),
+        (["llama-9", "--gpu", "L4"], "or a shape (llama-3.1-8b, llama-3.1-70b, gpt-oss-20b, qwen3-0.6b"),
         (["deployments/multi-model.yaml", "--gpu", "L4"], "is a Serve config file with 2 models"),
         (["llama-3.1-8b", "--gpu", "L4", "--gpus", "3", "--tensor", "2"], "--gpus is 3, but tensor 2 times pipeline 1"),
         (["llama-3.1-8b", "--gpu", "L4", "--tensor", "3"], "num_attention_heads is 32, which parallel.tensor 3"),

@@ -66,6 +66,7 @@ def test_why_not(tmp_path: Path) -> None:
     assert why_not(arch, single, 24) == "cache.block_size is 24; allowed: powers of two from 16 on"
     for split in (ParallelContext(0, 0, 2, 0, 1, CPU), ParallelContext(0, 0, 1, 0, 2, CPU)):
         assert why_not(arch, split, 16) == "the model is split over GPUs"
+    assert why_not(replace(arch, sinks=True), single, 16) == "its attention has no sinks"
     first, *others = arch.layers
     nope = replace(first, rope=None)
     assert why_not(replace(arch, layers=(nope, *others)), single, 16) == "layers differ"

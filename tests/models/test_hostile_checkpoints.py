@@ -25,6 +25,10 @@ INDEX = f"{FILE}.index.json"
 NUMBERS = (0, -1, 1, 3, 1.5, 2**31, 2**40, 2**63, 10**30, 10**400, float("inf"), float("nan"), "64", None, True, [], {})
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 512}
+LONGROPE = {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     checkpoints.llama(tmp_path)
@@ -64,6 +68,12 @@ def test_absurd_numbers_of_config_json(folder: Path):
         ({"vocab_size": 2**40}, "vocab_size is 1099511627776; allowed: a positive integer of at most 2147483647"),
         ({"hidden_size": 2**30, "head_dim": 2**28}, "too large for this machine's memory"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed: a positive number"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1}}, r"rope_theta is 1\.0; allowed: more than 1, with YaRN"),
+        ({"rope_parameters": {**YARN, "factor": 1e29}}, r"factor is 1e\+29; allowed: at most 16777216 / .*, 512"),
+        (
+            {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings is 1; allowed: at least 2",
+        ),
         ({"eos_token_id": 10**30}, "eos_token_id is 10{30}; allowed: a token id or a list of them"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +144,47 @@ def test_a_rank_reads_the_blocks_of_its_columns_alone(both: tuple[Path, Path], m
     assert sum(read) == (blocks.num_bytes + scales.num_bytes) * 2 // 3
     stored = load_file(both[0] / FILE)
     assert torch.equal(slot.destination, decoded(stored[BLOCKS][0], stored[SCALES][0])[:, 50:90])
+
+
+def test_loading_needs_little_more_than_the_weights(tmp_path: Path) -> None:
+    """The peak of a process of its own. The experts, decoded whole before they are copied, would double it."""
+    size, count, layers = 512, 32, 2
+    sizes = {"hidden_size": size, "intermediate_size": size, "num_local_experts": count, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
+    config = {"architectures": ["GptOssForCausalLM"], **sizes, **heads, "rope_parameters": {"rope_type": "default"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": (64, size), "lm_head.weight": (64, size), "model.norm.weight": (size,)}
+    packed: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        own = f"model.layers.{layer}."
+        shapes |= {own + f"{norm}_layernorm.weight": (size,) for norm in ("input", "post_attention")}
+        shapes |= {own + f"self_attn.{part}_proj.weight": (256, size) for part in "qkv"}
+        shapes |= {own + f"self_attn.{part}_proj.bias": (256,) for part in "qkv"}
+        shapes |= {own + "self_attn.o_proj.weight": (size, 256), own + "self_attn.o_proj.bias": (size,)}
+        shapes |= {own + "self_attn.sinks": (4,)}
+        shapes |= {own + "mlp.router.weight": (count, size), own + "mlp.router.bias": (count,)}
+        for part, rows in (("gate_up", 2 * size), ("down", size)):
+            shapes[own + f"mlp.experts.{part}_proj_bias"] = (count, rows)
+            packed[own + f"mlp.experts.{part}_proj_blocks"] = (count, rows, size // 32, 16)
+            packed[own + f"mlp.experts.{part}_proj_scales"] = (count, rows, size // 32)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(
+        tensors | {name: torch.ones(*shape, dtype=torch.uint8) for name, shape in packed.items()}, tmp_path / FILE
+    )
+    code = """
+import resource, sys
+from tests.models.paged import load
+from raylm.models import safetensors, weights
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load(sys.argv[1])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(sum(parameter.nbytes for parameter in model.parameters()))
+"""
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    peak, num_bytes = map(int, done.stdout.split())
+    assert num_bytes > 200e6 and peak < 1.3 * num_bytes
 
 
 def test_every_code_and_scale() -> None:

@@ -55,6 +55,23 @@ def test_llama_8b_on_one_gpu(llama_8b: ArchConfig) -> None:
     assert plan.decode_tokens_s == pytest.approx(4.8e12 / (LLAMA_8B - 2 * 128_256 * 4096))
 
 
+def test_a_step_reads_the_experts_that_its_tokens_go_to(tmp_path: Path) -> None:
+    arch = arch_of("gpt-oss-20b", tmp_path)
+    experts = 2 * 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)
+    embedding = 2 * 201_088 * 2880
+    plan = sizing(arch).plan(ParallelConfig())
+    # 20.9 billion parameters, 3.6 of which a token needs with the head: 4 of 32 experts.
+    assert plan.weight_bytes == pytest.approx(2 * 20.9e9, rel=1e-2)
+    needed = plan.weight_bytes - embedding - experts * 7 / 8
+    assert needed == pytest.approx(2 * 3.6e9, rel=1e-2)
+    assert plan.decode_tokens_s == pytest.approx(4.8e12 / needed)
+    assert plan.prefill_tokens_s == pytest.approx(989e12 / (needed - embedding), rel=1e-3)
+    # Nearly all are read in a step of 76 requests.
+    keys = sum(min(layer.window or 8192, 8192) for layer in arch.layers) * 2 * 8 * 64 * 2
+    read = plan.weight_bytes - embedding - experts * (7 / 8) ** plan.batch
+    assert plan.batch_tokens_s == pytest.approx(plan.batch * 4.8e12 / (read + plan.batch * keys))
+
+
 @pytest.mark.parametrize(("tensor", "kv_bytes"), [(2, 65_536), (8, 16_384), (16, 16_384)])
 def test_tensor_ranks_split_weights_and_heads_and_copy_what_they_cannot_split(llama_8b, tensor, kv_bytes) -> None:
     plan = sizing(llama_8b).plan(ParallelConfig(tensor=tensor))
