@@ -9,14 +9,25 @@ if TYPE_CHECKING:
     from raylm.config.engine import EngineConfig
     from raylm.core.sampling import SamplingParams
     from raylm.core.structure import StructuredOutput
-    from raylm.llm import LLM
+    from raylm.llm import LLM, AsyncLLM, LLMEngine
     from raylm.text.chat_options import ChatOptions
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ChatOptions", "EngineConfig", "SamplingParams", "StructuredOutput", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ChatOptions",
+    "EngineConfig",
+    "LLMEngine",
+    "SamplingParams",
+    "StructuredOutput",
+    "__version__",
+]
 
 _HOME = {
     "LLM": "raylm.llm",
+    "AsyncLLM": "raylm.llm",
+    "LLMEngine": "raylm.llm",
     "ChatOptions": "raylm.text.chat_options",
     "EngineConfig": "raylm.config.engine",
     "SamplingParams": "raylm.core.sampling",

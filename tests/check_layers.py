@@ -36,12 +36,12 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"config", "core", "model_files", "text", "executor"},
     "sim": {"config", "core", "engine"},
     "generation": {"plugins", "config", "core", "text", "grammar"},
-    "llm": {"config", "core", "model_files", "text", "grammar", "engine", "generation"},
+    "api": {"plugins", "config", "core", "text", "generation"},
+    "llm": {"config", "core", "model_files", "text", "grammar", "engine", "generation", "api"},
     "bench": {
         *("config", "core", "ops", "model_files", "text", "parallel", "layers", "models"),
         *("executor", "engine", "sim", "llm"),
     },
-    "api": {"plugins", "config", "core", "text", "generation"},
     "batch": {"config", "model_files", "text", "grammar", "models", "executor", "engine", "generation", "api"},
     "serving": {
         *("plugins", "config", "core", "model_files", "text", "grammar", "models"),

@@ -114,11 +114,12 @@ class Administration:
     def _names(self, call: Call) -> list[str]:
         """The models that are meant. Raises HttpError."""
         names = self._catalog.names()
-        wanted = call.query.get("model")
-        if wanted is None:
+        asked = call.query.get("model")
+        if asked is None:
             return names
+        wanted = self._catalog.aliases().get(asked, asked)
         if wanted not in names:
-            message = f"The model {wanted!r:.200} does not exist"
+            message = f"The model {asked!r:.200} does not exist"
             raise HttpError(404, message, param="model", code="model_not_found")
         return [wanted]
 

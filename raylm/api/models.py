@@ -21,14 +21,17 @@ class ModelListing:
         self._models = models
 
     async def list(self, call: Call) -> bytes:
-        return msgspec.json.encode(ModelList([_card(model) for model in self._models.all()]))
+        return msgspec.json.encode(
+            ModelList([_card(model, name) for model in self._models.all() for name in (model.name, *model.aliases)])
+        )
 
     async def describe(self, call: Call) -> bytes:
         """One model; /v1/models/, as some clients write /v1/models, names none and gives the list."""
         name = call.path.get("model", "")
-        return msgspec.json.encode(_card(self._models.get(name))) if name else await self.list(call)
+        return msgspec.json.encode(_card(self._models.get(name), name)) if name else await self.list(call)
 
 
-def _card(model: ServedModel) -> ModelCard:
-    permission = ModelPermission(f"modelperm-{model.name}", model.created)
-    return ModelCard(model.name, model.created, model.max_model_len, root=model.name, permission=[permission])
+def _card(model: ServedModel, name: str) -> ModelCard:
+    """The model under one of its names."""
+    permission = ModelPermission(f"modelperm-{name}", model.created)
+    return ModelCard(name, model.created, model.max_model_len, root=model.name, permission=[permission])

@@ -47,11 +47,11 @@ class Models:
         return [model for model in found if model is not None]
 
     def names(self) -> list[str]:
-        """Every model that was asked for, whether it is up or not."""
-        return self._catalog.names()
+        """Every model that was asked for, whether it is up or not; aliases too."""
+        return [*self._catalog.names(), *self._catalog.aliases()]
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of this name; without one, the only model that there is. Raises what its absence means."""
+        """The model of this name or alias; without one, the only model that there is. Raises what its absence means."""
         names = self._catalog.names()
         if name is None:
             if len(names) != 1:
@@ -59,13 +59,15 @@ class Models:
                     f"model is required: one of {_listed(names)}", param="model", code="missing_field"
                 )
             name = names[0]
-        model = self._catalog.get(name)
+        aliases = self._catalog.aliases()
+        own = aliases.get(name, name)
+        model = self._catalog.get(own)
         if model is not None:
             return model
-        if name in names:
-            why = self._catalog.unready().get(name, "its tokenizer is not loaded")
+        if own in names:
+            why = self._catalog.unready().get(own, "its tokenizer is not loaded")
             raise Overloaded(f"The model {name!r} cannot be asked yet: {why}", retry_after=START_RETRY_S)
-        message = f"The model {name[:MAX_VALUE_CHARS]!r} does not exist; this server has {_listed(names)}"
+        message = f"The model {name[:MAX_VALUE_CHARS]!r} does not exist; this server has {_listed([*names, *aliases])}"
         raise HttpError(404, message, param="model", code="model_not_found")
 
 

@@ -418,7 +418,7 @@ class ModelPermission(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model. `root` and `parent` are of fine-tuned models: what they were made from."""
+    """A model under one of its names; `root` is the first of them. `parent` is of fine-tuned models."""
 
     id: str
     created: int

@@ -46,6 +46,9 @@ class OneModel:
     def names(self) -> list[str]:
         return [self._model.name]
 
+    def aliases(self) -> dict[str, str]:
+        return dict.fromkeys(self._model.aliases, self._model.name)
+
     def ready(self) -> bool:
         return True
 
@@ -88,6 +91,7 @@ class Answerer:
             sampling=sampling_defaults(config),
             grammars=self._grammars,
             ability=ability_of(text.chat_template, config.chat),
+            aliases=tuple(config.model.aliases),
         )
         catalog = OneModel(model)
         metrics = HttpMetrics(catalog)

@@ -65,7 +65,7 @@ def _add(
     if (renamed is not None and renamed.is_flag) or (key.kind is bool and not key.several):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         return
-    if key.several:
+    if key.several or (renamed is not None and renamed.rest is not None):
         options["nargs"] = "+"
     usual = {int: "N", float: "X", dict: "JSON"}.get(key.kind, "TEXT")
     options["metavar"] = "|".join(map(str, key.choices)) or usual

@@ -39,6 +39,8 @@ class ModelConfig(FrozenConfig):
     was when the model was deployed."""
     name: str | None = None
     """The name that clients use; by default the hub's (owner/name), or the last part of the path."""
+    aliases: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
+    """Other names under which clients find the model. Answers and metrics have `name`."""
     dtype: DType = "auto"
     """auto: float32 on a CPU; on a GPU the checkpoint's own, or bfloat16 where that is float32."""
     load_format: Annotated[LoadFormat, BeforeValidator(known_format)] = "auto"
@@ -55,9 +57,20 @@ class ModelConfig(FrozenConfig):
     sampling: SamplingConfig = SamplingConfig()
     """How requests are sampled that leave it open."""
 
+    @model_validator(mode="after")
+    def _has_each_name_once(self) -> ModelConfig:
+        if twice := next((name for name in self.aliases if self.served_names.count(name) > 1), None):
+            raise ValueError(f"aliases holds {twice!r}, which the model is named already; each name is given once")
+        return self
+
     @property
     def served_name(self) -> str:
         return self.name or served_name(self.path)
+
+    @property
+    def served_names(self) -> list[str]:
+        """The name, and the aliases."""
+        return [self.served_name, *self.aliases]
 
     @property
     def reference(self) -> str:

@@ -66,7 +66,14 @@ def engine_sections(given: Mapping[str, Any], *, source: str) -> Sections:
             raise ConfigError(f"{source}: {name} is not taken: {REFUSED[name]}")
         key, translated = name, value
         if name in NAMES:
-            key, translated = NAMES[name].key, NAMES[name].translate(value)
+            renamed = NAMES[name]
+            if renamed.rest is not None and isinstance(value, list | tuple):
+                if not value:
+                    raise ConfigError(f"{source}: {name} is an empty list; give one value at least")
+                value, others = value[0], list(value[1:])
+                rest = engine_keys()[renamed.rest]
+                sections.setdefault(rest.section, {})[rest.key] = others
+            key, translated = renamed.key, renamed.translate(value)
         if key not in engine_keys():
             close = difflib.get_close_matches(name, [*engine_keys(), *NAMES], n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""

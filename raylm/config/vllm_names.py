@@ -18,6 +18,8 @@ class Renamed(NamedTuple):
     note: str = ""
     is_flag: bool = False
     """It stands without a value, or with no- before it."""
+    rest: str | None = None
+    """The key of a list's values after the first; None where the option has one value."""
 
 
 def _not(value: object) -> object:
@@ -40,7 +42,7 @@ NAMES: dict[str, Renamed] = {
     "num_gpu_blocks_override": Renamed("num_blocks"),
     "swap_space": Renamed("swap_gib"),
     "scheduling_policy": Renamed("policy"),
-    "served_model_name": Renamed("name"),
+    "served_model_name": Renamed("name", note="further names are `--aliases` (`model.aliases`)", rest="aliases"),
     "attention_backend": Renamed("attention"),
     "tool_call_parser": Renamed("chat_tools"),
     "reasoning_parser": Renamed("chat_reasoning"),

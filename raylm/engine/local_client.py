@@ -22,13 +22,13 @@ logger = get_logger(__name__)
 
 class LocalClient:
     """Generates on an engine that it owns. However much is asked for at once, the engine gets what it has room for.
+    `generate` belongs to one event loop."""
 
-    Made for throughput: a sequence without stop strings comes as one delta at its end, because nobody needs a token
-    before that. `generate` belongs to one event loop.
-    """
-
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, holds: bool = True) -> None:
+        """`holds`: a sequence without stop strings comes as one delta at its end, for throughput where nobody needs a
+        token before that; otherwise tokens come as steps give them."""
         self._engine = engine
+        self._holds = holds
         self._feeder = Feeder(engine)
         self._inbox: queue.SimpleQueue[Group | str | None] = queue.SimpleQueue()
         self._sequences: dict[str, Sequences] = {}
@@ -106,7 +106,7 @@ class LocalClient:
                 self._call(self._fail, group.ids[0], error)
                 continue
             added.append(group.ids[0])
-            if not group.params.stop:
+            if self._holds and not group.params.stop:
                 self._held.update((request_id, []) for request_id in group.ids)
         if added:
             # One call of the event loop for all of them.

@@ -142,6 +142,8 @@ class ServedModel:
     grammars: Grammars | None = None
     """None: no request may ask for structured output."""
     ability: Ability = Ability()
+    aliases: tuple[str, ...] = ()
+    """Other names under which clients find it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +180,15 @@ class ModelCatalog(Protocol):
     """The models of this application."""
 
     def get(self, name: str) -> ServedModel | None:
-        """None for an unknown name, and for a model that no engine has served yet."""
+        """None for an unknown name, aliases among them, and for a model that no engine has served yet."""
         ...
 
     def names(self) -> list[str]:
         """Every model that was asked for, whether it is up or not."""
+        ...
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of these models -> `names`; none of them is another model's name."""
         ...
 
     def ready(self) -> bool:

@@ -84,6 +84,12 @@ class LiveCatalog:
     def names(self) -> list[str]:
         return sorted({name for name, *_ in list(self._texts)})
 
+    def aliases(self) -> dict[str, str]:
+        # Files are checked for clashes; of two applications that were deployed apart the older one keeps an alias.
+        youngest_first = sorted(self._entries.values(), key=lambda entry: entry.since, reverse=True)
+        found = {alias: entry.name for entry in youngest_first for alias in entry.aliases}
+        return {alias: name for alias, name in found.items() if alias not in self.names()}
+
     def ready(self) -> bool:
         return self._closed is None and bool(self._texts) and not self.unready()
 
@@ -270,6 +276,7 @@ class LiveCatalog:
             sampling=model.sampling,
             grammars=side.grammars,
             ability=side.ability,
+            aliases=model.aliases,
         )
         self._models[version] = router, served
 

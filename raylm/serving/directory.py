@@ -75,6 +75,8 @@ class ModelEntry(NamedTuple):
     """It may have no replica while nobody asks: a request wakes it."""
     failure: StartFailure | None = None
     """Of the last replica that did not start, until one has."""
+    aliases: tuple[str, ...] = ()
+    """Other names under which clients find it."""
 
 
 class EngineEntry(NamedTuple):

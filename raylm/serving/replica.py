@@ -69,6 +69,7 @@ class ModelReplica:
             since=time.time(),
             chat=ChatSettings.of(config.engine),
             may_sleep=may_sleep(context),
+            aliases=tuple(model.aliases),
         )
         self._capacity = resolve(config.engine, worker_device(resources)).scheduler.max_num_seqs
         self._engine_id = uuid.uuid4().hex

@@ -53,6 +53,19 @@ def test_vllm_names():
     assert given("--enable-prefix-caching").cache.prefix_caching
 
 
+def test_several_served_names_are_a_name_and_aliases():
+    model = given("--served-model-name", "chat", "small", "owner/chat").model
+    assert (model.served_name, model.aliases) == ("chat", ["small", "owner/chat"])
+    assert engine_sections({"served_model_name": ["a", "b"]}, source="test") == {
+        "model": {"aliases": ["b"], "name": "a"}
+    }
+    assert engine_sections({"served_model_name": "a"}, source="test") == {"model": {"name": "a"}}
+    with pytest.raises(ConfigError, match="served_model_name is an empty list; give one value at least"):
+        engine_sections({"served_model_name": []}, source="test")
+    with pytest.raises(ConfigError, match="aliases holds 'chat', which the model is named already"):
+        given("--served-model-name", "chat", "chat")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_raylm_has_not_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]):
     flag = f"-{name}" if len(name) == 2 else "--" + name.replace("_", "-")

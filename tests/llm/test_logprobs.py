@@ -172,7 +172,7 @@ def test_accepted_drafts_have_theirs(folder, reference, listed):
         generation={"logprobs": listed},
     )
     llm._engine.shutdown()
-    llm._engine = local_engine(llm.config, progress=False, drafter=drafter)
+    llm._core.engine = local_engine(llm.config, progress=False, drafter=drafter)
     prompts = random_prompts(4, VOCAB)
     greedy = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     drawn = dataclasses.replace(greedy, temperature=0.7, seed=3)

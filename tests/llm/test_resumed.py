@@ -87,7 +87,7 @@ def successor(request: pytest.FixtureRequest, models: Models) -> Iterator[LLM]:
 
 
 def ask(llm: LLM, params: SamplingParams) -> Collected:
-    llm._engine.add([str(index) for index in range(params.n)], PROMPT, llm._ready(params))
+    llm._engine.add([str(index) for index in range(params.n)], PROMPT, llm._core.inputs.ready(params))
     return run_to_end(llm._engine)
 
 
@@ -104,7 +104,7 @@ def same(found: Logprobs | None, expected: Logprobs | None) -> bool:
 def test_at_every_cut_the_rest_is_that_of_an_undisturbed_run(
     wish: str, undisturbed: dict[str, Collected], successor: LLM
 ) -> None:
-    params, whole = successor._ready(WISHES[wish]), undisturbed[wish]
+    params, whole = successor._core.inputs.ready(WISHES[wish]), undisturbed[wish]
     engine = successor._engine
     engine.reset_prefix_cache()
     cuts = range(max(map(len, whole.tokens.values())))

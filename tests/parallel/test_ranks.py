@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import raylm.llm
+import raylm.llm.offline
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.config.resolve import resolve
 from raylm.core.step import StepPlan
@@ -68,8 +68,8 @@ def load(pool: RankPool, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
         resolved = resolve(config, "cuda" if device == "cuda" else "cpu")
         return Engine(resolved, ProcessExecutor(pool, resolved), plans_in_flight=config.parallel.pipeline + 1)
 
-    local = raylm.llm.offline_engine
-    monkeypatch.setattr(raylm.llm, "offline_engine", engine)
+    local = raylm.llm.offline.offline_engine
+    monkeypatch.setattr(raylm.llm.offline, "offline_engine", engine)
 
     def make(folder: Path, shape: tuple[int, int] = (1, 1), **sections: dict[str, object]) -> LLM:
         data: dict[str, dict[str, object]] = {

@@ -198,6 +198,20 @@ async def test_a_model_is_listed_when_it_starts_and_gone_when_it_is_deleted(appl
     await until(lambda: catalog.names() == [])
 
 
+async def test_an_alias_finds_one_model_and_never_takes_the_name_of_another(catalogs) -> None:
+    directory = Directory()
+    catalog = catalogs(directory, Texts())
+    await directory.know(model("a", since=1.0)._replace(aliases=("x", "b")))
+    await directory.know(model("b", since=2.0)._replace(aliases=("x", "y")))
+    await until(lambda: catalog.names() == ["a", "b"])
+    assert catalog.aliases() == {"x": "a", "y": "b"}, "the older model keeps an alias"
+    with pytest.raises(Overloaded, match="'y' cannot be asked yet: no engine is up"):
+        Models(catalog).get("y")
+    # A model that is deployed again may have others.
+    await directory.know(model("a", since=3.0)._replace(aliases=("z",)))
+    await until(lambda: catalog.aliases() == {"x": "b", "y": "b", "z": "a"})
+
+
 async def test_why_a_model_does_not_start_is_told_until_it_does(catalogs) -> None:
     directory = Directory()
     catalog = catalogs(directory, Texts())

@@ -243,6 +243,27 @@ async def test_openai_client_lists_models(counting: tuple[Server, AsyncOpenAI]) 
     assert (await client.models.retrieve("tiny")).created == 1_700_000_000
 
 
+async def test_a_model_is_found_by_each_of_its_names(counting: tuple[Server, AsyncOpenAI]) -> None:
+    server, client = counting
+    server.catalog.model = dataclasses.replace(server.catalog.model, aliases=("small", "owner/tiny"))
+    assert [model.id async for model in client.models.list()] == ["tiny", "small", "owner/tiny"]
+    card = await client.models.retrieve("owner/tiny")
+    assert (card.id, card.model_dump()["root"]) == ("owner/tiny", "tiny")
+    answers = [
+        await client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=1)
+        for name in ("tiny", "small", "owner/tiny")
+    ]
+    assert [answer.model for answer in answers] == ["tiny"] * 3, "an answer has the model's own name"
+    metrics = (await server.http.get("/metrics")).text
+    assert 'raylm:prompt_tokens_total{model_name="tiny"}' in metrics and 'model_name="small"' not in metrics
+    tags = (await server.http.get("/api/tags")).json()["models"]
+    assert [tag["name"] for tag in tags] == ["tiny", "small", "owner/tiny"]
+    with pytest.raises(NotFoundError, match="'smal' does not exist; this server has 'tiny', 'late', 'small', 'owner/"):
+        await client.chat.completions.create(model="smal", messages=MESSAGES)
+    profile = await server.http.post("/start_profile", params={"model": "small"})
+    assert profile.status_code == 200, profile.text
+
+
 async def test_answers_and_chunks_say_what_made_them(counting: tuple[Server, AsyncOpenAI]) -> None:
     server, client = counting
     expected = f"raylm-{raylm.__version__}"

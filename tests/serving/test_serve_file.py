@@ -12,6 +12,7 @@ from raylm.errors import ConfigError
 from raylm.serving.program.serve_file import serve_config
 
 ENGINE = {"model": {"path": "smollm2-135m"}}
+ALIASED = {"model": {"path": "smollm2-135m", "name": "other", "aliases": ["smollm2-135m"]}}
 FACE = {"name": "llm", "import_path": "raylm.serving.app:build_ingress"}
 MODEL = {
     "name": "model",
@@ -85,6 +86,11 @@ def written(folder, data):
         (
             {"applications": [FACE, MODEL, MODEL | {"name": "again"}]},
             "applications 'model' and 'again': two models of endpoint 'default' are named 'smollm2-135m'",
+        ),
+        (
+            {"applications": [FACE, MODEL, MODEL | {"name": "again", "args": {"engine": ALIASED}}]},
+            "applications 'model' and 'again': two models of endpoint 'default' are named 'smollm2-135m'; give one of "
+            "them another model.name, or other model.aliases",
         ),
         (
             {"applications": [FACE, MODEL | {"args": {"engine": ENGINE, "endpoint": "other"}}]},

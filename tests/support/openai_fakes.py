@@ -332,6 +332,9 @@ class Catalog:
     def names(self) -> list[str]:
         return ["tiny"] if self.alone else ["tiny", "late"]
 
+    def aliases(self) -> dict[str, str]:
+        return dict.fromkeys(self.model.aliases, "tiny")
+
     def ready(self) -> bool:
         return self.is_ready
 

@@ -110,7 +110,11 @@ class OllamaModels:
         self._preparation = preparation
 
     async def tags(self, call: Call) -> bytes:
-        found = [Tag(model.name, model.name, _modified(model), _digest(model)) for model in self._models.all()]
+        found = [
+            Tag(name, name, _modified(model), _digest(model))
+            for model in self._models.all()
+            for name in (model.name, *model.aliases)
+        ]
         return msgspec.json.encode(Tags(found))
 
     async def processes(self, call: Call) -> bytes:

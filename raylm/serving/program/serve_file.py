@@ -148,22 +148,23 @@ def _check_model(application: dict[str, Any], *, source: str) -> ModelDeployment
 
 
 def _check_endpoints(ingresses: dict[str, IngressConfig], models: dict[str, ModelDeployment], *, source: str) -> None:
-    """Every model of an endpoint has a name of its own, and an ingress."""
+    """Every model of an endpoint has names of its own, and an ingress."""
     served = {config.endpoint for config in ingresses.values()}
     seen: dict[tuple[str, str], str] = {}
     for application, config in models.items():
-        name = config.engine.model.served_name
         if config.endpoint not in served:
             raise ConfigError(
                 f"{source}: application {application!r}: no application with import_path {INGRESS_PATH!r} is of its "
                 f"endpoint {config.endpoint!r}"
             )
-        other = seen.setdefault((config.endpoint, name), application)
-        if other != application:
-            raise ConfigError(
-                f"{source}: applications {other!r} and {application!r}: two models of endpoint {config.endpoint!r} are "
-                f"named {name!r}; give one of them another model.name"
-            )
+        for name in config.engine.model.served_names:
+            other = seen.setdefault((config.endpoint, name), application)
+            if other != application:
+                raise ConfigError(
+                    f"{source}: applications {other!r} and {application!r}: two models of endpoint "
+                    f"{config.endpoint!r} are named {name!r}; give one of them another model.name, or other "
+                    "model.aliases"
+                )
 
 
 def _check_import(application: dict[str, Any], *, source: str) -> None:

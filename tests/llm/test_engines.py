@@ -1,0 +1,200 @@
+"""LLMEngine and AsyncLLM: what LLM gives, step by step and for many callers at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from raylm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
+from raylm.errors import EngineDeadError, RequestRejected
+from raylm.llm import Completion, Metric
+from tests.support import checkpoints
+from tests.support.greedy import random_prompts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+def config(path: Path) -> EngineConfig:
+    return EngineConfig.model_validate(
+        {
+            "model": {"path": str(path), "name": "tiny", "max_model_len": 64},
+            "scheduler": {"max_num_seqs": 4, "max_queued_requests": 4},
+            "cache": {"num_blocks": 60},
+            "runtime": {"device": "cpu"},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[list[int]]:
+    return random_prompts(10, 64)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[Completion]:
+    llm = LLM(config(folder), progress=False)
+    found = llm.generate(prompts, GREEDY, progress=False)
+    llm.close()
+    return found
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[LLMEngine]:
+    engine = LLMEngine(config(folder), progress=False)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+async def llm(folder: Path) -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(config(folder), progress=False)
+    yield llm
+    llm.shutdown()
+
+
+def values(metrics: list[Metric]) -> dict[str, float]:
+    return {metric.name: metric.value for metric in metrics}
+
+
+def test_completions_have_what_vllms_have(expected: list[Completion]) -> None:
+    assert [completion.request_id for completion in expected] == [str(index) for index in range(10)]
+    for completion in expected:
+        metrics = completion.metrics
+        assert completion.finished and metrics is not None
+        times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time]
+        times += [metrics.last_token_time, metrics.finished_time]
+        assert None not in times and times == sorted(times), "each comes after the one before"
+        assert metrics.time_in_queue == metrics.first_scheduled_time - metrics.arrival_time
+        assert [output.index for output in completion.outputs] == [0]
+
+
+def test_steps_give_what_llm_gives(engine: LLMEngine, prompts: list[list[int]], expected: list[Completion]) -> None:
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r.{index}", prompt, GREEDY)
+    assert engine.get_num_unfinished_requests() == 10
+    ended: dict[str, Completion] = {}
+    lengths: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for completion in engine.step():
+            output = completion.outputs[0]
+            lengths.setdefault(completion.request_id, []).append(len(output.token_ids))
+            assert completion.finished == (output.finish_reason is not None)
+            if completion.finished:
+                ended[completion.request_id] = completion
+    assert [ended[f"r.{index}"] for index in range(10)] == expected
+    assert all(each == list(range(1, 13)) for each in lengths.values()), "a request comes with each of its tokens"
+    found = values(engine.get_metrics())
+    assert found["raylm:num_requests_running"] == 0 and found["raylm:iteration_tokens_total_sum"] > 120
+    assert engine.get_metrics()[0].labels == {"model_name": "tiny", "engine": "local"}
+
+
+def test_texts_grow_and_several_outputs_are_one_completion(engine: LLMEngine) -> None:
+    hot = SamplingParams(temperature=1.5, seed=3, n=2, max_tokens=8, ignore_eos=True, logprobs=1)
+    engine.add_request("a", [5, 6, 7], hot)
+    texts = [""]
+    while engine.has_unfinished_requests():
+        for completion in engine.step():
+            assert [output.index for output in completion.outputs] == [0, 1]
+            output = completion.outputs[0]
+            assert output.text.startswith(texts[-1]) and output.cumulative_logprob == sum(output.logprobs or [])
+            texts.append(output.text)
+    assert len(set(texts)) > 2, "the text is there before its end"
+
+
+def test_aborted_requests_are_gone_wherever_they_were(engine: LLMEngine) -> None:
+    for index in range(10):
+        engine.add_request(str(index), [5, 6 + index], ENDLESS)
+    engine.step()
+    with pytest.raises(RequestRejected, match="request_id '3' is that of an unfinished request"):
+        engine.add_request("3", [5], GREEDY)
+    engine.abort_request([str(index) for index in range(9)])
+    engine.abort_request("unknown")
+    seen = set()
+    while engine.has_unfinished_requests():
+        seen |= {completion.request_id for completion in engine.step()}
+    assert seen == {"9"} and engine.engine.stats().kv_usage == 0
+    with pytest.raises(RequestRejected, match="64"):
+        engine.add_request("long", [5] * 65, GREEDY)
+    assert not engine.has_unfinished_requests()
+
+
+def test_tokenizer(engine: LLMEngine) -> None:
+    tokenizer = engine.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("hello", False)) == "hello"
+
+
+async def last(llm: AsyncLLM, prompt: list[int], params: SamplingParams, request_id: str | None = None) -> Completion:
+    found = None
+    async for completion in llm.generate(prompt, params, request_id):
+        found = completion
+    assert found is not None and found.finished
+    return found
+
+
+async def test_many_callers_at_once(llm: AsyncLLM, prompts: list[list[int]], expected: list[Completion]) -> None:
+    # More than run and wait in the engine.
+    assert await asyncio.gather(*(last(llm, prompt, GREEDY) for prompt in prompts)) == expected
+    with pytest.raises(RequestRejected, match="64"):
+        await last(llm, [5] * 65, GREEDY)
+    assert llm.is_running
+
+
+async def test_tokens_come_as_they_are_made(llm: AsyncLLM) -> None:
+    pieces = [len(completion.outputs[0].token_ids) async for completion in llm.generate([5, 6], ENDLESS)]
+    assert len(pieces) > 1 and pieces[0] < 60 and pieces[-1] == 60
+
+
+async def free(llm: AsyncLLM) -> None:
+    """Until nothing runs or waits."""
+    while any(values(llm.get_metrics())[f"raylm:num_requests_{state}"] for state in ("running", "waiting")):
+        await asyncio.sleep(0.01)
+
+
+async def test_who_leaves_or_is_cancelled_ends_the_request(llm: AsyncLLM) -> None:
+    async with aclosing(llm.generate([5, 6], ENDLESS, "left")) as completions:
+        async for _ in completions:
+            break
+    assert not llm._live
+    await free(llm)
+    task = asyncio.create_task(last(llm, [5, 6], ENDLESS, "cancelled"))
+    while "cancelled" not in llm._live:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not llm._live
+    await free(llm)
+
+
+async def test_abort_ends_with_a_reason(llm: AsyncLLM) -> None:
+    found: list[Completion] = []
+    async for completion in llm.generate([5, 6], ENDLESS, "a"):
+        if not found:
+            await llm.abort("a")
+            with pytest.raises(RequestRejected, match="request_id 'a' is that of an unfinished request"):
+                await last(llm, [5], GREEDY, "a")
+        found.append(completion)
+    assert found[-1].outputs[0].finish_reason == "abort" and len(found[-1].outputs[0].token_ids) < 60
+    await llm.abort("a")
+
+
+async def test_after_shutdown_callers_get_a_reason(folder: Path) -> None:
+    llm = AsyncLLM(config(folder), progress=False)
+    await llm.check_health()
+    llm.shutdown()
+    llm.shutdown()
+    assert not llm.is_running
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        await llm.check_health()
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        await last(llm, [5], GREEDY)
