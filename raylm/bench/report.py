@@ -153,6 +153,20 @@ class TraceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class TouchedResult:
+    """Experts that a decode step of `batch` rows goes to, of `experts`, in a layer on average; how many they would be
+    at random; and the former's share of the latter."""
+
+    bench: str
+    model: str
+    batch: int
+    experts: int
+    touched: float
+    at_random: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class KindResult:
     """Kernels of one kind in a step of `batch` rows: microseconds, launches, what they have to move and compute at
     least, how much of the time that would take the device at its best (`roofline_share`), and how much of the time its
@@ -256,6 +270,7 @@ Result = (
     | SchedulerResult
     | PrefixResult
     | TraceResult
+    | TouchedResult
     | KindResult
     | AllReduceResult
     | SplitNormResult

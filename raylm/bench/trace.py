@@ -88,12 +88,12 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
 
 def _trace(engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks) -> Traced:
     for attempt in range(2):  # First times are not what a trace is about.
-        _run(engine, batch, work, salt=attempt, watch=nullcontext())
-    _, unprofiled = _run(engine, batch, work, salt=2, watch=nullcontext())
+        run_work(engine, batch, work, salt=attempt, watch=nullcontext())
+    _, unprofiled = run_work(engine, batch, work, salt=2, watch=nullcontext())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
-        steps, seconds = _run(engine, batch, work, salt=3, watch=profiler)
+        steps, seconds = run_work(engine, batch, work, salt=3, watch=profiler)
         profiler.export_chrome_trace(str(path))
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
     result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
@@ -117,7 +117,7 @@ def _shape(batch: int, work: Work, steps: int) -> StepShape:
     return decode_shape(batch, work.prompt_len + 1 + _WARMUP_STEPS + work.steps / 2)
 
 
-def _run(
+def run_work(
     engine: Engine, batch: int, work: Work, *, salt: int, watch: AbstractContextManager[object]
 ) -> tuple[int, float]:
     """Do the work once, the steps in question under `watch`. Returns how many they were, and their seconds, from a
@@ -133,18 +133,23 @@ def _run(
             engine.step()
         for _ in range(_WARMUP_STEPS):
             engine.step()
-    torch.cuda.synchronize()
+    _rest(engine)
     began, steps = perf_counter(), 0
     with watch:
         while engine.has_work if work.prefill else steps < work.steps:
             engine.step()
             steps += 1
-        torch.cuda.synchronize()
+        _rest(engine)
     seconds = perf_counter() - began
     engine.abort_all()
     while engine.has_work:
         engine.step()
     return steps, seconds
+
+
+def _rest(engine: Engine) -> None:
+    if engine.info.device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 def read_trace(trace: dict[str, list[dict[str, object]]]) -> list[Span]:

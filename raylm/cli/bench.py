@@ -1,4 +1,4 @@
-"""raylm bench: throughput, latency, speculation, structure, serve, startup, scheduler, trace, all-reduce, shape."""
+"""raylm bench: throughput, latency, speculation, structure, serve, startup, scheduler, trace, experts, shape ..."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def add_parser(commands: Subparsers) -> None:
     add_autoscaling(kinds.add_parser("autoscaling", help="replicas that a changing load brings, on a simulated clock"))
     _add_steps(kinds.add_parser("steps", help="plans to workers and results back, without a model"))
     _add_trace(kinds.add_parser("trace", help="what a GPU does in a step, and how much of the time it waits"))
+    _add_experts(kinds.add_parser("experts", help="how many experts of a mixture a decode step goes to"))
     _add_all_reduce(kinds.add_parser("all-reduce", help="sums over this host's GPUs, by size and by way"))
     _add_shape(kinds.add_parser("shape", help="write the shape of a public model, to measure with random weights"))
 
@@ -137,6 +138,16 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
     add_report(parser)
     parser.set_defaults(run=run, measure=_trace, draws=True)
+
+
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--batch", type=_batches, default=[1, 32, 256], metavar="N[,N...]", help="requests at a time")
+    parser.add_argument("--steps", type=positive, default=8, metavar="N", help="decode steps to look at (%(default)s)")
+    parser.add_argument("--prompt-len", type=positive, default=128, metavar="N", help="of a request (%(default)s)")
+    add_engine_options(parser)
+    add_report(parser)
+    parser.set_defaults(run=run, measure=_experts)
 
 
 def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +283,14 @@ def _trace(args: argparse.Namespace, emit: Emit) -> None:
             emit(kind)
     if args.plot is not None:
         draw_trace(found, args.plot)
+
+
+def _experts(args: argparse.Namespace, emit: Emit) -> None:
+    from raylm.bench.experts import experts_touched
+    from raylm.bench.trace import Work
+
+    for result in experts_touched(engine_config(args), args.batch, Work(args.steps, args.prompt_len)):
+        emit(result)
 
 
 def _all_reduce(args: argparse.Namespace, emit: Emit) -> None:

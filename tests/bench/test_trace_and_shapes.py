@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from raylm.bench.dummy import write_dummy, write_shape
+from raylm.bench.experts import experts_touched
 from raylm.bench.shapes import SHAPES
 from raylm.bench.trace import Span, Traced, Work, draw_trace, read_trace, short_name, summarize, trace_steps
 from raylm.config.engine import EngineConfig
@@ -14,6 +15,7 @@ from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.text.processor import TextProcessor
+from tests.support import checkpoints
 
 
 @pytest.mark.parametrize(("name", "layers", "heads"), [("llama-3.1-8b", 32, 32), ("qwen3-0.6b", 28, 16)])
@@ -28,7 +30,8 @@ def test_a_shape_is_a_model_with_a_tokenizer(name: str, layers: int, heads: int,
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"no shape 'gpt-5'; there are: llama-3\.1-8b, llama-3\.1-70b, gpt-oss-20b, qwen3"
+        ConfigError,
+        match=r"no shape 'gpt-5'; there are: llama-3\.1-8b, llama-3\.1-70b, gpt-oss-20b, qwen3-0\.6b, qwen3-30b-a3b$",
     ):
         write_shape("gpt-5", tmp_path)
 
@@ -84,3 +87,19 @@ def test_without_a_gpu_there_is_nothing_to_trace(tmp_path: Path) -> None:
         trace_steps(config, [1], Work(2, 8))
     with pytest.raises(ConfigError, match="batch of 5 is over scheduler.max_num_seqs 4"):
         trace_steps(config, [5], Work(2, 8))
+
+
+def test_experts_that_a_step_goes_to_are_counted(tmp_path: Path) -> None:
+    folder = checkpoints.FAMILIES["mixtral"](tmp_path)
+    config = EngineConfig.model_validate(
+        {"model": {"path": str(folder), "max_model_len": 64}, "runtime": {"device": "cpu"}}
+    )
+    one, many = experts_touched(config, [1, 12], Work(steps=2, prompt_len=4))
+    assert one.touched == 2 and one.share == pytest.approx(1) and one.experts == 6
+    assert 2 < many.touched <= 6 and many.at_random == pytest.approx(6 * (1 - (2 / 3) ** 12))
+
+
+def test_a_model_without_experts_has_none_to_count(tmp_path: Path) -> None:
+    folder = write_dummy(tmp_path / "dummy")
+    with pytest.raises(ConfigError, match="bench experts counts experts, but dummy has none"):
+        experts_touched(EngineConfig.model_validate({"model": {"path": str(folder)}}), [1], Work(1, 4))

@@ -46,7 +46,9 @@ def _times(x: Tensor, gate_ups: list[Tensor], downs: list[Tensor], logits: Tenso
     weights, chosen = route(logits, per_token)
     pairs = list(zip(gate_ups, downs, strict=True))
     calls: list[Call] = [lambda g=g, d=d: ops.experts(x, g, d, weights, chosen, "silu") for g, d in pairs]
-    torchs: list[Call] = [lambda g=g, d=d: fallback.experts(x, g, d, weights, chosen, None, None, 0, 0.0) for g, d in pairs]
+    torchs: list[Call] = [
+        lambda g=g, d=d: fallback.experts(x, g, d, weights, chosen, None, None, 0, 0.0) for g, d in pairs
+    ]
     return {
         "touched": len(chosen.unique()),
         "us": round(graph_us(calls), 2),

@@ -151,7 +151,7 @@ KINDS = {
     "gpt_oss": Kind(
         "gpt_oss",
         # A limit that cuts off many numbers.
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0},
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
     "phimoe": Kind(
         "phimoe",

@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kOp = "experts";
 constexpr int kSharedOfTwo = 113 * 1024;  // of a block, where two are to be on a multiprocessor
-constexpr int64_t kUnsorted = 4;  // tokens, at most, whose pairs are taken as they come: what two share comes from the L2 cache
+constexpr int64_t kUnsorted = 1;  // tokens, at most, whose pairs are taken as they come: two may share an expert
 
 // What the products have to know of a call.
 struct Sizes {
@@ -69,8 +69,7 @@ Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStrea
   params.places = order.places;
   params.per_token = static_cast<int>(sizes.per_token);
   params.width = static_cast<int>(sizes.hidden * 2);
-  const dim3 grid(sizes.tokens, sizes.tokens < 64 ? sizes.per_token : 1);
-  launch_dependent(spread_kernel, grid, dim3(threads_for(sizes.hidden / 8, 256)), stream, params);
+  launch_dependent(spread_kernel, dim3(sizes.tokens), dim3(threads_for(sizes.hidden / 8, 256)), stream, params);
   return rows;
 }
 
@@ -98,9 +97,18 @@ struct GroupedProduct {
   int64_t k = weight.size(2), columns = weight.size(1) / halves;
 };
 
+// Clusters that the device runs at a time, with as much shared memory as they are launched with.
+template <typename T, typename Shape, bool Gated>
+int resident(int device, int shared) {
+  static DeviceNumber known;
+  return known.of(device, [&] {
+    const auto* kernel = reinterpret_cast<const void*>(grouped_linear_kernel<T, Shape, Gated>);
+    return resident_clusters(kernel, Shape::kCluster, Shape::kThreads, shared);
+  });
+}
+
 template <typename T, typename Shape, bool Gated>
 void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) {
-  constexpr auto* kernel = grouped_linear_kernel<T, Shape, Gated>;
   const int device = p.x.get_device_index();
   const int64_t eights = p.columns / 8, box = Shape::kWidth / 8 / p.halves;
   const bool mapped =
@@ -108,15 +116,17 @@ void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) 
       make_map<T, 5>(&params.weight, data<T>(p.weight), {p.k, 8, p.halves, eights, p.sizes.experts},
                      {p.k, p.columns * p.k, 8 * p.k, p.halves * p.columns * p.k}, {64, 8, p.halves, box, 1});
   if (!mapped) fail(kOp, "the copy engine cannot address the rows or the weights");
-  params.column_tiles = static_cast<int>(divide_up(eights, box));
+  params.column_tiles = static_cast<int>(divide_up(eights, box * Shape::kCluster));
   const int room = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048;
   params.stages = std::min(kMostGroupedStages, room / Shape::kStageBytes);
   const int shared = Shape::shared_bytes(params.stages);
-  allow_shared<kernel>(kOp, device, shared);
-  const int resident = Shape::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t tiles = p.order.most_segments * params.column_tiles;
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, resident)));
-  launch_dependent(kernel, {grid, dim3(Shape::kThreads), stream, static_cast<size_t>(shared)}, params);
+  const int64_t clusters = std::min<int64_t>(tiles, resident<T, Shape, Gated>(device, shared));
+  if (clusters == 0) fail(kOp, "its kernel needs ", shared, " bytes of shared memory a block, which this device has not");
+  launch_dependent(grouped_linear_kernel<T, Shape, Gated>,
+                   {dim3(clusters * Shape::kCluster), dim3(Shape::kThreads), stream, static_cast<size_t>(shared),
+                    static_cast<unsigned>(Shape::kCluster)},
+                   params);
 }
 
 template <typename T, bool Gated>
@@ -144,6 +154,9 @@ Tensor product(const GroupedProduct& p, cudaStream_t stream) {
   params.steps = static_cast<int>(divide_up(p.k, 64));
   params.act = p.act;
   params.limit = p.limit;
+  // Behind the sorting comes the spreading, and behind that or the sorting the first product: only of a product of pairs
+  // as they come the kernel ahead is who chose them.
+  params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;
   p.halves == 2 ? launch<T, true>(p, params, stream) : launch<T, false>(p, params, stream);
   return out;
 }

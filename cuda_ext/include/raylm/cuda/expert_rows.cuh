@@ -28,6 +28,7 @@ struct Segments {
 
 constexpr int kOrderWarps = 16;
 constexpr int kOrderThreads = kOrderWarps * kWarp;
+constexpr int kOrderAhead = 8;  // of a lane's pairs, read before they are looked at
 constexpr int kMostExperts = kOrderThreads;
 
 struct OrderParams {
@@ -55,6 +56,22 @@ __device__ inline int sum_before(int x, int* parts) {
   return before;
 }
 
+// Calls see(pair, expert) with this warp's pairs in their order, a lane each; behind the last one with -1 for the expert.
+template <typename See>
+__device__ inline void for_pairs(const OrderParams& p, int first, int last, const See& see) {
+  for (int base = first + threadIdx.x % kWarp; base - first < (last - first + kWarp - 1) / kWarp * kWarp;
+       base += kOrderAhead * kWarp) {
+    int experts[kOrderAhead];
+#pragma unroll
+    for (int i = 0; i < kOrderAhead; ++i) {
+      const int pair = base + i * kWarp;
+      experts[i] = pair < last ? static_cast<int>(p.chosen[pair]) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kOrderAhead; ++i) see(base + i * kWarp, experts[i]);
+  }
+}
+
 // One block sorts: its warps take stretches of pairs, count them by expert, and number them in their order. Dynamic shared
 // memory: an int for each warp and expert.
 __device__ inline void order_pairs(const OrderParams& p) {
@@ -66,7 +83,9 @@ __device__ inline void order_pairs(const OrderParams& p) {
   int* own = counts + warp * p.experts;
   const int stretch = (p.pairs + kOrderThreads - 1) / kOrderThreads * kWarp;
   const int first = min(warp * stretch, p.pairs), last = min(first + stretch, p.pairs);
-  for (int pair = first + lane; pair < last; pair += kWarp) atomicAdd(own + p.chosen[pair], 1);
+  for_pairs(p, first, last, [&](int, int expert) {
+    if (expert >= 0) atomicAdd(own + expert, 1);
+  });
   __syncthreads();
 
   const int expert = threadIdx.x;
@@ -93,19 +112,17 @@ __device__ inline void order_pairs(const OrderParams& p) {
   }
   __syncthreads();
 
-  for (int base = first; base < last; base += kWarp) {
-    const int pair = base + lane;
-    const unsigned active = __ballot_sync(kAllLanes, pair < last);
-    if (pair < last) {
-      const int mine = static_cast<int>(p.chosen[pair]);
-      const unsigned same = __match_any_sync(active, mine), before = same & ((1u << lane) - 1);
-      const int place = own[mine];
+  for_pairs(p, first, last, [&](int pair, int expert) {
+    const unsigned active = __ballot_sync(kAllLanes, expert >= 0);
+    if (expert >= 0) {
+      const unsigned same = __match_any_sync(active, expert), before = same & ((1u << lane) - 1);
+      const int place = own[expert];
       __syncwarp(active);
-      if (before == 0) own[mine] = place + __popc(same);
+      if (before == 0) own[expert] = place + __popc(same);
       p.places[pair] = place + __popc(before);
     }
     __syncwarp();
-  }
+  });
 }
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ OrderParams p) {
@@ -114,8 +131,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_const
   order_pairs(p);
 }
 
-// to[places[pair]] = x[the pair's token]; rows of `width` bytes, which is a multiple of 16. Blocks: tokens, in y shares of
-// their pairs.
+// to[places[pair]] = x[the pair's token]; rows of `width` bytes, which is a multiple of 16. Blocks: tokens.
 struct SpreadParams {
   const char* x;
   int64_t x_stride;  // bytes
@@ -125,15 +141,23 @@ struct SpreadParams {
 };
 
 __global__ void spread_kernel(const __grid_constant__ SpreadParams p) {
-  start_dependents();
   wait_for_dependencies();
+  start_dependents();  // only now: the next kernel reads early what the one ahead of this has written
   const int64_t token = blockIdx.x;
   const char* from = p.x + token * p.x_stride;
-  for (int at = threadIdx.x * 16; at < p.width; at += blockDim.x * 16) {
-    const uint4 bytes = *reinterpret_cast<const uint4*>(from + at);
-    for (int n = blockIdx.y; n < p.per_token; n += gridDim.y) {
-      const int64_t place = p.places[token * p.per_token + n];
-      *reinterpret_cast<uint4*>(p.to + place * p.width + at) = bytes;
+  constexpr int kSome = 8;  // places that are read before the first store
+  for (int first = 0; first < p.per_token; first += kSome) {
+    int64_t places[kSome];
+#pragma unroll
+    for (int n = 0; n < kSome; ++n) {
+      places[n] = first + n < p.per_token ? p.places[token * p.per_token + first + n] : -1;
+    }
+    for (int at = threadIdx.x * 16; at < p.width; at += blockDim.x * 16) {
+      const uint4 bytes = *reinterpret_cast<const uint4*>(from + at);
+#pragma unroll
+      for (int n = 0; n < kSome; ++n) {
+        if (places[n] >= 0) *reinterpret_cast<uint4*>(p.to + places[n] * p.width + at) = bytes;
+      }
     }
   }
 }
@@ -149,7 +173,7 @@ __global__ void gather_sums_kernel(const T* rows, const int* places, const float
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kVec<T>;
   if (column >= columns) return;
   float sums[kVec<T>] = {};
-#pragma unroll 4
+#pragma unroll 8
   for (int n = 0; n < per_token; ++n) {
     const int64_t pair = token * per_token + n;
     const float weight = weights[pair];

@@ -7,17 +7,21 @@
 // memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread then has the gate of a column and
 // its up side by side.
 //
+// Where an expert has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x
+// for both: from the L2 cache comes only so much.
+//
 // k is summed in one piece, in its order: a row's result depends neither on the rows beside it nor on timing.
 #pragma once
 
 #include "raylm/cuda/expert_rows.cuh"
 #include "raylm/cuda/gated.cuh"
 #include "raylm/cuda/pipeline/ring.cuh"
-#include "raylm/cuda/ptx/barrier.cuh"
+#include "raylm/cuda/ptx/cluster.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/ptx/matrix.cuh"
 #include "raylm/cuda/ptx/tensor_copy.cuh"
+#include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
 
@@ -32,10 +36,11 @@ struct GroupedParams {
   const void* bias;  // of T, [experts, halves * columns], or null
   void* out;         // of T, [rows, columns]
   int columns;       // of the result, a multiple of 8
-  int column_tiles;
+  int column_tiles;  // of a cluster
   int steps, stages;
   ExpertAct act;
   float limit;  // of kClampedSwiglu
+  bool early;   // the segments are there, and W may be read, while the kernel ahead still runs
 };
 
 constexpr int kMostGroupedStages = 12;
@@ -44,13 +49,16 @@ template <int Width_, int Rows_, int Groups_>
 struct GroupedShape {
   static constexpr int kWidth = Width_, kRows = Rows_;  // of W; of a segment, at most
   static constexpr int kGroups = Groups_;  // of four warps that multiply
+  static constexpr int kCluster = kGroups;  // blocks that share x
   static constexpr int kTall = kWidth / 64 / kGroups;  // products of 64 rows of W below each other, of a group
   static constexpr int kDepth = 64;
   static constexpr int kRowBytes = kDepth * 2;
   static constexpr int kBoxRows = kRows < 128 ? 8 : 64;  // of x, fetched at a time
   static constexpr int kWeightBytes = kWidth * kRowBytes, kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kXBytes;
-  static constexpr int kThreads = 128 * kGroups + kWarp;
+  // Two groups need more registers than there are for all alike: a third one, of which one thread fetches, gives its own.
+  static constexpr int kThreads = kGroups == 1 ? 128 + kWarp : 384;
+  static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
   static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes + 1024; }  // 1024: alignment
@@ -72,6 +80,7 @@ struct GroupedBlock {
   static constexpr int kColumns = Shape::kWidth / kHalves;  // of the result, in a tile
   const GroupedParams& params;
   const uint32_t memory, full, empty;
+  const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
 
   __device__ GroupedBlock(const GroupedParams& p, const unsigned char* dynamic, GroupedBarriers& barriers)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
@@ -79,46 +88,77 @@ struct GroupedBlock {
 
   __device__ uint32_t weights(int stage) const { return memory + stage * Shape::kStageBytes; }
   __device__ uint32_t x(int stage) const { return weights(stage) + Shape::kWeightBytes; }
+  // Tiles of a cluster, in their order.
+  __device__ int first() const { return blockIdx.x / Shape::kCluster; }
+  __device__ int stride() const { return gridDim.x / Shape::kCluster; }
   __device__ int tiles() const { return params.segments.count() * params.column_tiles; }
   __device__ Segment segment(int tile) const { return params.segments.at(tile / params.column_tiles); }
-  __device__ int column(int tile) const { return tile % params.column_tiles * kColumns; }
+  __device__ int column(int tile) const { return (tile % params.column_tiles * Shape::kCluster + rank) * kColumns; }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < params.stages; ++i) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4 * Shape::kGroups);
+      barrier_init(empty + 8 * i, 4 * Shape::kGroups * Shape::kCluster);
     }
     barrier_init_done();
   }
 
-  // The one thread that fetches.
+  // Where an expert has many rows, its weights are read again for the next of them.
+  __device__ static uint64_t policy() { return Shape::kRows < 128 ? evict_first_policy() : evict_normal_policy(); }
+
+  __device__ static int boxes(const Segment& own) { return (own.rows + Shape::kBoxRows - 1) / Shape::kBoxRows; }
+
+  __device__ void load_weights(const Segment& own, int column, int step, int stage) const {
+    const uint32_t barrier = full + 8 * stage;
+    barrier_arrive_expecting(barrier, Shape::kWeightBytes + boxes(own) * Shape::kBoxRows * Shape::kRowBytes);
+    load_box_once(weights(stage), params.weight, barrier, {step * Shape::kDepth, 0, 0, column / 8, own.expert}, policy());
+  }
+
+  __device__ void load_x(const Segment& own, int step, int stage) const {
+    for (int i = 0; i < boxes(own); ++i) {
+      const int row = i * Shape::kBoxRows;
+      const uint32_t to = x(stage) + row * Shape::kRowBytes;
+      if constexpr (Shape::kCluster == 1) {
+        load_box(to, params.x, full + 8 * stage, {step * Shape::kDepth, own.source + row});
+      } else if (i % Shape::kCluster == rank) {
+        load_box_to_blocks(to, params.x, full + 8 * stage, {step * Shape::kDepth, own.source + row}, 0b11);
+      }
+    }
+  }
+
+  // The one thread that fetches. Where it may, it asks for the first stages of W before anything else.
   __device__ void fetch() const {
-    // Where an expert has many rows, its weights are read again for the next of them.
-    const uint64_t policy = Shape::kRows < 128 ? evict_first_policy() : evict_normal_policy();
+    int ahead = 0;
+    if (params.early && first() < tiles()) {
+      const Segment own = segment(first());
+      for (; ahead < min(params.steps, params.stages); ++ahead) load_weights(own, column(first()), ahead, ahead);
+    }
+    wait_for_dependencies();
     SizedRing ring{params.stages};
-    for (int tile = blockIdx.x, end = tiles(); tile < end; tile += gridDim.x) {
+    for (int tile = first(), end = tiles(); tile < end; tile += stride()) {
       const Segment own = segment(tile);
-      const int boxes = (own.rows + Shape::kBoxRows - 1) / Shape::kBoxRows;
       for (int step = 0; step < params.steps; ++step, ring.advance()) {
-        const uint32_t barrier = full + 8 * ring.stage;
-        const int k = step * Shape::kDepth;
-        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-        barrier_arrive_expecting(barrier, Shape::kWeightBytes + boxes * Shape::kBoxRows * Shape::kRowBytes);
-        load_box_once(weights(ring.stage), params.weight, barrier, {k, 0, 0, column(tile) / 8, own.expert}, policy);
-        for (int i = 0; i < boxes; ++i) {
-          const int row = i * Shape::kBoxRows;
-          load_box(x(ring.stage) + row * Shape::kRowBytes, params.x, barrier, {k, own.source + row});
+        if (ahead > 0) {
+          --ahead;
+        } else {
+          barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+          load_weights(own, column(tile), step, ring.stage);
         }
+        load_x(own, step, ring.stage);
       }
     }
   }
 
   __device__ void release(int stage) const {
-    if (threadIdx.x % kWarp == 0) barrier_arrive(empty + 8 * stage);
+    if constexpr (Shape::kCluster == 1) {
+      if (threadIdx.x % kWarp == 0) barrier_arrive(empty + 8 * stage);
+    } else {
+      barrier_arrive_at<Shape::kCluster>(empty + 8 * stage, threadIdx.x % kWarp);
+    }
   }
 
   template <int N>
-  __device__ __forceinline__ void multiply(float (&sums)[Shape::kTall][N / 2], int stage, int group, bool first) const {
+  __device__ __forceinline__ void multiply(float (&sums)[Shape::kTall][N / 2], int stage, int group) const {
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < Shape::kDepth / 16; ++d) {
@@ -126,7 +166,7 @@ struct GroupedBlock {
 #pragma unroll
       for (int t = 0; t < Shape::kTall; ++t) {
         const uint32_t rows = weights(stage) + (group * Shape::kTall + t) * 64 * Shape::kRowBytes;
-        multiply_transposed<T, N>(sums[t], matrix_descriptor(rows, 1024, 0) + 2 * d, right, d != 0 || !first);
+        multiply_transposed<T, N>(sums[t], matrix_descriptor(rows, 1024, 0) + 2 * d, right, 1);
       }
     }
     wgmma_commit();
@@ -135,11 +175,14 @@ struct GroupedBlock {
   // A tile of a segment of at most N rows.
   template <int N>
   __device__ __forceinline__ void run_tile(const Segment& own, int column, int group, SizedRing& ring) const {
-    float sums[Shape::kTall][N / 2];
+    // Zeros: of sums that begin with what the first product finds, the compiler keeps those of all widths at once.
+    float sums[Shape::kTall][N / 2] = {};
+#pragma unroll
+    for (int t = 0; t < Shape::kTall; ++t) settle(sums[t]);
     int last = ring.stage;
     for (int step = 0; step < params.steps; ++step) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
-      multiply<N>(sums, ring.stage, group, step == 0);
+      multiply<N>(sums, ring.stage, group);
       wgmma_wait<1>();  // for the step before
       if (step > 0) release(last);
       last = ring.stage;
@@ -211,7 +254,7 @@ struct GroupedBlock {
 
   __device__ __forceinline__ void compute(int group) const {
     SizedRing ring{params.stages};
-    for (int tile = blockIdx.x, end = tiles(); tile < end; tile += gridDim.x) {
+    for (int tile = first(), end = tiles(); tile < end; tile += stride()) {
       run_segment<Shape::kLeast>(segment(tile), column(tile), group, ring);
     }
   }
@@ -223,7 +266,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   __shared__ GroupedBarriers barriers;
-  start_dependents();
   const GroupedBlock<T, Shape, Gated> block(params, dynamic, barriers);
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
   const bool fetches = threadIdx.x == 128 * Shape::kGroups;
@@ -232,12 +274,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     prefetch_map(params.weight);
     block.init_barriers();
   }
-  __syncthreads();
-  wait_for_dependencies();
+  Shape::kCluster == 1 ? __syncthreads() : cluster_sync();
   if (group < Shape::kGroups) {
+    if constexpr (Shape::kGroups > 1) take_registers<Shape::kComputeRegisters>();
+    wait_for_dependencies();
+    start_dependents();  // only now: the next kernel may read early what the one ahead of this has written
     block.compute(group);
-  } else if (fetches) {
-    block.fetch();
+  } else {
+    if constexpr (Shape::kGroups > 1) give_registers_back<Shape::kFetchRegisters>();
+    if (fetches) block.fetch();
+  }
+  // A block stays until the other one writes to its shared memory and arrives at its barriers no more.
+  if constexpr (Shape::kCluster > 1) {
+    __syncwarp();
+    cluster_sync();
   }
 #endif
 }
