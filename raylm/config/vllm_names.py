@@ -1,7 +1,7 @@
 """vLLM's names of options: what they are here, which ask for what raylm does anyway, and what raylm has not.
 
 Names are as in Python: a command's option --max-model-len is max_model_len. What is not here has the same name in
-both, or is unknown. docs/from-vllm.md is made of these tables.
+both, or is unknown. docs/from-vllm.md is made of these tables. They have every option of vLLM 0.26.0, and older ones.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ NAMES: dict[str, Renamed] = {
     "tool_call_parser": Renamed("chat_tools"),
     "reasoning_parser": Renamed("chat_reasoning"),
     "logprobs_mode": Renamed("generation_logprobs"),
+    "max_logprobs": Renamed("generation_max_logprobs"),
+    "default_chat_template_kwargs": Renamed("chat_template_kwargs"),
+    "trust_request_chat_template": Renamed("chat_allow_request_templates", is_flag=True),
+    "spec_method": Renamed("speculation_method"),
+    "spec_model": Renamed("speculation_model"),
+    "spec_tokens": Renamed("speculation_num_drafts"),
     "safetensors_load_strategy": Renamed("load_format", lambda value: "auto", "files are read as fits them"),
 }
 """vLLM's name -> the key here."""
@@ -65,6 +71,7 @@ ANYWAY: dict[str, str] = {
     "enable_prompt_tokens_details": "usage has them",
     "calculate_kv_scales": "the cache is not quantised",
     "max_log_len": "prompts are not logged",
+    "enable_request_id_headers": "every answer has x-request-id",
 }
 """vLLM's name -> why it changes nothing."""
 TAKES_VALUE = ("distributed_executor_backend", "max_log_len")
@@ -117,7 +124,6 @@ REFUSED: dict[str, str] = {
     "max_long_partial_prefills": "max_prompt_share bounds what one prompt takes of a step",
     "long_prefill_token_threshold": "max_prompt_share bounds what one prompt takes of a step",
     "disable_sliding_window": "windows are part of the model",
-    "disable_cascade_attention": "attention reads shared prefixes as it reads others",
     "additional_config": _ENGINE,
     "worker_cls": _ENGINE,
     "worker_extension_cls": _ENGINE,
@@ -126,3 +132,70 @@ REFUSED: dict[str, str] = {
     "ray_workers_use_nsight": "profiles are torch's: profile_folder and POST /start_profile",
 }
 """vLLM's name -> what raylm has in its place, or that it has nothing."""
+
+_GROUPS: dict[str, str] = {
+    "models see text alone": """allowed_media_domains default_mm_loras disable_chunked_mm_input ec_transfer_config
+        enable_mm_embeds enable_mm_processor_stats interleave_mm_strings io_processor_plugin language_model_only
+        media_io_kwargs mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode
+        mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_tensor_ipc
+        skip_mm_profiling video_pruning_rate enable_tower_connector_lora""",
+    "models generate text": "diffusion_config enable_flash_late_interaction pooler_config",
+    "adapters are not served yet": """enable_mixed_moe_lora_format enable_moe_shared_loras fully_sharded_loras
+        lora_dtype lora_target_modules max_cpu_loras specialize_active_lora""",
+    "give the model replicas: num_replicas or autoscaling_config of its application": """data_parallel_address
+        data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
+        data_parallel_rank data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank
+        data_parallel_supervisor_port disable_nccl_for_dp_synchronization dp_supervisor_probe_failure_threshold
+        dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s""",
+    "experts are split like other layers, over tensor workers": """all2all_backend enable_elastic_ep
+        enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy""",
+    "Ray places the workers, on one node or several": """cpu_distributed_timeout_seconds device_ids
+        distributed_timeout_seconds master_addr master_port nnodes node_rank numa_bind numa_bind_cpus
+        numa_bind_nodes""",
+    "the kernel is chosen by measured times": """attention_config enable_bf16x3_router_gemm enable_flashinfer_autotune
+        gdn_prefill_backend kernel_config linear_backend moe_backend override_attention_dtype use_fp64_gumbel""",
+    "no model with a recurrent state is served yet": """enable_mamba_cache_stochastic_rounding mamba_backend
+        mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config
+        mamba_ssm_cache_dtype""",
+    "models are not compiled: decode steps are CUDA graphs (cuda_graphs) of written kernels": """cudagraph_capture_sizes
+        cudagraph_metrics ir_op_priority jit_monitor_mode jit_monitor_verbose max_cudagraph_capture_size""",
+    "weights stay on the GPU; split the model with tensor or pipeline": """cpu_offload_params offload_backend
+        offload_group_size offload_num_in_group offload_params offload_prefetch_step""",
+    "preempted requests go to the host's memory: swap_gib": "kv_offloading_backend kv_offloading_size",
+    "the KV cache is sized by gpu_memory_utilization or num_blocks": "kv_cache_memory_bytes watermark",
+    "the KV cache has the model's type": "kv_cache_dtype_skip_layers",
+    "weights are computed in 16 or 32 bits; GGUF files of 4 to 8 bits are read (load_format gguf)": """
+        allow_deprecated_quantization quantization_config""",
+    "files are found by their names and read by several threads": """ignore_patterns model_loader_extra_config
+        model_weights pt_load_map_location safetensors_prefetch_block_size safetensors_prefetch_num_threads""",
+    "the hub's cache is HF_HOME's, its token HF_TOKEN's or the stored one": "download_dir hf_token",
+    "plug-ins are entry points (docs/plugins.md)": """middleware model_class_overrides reasoning_parser_plugin
+        scheduler_cls tool_parser_plugin""",
+    "profiles are torch's: profile_folder and POST /start_profile": "enable_layerwise_nvtx_tracing profiler_config",
+    "figures are at /metrics; raylm bench trace says what a step takes": """enable_mfu_metrics
+        enable_per_request_metrics enable_server_load_tracking kv_cache_metrics kv_cache_metrics_sample
+        show_hidden_metrics_for_version""",
+    "traces are the key tracing of an application (docs/observability.md)": """collect_detailed_traces
+        otlp_traces_endpoint""",
+    "log lines are of one form: log_format": """aggregate_engine_logging disable_access_log_for_endpoints
+        enable_log_deltas enable_log_outputs enable_log_requests enable_logging_iteration_details log_config_file
+        log_error_stack uvicorn_log_level""",
+    "pages may call from the origins in the ingress's cors_origins": """allow_credentials allowed_headers
+        allowed_methods allowed_origins""",
+    "TLS is ssl_certfile and ssl_keyfile; what else it needs belongs to a proxy before the server": """
+        enable_ssl_refresh h11_max_header_count h11_max_incomplete_event_size ssl_ca_certs ssl_cert_reqs ssl_ciphers""",
+    "it is found out from the chat template and the request": """chat_template_content_format
+        exclude_tools_when_tool_choice_none response_role""",
+    "a request asks for it": "enable_force_include_usage return_tokens_as_token_ids",
+    _ENGINE: """cp_kv_cache_interleave_size dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend
+        dcp_kv_cache_interleave_size disable_cascade_attn disable_fastapi_docs disable_hybrid_kv_cache_manager
+        enable_cumem_allocator enable_dbo enable_offline_docs enable_prompt_embeds
+        enable_return_routed_experts enable_tokenizer_info_endpoint fail_on_environ_validation fingerprint_mode
+        fingerprint_value kv_sharing_fast_prefill max_num_scheduled_tokens model_impl performance_mode
+        prefill_context_parallel_size prefill_schedule_interval prefix_match_unit reasoning_config renderer_num_workers
+        scheduler_reserve_full_isl shutdown_timeout stream_interval tokens_only tool_server ubatch_size
+        weight_transfer_config""",
+}
+"""The same for many of them: the reason -> their names."""
+REFUSED |= {name: reason for reason, names in _GROUPS.items() for name in names.split()}
