@@ -18,21 +18,35 @@ from raylm.parallel.context import ParallelContext
 CPU = torch.device("cpu")
 
 
-def load(path: str | Path, load_format: str = "auto", context: ParallelContext | None = None) -> DecoderModel:
-    """A model in float32 on the CPU."""
+def load(
+    path: str | Path,
+    load_format: str = "auto",
+    context: ParallelContext | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> DecoderModel:
+    """A model on the CPU."""
     source = locate(str(path))
     context = context or ParallelContext.single(CPU)
     arch = ArchConfig.from_source(source)
-    return load_model(source, arch, context, torch.float32, load_format, progress=False)
+    return load_model(source, arch, context, dtype, load_format, progress=False)
 
 
 class PagedRun:
     """Sequences of one model over one paged cache. What no step has written is NaN, so that reading it shows."""
 
-    def __init__(self, model: DecoderModel, *, block_size: int = 4, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         arch = model.arch
         shape = (num_blocks, block_size, kv_heads_of_rank(arch.num_kv_heads, model.context), arch.head_dim)
-        self._caches = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(arch.num_layers)]
+        unwritten = torch.full(shape, torch.nan, dtype=dtype)
+        self._caches = [(unwritten.clone(), unwritten.clone()) for _ in range(arch.num_layers)]
         self._model = model
         self._block_size = block_size
         self._free = list(range(num_blocks))

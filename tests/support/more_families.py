@@ -27,7 +27,7 @@ class Always(torch.nn.Module):
         self._value = value
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.full((*x.shape[:-1], 1), self._value)
+        return x.new_full((*x.shape[:-1], 1), self._value)
 
 
 class Stored(NamedTuple):
