@@ -55,6 +55,10 @@ GGUF_WEIGHTS: WeightTable = {
     "ffn_gate": ("mlp.gate_up_proj", "gate"),
     "ffn_up": ("mlp.gate_up_proj", "up"),
     "ffn_down": ("mlp.down_proj", None),
+    "ffn_gate_inp": ("mlp.gate", None),
+    "ffn_gate_exps": ("mlp.experts.gate_up_proj", "gate"),
+    "ffn_up_exps": ("mlp.experts.gate_up_proj", "up"),
+    "ffn_down_exps": ("mlp.experts.down_proj", None),
 }
 """GGUF files, as llama.cpp names tensors."""
 

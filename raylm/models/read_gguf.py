@@ -15,7 +15,7 @@ from raylm.errors import ConfigError
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.gguf_header import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.model_files.gguf_shards import shards
-from raylm.models.arch import Activation, ArchConfig, DTypeName, LayerSpec, MLPSpec
+from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
 from raylm.models.read_layers import LayerKind
 
@@ -45,9 +45,6 @@ def open_header(path: Path, names: Sequence[str]) -> Header:
     name = fields.get("general.architecture")
     if name not in names:
         raise fields.error("general.architecture", name, ", ".join(names))
-    experts = f"{name}.expert_count"
-    if fields.get(experts):
-        raise fields.error(experts, fields.get(experts), "0 (no mixture of experts)")
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{path}: the tensor token_embd.weight is missing")
@@ -60,10 +57,12 @@ def dense(
     kinds: Sequence[LayerKind] | None = None,
     ropes: dict[LayerKind, RopeSettings] | None = None,
     activation: Activation = "silu",
+    normalized: bool | None = None,
 ) -> ArchConfig:
     """A Llama, as the keys that families share say, with biases where there are tensors of them.
 
     `kinds` are its layers' (default: all full, or all sliding), `ropes` those of rope_of where they are not given.
+    `normalized`: whether the weights of a token's experts sum to 1; None of a family without experts.
     Raises ConfigError.
     """
     fields, prefix, tensors = header.fields, header.prefix, header.tensors
@@ -75,11 +74,13 @@ def dense(
     if ropes is None:
         rope = rope_of(header, head_dim)
         ropes = {"full": rope, "sliding": rope}
-    mlp = MLPSpec(
+    mlp: MLPSpec | ExpertsSpec = MLPSpec(
         size=fields.integer(prefix + "feed_forward_length"),
         activation=activation,
         bias="blk.0.ffn_up.bias" in tensors,
     )
+    if fields.get(prefix + "expert_count"):
+        mlp = _experts(header, mlp, normalized)
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=tensors["token_embd.weight"].shape[0],
@@ -103,6 +104,27 @@ def dense(
         bos_token_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields),
         dtype=_dtype(fields),
+    )
+
+
+def _experts(header: Header, mlp: MLPSpec, normalized: bool | None) -> ExpertsSpec:
+    """In the place of `mlp`, every layer's."""
+    fields, prefix = header.fields, header.prefix
+    count = fields.integer(prefix + "expert_count")
+    if normalized is None:
+        raise fields.error(prefix + "expert_count", count, "0 (no mixture of experts)")
+    per_token = fields.integer(prefix + "expert_used_count")
+    if not 1 <= per_token <= count:
+        raise fields.error(prefix + "expert_used_count", per_token, f"1 to {prefix}expert_count, {count}")
+    for name in ("expert_shared_count", "expert_group_count", "leading_dense_block_count"):
+        if fields.get(prefix + name):
+            raise fields.error(prefix + name, fields.get(prefix + name), "0")
+    return ExpertsSpec(
+        num_experts=count,
+        per_token=per_token,
+        size=fields.integer(prefix + "expert_feed_forward_length", mlp.size),
+        activation=mlp.activation,
+        normalized=normalized,
     )
 
 

@@ -228,10 +228,20 @@ def test_gguf_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("mamba", {}, "general.architecture is 'mamba'; allowed: llama, qwen2, qwen3, gemma3"),
+        ("mamba", {}, "general.architecture is 'mamba'; allowed: llama, qwen2, qwen3, gemma3, qwen3moe"),
         ("llama", {"rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; allowed: none, linear"),
         ("llama", {"rope.dimension_count": 8}, "llama.rope.dimension_count is 8; allowed: the size of a head"),
-        ("llama", {"expert_count": 8}, "llama.expert_count is 8; allowed: 0"),
+        ("qwen2", {"expert_count": 8}, "qwen2.expert_count is 8; allowed: 0"),
+        (
+            "llama",
+            {"expert_count": 8, "expert_used_count": 9},
+            "llama.expert_used_count is 9; allowed: 1 to llama.expert_count, 8",
+        ),
+        (
+            "qwen3moe",
+            {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 1},
+            "qwen3moe.expert_shared_count is 1; allowed: 0",
+        ),
     ],
 )
 def test_gguf_refused(name: str, changes: dict, message: str, tmp_path: Path) -> None:

@@ -224,12 +224,13 @@ def test_baichuan_with_linear_biases_and_a_normed_head(tmp_path: Path, monkeypat
     assert_same(texts, logits, LinearBiases(reference, model.arch.num_heads))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral", "mixtral", "qwen3_moe"])
 def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
     # No window: a GGUF file of a Mistral says "llama" and has none, one of a Gemma has its pattern fixed.
     changes = {
         "gemma3": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "query_pre_attn_scalar": 16},
         "mistral": {"sliding_window": None},
+        "mixtral": {"sliding_window": None},
     }
     folder = checkpoints.FAMILIES[family](tmp_path / "hf", **changes.get(family, {}))
     path = checkpoints.write_gguf(folder, tmp_path / "model.gguf")

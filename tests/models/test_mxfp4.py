@@ -180,7 +180,8 @@ model = load(sys.argv[1])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 print(sum(parameter.nbytes for parameter in model.parameters()))
 """
-    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     peak, num_bytes = map(int, done.stdout.split())

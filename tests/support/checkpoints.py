@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import gguf
@@ -327,7 +327,8 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
     """The folder's checkpoint as a GGUF file, with its tokenizer. `quants` gives types to parts of tensor names, such
     as {"ffn_up": Q8_0}; other matrices are F16, vectors F32. Scaling of "llama3" becomes rope_freqs.weight."""
     config = json.loads((folder / "config.json").read_text())
-    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    others = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+    arch = others.get(config["model_type"], config["model_type"])
     model = reference(folder)
     writer = gguf.GGUFWriter(path, arch)
     _write_fields(writer, model.config)
@@ -337,7 +338,7 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
         dims = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
         plain = model.config.rope_parameters["rope_theta"] ** -dims
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _without_fused_experts(model.state_dict()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
@@ -414,6 +415,16 @@ def _random(shapes: dict[str, tuple[int, ...]], *, seed: int) -> dict[str, torch
     }
 
 
+def _without_fused_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gate and up of experts each by itself."""
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
+        else:
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, tensor
+
+
 def _gguf_names(config: object) -> dict[str, str]:
     """Names of transformers -> names of llama.cpp, for every tensor that a model of this kind may have."""
     parts = {
@@ -426,6 +437,10 @@ def _gguf_names(config: object) -> dict[str, str]:
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "post_attention_norm" if "gemma" in config.model_type else "ffn_norm",
         "pre_feedforward_layernorm": "ffn_norm",
@@ -451,6 +466,10 @@ def _write_fields(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
+    if num_experts := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)

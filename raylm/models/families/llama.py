@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
@@ -24,7 +25,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Family(
         read=read_llama,
         defaults={"max_position_embeddings": 2048},
-        gguf={"llama": read_gguf.dense},
+        # A Mixtral is a Llama there, with experts.
+        gguf={"llama": partial(read_gguf.dense, normalized=True)},
         names=TensorNames(gguf_pairs=True),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
 from raylm.models.families.qwen import DEFAULTS, read_qwen2, read_qwen3
 from raylm.models.family import Family
@@ -27,6 +28,10 @@ def _dense_layers(fields: Fields) -> set[int]:
     return {layer for layer in range(fields.integer("num_hidden_layers")) if layer in named or (layer + 1) % step}
 
 
+def _read_qwen3_gguf(header: read_gguf.Header) -> ArchConfig:
+    return replace(read_gguf.dense(header, normalized=True), qk_norm="head")
+
+
 _FIELD_NAMES = {"num_local_experts": "num_experts"}
 ARCHITECTURES = {
     "Qwen2MoeForCausalLM": Family(
@@ -43,6 +48,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Family(
         read=_read_qwen3,
         defaults={**DEFAULTS, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        gguf={"qwen3moe": _read_qwen3_gguf},
         field_names=_FIELD_NAMES,
     ),
 }
