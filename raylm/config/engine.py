@@ -19,6 +19,7 @@ from raylm.plugins import plugin_names
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Implementation = Literal["auto", "raylm", "transformers"]
 BlockHash = Literal["xxhash", "sha256"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -47,6 +48,9 @@ class ModelConfig(FrozenConfig):
     """auto takes the first that is there: safetensors (model*.safetensors), mistral (consolidated*.safetensors, as
     Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
     the right shapes from the model's configuration alone."""
+    implementation: Implementation = "auto"
+    """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
+    slower. auto takes raylm's where it has the model's family."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     chat_template: str | None = None

@@ -28,6 +28,7 @@ def _not(value: object) -> object:
 
 VALUES: dict[str, dict[object, object]] = {
     "dtype": {"half": "float16", "float": "float32"},
+    "implementation": {"vllm": "raylm"},
 }
 """Key -> vLLM's words for its values, and ours."""
 NAMES: dict[str, Renamed] = {
@@ -35,6 +36,7 @@ NAMES: dict[str, Renamed] = {
     "tp": Renamed("tensor"),
     "pipeline_parallel_size": Renamed("pipeline"),
     "pp": Renamed("pipeline"),
+    "model_impl": Renamed("implementation"),
     "enforce_eager": Renamed("cuda_graphs", _not, "enforce_eager is cuda_graphs: false", is_flag=True),
     "disable_custom_all_reduce": Renamed("custom_all_reduce", _not, is_flag=True),
     "enable_prefix_caching": Renamed("prefix_caching", is_flag=True),
@@ -192,7 +194,7 @@ _GROUPS: dict[str, str] = {
         dcp_kv_cache_interleave_size disable_cascade_attn disable_fastapi_docs disable_hybrid_kv_cache_manager
         enable_cumem_allocator enable_dbo enable_offline_docs enable_prompt_embeds
         enable_return_routed_experts enable_tokenizer_info_endpoint fail_on_environ_validation fingerprint_mode
-        fingerprint_value kv_sharing_fast_prefill max_num_scheduled_tokens model_impl performance_mode
+        fingerprint_value kv_sharing_fast_prefill max_num_scheduled_tokens performance_mode
         prefill_context_parallel_size prefill_schedule_interval prefix_match_unit reasoning_config renderer_num_workers
         scheduler_reserve_full_isl shutdown_timeout stream_interval tokens_only tool_server ubatch_size
         weight_transfer_config""",

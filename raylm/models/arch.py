@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from raylm.config.engine import Implementation
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.source import ModelSource
 
@@ -132,25 +133,31 @@ class ArchConfig:
     """Layers behind the others that the checkpoint has and raylm does not load."""
     uses_mtp: bool = False
     """Whether the MTP layers are loaded: speculative decoding uses them, nothing else does."""
+    transformers_config: str = ""
+    """config.json, of a model that runs through transformers' modules; of those the rest says what cache they need."""
     dtype: DTypeName
     """The checkpoint's own type of weights (for quantised ones, a type that holds them)."""
 
     @classmethod
-    def from_source(cls, source: ModelSource) -> ArchConfig:
-        """Read config.json, or a GGUF file's metadata.
+    def from_source(cls, source: ModelSource, implementation: Implementation = "auto") -> ArchConfig:
+        """Read config.json, or a GGUF file's metadata; `implementation` as in the configuration.
 
         Raises ConfigError naming the field at fault, its value and what is allowed.
         """
         # Each reader makes an ArchConfig, so it is imported when this class exists.
         from raylm.models.registry import read_folder_arch, read_gguf_arch
 
-        return read_gguf_arch(source.path) if source.kind == "gguf" else read_folder_arch(source.path)
+        return (
+            read_gguf_arch(source.path)
+            if source.kind == "gguf"
+            else read_folder_arch(source.path, implementation=implementation)
+        )
 
     @property
     def norms_sum(self) -> bool:
         """Whether what attention and MLP return goes straight into the next norm, which may sum it over the ranks, and
         then may keep only this rank's rows of the residual: nothing but norms reads it, all of the same rows."""
-        return self.norm == "rms" and self.norm_place == "pre"
+        return self.norm == "rms" and self.norm_place == "pre" and not self.transformers_config
 
     @property
     def num_layers(self) -> int:

@@ -20,7 +20,7 @@ def check_model(config: EngineConfig) -> ArchConfig:
     """The model's description. Raises ConfigError where it is none that raylm runs, its weights are not there (a model
     on the hub has them there, and none is downloaded), or `parallel` cannot split it."""
     source = locate(config.model.reference)
-    arch = target_arch(ArchConfig.from_source(source), config)
+    arch = target_arch(ArchConfig.from_source(source, config.model.implementation), config)
     check_format(source, config.model.load_format)
     if source.remote is None and config.model.load_format != "dummy":
         weight_files(source, config.model.load_format)
@@ -52,6 +52,11 @@ def _with_drafting(arch: ArchConfig, speculation: SpeculationConfig) -> ArchConf
     if speculation.model is not None:
         source = locate(speculation.model, field="speculation.model")
         if speculation.method == "eagle3":
+            if arch.transformers_config:
+                raise ConfigError(
+                    "speculation.method is eagle3, but the model runs through transformers, whose layers cannot be "
+                    "listened to; allowed: ngram, suffix or a draft model"
+                )
             read_eagle3_arch(source, arch)
         else:
             ArchConfig.from_source(source)

@@ -26,17 +26,17 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, object], source: str, defaults: Mapping[str, object] | None = None) -> None:
-        self._values = values
+        self.values = values
         self._defaults = defaults or {}
         self.source = source
 
     def having(self, **values: object) -> Fields:
         """The same, with these values in place of its own."""
-        return Fields({**self._values, **values}, self.source, self._defaults)
+        return Fields({**self.values, **values}, self.source, self._defaults)
 
     def get(self, name: str) -> object:
         """The raw value, or None."""
-        return self._values[name] if name in self._values else self._defaults.get(name)
+        return self.values[name] if name in self.values else self._defaults.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer of a size that a model may have."""

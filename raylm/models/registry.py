@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raylm.config.engine import Implementation
 from raylm.errors import ConfigError
 from raylm.models.arch import ArchConfig
+from raylm.models.families.through_transformers import THROUGH_TRANSFORMERS, transformers_has
 from raylm.models.family import Family
 from raylm.models.fields import Fields
 from raylm.models.read_folder import eos_token_ids, refuse_unsupported
@@ -53,6 +56,7 @@ _FAMILIES = (
     "glm4_moe",
     "gpt_oss",
     "phimoe",
+    "through_transformers",
 )
 
 
@@ -87,9 +91,11 @@ def model_class(architecture: str) -> type[DecoderModel]:
     return found
 
 
-def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfig:
+def read_folder_arch(
+    folder: Path, architecture: str | None = None, *, implementation: Implementation = "auto"
+) -> ArchConfig:
     """The description of the model in a folder, read as `architecture` or as what config.json names; where there is
-    none, as Mistral's params.json says.
+    none, as Mistral's params.json says. `implementation` as in the configuration.
 
     Raises ConfigError.
     """
@@ -99,10 +105,7 @@ def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfi
     else:
         values = read_json(path)
     if architecture is None:
-        names = values.get("architectures")
-        architecture = names[0] if isinstance(names, list) and names else None
-        if architecture not in families():
-            raise ConfigError(f"{path}: architectures is {names!r}; allowed: one of {', '.join(families())}")
+        architecture = _architecture(values, path, implementation)
     family = family_of(architecture)
     if isinstance(text := values.get("text_config"), dict):
         values = {**values, **{name: value for name, value in text.items() if value is not None}}
@@ -110,6 +113,23 @@ def read_folder_arch(folder: Path, architecture: str | None = None) -> ArchConfi
     fields = Fields(values, str(path), family.defaults)
     refuse_unsupported(fields, mxfp4=family.names.packed)
     return replace(family.read(fields), architecture=architecture, eos_token_ids=eos_token_ids(fields, folder))
+
+
+def _architecture(values: Mapping[str, object], path: Path, implementation: Implementation) -> str:
+    """What the model is read as."""
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    own = [each for each in families() if each != THROUGH_TRANSFORMERS]
+    if name in own and implementation != "transformers":
+        return str(name)
+    if implementation != "raylm" and name is not None and transformers_has(values):
+        return THROUGH_TRANSFORMERS
+    if implementation == "transformers":
+        raise ConfigError(
+            f"model.implementation is transformers, but {path}: architectures is {names!r}, which is no causal "
+            "language model of the installed transformers"
+        )
+    raise ConfigError(f"{path}: architectures is {names!r}; allowed: one of {', '.join(own)}")
 
 
 def read_gguf_arch(path: Path) -> ArchConfig:

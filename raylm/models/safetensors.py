@@ -63,13 +63,13 @@ def file_tensors(path: Path, *, integers: bool = False, packed: bool = False) ->
 
 
 def _entry(info: object, path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
-    """Type, shape, and where the bytes begin and end, counted from the end of the header."""
+    """Type, shape, and where the bytes begin and end, counted from the end of the header. A number is a row of one."""
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     is_sound = isinstance(dtype, str) and _is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2
     if not is_sound:
         raise ConfigError(f"{path}: the header's entry for tensor {name} is damaged")
-    return dtype, tuple(shape), offsets[0], offsets[1]
+    return dtype, tuple(shape) or (1,), offsets[0], offsets[1]
 
 
 def _is_sizes(value: object) -> bool:

@@ -60,7 +60,7 @@ def _tensor(path: Path, size: int, name: str, value: object) -> CheckpointTensor
     if begin is None or value.is_sparse or not value.is_contiguous():
         raise ConfigError(f"{path}: tensor {name} does not lie row behind row; {_WAY_OUT}")
     skipped = int(value.storage_offset()) * value.element_size()
-    tensor = CheckpointTensor(name, tuple(value.shape), path, begin + skipped, plain(value.dtype))
+    tensor = CheckpointTensor(name, tuple(value.shape) or (1,), path, begin + skipped, plain(value.dtype))
     if skipped + tensor.num_bytes > storage.nbytes() or tensor.offset + tensor.num_bytes > size:
         raise ConfigError(f"{path}: tensor {name} of shape {tensor.shape} reaches past its data")
     return tensor

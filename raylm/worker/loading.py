@@ -59,7 +59,7 @@ class Loaded(NamedTuple):
 def describe(config: ResolvedEngine, device: torch.device) -> Described:
     """Read the model's own configuration. Raises ConfigError."""
     source = locate(config.model.reference)
-    arch = target_arch(ArchConfig.from_source(source), config)
+    arch = target_arch(ArchConfig.from_source(source, config.model.implementation), config)
     return Described(source, arch, choose_dtype(config.model.dtype, arch.dtype, device))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from raylm.config.engine import Implementation
 from raylm.layers.attention import AttentionMetadata, LayerInput
 from raylm.layers.heads import kv_heads_of_rank
 from raylm.model_files.source import locate
@@ -24,11 +25,12 @@ def load(
     context: ParallelContext | None = None,
     *,
     dtype: torch.dtype = torch.float32,
+    implementation: Implementation = "auto",
 ) -> DecoderModel:
     """A model on the CPU."""
     source = locate(str(path))
     context = context or ParallelContext.single(CPU)
-    arch = ArchConfig.from_source(source)
+    arch = ArchConfig.from_source(source, implementation)
     return load_model(source, arch, context, dtype, load_format, progress=False)
 
 

@@ -109,6 +109,18 @@ def test_every_family_gives_the_same_tokens(family, shape, folders, load):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_of_transformers_gives_the_same_tokens(shape, tmp_path, load):
+    folder = checkpoints.of_transformers(
+        "ArceeForCausalLM",
+        tmp_path,
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=shape[1] > 1,
+    )
+    assert tokens(load(folder, shape), PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_preempted_and_swapped_requests_go_on(shape, folders, load, device):
     """Memory for about two of six requests: they give way to each other, by both ways of doing so."""
     folder = folders("llama")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gguf
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -85,6 +86,12 @@ _SIZES = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
+
+
+def of_transformers(name: str, folder: Path, **changes: object) -> Path:
+    """A model of transformers by its class's name, of a family that raylm need not have."""
+    model_class = getattr(transformers, name)
+    return _save(model_class, model_class.config_class, folder, changes)
 
 
 def llama(folder: Path, **changes: object) -> Path:

@@ -1,0 +1,170 @@
+"""What stands in transformers' modules in place of their own: attention over the paged cache, linear layers that ranks
+split, and the parts that another stage has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from raylm import ops
+from raylm.errors import ConfigError
+from raylm.layers.attention import Attention, LayerInput
+from raylm.layers.attention_backends import AttentionBackend
+from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from raylm.models.blocks import Build
+
+ATTENTION = "raylm_paged"
+"""The name that transformers knows `attend` by."""
+_SPLITS = ("colwise", "rowwise")
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What attention needs of a step, handed through transformers' modules."""
+
+    backend: AttentionBackend
+    layers: Mapping[int, LayerInput]
+    """By a layer's number in the whole model."""
+    windows: Sequence[int]
+    """Of all layers; 0 where there is none."""
+    attended: set[int] = field(default_factory=set)
+    """Layers that have called attention."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged_step: PagedStep,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it. query [1, num_heads, T, head_dim]; key and value, of the tokens of this step
+    alone, [1, num_kv_heads, T, head_dim]. Returns [1, T, num_heads, head_dim]. Raises ConfigError for what raylm's
+    attention is not."""
+    number = int(module.layer_idx)  # type: ignore[arg-type]
+    step, window = paged_step.layers[number], paged_step.windows[number]
+    if number in paged_step.attended:
+        raise ConfigError(f"layer {number} attends twice, but the cache has keys and values for once a layer")
+    paged_step.attended.add(number)
+    q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
+    heads = step.cache[0].shape[2:]
+    if k.shape[1:] != heads or v.shape[1:] != heads or q.shape[-1] != heads[1]:
+        raise ConfigError(
+            f"layer {number}: keys are {tuple(k.shape[1:])}, values {tuple(v.shape[1:])} and queries "
+            f"{tuple(q.shape[1:])} (heads, head_dim), but the cache holds {tuple(heads)}, as config.json says"
+        )
+    if attention_mask is not None or others.get("is_causal") is False or others.get("position_bias") is not None:
+        raise ConfigError(f"layer {number} attends with a mask or biases of its own; allowed: causal attention alone")
+    if others.get("sliding_window") not in (None, window):
+        raise ConfigError(f"layer {number} has a window of {others['sliding_window']}, but config.json says {window}")
+    ops.store_kv(k, v, *step.cache, step.meta.slot_mapping)
+    attention = Attention(
+        paged_step.backend,
+        scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window,
+        soft_cap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    return attention(q, step.cache, step.meta).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+class _Column(ColumnParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class _Row(RowParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class Head(VocabParallelEmbedding):
+    """[1, S, hidden_size] -> logits [1, S, vocab_size]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden.squeeze(0)).unsqueeze(0)
+
+
+class TiedHead(nn.Module):
+    """The same, of the embedding's weights."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple: its weights are not this module's
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        (embedding,) = self._embedding
+        rows = hidden.squeeze(0)
+        if isinstance(embedding, VocabParallelEmbedding):
+            return embedding.logits(rows).unsqueeze(0)
+        assert isinstance(embedding, nn.Embedding)
+        return ops.linear(rows, embedding.weight, None, frozen=True).unsqueeze(0)
+
+
+class Given(nn.Module):
+    """In place of all layers: what they returned. So transformers' own code makes logits of it."""
+
+    def forward(self, *, inputs_embeds: Tensor, **others: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+
+
+class Elsewhere(nn.Module):
+    """A layer or norm that another stage has."""
+
+    attention_type = "full_attention"  # some models ask their layers for the kind of mask, of which there is none here
+
+    def forward(self, hidden_states: Tensor, *others: object, **more: object) -> Tensor:
+        return hidden_states
+
+
+def split_linears(backbone: nn.Module, plan: Mapping[str, str] | None, build: Build) -> None:
+    """Replace the linear layers by raylm's, split between tensor ranks as transformers' plan says. Raises ConfigError
+    where there is none, or one that raylm cannot follow."""
+    context = build.context
+    plan = plan or {}
+    if context.tensor_size > 1:
+        _check_plan(plan, build)
+    whole = replace(context, tensor_rank=0, tensor_size=1)
+    for path, module in list(backbone.named_modules()):
+        if type(module) is not nn.Linear:
+            continue
+        way = plan.get(re.sub(r"\b\d+\b", "*", path))
+        kind = _Row if way == "rowwise" else _Column
+        backbone.set_submodule(
+            path,
+            kind(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                context=context if way in _SPLITS else whole,
+                dtype=build.dtype,
+            ),
+        )
+
+
+def _check_plan(plan: Mapping[str, str], build: Build) -> None:
+    asked = f"parallel.tensor is {build.context.tensor_size}, but this model runs through transformers, which"
+    layers = {name: way for name, way in plan.items() if name.startswith("layers.")}
+    if not any(way in _SPLITS for way in layers.values()):
+        raise ConfigError(f"{asked} has no plan to split it; allowed: 1")
+    for name, way in layers.items():
+        if way not in _SPLITS and not way.startswith("replicated"):
+            raise ConfigError(
+                f"{asked} splits its {name} as {way!r}; allowed: 1, or models with {' and '.join(_SPLITS)}"
+            )
+    build.context.split(build.arch.num_kv_heads, "num_key_value_heads")
