@@ -16,6 +16,8 @@ def slow_parts(arch: ArchConfig, setting: Setting, attention: AttentionBackend) 
     if device.type == "cpu":
         return []
     parts = []
+    if arch.transformers_config:
+        parts.append("layers are transformers' modules: raylm has no family for the model, or was asked for them")
     q = torch.empty(0, arch.num_heads, arch.head_dim, dtype=setting.dtype, device=device)
     if attention is RAYLM:
         has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=arch.alibi)

@@ -10,11 +10,13 @@ from raylm.errors import ConfigError
 from raylm.layers.attention import LayerInput
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.slots import Loadable, Slot, SlotName, empty_parameter, slots_of
+from raylm.log import get_logger
 from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
 from raylm.models.families.through_transformers import transformers_config
 from raylm.models.transformers_parts import ATTENTION, Elsewhere, Given, Head, PagedStep, TiedHead, split_linears
 
+logger = get_logger(__name__)
 META = torch.device("meta")
 
 
@@ -31,6 +33,7 @@ class TransformersModel(DecoderModel):
         self.runs_layers_together = False
         self._build = build
         causal = _skeleton(build)
+        logger.info("layers: %s of transformers, with raylm's attention and linear layers", type(causal).__name__)
         self._prefix = causal.base_model_prefix
         self.backbone = getattr(causal, self._prefix)
         self._all_names = frozenset(
@@ -126,10 +129,13 @@ class TransformersModel(DecoderModel):
             for path, module in top.named_modules():
                 if isinstance(module, Loadable):
                     continue
-                stored = module._buffers.keys() - module._non_persistent_buffers_set
-                own = {name: x for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None}
-                for name in own.keys() - (module._buffers.keys() - stored):
-                    made = self._empty_like(own[name], f"{path}.{name}")
+                stored = [
+                    (name, x) for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set
+                ]
+                for name, tensor in (*module._parameters.items(), *stored):
+                    if tensor is None:
+                        continue
+                    made = self._empty_like(tensor, f"{path}.{name}")
                     module._buffers.pop(name, None)
                     module.register_parameter(name, made)
                     slots[f"{path}.{name}".lstrip("."), None] = Slot(made.view(made.shape or -1), made.shape or (1,))

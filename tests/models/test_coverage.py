@@ -46,6 +46,11 @@ def test_only_what_is_slow_is_named(arch: ArchConfig, monkeypatch: pytest.Monkey
     assert _parts(arch) == []
 
 
+def test_layers_of_transformers_are_named(tmp_path: Path) -> None:
+    folder = checkpoints.of_transformers("ArceeForCausalLM", tmp_path)
+    assert _parts(ArchConfig.from_source(locate(str(folder))))[0].startswith("layers are transformers' modules")
+
+
 def test_nothing_is_said_of_a_cpu(arch: ArchConfig) -> None:
     assert slow_parts(arch, Setting(torch.device("cpu"), torch.float32, arch.head_dim, 16), RAYLM) == []
 

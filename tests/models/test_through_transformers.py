@@ -107,7 +107,7 @@ def test_what_the_cache_is_not_for(name: str, changes: dict[str, object], messag
     [
         ("CodeGenForCausalLM", "computes attention by itself"),
         ("DiffLlamaForCausalLM", "layer 0 attends twice"),
-        ("GPTBigCodeForCausalLM", r"keys are \(1, 16\).*but the cache holds \(2, 16\)"),
+        ("PersimmonForCausalLM", r"keys are \(4, 16\).*but the cache holds \(2, 16\)"),
         ("Ernie4_5_MoeForCausalLM", r"mlp\.experts\..* of shape .*a mixture of experts needs a family"),
     ],
 )
