@@ -13,6 +13,15 @@ from raylm.models.registry import family_of
 def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[CheckpointTensor], Stored]:
     """Every tensor, unread, and how the files have them. Weights of a remote model are brought here first.
     Raises ConfigError where a file is missing or damaged."""
+    tensors, stored = _read(source, arch, load_format)
+    if arch.transformers_config:
+        from raylm.models.transformers_names import renamed
+
+        tensors = renamed(tensors, arch.transformers_config)
+    return tensors, stored
+
+
+def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[CheckpointTensor], Stored]:
     names = family_of(arch.architecture).names
     if source.kind == "gguf":
         # Imported here, as all readers are: each may need packages that the others do not.

@@ -14,7 +14,16 @@ from raylm.log import get_logger
 from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
 from raylm.models.families.through_transformers import transformers_config
-from raylm.models.transformers_parts import ATTENTION, Elsewhere, Given, Head, PagedStep, TiedHead, split_linears
+from raylm.models.transformers_parts import (
+    ATTENTION,
+    Elsewhere,
+    Given,
+    Head,
+    PagedStep,
+    TiedHead,
+    split_experts,
+    split_linears,
+)
 
 logger = get_logger(__name__)
 META = torch.device("meta")
@@ -47,6 +56,7 @@ class TransformersModel(DecoderModel):
         self._leave_to_other_stages()
         self.embedding = self._make_embedding()
         self._make_head(head)
+        split_experts(self.backbone, build)
         split_linears(self.backbone, self.backbone.config.base_model_tp_plan, build)
         self._slots = self._make_parameters()
         if build.context.device != META:
@@ -76,6 +86,9 @@ class TransformersModel(DecoderModel):
 
     def is_elsewhere(self, parameter: str) -> bool:
         """As DecoderModel.is_elsewhere."""
+        top, number, *_ = parameter.split(".") + [""]
+        if self.context.pipeline_size > 1 and top == "layers" and number.isdecimal():
+            return int(number) < self.arch.num_layers and int(number) not in self.layer_numbers
         return parameter in self._all_names and (parameter, None) not in self._slots
 
     def slots(self) -> dict[SlotName, Slot]:
@@ -145,7 +158,7 @@ class TransformersModel(DecoderModel):
         if tensor.ndim > 2:
             raise ConfigError(
                 f"{type(self.causal).__name__} of transformers has {name} of shape {tuple(tensor.shape)}; allowed: "
-                "parameters of 1 or 2 dimensions (a mixture of experts needs a family of raylm's own)"
+                "parameters of 1 or 2 dimensions, or gated experts without biases"
             )
         return empty_parameter(*tensor.shape, dtype=tensor.dtype, device=self.context.device)
 

@@ -6,22 +6,33 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.attention import Attention, LayerInput
 from raylm.layers.attention_backends import AttentionBackend
 from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.experts import ParallelExperts
 from raylm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from raylm.layers.slots import Slot, SlotName
 from raylm.models.blocks import Build
+from raylm.parallel import collectives
 
 ATTENTION = "raylm_paged"
 """The name that transformers knows `attend` by."""
 _SPLITS = ("colwise", "rowwise")
+_ACTIVATIONS: dict[type, Literal["silu", "gelu_tanh"]] = {
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    GELUTanh: "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,31 @@ class _Row(RowParallelLinear):
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
+class _Experts(ParallelExperts):
+    """As transformers calls them; each split between tensor ranks."""
+
+    def __init__(self, own: nn.Module, build: Build) -> None:
+        down, activation = own.down_proj, _ACTIVATIONS[type(own.act_fn)]  # type: ignore[index]
+        assert isinstance(down, Tensor)
+        count, hidden, size = down.shape
+        super().__init__(count, hidden, size, activation, context=build.context, dtype=build.dtype)
+        self._context = build.context
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, -2)
+        chosen = top_k_index.flatten(0, -2).long().contiguous()
+        found = super().forward(rows, top_k_weights.flatten(0, -2).float().contiguous(), chosen)
+        return collectives.all_reduce(found, self._context).view(hidden_states.shape)
+
+    def slots(self) -> dict[SlotName, Slot]:
+        """By transformers' names of an expert's projections."""
+        names = {"gate": "gate_proj", "up": "up_proj"}
+        return {
+            (name.replace("gate_up_proj", names[shard]) if shard else name, None): slot
+            for (name, shard), slot in super().slots().items()
+        }
+
+
 class Head(VocabParallelEmbedding):
     """[1, S, hidden_size] -> logits [1, S, vocab_size]."""
 
@@ -119,8 +155,8 @@ class TiedHead(nn.Module):
 class Given(nn.Module):
     """In place of all layers: what they returned. So transformers' own code makes logits of it."""
 
-    def forward(self, *, inputs_embeds: Tensor, **others: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+    def forward(self, *, inputs_embeds: Tensor, **others: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
 
 
 class Elsewhere(nn.Module):
@@ -130,6 +166,17 @@ class Elsewhere(nn.Module):
 
     def forward(self, hidden_states: Tensor, *others: object, **more: object) -> Tensor:
         return hidden_states
+
+
+def split_experts(backbone: nn.Module, build: Build) -> None:
+    """Replace the experts of layers by raylm's; which each token goes to stays the model's own. What is not of the form
+    that transformers gives most of them is left as it is."""
+    for path, module in list(backbone.named_modules()):
+        is_gated = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", True)
+        is_other = any(getattr(module, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
+        gate = getattr(type(module), "_apply_gate", None)
+        if is_gated and not is_other and gate is _default_apply_gate and type(module.act_fn) in _ACTIVATIONS:
+            backbone.set_submodule(path, _Experts(module, build))
 
 
 def split_linears(backbone: nn.Module, plan: Mapping[str, str] | None, build: Build) -> None:
@@ -159,7 +206,7 @@ def split_linears(backbone: nn.Module, plan: Mapping[str, str] | None, build: Bu
 
 def _check_plan(plan: Mapping[str, str], build: Build) -> None:
     asked = f"parallel.tensor is {build.context.tensor_size}, but this model runs through transformers, which"
-    layers = {name: way for name, way in plan.items() if name.startswith("layers.")}
+    layers = {name: way for name, way in plan.items() if name.startswith("layers.") and ".experts" not in name}
     if not any(way in _SPLITS for way in layers.values()):
         raise ConfigError(f"{asked} has no plan to split it; allowed: 1")
     for name, way in layers.items():

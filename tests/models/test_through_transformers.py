@@ -19,6 +19,7 @@ from tests.models.paged import PagedRun, generate, load
 from tests.models.test_families import PROMPTS, assert_same
 from tests.support import checkpoints
 
+DOTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
 CASES = {
     "an MLP without a gate": ("ArceeForCausalLM", {}),
     "a tied head": ("ArceeForCausalLM", {"tie_word_embeddings": True}),
@@ -28,11 +29,15 @@ CASES = {
     "norms without weights": ("OlmoForCausalLM", {}),
     "one tensor of queries, keys and values": ("PersimmonForCausalLM", {"num_key_value_heads": 4}),
     "windows in some layers": ("CwmForCausalLM", {"sliding_window": 8, "layer_types": None, "rope_parameters": None}),
+    "experts, one tensor a projection": (
+        "Dots1ForCausalLM",
+        {**DOTS, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+    ),
+    "experts with names that changed": ("Ernie4_5_MoeForCausalLM", checkpoints.ERNIE_EXPERTS),
+    "experts with Mixtral's names": ("MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "experts, one tensor for all": ("GraniteMoeSharedForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "scaled embeddings, caps and windows": ("VaultGemmaForCausalLM", {"sliding_window": 8}),
 }
-
-
-EXPERTS = {"moe_num_experts": 4, "moe_intermediate_size": 32, "moe_k": 2}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,11 +113,10 @@ def test_what_the_cache_is_not_for(name: str, changes: dict[str, object], messag
         ("CodeGenForCausalLM", "computes attention by itself"),
         ("DiffLlamaForCausalLM", "layer 0 attends twice"),
         ("PersimmonForCausalLM", r"keys are \(4, 16\).*but the cache holds \(2, 16\)"),
-        ("Ernie4_5_MoeForCausalLM", r"mlp\.experts\..* of shape .*a mixture of experts needs a family"),
     ],
 )
 def test_what_attention_is_not_for(name: str, message: str, tmp_path: Path) -> None:
-    folder = checkpoints.of_transformers(name, tmp_path, **EXPERTS)
+    folder = checkpoints.of_transformers(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
         PagedRun(load(folder)).step({"a": [5, 6, 7]})
 

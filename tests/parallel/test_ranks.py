@@ -109,13 +109,15 @@ def test_every_family_gives_the_same_tokens(family, shape, folders, load):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_model_of_transformers_gives_the_same_tokens(shape, tmp_path, load):
+@pytest.mark.parametrize("name", ["ArceeForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_a_model_of_transformers_gives_the_same_tokens(name, shape, tmp_path, load):
     folder = checkpoints.of_transformers(
-        "ArceeForCausalLM",
+        name,
         tmp_path,
         num_hidden_layers=4,
         num_key_value_heads=4,
         tie_word_embeddings=shape[1] > 1,
+        **(checkpoints.ERNIE_EXPERTS if "Moe" in name else {}),
     )
     assert tokens(load(folder, shape), PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
 

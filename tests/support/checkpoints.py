@@ -88,6 +88,10 @@ _SIZES = {
 }
 
 
+ERNIE_EXPERTS = {"moe_num_experts": 4, "moe_intermediate_size": 32, "moe_k": 2}
+"""Of an Ernie4_5_MoeForCausalLM."""
+
+
 def of_transformers(name: str, folder: Path, **changes: object) -> Path:
     """A model of transformers by its class's name, of a family that raylm need not have."""
     model_class = getattr(transformers, name)
