@@ -63,6 +63,22 @@ def assert_most_greedy(
     assert astray <= (len(prompts) // 2 if has_experts and dtype == "bfloat16" else 0)
 
 
+def equals_transformers(folder: Path, graphs: bool, dtype: str) -> None:
+    reference = checkpoints.reference(folder)
+    if dtype == "bfloat16":
+        # Weights rounded as ours are: what is compared is the arithmetic.
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    llm = load(folder, graphs=graphs, dtype=dtype, **TIGHT)
+    prompts = random_prompts(8, llm.info.vocab_size)
+    for _ in range(3):  # Graphs are there from the second time on.
+        found = run(llm, prompts)
+        assert all(len(tokens) == 24 for [tokens] in found)
+        assert_most_greedy(reference, prompts, found, dtype=dtype)
+    assert llm._engine.stats().num_preemptions > 0, "the test is meant to preempt"
+    llm.close()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.llama(tmp_path_factory.mktemp("llama"))
@@ -81,20 +97,15 @@ def llm(folder: Path) -> Iterator[LLM]:
 def test_each_family_equals_transformers_under_memory_pressure(
     family: str, graphs: bool, dtype: str, tmp_path: Path
 ) -> None:
-    folder = checkpoints.FAMILIES[family](tmp_path)
-    reference = checkpoints.reference(folder)
-    if dtype == "bfloat16":
-        # Weights rounded as ours are: what is compared is the arithmetic.
-        for parameter in reference.parameters():
-            parameter.data = parameter.data.bfloat16().float()
-    llm = load(folder, graphs=graphs, dtype=dtype, **TIGHT)
-    prompts = random_prompts(8, llm.info.vocab_size)
-    for _ in range(3):  # Graphs are there from the second time on.
-        found = run(llm, prompts)
-        assert all(len(tokens) == 24 for [tokens] in found)
-        assert_most_greedy(reference, prompts, found, dtype=dtype)
-    assert llm._engine.stats().num_preemptions > 0, "the test is meant to preempt"
-    llm.close()
+    equals_transformers(checkpoints.FAMILIES[family](tmp_path), graphs, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["ArceeForCausalLM", "VaultGemmaForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_a_model_of_transformers_does_too(name: str, graphs: bool, dtype: str, tmp_path: Path) -> None:
+    changes = checkpoints.ERNIE_EXPERTS if "Moe" in name else {"sliding_window": 8} if "Gemma" in name else {}
+    equals_transformers(checkpoints.of_transformers(name, tmp_path, **changes), graphs, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -204,6 +215,21 @@ def test_no_step_waits_for_the_device(folder: Path, graphs: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found == [expected] * 2
+    llm.close()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("name", ["ArceeForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_no_step_through_transformers_waits_for_the_device(name: str, tmp_path: Path) -> None:
+    changes = {**checkpoints.ERNIE_EXPERTS, "head_dim": 64, "moe_intermediate_size": 64} if "Moe" in name else {}
+    llm = load(checkpoints.of_transformers(name, tmp_path, **changes), dtype="bfloat16")
+    prompts = random_prompts(8, llm.info.vocab_size)
+    run(llm, prompts)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(llm, prompts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     llm.close()
 
 
