@@ -117,7 +117,7 @@ void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) 
                      {p.k, p.columns * p.k, 8 * p.k, p.halves * p.columns * p.k}, {64, 8, p.halves, box, 1});
   if (!mapped) fail(kOp, "the copy engine cannot address the rows or the weights");
   params.column_tiles = static_cast<int>(divide_up(eights, box * Shape::kCluster));
-  const int room = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048;
+  const int room = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048 - Shape::kResultBytes;
   params.stages = std::min(kMostGroupedStages, room / Shape::kStageBytes);
   const int shared = Shape::shared_bytes(params.stages);
   const int64_t tiles = p.order.most_segments * params.column_tiles;

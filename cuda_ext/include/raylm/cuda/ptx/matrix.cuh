@@ -27,6 +27,12 @@ __device__ inline void store_matrices(uint32_t row, const uint32_t (&from)[4]) {
                ::"r"(row), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
 }
 
+// The same, each matrix as its transpose.
+__device__ inline void store_matrices_transposed(uint32_t row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(row), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
+}
+
 // c [16, 8] += a [16, 16] * b [16, 8]. Of c, a lane holds row lane / 4 (then row + 8), columns lane % 4 * 2 and + 1.
 template <typename T>
 __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -18,6 +18,16 @@ __device__ inline void store_shared_zeros(uint32_t to) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
 
+// 16 bytes, aligned.
+__device__ inline uint4 load_shared(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 // Makes the thread's ordinary writes to shared memory visible to the copy engine and to wgmma (sm_90).
 __device__ inline void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
