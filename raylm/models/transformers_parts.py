@@ -78,8 +78,10 @@ def attend(
         )
     if attention_mask is not None or others.get("is_causal") is False or others.get("position_bias") is not None:
         raise ConfigError(f"layer {number} attends with a mask or biases of its own; allowed: causal attention alone")
-    if others.get("sliding_window") not in (None, window):
-        raise ConfigError(f"layer {number} has a window of {others['sliding_window']}, but config.json says {window}")
+    if (others.get("sliding_window") or 0) != window:
+        raise ConfigError(
+            f"layer {number} has a window of {others.get('sliding_window') or 0}, but config.json says {window}"
+        )
     ops.store_kv(k, v, *step.cache, step.meta.slot_mapping)
     attention = Attention(
         paged_step.backend,

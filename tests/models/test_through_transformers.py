@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from raylm.config.engine import EngineConfig
@@ -110,7 +111,6 @@ def test_what_the_cache_is_not_for(name: str, changes: dict[str, object], messag
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("CodeGenForCausalLM", "computes attention by itself"),
         ("DiffLlamaForCausalLM", "layer 0 attends twice"),
         ("PersimmonForCausalLM", r"keys are \(4, 16\).*but the cache holds \(2, 16\)"),
     ],
@@ -119,6 +119,12 @@ def test_what_attention_is_not_for(name: str, message: str, tmp_path: Path) -> N
     folder = checkpoints.of_transformers(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
         PagedRun(load(folder)).step({"a": [5, 6, 7]})
+
+
+def test_a_model_with_attention_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.ArceeForCausalLM, "_supports_attention_backend", False)
+    with pytest.raises(ConfigError, match="ArceeForCausalLM of transformers computes attention by itself"):
+        load(checkpoints.of_transformers("ArceeForCausalLM", tmp_path))
 
 
 def test_configurations_that_it_cannot_do(tmp_path: Path) -> None:

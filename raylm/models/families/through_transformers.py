@@ -75,7 +75,8 @@ def _kinds(fields: Fields, config: PreTrainedConfig) -> list[LayerKind]:
     layers = Fields({"num_hidden_layers": config.num_hidden_layers}, fields.source).integer("num_hidden_layers")
     names = getattr(config, "layer_types", None)
     if names is None:
-        return ["sliding" if getattr(config, "sliding_window", None) else "full"] * layers
+        slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        return ["sliding" if slides else "full"] * layers
     if len(names) != layers or any(name not in _KINDS for name in names):
         _refuse(fields, f"its layer_types are {', '.join(map(str, dict.fromkeys(names)))}, not {' or '.join(_KINDS)}")
     return [_KINDS[name] for name in names]
