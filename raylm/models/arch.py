@@ -134,7 +134,8 @@ class ArchConfig:
     uses_mtp: bool = False
     """Whether the MTP layers are loaded: speculative decoding uses them, nothing else does."""
     transformers_config: str = ""
-    """config.json, of a model that runs through transformers' modules; of those the rest says what cache they need."""
+    """The text of config.json, where the model runs through transformers' modules; empty otherwise. Then the other
+    fields describe the cache and the sizes alone, not what the layers compute."""
     dtype: DTypeName
     """The checkpoint's own type of weights (for quantised ones, a type that holds them)."""
 

@@ -41,6 +41,7 @@ class TransformersModel(DecoderModel):
         self.layer_numbers = build.context.layers(build.arch.num_layers)
         self.runs_layers_together = False
         self._build = build
+        self._windows = [layer.window for layer in build.arch.layers]
         causal = _skeleton(build)
         logger.info("layers: %s of transformers, with raylm's attention and linear layers", type(causal).__name__)
         self._prefix = causal.base_model_prefix
@@ -67,7 +68,7 @@ class TransformersModel(DecoderModel):
         """As DecoderModel.forward."""
         hidden = self.embedding(given) if self.context.is_first_stage else given
         layers = dict(zip(self.layer_numbers, step, strict=True))
-        paged = PagedStep(self._build.attention, layers, [layer.window for layer in self.arch.layers])
+        paged = PagedStep(self._build.attention, layers, self._windows)
         output = self.backbone(
             inputs_embeds=hidden.unsqueeze(0),
             position_ids=step[0].positions.unsqueeze(0),
@@ -134,8 +135,8 @@ class TransformersModel(DecoderModel):
         self.causal.set_submodule(path, head)
 
     def _make_parameters(self) -> dict[SlotName, Slot]:
-        """Memory for what is transformers' own still, buffers that checkpoints have among it; every rank has it
-        whole."""
+        """Allocate the parameters of modules that are still transformers', and the buffers that checkpoints have, whole
+        on every rank. Returns the slots of the whole model."""
         slots: dict[SlotName, Slot] = {}
         for top in (self.backbone, self.causal):
             slots |= slots_of(top)
@@ -164,18 +165,18 @@ class TransformersModel(DecoderModel):
 
     @torch.inference_mode()
     def _make_buffers(self) -> None:
-        """What constructors compute, such as rotary frequencies: transformers computes it again where it lies."""
+        """Fill the buffers that no checkpoint has, such as rotary frequencies: transformers computes them again."""
         for top in (self.backbone, self.causal):
             for path, module in top.named_modules():
-                if not any(buffer is not None for buffer in module._buffers.values()):
-                    continue
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        made = torch.empty_like(buffer, device=self.context.device)
-                        module._buffers[name] = made.fill_(torch.nan) if made.is_floating_point() else made.fill_(-1)
-                self.causal._init_weights(module)
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and bool((buffer != buffer).any() | (buffer == -1).all()):
+                names = [name for name, buffer in module._buffers.items() if buffer is not None]
+                for name in names:
+                    made = torch.empty_like(module.get_buffer(name), device=self.context.device)
+                    module._buffers[name] = made.fill_(torch.nan if made.is_floating_point() else -1)
+                if names:
+                    self.causal._init_weights(module)
+                for name in names:
+                    buffer = module.get_buffer(name)
+                    if bool((buffer != buffer).any() | (buffer == -1).all()):
                         raise ConfigError(
                             f"{type(self.causal).__name__} of transformers has the buffer {path}.{name}, whose values "
                             "it cannot compute anew; no checkpoint has them"

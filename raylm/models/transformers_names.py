@@ -25,12 +25,13 @@ def renamed(tensors: Sequence[CheckpointTensor], config: str) -> list[Checkpoint
     names = [step for step in known if isinstance(step, WeightRenaming)]
     found: list[CheckpointTensor] = []
     for tensor in tensors:
-        # What is joined elsewhere has its last name only where a file has all experts in one tensor.
+        # transformers joins single experts into one tensor of 3 dimensions. A file that has it joined already needs
+        # that step's name too; of single experts only the renamings apply.
         steps = known if len(tensor.shape) == _DIMS_OF_ALL else names
         name = tensor.name
         for step in steps:
             name = step.rename_source_key(name)[0]
-        name = _OF_AN_EXPERT.sub(lambda words: f"{words[1]}.{_MIXTRALS[words[2]]}.weight", name)
+        name = _OF_AN_EXPERT.sub(lambda match: f"{match[1]}.{_MIXTRALS[match[2]]}.weight", name)
         found += _by_experts(replace(tensor, name=name))
     return found
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol, cast
 
-from torch import Tensor, nn
+from torch import FloatTensor, Tensor, nn
 from transformers import AttentionInterface
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
@@ -48,8 +48,14 @@ class PagedStep:
     """Layers that have called attention."""
 
 
+class AttentionModule(Protocol):
+    """A layer's attention, as transformers has it."""
+
+    layer_idx: int
+
+
 def attend(
-    module: nn.Module,
+    module: AttentionModule,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,7 +70,7 @@ def attend(
     """Attention as transformers calls it. query [1, num_heads, T, head_dim]; key and value, of the tokens of this step
     alone, [1, num_kv_heads, T, head_dim]. Returns [1, T, num_heads, head_dim]. Raises ConfigError for what raylm's
     attention is not."""
-    number = int(module.layer_idx)  # type: ignore[arg-type]
+    number = module.layer_idx
     step, window = paged_step.layers[number], paged_step.windows[number]
     if number in paged_step.attended:
         raise ConfigError(f"layer {number} attends twice, but the cache has keys and values for once a layer")
@@ -110,9 +116,8 @@ class _Experts(ParallelExperts):
     """As transformers calls them; each split between tensor ranks."""
 
     def __init__(self, own: nn.Module, build: Build) -> None:
-        down, activation = own.down_proj, _ACTIVATIONS[type(own.act_fn)]  # type: ignore[index]
-        assert isinstance(down, Tensor)
-        count, hidden, size = down.shape
+        count, hidden, size = own.get_parameter("down_proj").shape
+        activation = _ACTIVATIONS[type(own.get_submodule("act_fn"))]
         super().__init__(count, hidden, size, activation, context=build.context, dtype=build.dtype)
         self._context = build.context
 
@@ -139,7 +144,7 @@ class Head(VocabParallelEmbedding):
 
 
 class TiedHead(nn.Module):
-    """The same, of the embedding's weights."""
+    """Logits by the embedding's weights: [1, S, hidden_size] -> [1, S, vocab_size]."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -155,14 +160,14 @@ class TiedHead(nn.Module):
 
 
 class Given(nn.Module):
-    """In place of all layers: what they returned. So transformers' own code makes logits of it."""
+    """Stands for the layers when transformers' code computes logits: returns the hidden states that it is given."""
 
     def forward(self, *, inputs_embeds: Tensor, **others: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        return MoeModelOutputWithPast(last_hidden_state=cast(FloatTensor, inputs_embeds))
 
 
 class Elsewhere(nn.Module):
-    """A layer or norm that another stage has."""
+    """Stands for a part that another stage has: returns its input."""
 
     attention_type = "full_attention"  # some models ask their layers for the kind of mask, of which there is none here
 
@@ -171,13 +176,18 @@ class Elsewhere(nn.Module):
 
 
 def split_experts(backbone: nn.Module, build: Build) -> None:
-    """Replace the experts of layers by raylm's; which each token goes to stays the model's own. What is not of the form
-    that transformers gives most of them is left as it is."""
+    """Replace experts of transformers' common form (gated, no biases, gate's rows before up's) by raylm's. Routers
+    stay the model's own, and so do experts of any other form."""
     for path, module in list(backbone.named_modules()):
         is_gated = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", True)
         is_other = any(getattr(module, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
         gate = getattr(type(module), "_apply_gate", None)
-        if is_gated and not is_other and gate is _default_apply_gate and type(module.act_fn) in _ACTIVATIONS:
+        if (
+            is_gated
+            and not is_other
+            and gate is _default_apply_gate
+            and type(module.get_submodule("act_fn")) in _ACTIVATIONS
+        ):
             backbone.set_submodule(path, _Experts(module, build))
 
 

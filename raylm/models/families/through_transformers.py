@@ -52,10 +52,9 @@ def transformers_config(text: str) -> PreTrainedConfig:
 
 
 def read_transformers(fields: Fields) -> ArchConfig:
-    """What raylm has to know of such a model: its cache and how it is split. Raises ConfigError for what its attention
-    cannot be."""
-    values = {name: value for name, value in fields.values.items() if name != "quantization_config"}
-    text = json.dumps(values)
+    """The sizes that raylm's cache, attention and split linear layers need. Raises ConfigError for a model that they
+    cannot serve."""
+    text = json.dumps(dict(fields.values))
     config = transformers_config(text)
     for reason in _reasons(config):
         _refuse(fields, reason)

@@ -61,9 +61,9 @@ struct GroupedShape {
   static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
   static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
-  // Results of many rows go by shared memory, four 8 x 8 matrices of a warp at a time, to be stored 16 bytes a lane.
-  static constexpr bool kGathers = kRows >= 128;
-  static constexpr int kResultBytes = kGathers ? 4 * kGroups * kWarp * 16 : 0;
+  // Results of many rows are stored 16 bytes a lane; for that each warp has room for four 8 x 8 matrices.
+  static constexpr bool kWideStores = kRows >= 128;
+  static constexpr int kResultBytes = kWideStores ? 4 * kGroups * kWarp * 16 : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes + kResultBytes + kAlignment; }
 };
@@ -82,7 +82,7 @@ template <typename T, typename Shape, bool Gated>
 struct GroupedBlock {
   static constexpr int kHalves = Gated ? 2 : 1;
   static constexpr int kColumns = Shape::kWidth / kHalves;  // of the result, in a tile
-  static constexpr int kTiles = 2 / kHalves;  // 8 x 8 matrices of results that 16 rows of W make with 8 of x
+  static constexpr int kMatrices = 2 / kHalves;  // 8 x 8 matrices of results that 16 rows of W make with 8 of x
   const GroupedParams& params;
   const uint32_t memory, full, empty;
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
@@ -201,9 +201,9 @@ struct GroupedBlock {
       settle(sums[t]);
       const int first = column + ((group * Shape::kTall + t) * 4 + warp) * 16 / kHalves;
       const float2 bias = bias_at(own.expert, first);
-      if constexpr (Shape::kGathers) {
+      if constexpr (Shape::kWideStores) {
 #pragma unroll
-        for (int j = 0; j < N / 8; j += 4 / kTiles) write_some(sums[t] + 4 * j, bias, own, 8 * j, first);
+        for (int j = 0; j < N / 8; j += 4 / kMatrices) write_wide(sums[t] + 4 * j, bias, own, 8 * j, first);
       } else {
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) write(sums[t] + 4 * j, bias, own, 8 * j, first);
@@ -230,43 +230,42 @@ struct GroupedBlock {
     return params.act == ExpertAct::kGeluTanh ? GeluTanh{}(gate) * up : clamped_swiglu(gate, up, params.limit);
   }
 
-  // A warp's results for 8 rows of the segment. A thread has W's row lane / 4 of 16 and the one 8 below, of two
-  // neighbouring rows of x each.
-  __device__ __forceinline__ void write(const float* s, float2 bias, const Segment& own, int row, int column) const {
-    if (row >= own.rows) return;
+  // A warp's results for 8 rows of the segment, as kMatrices 8 x 8 matrices of 8 columns each. A thread has W's row
+  // lane / 4 of 16 and the one 8 below, of two neighbouring rows of x each.
+  __device__ __forceinline__ void pack_results(const float* s, float2 bias, uint32_t* matrices) const {
     const float low[2] = {s[0] + bias.x, s[1] + bias.x}, high[2] = {s[2] + bias.y, s[3] + bias.y};
     if constexpr (Gated) {
-      store(pack<T>(gated(low[0], high[0]), gated(low[1], high[1])), own, row, column);
+      matrices[0] = pack<T>(gated(low[0], high[0]), gated(low[1], high[1]));
     } else {
-      store(pack<T>(low[0], low[1]), own, row, column);
-      store(pack<T>(high[0], high[1]), own, row, column + 8);
+      matrices[0] = pack<T>(low[0], low[1]);
+      matrices[1] = pack<T>(high[0], high[1]);
     }
   }
 
-  // The same for as many rows as make four 8 x 8 matrices: all of their columns lie behind each other then.
-  __device__ __forceinline__ void write_some(const float* s, float2 bias, const Segment& own, int row,
+  // Writes 8 rows, 4 bytes a lane.
+  __device__ __forceinline__ void write(const float* s, float2 bias, const Segment& own, int row, int column) const {
+    if (row >= own.rows) return;
+    uint32_t matrices[kMatrices];
+    pack_results(s, bias, matrices);
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) store(matrices[m], own, row, column + 8 * m);
+  }
+
+  // Writes 32 / kMatrices rows, 16 bytes a lane: four matrices are transposed on their way through shared memory.
+  __device__ __forceinline__ void write_wide(const float* s, float2 bias, const Segment& own, int row,
                                              int column) const {
     if (row >= own.rows) return;
     uint32_t matrices[4];
 #pragma unroll
-    for (int m = 0; m < 4; m += kTiles) {
-      const float* at = s + 4 * (m / kTiles);
-      const float low[2] = {at[0] + bias.x, at[1] + bias.x}, high[2] = {at[2] + bias.y, at[3] + bias.y};
-      if constexpr (Gated) {
-        matrices[m] = pack<T>(gated(low[0], high[0]), gated(low[1], high[1]));
-      } else {
-        matrices[m] = pack<T>(low[0], low[1]);
-        matrices[m + 1] = pack<T>(high[0], high[1]);
-      }
-    }
+    for (int m = 0; m < 4; m += kMatrices) pack_results(s + 4 * (m / kMatrices), bias, matrices + m);
     const int lane = threadIdx.x % kWarp;
     const uint32_t mine = memory + params.stages * Shape::kStageBytes + threadIdx.x * 16;
     __syncwarp();
     store_matrices_transposed(mine, matrices);
     __syncwarp();
     const uint4 bytes = load_shared(mine);
-    row += lane / (8 * kTiles) * 8 + lane % 8;
-    column += lane / 8 % kTiles * 8;
+    row += lane / (8 * kMatrices) * 8 + lane % 8;
+    column += lane / 8 % kMatrices * 8;
     if (row >= own.rows || column >= params.columns) return;
     T* to = static_cast<T*>(params.out) + static_cast<int64_t>(own.first + row) * params.columns + column;
     *reinterpret_cast<uint4*>(to) = bytes;
