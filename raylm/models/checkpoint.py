@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,19 @@ class Encoding:
     values_per_block: int
     bytes_per_block: int
     decode: Callable[[np.ndarray], Tensor]
+
+
+class Room(Protocol):
+    """Memory that pieces are read into, one after the other."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a piece at most."""
+        ...
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """For the next piece, uint8 [num_bytes]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +89,14 @@ class CheckpointTensor:
     def num_bytes(self) -> int:
         return self.num_values // self.encoding.values_per_block * self.encoding.bytes_per_block
 
-    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Rows start..stop-1 (along the first dimension) in order, as pairs of first row and piece [rows, ...].
 
         `columns` takes of a matrix's rows the columns columns[0]..columns[1]-1 alone; no others are read where the
-        file's blocks allow it. Raises ConfigError when the file ends too early or its blocks do not fit the rows.
+        file's blocks allow it. Pieces that are what the file has lie in `room`, and are as large as it takes.
+        Raises ConfigError when the file ends too early or its blocks do not fit the rows.
         """
         width = prod(self.shape[1:])
         if width % self.encoding.values_per_block:
@@ -91,15 +108,23 @@ class CheckpointTensor:
         skips = (first, last) != (0, width) and not (first % self._block or last % self._block)
         read = (first, last) if skips else (0, width)
         shape = (last - first,) if skips else self.shape[1:]
-        step = max(1, _CHUNK_VALUES // max(1, width) // self.row_unit) * self.row_unit
+        if room is not None and not self._lies_in(room):
+            room = None
+        values = _CHUNK_VALUES if room is None else room.num_bytes // self._bytes(1)
+        step = max(1, values // max(1, width) // self.row_unit) * self.row_unit
         with self.path.open("rb", buffering=0) as file:
             descriptor = file.fileno()
             for row, rows in self._steps(start, stop, step):
-                raw = self._read(descriptor, self._place(row), rows, self._bytes(read[0]), self._bytes(read[1]))
+                raw = self._read(descriptor, self._place(row), rows, self._bytes(read[0]), self._bytes(read[1]), room)
                 piece = self.encoding.decode(raw).view(rows, *shape)
                 if not skips and columns is not None:
                     piece = piece[:, first:last]
                 yield row, piece if self.rearrange is None else self.rearrange(piece)
+
+    def _lies_in(self, room: Room) -> bool:
+        """Whether pieces are bytes of the file, of which a row has room."""
+        is_plain = self._block == 1 and self.rearrange is None
+        return is_plain and self._bytes(prod(self.shape[1:])) <= room.num_bytes
 
     def _steps(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         """First rows and numbers of rows, which are neighbours in the file."""
@@ -125,14 +150,14 @@ class CheckpointTensor:
     def _bytes(self, num_values: int) -> int:
         return num_values // self._block * self.encoding.bytes_per_block
 
-    def _read(self, descriptor: int, row: int, rows: int, first: int, last: int) -> np.ndarray:
-        """The bytes first..last-1 of each of the rows, one row behind the other."""
+    def _read(self, descriptor: int, row: int, rows: int, first: int, last: int, room: Room | None) -> np.ndarray:
+        """The bytes first..last-1 of each of the rows, one row behind the other, in `room` or in new memory."""
         row_bytes = self._bytes(prod(self.shape[1:]))
         runs, length = (1, rows * row_bytes) if last - first == row_bytes else (rows, last - first)
-        raw = np.empty((runs, length), dtype=np.uint8)
-        for i, run in enumerate(raw):
+        raw = np.empty(runs * length, dtype=np.uint8) if room is None else room.take(runs * length)
+        for i, run in enumerate(raw.reshape(runs, length)):
             self._fill(descriptor, self.offset + (row + i) * row_bytes + first, run)
-        return raw.reshape(-1)
+        return raw
 
     def _fill(self, descriptor: int, offset: int, raw: np.ndarray) -> None:
         view = memoryview(raw)
@@ -171,7 +196,9 @@ class MXFP4Tensor:
     def row_unit(self) -> int:
         return 1
 
-    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """As CheckpointTensor.pieces, in float32."""
         first, last = columns or (0, self.shape[1])
         low, high = first // VALUES, -(-last // VALUES)  # blocks of a row
@@ -222,7 +249,9 @@ class TransposedTensor:
     def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> TransposedTensor:
         raise NotImplementedError(f"{self.name} is stored as columns, whose rows cannot be rearranged")
 
-    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """As CheckpointTensor.pieces, but all at once: no large model is stored so."""
         first, last = columns or (0, self.source.shape[0])
         read = self.source.pieces(first, last, (self.first + start, self.first + stop))
@@ -260,7 +289,9 @@ class SteppedTensor:
         # What comes all at once is not asked for twice.
         return 1 if self.source.row_unit == 1 else self.count
 
-    def pieces(self, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """As CheckpointTensor.pieces."""
         begin, end = self.first + start * self.step, self.first + (stop - 1) * self.step + 1
         for row, piece in self.source.pieces(begin, end, columns):

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint, copied into their slots by several threads.
 
-A thread reads a piece, decodes it and copies it, and lets Python's lock go meanwhile.
+A thread reads a piece, decodes it and copies it, and lets Python's lock go meanwhile. To a GPU go bytes of the file
+through pinned memory, so that a thread reads the next piece while one is copied.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from raylm.layers.slots import Slot
-from raylm.models.checkpoint import Source
+from raylm.models.checkpoint import Room, Source
+from raylm.models.staging import Staging, with_offset
 
 _PART_VALUES = 1 << 24
 """Values of a part at most, so that one large tensor keeps all threads busy."""
@@ -47,7 +50,8 @@ def fill(jobs: Sequence[tuple[Source, Slot]], *, progress: bool, num_threads: in
         total = sum(part.num_bytes for part in parts)
         bar = tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress)
         stack.enter_context(bar)
-        copies = {pool.submit(_copy, part): part for part in parts}
+        idle = _stagings(parts, num_threads)
+        copies = {pool.submit(_copy, part, idle): part for part in parts}
         try:
             for done in as_completed(copies):
                 done.result()
@@ -55,6 +59,14 @@ def fill(jobs: Sequence[tuple[Source, Slot]], *, progress: bool, num_threads: in
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        for staging in idle:
+            staging.finish()
+
+
+def _stagings(parts: Sequence[_Part], num_threads: int) -> list[Staging]:
+    """One for each thread, where something goes to the GPU; a worker has one."""
+    device = next((device for part in parts if (device := part.slot.destination.device).type == "cuda"), None)
+    return [] if device is None else Staging.several(device, num_threads)
 
 
 @contextmanager
@@ -84,18 +96,27 @@ def _parts(tensor: Source, slot: Slot) -> Iterator[_Part]:
 
 
 @torch.inference_mode()
-def _copy(part: _Part) -> None:
-    """Copy piece by piece; the copy converts type and device."""
+def _copy(part: _Part, idle: list[Staging]) -> None:
+    """Copy piece by piece, to a GPU with one of the `idle`, of which there are as many as threads."""
+    if part.slot.destination.device.type != "cuda":
+        for piece, to in _pieces(part, None):
+            to.copy_(with_offset(piece, part.slot.offset))
+        return
+    staging = idle.pop()
+    try:
+        for piece, to in _pieces(part, staging):
+            staging.copy(piece, to, offset=part.slot.offset)
+    finally:
+        idle.append(staging)
+
+
+def _pieces(part: _Part, room: Room | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces, and where each belongs."""
     tensor, slot, start, stop = part
     if slot.dim == 0:
-        pieces, first = tensor.pieces(slot.start + start, slot.start + stop), slot.start
+        pieces, first = tensor.pieces(slot.start + start, slot.start + stop, room=room), slot.start
     else:
-        pieces, first = tensor.pieces(start, stop, (slot.start, slot.start + slot.length)), 0
+        pieces, first = tensor.pieces(start, stop, (slot.start, slot.start + slot.length), room), 0
     for row, piece in pieces:
         at = row - first
-        slot.destination[at : at + piece.shape[0]].copy_(_with_offset(piece, slot.offset))
-
-
-def _with_offset(piece: torch.Tensor, offset: float) -> torch.Tensor:
-    # In float32: 1 + a small bfloat16 would lose the small one before it is rounded.
-    return piece.float().add_(offset) if offset else piece
+        yield piece, slot.destination[at : at + piece.shape[0]]

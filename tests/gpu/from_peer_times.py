@@ -34,10 +34,11 @@ def write_checkpoint(folder: Path, shape: str) -> int:
     arch = ArchConfig.from_source(locate(str(folder)))
     if not index.is_file():
         weight_map = {}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         for number, shapes in enumerate(_files(arch)):
             file = f"model-{number:05d}.safetensors"
             tensors = {
-                name: torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02).cpu()
+                name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=0.02).cpu()
                 for name, size in shapes.items()
             }
             save_file(tensors, folder / file)

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ from raylm.models import filling
 from raylm.models.arch import ArchConfig
 from raylm.models.load import load_model
 from raylm.models.safetensors import file_tensors
+from raylm.models.staging import Staging
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
@@ -284,21 +286,57 @@ def save_hf(model: torch.nn.Module, path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_parts_of_a_tensor_are_its_own_rows_or_columns(
-    folder: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, num_threads: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "_PART_VALUES", 100)
+    """Parts of few values, and of more than a half of the pinned memory holds."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
     whole = load_file(folder / FILE)
     tensors = {tensor.name: tensor for tensor in file_tensors(folder / FILE)}
     name = "model.layers.0.mlp.down_proj.weight"
     rows, columns = whole[name].shape
-    by_row = Slot(torch.zeros(rows - 9, columns), (rows, columns), start=5)
-    by_column = Slot(torch.zeros(rows, 7), (rows, columns), dim=1, start=3)
-    before = torch.get_num_threads()
-    filling.fill([(tensors[name], by_row), (tensors[name], by_column)], progress=False, num_threads=num_threads)
-    assert torch.get_num_threads() == before
-    assert torch.equal(by_row.destination, whole[name][5 : rows - 4].float())
-    assert torch.equal(by_column.destination, whole[name][:, 3:10].float())
+    expected = whole[name].to(device, dtype)
+    monkeypatch.setattr(Staging, "num_bytes", columns * whole[name].itemsize * 3)
+    for values in (100, 1 << 24):
+        monkeypatch.setattr(filling, "_PART_VALUES", values)
+        by_row = Slot(torch.zeros(rows - 9, columns, dtype=dtype, device=device), (rows, columns), start=5)
+        by_column = Slot(torch.zeros(rows, 7, dtype=dtype, device=device), (rows, columns), dim=1, start=3)
+        with_offset = Slot(torch.zeros_like(expected), (rows, columns), offset=1.0)
+        before = torch.get_num_threads()
+        jobs = [(tensors[name], slot) for slot in (by_row, by_column, with_offset)]
+        filling.fill(jobs, progress=False, num_threads=num_threads)
+        assert torch.get_num_threads() == before
+        assert torch.equal(by_row.destination, expected[5 : rows - 4])
+        assert torch.equal(by_column.destination, expected[:, 3:10])
+        assert torch.equal(with_offset.destination, (whole[name].to(device).float() + 1).to(dtype))
+
+
+def test_pieces_are_as_large_as_the_memory_they_are_read_into(folder: Path) -> None:
+    (tensor,) = [each for each in file_tensors(folder / FILE) if each.name == "model.layers.0.mlp.down_proj.weight"]
+    rows, columns = tensor.shape
+    row_bytes = tensor.num_bytes // rows
+
+    class Memory:
+        def __init__(self, num_bytes: int) -> None:
+            self.num_bytes = num_bytes
+            self.bytes = np.empty(num_bytes, dtype=np.uint8)
+
+        def take(self, num_bytes: int) -> np.ndarray:
+            return self.bytes[:num_bytes]
+
+    expected = load_file(folder / FILE)[tensor.name]
+    memory = Memory(2 * row_bytes)
+    for row, piece in tensor.pieces(0, rows, room=memory):
+        assert len(piece) == min(2, rows - row) and piece.data_ptr() == memory.bytes.ctypes.data
+        assert torch.equal(piece, expected[row : row + 2])
+    for room in (Memory(row_bytes - 1), Memory(rows * row_bytes)):
+        ((_, piece),) = tensor.pieces(0, rows, (1, columns), room)
+        assert torch.equal(piece, expected[:, 1:])
+    widened = tensor.rearranged(lambda piece: piece + 1)
+    assert torch.equal(torch.cat([piece for _, piece in widened.pieces(0, rows, room=memory)]), expected + 1)
 
 
 def test_a_rank_reads_its_own_rows_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
