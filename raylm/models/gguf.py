@@ -27,6 +27,7 @@ _QUANTISED = (
     GGMLType.Q4_K,
     GGMLType.Q5_K,
     GGMLType.Q6_K,
+    GGMLType.MXFP4,
 )
 _GROUPS = 16
 """The gguf package decodes at least this many rows at a time, one call each."""

@@ -59,6 +59,11 @@ GGUF_WEIGHTS: WeightTable = {
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", "gate"),
     "ffn_up_exps": ("mlp.experts.gate_up_proj", "up"),
     "ffn_down_exps": ("mlp.experts.down_proj", None),
+    "exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", None),
+    "ffn_gate_inp_shexp": ("mlp.shared_expert_gate", None),
+    "ffn_gate_shexp": ("mlp.shared_expert.gate_up_proj", "gate"),
+    "ffn_up_shexp": ("mlp.shared_expert.gate_up_proj", "up"),
+    "ffn_down_shexp": ("mlp.shared_expert.down_proj", None),
 }
 """GGUF files, as llama.cpp names tensors."""
 

@@ -5,9 +5,11 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,13 +19,16 @@ from raylm.model_files.gguf_header import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.model_files.gguf_shards import shards
 from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
-from raylm.models.read_layers import LayerKind
+from raylm.models.read_layers import LayerKind, check_rope, yarn_mscale
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that holds the divisors of the rotary frequencies of Llama 3.1 and later."""
 
 _DTYPES: dict[int, DTypeName] = {0: "float32", 1: "float16"}
 _F32 = 0
+_SOFTMAX = 1
+_SCORES: dict[object, Literal["softmax", "sigmoid"]] = {_SOFTMAX: "softmax", 2: "sigmoid"}
+"""By expert_gating_func."""
 
 
 class Header(NamedTuple):
@@ -74,18 +79,23 @@ def dense(
     if ropes is None:
         rope = rope_of(header, head_dim)
         ropes = {"full": rope, "sliding": rope}
-    mlp: MLPSpec | ExpertsSpec = MLPSpec(
+    mlp = MLPSpec(
         size=fields.integer(prefix + "feed_forward_length"),
         activation=activation,
         bias="blk.0.ffn_up.bias" in tensors,
     )
+    mlps: list[MLPSpec | ExpertsSpec] = [mlp] * len(kinds)
     if fields.get(prefix + "expert_count"):
-        mlp = _experts(header, mlp, normalized)
+        first = _count(header, "leading_dense_block_count")
+        mlps[first:] = [_experts(header, mlp, normalized, layer=len(kinds) - 1)] * len(kinds[first:])
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=fields.integer(prefix + "embedding_length"),
-        layers=tuple(LayerSpec(mlp=mlp, rope=ropes[kind], window=window if kind == "sliding" else 0) for kind in kinds),
+        layers=tuple(
+            LayerSpec(mlp=mlp, rope=ropes[kind], window=window if kind == "sliding" else 0)
+            for mlp, kind in zip(mlps, kinds, strict=True)
+        ),
         num_heads=num_heads,
         num_kv_heads=fields.integer(prefix + "attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -107,25 +117,44 @@ def dense(
     )
 
 
-def _experts(header: Header, mlp: MLPSpec, normalized: bool | None) -> ExpertsSpec:
-    """In the place of `mlp`, every layer's."""
-    fields, prefix = header.fields, header.prefix
+def _experts(header: Header, mlp: MLPSpec, normalized: bool | None, *, layer: int) -> ExpertsSpec:
+    """Beside an `mlp` of other layers, with the biases and the shared expert that the layer's tensors have."""
+    fields, prefix, tensors = header.fields, header.prefix, header.tensors
     count = fields.integer(prefix + "expert_count")
     if normalized is None:
         raise fields.error(prefix + "expert_count", count, "0 (no mixture of experts)")
     per_token = fields.integer(prefix + "expert_used_count")
     if not 1 <= per_token <= count:
         raise fields.error(prefix + "expert_used_count", per_token, f"1 to {prefix}expert_count, {count}")
-    for name in ("expert_shared_count", "expert_group_count", "leading_dense_block_count"):
-        if fields.get(prefix + name):
-            raise fields.error(prefix + name, fields.get(prefix + name), "0")
+    scores = fields.get(prefix + "expert_gating_func") or _SOFTMAX
+    if scores not in _SCORES:
+        raise fields.error(prefix + "expert_gating_func", scores, ", ".join(map(str, _SCORES)))
+    at = f"blk.{layer}."
+    shared = tensors.get(f"{at}ffn_up_shexp.weight")
+    if shared is None and (num_shared := fields.get(prefix + "expert_shared_count")):
+        raise fields.error(prefix + "expert_shared_count", num_shared, f"0 without {at}ffn_up_shexp.weight")
     return ExpertsSpec(
         num_experts=count,
         per_token=per_token,
         size=fields.integer(prefix + "expert_feed_forward_length", mlp.size),
         activation=mlp.activation,
-        normalized=normalized,
+        bias=f"{at}ffn_up_exps.bias" in tensors,
+        router_bias=f"{at}ffn_gate_inp.bias" in tensors,
+        scores=_SCORES[scores],
+        normalized=fields.flag(prefix + "expert_weights_norm", normalized),
+        # Some files have 0 for 1.
+        scale=fields.number(prefix + "expert_weights_scale", 0.0) or 1.0,
+        groups=_count(header, "expert_group_count") or 1,
+        groups_per_token=_count(header, "expert_group_used_count") or 1,
+        choice_bias=f"{at}exp_probs_b.bias" in tensors,
+        shared=None if shared is None else replace(mlp, size=shared.shape[0], bias=False),
+        shared_gate=f"{at}ffn_gate_inp_shexp.weight" in tensors,
     )
+
+
+def _count(header: Header, name: str) -> int:
+    """0 where the file does not say, or says so."""
+    return header.fields.integer(header.prefix + name) if header.fields.get(header.prefix + name) else 0
 
 
 def head_dim_of(header: Header) -> int:
@@ -145,32 +174,52 @@ def rope_of(header: Header, head_dim: int) -> RopeSettings:
     """The rotary embedding of full layers. Raises ConfigError."""
     fields, prefix = header.fields, header.prefix
     rotated = fields.integer(prefix + "rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise fields.error(prefix + "rope.dimension_count", rotated, f"the size of a head ({head_dim})")
+    if rotated % 2 or not 2 <= rotated <= head_dim:
+        raise fields.error(prefix + "rope.dimension_count", rotated, f"an even number up to a head's size, {head_dim}")
     theta = fields.number(prefix + "rope.freq_base", 1e4)
-    factors = _rope_factors(header.files, head_dim)
+    # The next number above, since the size is rounded down.
+    plain = RopeSettings(theta, partial_rotary_factor=min(1.0, math.nextafter(rotated / head_dim, 2)))
+    factors = _rope_factors(header.files, rotated)
     if factors:
-        return RopeSettings(theta, "factors", factors=factors)
+        return replace(plain, kind="factors", factors=factors)
     kind = fields.get(prefix + "rope.scaling.type")
     if kind is None and fields.get(prefix + "rope.scale_linear") is not None:
-        return RopeSettings(theta, "linear", factor=fields.number(prefix + "rope.scale_linear"))
+        return replace(plain, kind="linear", factor=fields.number(prefix + "rope.scale_linear"))
     if kind in (None, "none"):
-        return RopeSettings(theta)
+        return plain
     if kind == "linear":
-        return RopeSettings(theta, "linear", factor=fields.number(prefix + "rope.scaling.factor"))
-    raise fields.error(prefix + "rope.scaling.type", kind, "none, linear")
+        return replace(plain, kind="linear", factor=fields.number(prefix + "rope.scaling.factor"))
+    if kind == "yarn":
+        return _yarn(header, plain)
+    raise fields.error(prefix + "rope.scaling.type", kind, "none, linear, yarn")
 
 
-def _rope_factors(files: list[GGUFFile], head_dim: int) -> tuple[float, ...]:
+def _yarn(header: Header, plain: RopeSettings) -> RopeSettings:
+    fields, prefix = header.fields, header.prefix + "rope.scaling."
+    factor = fields.number(prefix + "factor")
+    rope = replace(
+        plain,
+        kind="yarn",
+        factor=factor,
+        original_max_position=fields.integer(prefix + "original_context_length"),
+        beta_fast=fields.number(prefix + "yarn_beta_fast", 32.0),
+        beta_slow=fields.number(prefix + "yarn_beta_slow", 1.0),
+        attention_factor=fields.number(prefix + "attn_factor", 1.0) * yarn_mscale(factor),
+    )
+    check_rope(fields, rope, head_dim_of(header))
+    return rope
+
+
+def _rope_factors(files: list[GGUFFile], rotated: int) -> tuple[float, ...]:
     placed = [(shard, tensor) for shard in files for tensor in shard.tensors]
     for file, tensor in placed:
         if tensor.name == ROPE_FACTORS:
-            if tensor.type != _F32 or tensor.shape != (head_dim // 2,):
+            if tensor.type != _F32 or tensor.shape != (rotated // 2,):
                 raise ConfigError(
                     f"{file.path}: {ROPE_FACTORS} has type {tensor.type} and shape {tensor.shape}; "
-                    f"allowed: F32 ({_F32}) and ({head_dim // 2},)"
+                    f"allowed: F32 ({_F32}) and ({rotated // 2},)"
                 )
-            factors = np.fromfile(file.path, dtype="<f4", count=head_dim // 2, offset=tensor.offset)
+            factors = np.fromfile(file.path, dtype="<f4", count=rotated // 2, offset=tensor.offset)
             return tuple(factors.tolist())
     return ()
 

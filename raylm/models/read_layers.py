@@ -102,7 +102,7 @@ def _llama3(plain: RopeSettings, section: Fields, fields: Fields) -> RopeSetting
 def _yarn(plain: RopeSettings, section: Fields, fields: Fields) -> RopeSettings:
     factor = section.number("factor", _stretch(section, fields))
     whole, all_dims = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
-    usual = _mscale(factor, whole) / _mscale(factor, all_dims) if whole and all_dims else _mscale(factor, 1.0)
+    usual = yarn_mscale(factor, whole) / yarn_mscale(factor, all_dims) if whole and all_dims else yarn_mscale(factor)
     return replace(
         plain,
         factor=factor,
@@ -148,7 +148,8 @@ def _stretch(section: Fields, fields: Fields) -> float:
     return fields.integer("max_position_embeddings") / _original(section, fields)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by (arXiv:2309.00071, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -72,6 +73,8 @@ class WeightLoader:
             found.pop(("lm_head.weight", None), None)
         for name in [name for name in found if name not in slots and self._model.is_elsewhere(name[0])]:
             del found[name]
+        for name in found.keys() & slots.keys():
+            found[name] = [_row(tensor, slots[name]) for tensor in found[name]]
         problems = {
             "missing": [_label(name) for name in slots if name not in found],
             "without a place in this model": [t.name for name, ts in found.items() if name not in slots for t in ts],
@@ -171,6 +174,12 @@ def _join_packed(found: dict[SlotName, list[Source]]) -> None:
                 )
             joined = MXFP4Tensor(blocks.flat(), scales)
             found.setdefault((f"{path}weight", shard), []).append(joined)
+
+
+def _row(tensor: Source, slot: Slot) -> Source:
+    """A vector as the matrix of one row that it is for: GGUF files have no dimensions of 1."""
+    is_row = isinstance(tensor, CheckpointTensor) and (1, *tensor.shape) == slot.shape
+    return replace(tensor, shape=slot.shape) if is_row else tensor
 
 
 def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:

@@ -62,6 +62,7 @@ def _uncased(letters: str, digits: str) -> str:
 _GPT2 = PreTokenizer()
 _DIGITS = PreTokenizer(single_digits=True)
 _LLAMA3 = PreTokenizer(_uncased(r"\p{L}", r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_GLM4 = PreTokenizer(_LLAMA3.pattern)
 _QWEN2 = PreTokenizer(_uncased(r"\p{L}", r"\p{N}"), nfc=True)
 _QWEN35 = PreTokenizer(_uncased(r"[\p{L}\p{M}]", r"\p{N}"), nfc=True)
 _TEKKEN = PreTokenizer(_cased("", r"\p{N}"), ignore_merges=True)
@@ -73,6 +74,7 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), _GLM4),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),

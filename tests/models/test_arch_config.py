@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -223,14 +224,29 @@ def test_gguf_metadata(tmp_path: Path) -> None:
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     found = ArchConfig.from_source(write_metadata(tmp_path / "b.gguf", "qwen2", **linear))
     assert found.layers[0].rope == RopeSettings(1e4, "linear", factor=4.0)
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_beta_fast": 16.0}
+    given = {"rope.dimension_count": 6, **{f"rope.scaling.{name}": value for name, value in scaling.items()}}
+    rope = ArchConfig.from_source(write_metadata(tmp_path / "c.gguf", "qwen3", **given)).layers[0].rope
+    assert (rope.kind, rope.factor, rope.original_max_position, rope.beta_fast) == ("yarn", 4.0, 32, 16.0)
+    assert rope.size(16) == 6 and rope.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("mamba", {}, "general.architecture is 'mamba'; allowed: llama, qwen2, qwen3, gemma3, qwen3moe"),
-        ("llama", {"rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; allowed: none, linear"),
-        ("llama", {"rope.dimension_count": 8}, "llama.rope.dimension_count is 8; allowed: the size of a head"),
+        (
+            "mamba",
+            {},
+            "general.architecture is 'mamba'; allowed: llama, qwen2, qwen3, gemma3, granite, qwen2moe, qwen3moe",
+        ),
+        ("llama", {"rope.scaling.type": "su"}, "llama.rope.scaling.type is 'su'; allowed: none, linear, yarn"),
+        ("llama", {"rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),
+        ("llama", {"rope.dimension_count": 7}, "llama.rope.dimension_count is 7; allowed: an even number up to .*, 16"),
+        (
+            "llama",
+            {"rope.dimension_count": 18},
+            "llama.rope.dimension_count is 18; allowed: an even number up to .*, 16",
+        ),
         ("qwen2", {"expert_count": 8}, "qwen2.expert_count is 8; allowed: 0"),
         (
             "llama",
@@ -240,7 +256,12 @@ def test_gguf_metadata(tmp_path: Path) -> None:
         (
             "qwen3moe",
             {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 1},
-            "qwen3moe.expert_shared_count is 1; allowed: 0",
+            "qwen3moe.expert_shared_count is 1; allowed: 0 without blk.5.ffn_up_shexp.weight",
+        ),
+        (
+            "glm4moe",
+            {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 3},
+            "glm4moe.expert_gating_func is 3; allowed: 1, 2",
         ),
     ],
 )

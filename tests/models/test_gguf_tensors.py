@@ -16,7 +16,7 @@ from raylm.models.gguf import gguf_tensors
 from tests.models.paged import PagedRun, generate, load
 from tests.support import checkpoints
 
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 def random_bytes(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -56,6 +56,7 @@ from transformers import (
 )
 
 from raylm.model_files.source import locate
+from tests.support import gguf_mixtures
 from tests.support.more_families import KINDS, LEFT_OUT, Always, Kind
 
 _FILE, _REFERENCE = "model.safetensors", "reference"
@@ -338,21 +339,27 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
     """The folder's checkpoint as a GGUF file, with its tokenizer. `quants` gives types to parts of tensor names, such
     as {"ffn_up": Q8_0}; other matrices are F16, vectors F32. Scaling of "llama3" becomes rope_freqs.weight."""
     config = json.loads((folder / "config.json").read_text())
-    others = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+    others = {"mistral": "llama", "gemma3_text": "gemma3", **gguf_mixtures.ARCHITECTURES}
     arch = others.get(config["model_type"], config["model_type"])
+    if config["architectures"] == ["DeepseekForCausalLM"]:
+        arch = "deepseek"
     model = reference(folder)
     writer = gguf.GGUFWriter(path, arch)
     _write_fields(writer, model.config)
+    if arch == "glm4moe":
+        writer.add_nextn_predict_layers(1)
+        gguf_mixtures.write_prediction_layer(writer, model.config.num_hidden_layers)
     _write_tokenizer(writer, folder)
     names = _gguf_names(model.config)
     if model.config.rope_parameters.get("rope_type") == "llama3":
         dims = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
         plain = model.config.rope_parameters["rope_theta"] ** -dims
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    for name, tensor in _without_fused_experts(model.state_dict()):
+    for name, tensor in gguf_mixtures.without_fused_experts(model.state_dict(), model.config.model_type):
+        tensor = tensor.squeeze()  # as llama.cpp does
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if arch in gguf_mixtures.PAIRED and (".q_proj." in name or ".k_proj." in name):
             heads = model.config.num_attention_heads if ".q_proj." in name else model.config.num_key_value_heads
             tensor = _permuted(tensor, heads)
         if arch == "gemma3" and name.endswith("norm.weight"):
@@ -426,18 +433,9 @@ def _random(shapes: dict[str, tuple[int, ...]], *, seed: int) -> dict[str, torch
     }
 
 
-def _without_fused_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gate and up of experts each by itself."""
-    for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
-                yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
-        else:
-            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, tensor
-
-
 def _gguf_names(config: object) -> dict[str, str]:
     """Names of transformers -> names of llama.cpp, for every tensor that a model of this kind may have."""
+    is_behind = "gemma" in config.model_type or config.model_type in gguf_mixtures.NORM_BEHIND_ATTENTION
     parts = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
@@ -448,12 +446,9 @@ def _gguf_names(config: object) -> dict[str, str]:
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.experts.gate_proj": "ffn_gate_exps",
-        "mlp.experts.up_proj": "ffn_up_exps",
-        "mlp.experts.down_proj": "ffn_down_exps",
+        **gguf_mixtures.PARTS,
         "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "post_attention_norm" if "gemma" in config.model_type else "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm" if is_behind else "ffn_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     }
@@ -468,23 +463,24 @@ def _gguf_names(config: object) -> dict[str, str]:
                 continue
             for kind in ("weight", "bias"):
                 names[f"model.layers.{layer}.{part}.{kind}"] = f"blk.{layer}.{found}.{kind}"
+        for name, found in gguf_mixtures.WHOLE.items():
+            names[f"model.layers.{layer}.{name}"] = f"blk.{layer}.{found}"
     return names
 
 
 def _write_fields(writer: gguf.GGUFWriter, config: object) -> None:
     rope = config.rope_parameters
-    writer.add_block_count(config.num_hidden_layers)
+    # With a layer that predicts one token more.
+    writer.add_block_count(config.num_hidden_layers + (config.model_type == "glm4_moe"))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
-    if num_experts := getattr(config, "num_local_experts", None):
-        writer.add_expert_count(num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    gguf_mixtures.write_fields(writer, config)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_file_type(1)

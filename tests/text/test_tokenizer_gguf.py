@@ -101,7 +101,7 @@ def byte_level_values(pre: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("pre", ["default", "gpt-2", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"])
+@pytest.mark.parametrize("pre", ["default", "gpt-2", "llama-bpe", "qwen2", "qwen35", "glm4", "tekken", "gpt-4o"])
 def test_byte_level_equals_transformers(tmp_path, pre):
     path = write_gguf(tmp_path / "m.gguf", "llama", byte_level_values(pre) | {"add_bos_token": True})
     ours, theirs = load(path, tmp_path), AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=path.name)

@@ -4,12 +4,15 @@ head rotated. DeepSeek-MoE, the first generation: a Llama with such layers, whos
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import HF_WEIGHTS, TensorNames
+from raylm.models.names import GGUF_WEIGHTS, HF_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, experts_of, mlp_of, with_experts
+from raylm.models.read_layers import LayerKind
 
 _SHARED = {**HF_WEIGHTS, "shared_experts": ("shared_expert", None)}
 
@@ -45,6 +48,15 @@ def _read_deepseek(fields: Fields) -> ArchConfig:
     return with_experts(arch, experts, dense_layers=[layer for layer in layers if layer < first or layer % step])
 
 
+def _read_gguf(header: read_gguf.Header) -> ArchConfig:
+    fields, prefix = header.fields, header.prefix
+    unused = _count(fields, prefix + "nextn_predict_layers")
+    kinds: list[LayerKind] = ["full"] * (fields.integer(prefix + "block_count") - unused)
+    normed = "blk.0.attn_q_norm.weight" in header.tensors
+    arch = read_gguf.dense(header, kinds=kinds, normalized=True)
+    return replace(arch, qk_norm="head" if normed else None, unused_layers=unused)
+
+
 def _shared_size(fields: Fields) -> int:
     return fields.integer("n_shared_experts", 1) * fields.integer("moe_intermediate_size")
 
@@ -68,12 +80,17 @@ ARCHITECTURES = {
             "norm_topk_prob": True,
         },
         field_names={"n_routed_experts": "num_experts"},
-        names=TensorNames(folder=_SHARED),
+        gguf={"glm4moe": _read_gguf},
+        names=TensorNames(
+            folder=_SHARED,
+            gguf={**GGUF_WEIGHTS, "post_attention_norm": ("post_attention_layernorm", None)},
+        ),
     ),
     "DeepseekForCausalLM": Family(
         read=_read_deepseek,
         defaults={"max_position_embeddings": 2048, "moe_intermediate_size": 1407, "first_k_dense_replace": 0},
         field_names={"n_routed_experts": "num_experts"},
-        names=TensorNames(folder=_SHARED),
+        gguf={"deepseek": partial(read_gguf.dense, normalized=False)},
+        names=TensorNames(folder=_SHARED, gguf_pairs=True),
     ),
 }

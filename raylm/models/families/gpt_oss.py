@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raylm.models.arch import ArchConfig
+from raylm.models import read_gguf
+from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import HF_WEIGHTS, TensorNames
+from raylm.models.names import GGUF_WEIGHTS, HF_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, experts_of, with_experts
-from raylm.models.read_layers import named_kinds
+from raylm.models.read_layers import named_kinds, repeated_kinds
 
 _ALPHA = 1.702
 """The only one that the operator has."""
+_LIMIT = 7.0
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -31,17 +33,31 @@ def _read(fields: Fields) -> ArchConfig:
         raise fields.error("swiglu_alpha", alpha, str(_ALPHA))
     kinds = named_kinds(fields)
     if kinds is None:
-        kinds = ["full" if layer % 2 else "sliding" for layer in range(fields.integer("num_hidden_layers"))]
+        kinds = repeated_kinds(fields.integer("num_hidden_layers"), 2)
     biased = fields.flag("attention_bias", True)
     arch = replace(dense(fields, kinds=kinds), qkv_bias=biased, o_bias=biased, sinks=True)
     experts = replace(
         experts_of(fields, size="intermediate_size", normalized=True),
         activation="clamped_swiglu",
-        limit=fields.number("swiglu_limit", 7.0),
+        limit=fields.number("swiglu_limit", _LIMIT),
         bias=True,
         router_bias=True,
     )
     return with_experts(arch, experts)
+
+
+def _read_gguf(header: read_gguf.Header) -> ArchConfig:
+    fields, prefix = header.fields, header.prefix
+    kinds = repeated_kinds(fields.integer(prefix + "block_count"), 2)
+    rope = replace(read_gguf.rope_of(header, read_gguf.head_dim_of(header)), truncate=False)
+    arch = read_gguf.dense(header, kinds=kinds, ropes={"full": rope, "sliding": rope}, normalized=True)
+    layers = [
+        replace(layer, mlp=replace(layer.mlp, activation="clamped_swiglu", limit=_LIMIT))
+        if isinstance(layer.mlp, ExpertsSpec)
+        else layer
+        for layer in arch.layers
+    ]
+    return replace(arch, sinks=True, layers=tuple(layers))
 
 
 ARCHITECTURES = {
@@ -60,7 +76,13 @@ ARCHITECTURES = {
             "torch_dtype": "bfloat16",
         },
         field_names={"num_local_experts": "num_experts"},
+        gguf={"gpt-oss": _read_gguf},
         names=TensorNames(
+            gguf={
+                **GGUF_WEIGHTS,
+                "post_attention_norm": ("post_attention_layernorm", None),
+                "attn_sinks.weight": ("self_attn.sinks", None),
+            },
             folder={
                 **{name: HF_WEIGHTS[name] for name in ("q_proj", "k_proj", "v_proj")},
                 "router": ("gate", None),

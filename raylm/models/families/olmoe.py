@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
@@ -18,6 +19,10 @@ def _read(fields: Fields) -> ArchConfig:
     return with_experts(arch, experts_of(fields, size="intermediate_size"))
 
 
+def _read_gguf(header: read_gguf.Header) -> ArchConfig:
+    return replace(read_gguf.dense(header, normalized=False), qk_norm="all_heads")
+
+
 ARCHITECTURES = {
     "OlmoeForCausalLM": Family(
         read=_read,
@@ -28,5 +33,6 @@ ARCHITECTURES = {
             "num_experts_per_tok": 8,
             "eos_token_id": 50279,
         },
+        gguf={"olmoe": _read_gguf},
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
@@ -43,6 +44,7 @@ ARCHITECTURES = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
+        gguf={"qwen2moe": partial(read_gguf.dense, normalized=False)},
         field_names=_FIELD_NAMES,
     ),
     "Qwen3MoeForCausalLM": Family(

@@ -1,0 +1,94 @@
+"""What GGUF files of mixtures of experts have of their own, as llama.cpp's converters write it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import gguf
+import torch
+from torch import Tensor
+
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+}
+"""By model_type of transformers; others are called alike."""
+PAIRED = ("llama", "granite", "granitemoe", "deepseek")
+"""Those whose rotary dimensions are in pairs."""
+NORM_BEHIND_ATTENTION = ("glm4_moe", "gpt_oss")
+"""Those that call the norm before the experts so."""
+PARTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"{block}.{name}.{part}_proj": f"ffn_{part}_{end}"
+        for block, name, end in (
+            ("mlp", "experts", "exps"),
+            ("block_sparse_moe", "experts", "exps"),
+            ("mlp", "shared_expert", "shexp"),
+            ("mlp", "shared_experts", "shexp"),
+        )
+        for part in ("gate", "up", "down")
+    },
+}
+WHOLE = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+"""With what stands behind the last dot."""
+
+
+def without_fused_experts(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """Gate and up of experts each by itself; all weights as [out, in]."""
+    turns = model_type == "gpt_oss"
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        if last in ("gate_up_proj", "gate_up_proj_bias"):
+            parameter = "bias" if last.endswith("bias") else "weight"
+            halves = (tensor[..., ::2], tensor[..., 1::2]) if turns else tensor.chunk(2, dim=1)
+            for part, half in zip(("gate", "up"), halves, strict=True):
+                yield f"{path}.{part}_proj.{parameter}", half.mT if turns and half.ndim == 3 else half
+        elif last in ("down_proj", "down_proj_bias") and path.endswith("experts"):
+            parameter = "bias" if last.endswith("bias") else "weight"
+            yield f"{path}.down_proj.{parameter}", tensor.mT if turns and tensor.ndim == 3 else tensor
+        else:
+            yield name, tensor
+
+
+def write_fields(writer: gguf.GGUFWriter, config: object) -> None:
+    """Of a mixture, and of a Granite."""
+    kind = config.model_type
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    if count := next((getattr(config, name) for name in names if hasattr(config, name)), None):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if kind.startswith("granite"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if kind == "gpt_oss":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if kind == "glm4_moe":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def write_prediction_layer(writer: gguf.GGUFWriter, number: int) -> None:
+    """A layer behind the others that predicts one token more, which raylm does not load: a part of it."""
+    writer.add_tensor(f"blk.{number}.nextn.eh_proj.weight", torch.zeros(8, 16).numpy())
+    writer.add_tensor(f"blk.{number}.attn_norm.weight", torch.zeros(8).numpy())
