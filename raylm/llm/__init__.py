@@ -4,18 +4,17 @@ from raylm.llm.async_llm import AsyncLLM
 from raylm.llm.engine import LLMEngine, Metric
 from raylm.llm.inputs import Message, Prompt
 from raylm.llm.offline import LLM
-from raylm.llm.results import Completion, Output, PromptLogprob, RequestMetrics, TokenLogprob
+from raylm.llm.results import Completion, Logprob, Output, RequestMetrics
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "Completion",
     "LLMEngine",
+    "Logprob",
     "Message",
     "Metric",
     "Output",
     "Prompt",
-    "PromptLogprob",
     "RequestMetrics",
-    "TokenLogprob",
 ]

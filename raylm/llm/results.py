@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from raylm.core.sampling import SamplingParams
@@ -12,23 +13,16 @@ from raylm.generation.reader import ChoiceReader, Reading
 from raylm.text.processor import TextProcessor
 
 
-class TokenLogprob(NamedTuple):
-    """A token that could stand at some position, and its log probability. `rank` is 1 for the likeliest; None for a
-    token of params.logprob_token_ids, whose rank is not counted. `text` is the token by itself; of a part of a
-    character it is U+FFFD."""
+class Logprob(NamedTuple):
+    """What the model finds of a token at some position.
 
-    token_id: int
+    rank: 1 for the likeliest; None for a token of params.logprob_token_ids that was not sampled: it is not counted.
+    decoded_token: the token's text by itself; of a part of a character that is U+FFFD.
+    """
+
     logprob: float
     rank: int | None
-    text: str
-
-
-class PromptLogprob(NamedTuple):
-    """What the model finds of a token of the prompt after those before it; `top` are the likeliest tokens there."""
-
-    logprob: float
-    rank: int
-    top: list[TokenLogprob]
+    decoded_token: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,9 +35,9 @@ class Output:
     reasoning: what the model thought before it answered, in a chat whose model sets that off; no part of text.
     tool_calls: the tools that the model calls, in a chat that offers any. The finish reason is "tool_calls" then, where
         the sequence ended by itself.
-    logprobs: the log probability of each of token_ids, and their sum; None unless params.logprobs asked for them.
-    ranks, top_logprobs: the rank of each of token_ids among all tokens, and the likeliest tokens at its position (or
-        those of params.logprob_token_ids); None with logprobs.
+    logprobs: for each of token_ids what could stand at its position, by token id: itself, and the likeliest tokens (or
+        those of params.logprob_token_ids). None unless params.logprobs asked for them.
+    cumulative_logprob: the sum of the log probabilities of token_ids; None with logprobs.
     message: what went wrong, with the finish reasons "error" and "deadline".
     finish_reason: None while the sequence grows.
     index: the sequence's place among params.n.
@@ -52,11 +46,9 @@ class Output:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: list[float] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     stop_reason: str | int | None = None
-    ranks: list[int] | None = None
-    top_logprobs: list[list[TokenLogprob]] | None = None
     message: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
@@ -83,8 +75,8 @@ class RequestMetrics:
 class Completion:
     """What one prompt gave: params.n outputs. `prompt` is None where token ids or messages were given.
 
-    prompt_logprobs: one for each of prompt_token_ids, None for the first, which follows nothing; None unless
-        params.prompt_logprobs asked for them.
+    prompt_logprobs: for each of prompt_token_ids as Output.logprobs, None for the first, which follows nothing; None
+        unless params.prompt_logprobs asked for them.
     num_cached_tokens: tokens of the prompt that were in the prefix cache.
     request_id: the caller's; LLM counts its own.
     metrics: times of the request; None until the request is with the engine.
@@ -96,7 +88,7 @@ class Completion:
     prompt_token_ids: list[int]
     outputs: list[Output]
     num_cached_tokens: int = dataclasses.field(default=0, compare=False)
-    prompt_logprobs: list[PromptLogprob | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     request_id: str = dataclasses.field(default="", compare=False)
     metrics: RequestMetrics | None = dataclasses.field(default=None, compare=False)
 
@@ -117,7 +109,6 @@ class GrowingOutput:
         self.output = Output("", [], None, index=len(completion.outputs))
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-            self.output.ranks, self.output.top_logprobs = [], []
         self._text = text
         self._are_ranked = not params.logprob_token_ids
         self._lists_prompt = params.prompt_logprobs is not None
@@ -130,7 +121,8 @@ class GrowingOutput:
         """Take a step's tokens, which came at `now` (seconds since the epoch); True when the sequence is complete."""
         piece = self._stream.push(delta.token_ids, delta.finish_reason)
         output = self.output
-        output.token_ids += delta.token_ids[: piece.num_tokens]
+        token_ids = delta.token_ids[: piece.num_tokens]
+        output.token_ids += token_ids
         reason = piece.finish_reason
         if self._reader is None:
             self._said.add(piece.text)
@@ -138,7 +130,7 @@ class GrowingOutput:
             pieces, reason = self._reader.pieces(piece.text, reason)
             self._said.take(pieces)
         if output.logprobs is not None and delta.logprobs is not None:
-            self._list(delta.logprobs.first(piece.num_tokens))
+            self._list(token_ids, delta.logprobs.first(piece.num_tokens))
         if self._is_first:
             self._take_news(delta)
         self._time(delta, now)
@@ -158,7 +150,8 @@ class GrowingOutput:
         output = self.output
         output.text, output.reasoning, output.tool_calls = self._said.text, self._said.reasoning, self._said.calls
         if output.logprobs is not None:
-            output.cumulative_logprob = sum(output.logprobs)
+            listed = zip(output.token_ids, output.logprobs, strict=True)
+            output.cumulative_logprob = sum(found[token].logprob for token, found in listed)
 
     def _time(self, delta: TokenDelta, now: float) -> None:
         metrics = self.completion.metrics
@@ -172,12 +165,9 @@ class GrowingOutput:
             metrics.first_scheduled_time = max(now - delta.waited.prefill_s, metrics.arrival_time)
             metrics.time_in_queue = metrics.first_scheduled_time - metrics.arrival_time
 
-    def _list(self, found: Logprobs) -> None:
-        output = self.output
-        assert output.logprobs is not None and output.ranks is not None and output.top_logprobs is not None
-        output.logprobs += found.values
-        output.ranks += found.ranks
-        output.top_logprobs += _top_of(found, self._text, are_ranked=self._are_ranked)
+    def _list(self, token_ids: list[int], found: Logprobs) -> None:
+        assert self.output.logprobs is not None
+        self.output.logprobs += _listed(token_ids, found, self._text, are_ranked=self._are_ranked)
 
     def _take_news(self, delta: TokenDelta) -> None:
         """What the first sequence's first delta says of the prompt."""
@@ -187,15 +177,21 @@ class GrowingOutput:
             return
         completion.prompt_logprobs = [None]
         if (found := delta.prompt_logprobs) is not None:
-            top = _top_of(found, self._text, are_ranked=True)
-            completion.prompt_logprobs += map(PromptLogprob, found.values, found.ranks, top)
+            token_ids = completion.prompt_token_ids[1:]
+            completion.prompt_logprobs += _listed(token_ids, found, self._text, are_ranked=True)
 
 
-def _top_of(found: Logprobs, text: TextProcessor, *, are_ranked: bool) -> list[list[TokenLogprob]]:
-    return [
-        [
-            TokenLogprob(token, value, rank if are_ranked else None, text.token_bytes(token).decode(errors="replace"))
-            for rank, (token, value) in enumerate(zip(ids, values, strict=True), start=1)
-        ]
-        for ids, values in zip(found.top_ids, found.top_values, strict=True)
-    ]
+def _listed(
+    token_ids: list[int], found: Logprobs, text: TextProcessor, *, are_ranked: bool
+) -> Iterator[dict[int, Logprob]]:
+    """For each token itself and those listed with it; `are_ranked`: these are the likeliest."""
+    tops = zip(found.top_ids, found.top_values, strict=True)
+    for token, value, rank, (ids, values) in zip(token_ids, found.values, found.ranks, tops, strict=True):
+        listed = {token: Logprob(value, rank, _text_of(token, text))}
+        for place, (other, its_value) in enumerate(zip(ids, values, strict=True), start=1):
+            listed.setdefault(other, Logprob(its_value, place if are_ranked else None, _text_of(other, text)))
+        yield listed
+
+
+def _text_of(token: int, text: TextProcessor) -> str:
+    return text.token_bytes(token).decode(errors="replace")

@@ -106,7 +106,9 @@ def test_texts_grow_and_several_outputs_are_one_completion(engine: LLMEngine) ->
         for completion in engine.step():
             assert [output.index for output in completion.outputs] == [0, 1]
             output = completion.outputs[0]
-            assert output.text.startswith(texts[-1]) and output.cumulative_logprob == sum(output.logprobs or [])
+            assert output.text.startswith(texts[-1])
+            listed = zip(output.token_ids, output.logprobs or [], strict=True)
+            assert output.cumulative_logprob == sum(each[token].logprob for token, each in listed)
             texts.append(output.text)
     assert len(set(texts)) > 2, "the text is there before its end"
 

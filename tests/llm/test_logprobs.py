@@ -9,6 +9,7 @@ import torch
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.engine.factory import local_engine
+from raylm.llm import Logprob
 from tests.support import checkpoints
 from tests.support.drafting import Fixed
 from tests.support.greedy import random_prompts
@@ -53,17 +54,24 @@ def expected(model, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
 
 
-def check(found: torch.Tensor, tokens: list[int], values, ranks, tops) -> None:
+def own_of(tokens: list[int], listed: list[dict[int, Logprob]]) -> torch.Tensor:
+    """The log probabilities of the tokens themselves."""
+    return torch.tensor([each[token].logprob for token, each in zip(tokens, listed, strict=True)])
+
+
+def check(found: torch.Tensor, tokens: list[int], listed: list[dict[int, Logprob]], num_top: int) -> None:
     """`found` are the log probabilities [N, vocab] where the N tokens stand."""
-    own = found.gather(1, torch.tensor(tokens)[:, None])
-    torch.testing.assert_close(torch.tensor(values), own[:, 0], **CLOSE)
-    for row, value, rank, top in zip(found, own[:, 0], ranks, tops, strict=True):
+    own = found.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    torch.testing.assert_close(own_of(tokens, listed), own, **CLOSE)
+    for row, token, value, each in zip(found, tokens, own, listed, strict=True):
         # Nearly equal ones may stand in another order here than there.
-        assert int((row > value + 1e-3).sum()) < rank <= int((row > value - 1e-3).sum())
-        likeliest = row.topk(len(top)).values
-        torch.testing.assert_close(torch.tensor([one.logprob for one in top]), likeliest, **CLOSE)
-        torch.testing.assert_close(row[[one.token_id for one in top]], likeliest, **CLOSE)
-        assert [one.rank for one in top] == list(range(1, len(top) + 1))
+        assert int((row > value + 1e-3).sum()) < each[token].rank <= int((row > value - 1e-3).sum())
+        assert next(iter(each)) == token
+        top = sorted((one.rank, other) for other, one in each.items() if one.rank <= num_top)
+        assert [rank for rank, _ in top] == list(range(1, num_top + 1)) and len(each) <= num_top + 1
+        likeliest = row.topk(num_top).values
+        torch.testing.assert_close(torch.tensor([each[other].logprob for _, other in top]), likeliest, **CLOSE)
+        torch.testing.assert_close(row[[other for _, other in top]], likeliest, **CLOSE)
 
 
 def test_prompts_and_answers_in_chunks_cached_and_preempted(llm, reference):
@@ -79,21 +87,19 @@ def test_prompts_and_answers_in_chunks_cached_and_preempted(llm, reference):
         assert len(completion.prompt_logprobs) == len(prompt) and completion.prompt_logprobs[0] is None
         for output in completion.outputs:
             found = expected(reference, prompt + output.token_ids)
-            check(found[len(prompt) - 1 :], output.token_ids, output.logprobs, output.ranks, output.top_logprobs)
-        told = completion.prompt_logprobs[1:]
-        columns = [[getattr(one, name) for one in told] for name in ("logprob", "rank", "top")]
-        check(found[: len(prompt) - 1], prompt[1:], *columns)
+            check(found[len(prompt) - 1 :], output.token_ids, output.logprobs, 3)
+        check(found[: len(prompt) - 1], prompt[1:], completion.prompt_logprobs[1:], 2)
     assert llm._engine.stats().num_preemptions > before, "the test is meant to preempt"
 
 
 def test_nothing_is_listed_that_was_not_asked_for(llm):
     completion = llm.generate([[1, 2]], SamplingParams(max_tokens=2), progress=False)[0]
     output = completion.outputs[0]
-    assert (output.ranks, output.top_logprobs, completion.prompt_logprobs) == (None, None, None)
+    assert (output.logprobs, output.cumulative_logprob, completion.prompt_logprobs) == (None, None, None)
     few = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0), progress=False)[0].outputs[
         0
     ]
-    assert few.top_logprobs == [[], []] and len(few.ranks) == 2
+    assert [list(each) for each in few.logprobs] == [[token] for token in few.token_ids]
 
 
 def test_a_prompt_alone_is_scored(llm, reference):
@@ -101,7 +107,7 @@ def test_a_prompt_alone_is_scored(llm, reference):
     completion = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0), progress=False)[0]
     assert completion.outputs[0].token_ids == []
     found = expected(reference, prompt).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor([one.logprob for one in completion.prompt_logprobs[1:]]), found, **CLOSE)
+    torch.testing.assert_close(own_of(prompt[1:], completion.prompt_logprobs[1:]), found, **CLOSE)
     first = llm.generate([[7]], SamplingParams(max_tokens=0, prompt_logprobs=4), progress=False)[0]
     assert first.prompt_logprobs == [None]
 
@@ -113,12 +119,13 @@ def test_given_tokens_and_the_whole_vocabulary(llm, reference):
     )
     tokens = given.outputs[0].token_ids
     found = expected(reference, [5, 6, *tokens])[1:]
-    for row, top in zip(found, given.outputs[0].top_logprobs, strict=True):
-        assert [one.token_id for one in top] == [9, 4, 9] and {one.rank for one in top} == {None}
-        torch.testing.assert_close(torch.tensor([one.logprob for one in top]), row[[9, 4, 9]], **CLOSE)
-    for row, top in zip(found, whole.outputs[0].top_logprobs, strict=True):
-        assert sorted(one.token_id for one in top) == list(range(VOCAB))
-        assert top[0].token_id == row.argmax() and top[0].text == llm.text.token_bytes(top[0].token_id).decode()
+    for row, token, each in zip(found, tokens, given.outputs[0].logprobs, strict=True):
+        assert set(each) == {token, 4, 9} and {each[other].rank for other in {4, 9} - {token}} <= {None}
+        torch.testing.assert_close(torch.tensor([each[9].logprob, each[4].logprob]), row[[9, 4]], **CLOSE)
+    for row, each in zip(found, whole.outputs[0].logprobs, strict=True):
+        assert sorted(each) == list(range(VOCAB))
+        best = int(row.argmax())
+        assert each[best].rank == 1 and each[best].decoded_token == llm.text.token_bytes(best).decode()
 
 
 def test_processed_are_those_of_the_distribution_that_is_drawn_from(folder, reference):
@@ -153,12 +160,14 @@ def test_processed_are_those_of_the_distribution_that_is_drawn_from(folder, refe
     for found, completion in zip(dists, completions, strict=True):
         output = completion.outputs[0]
         own = found.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(output.logprobs), own, **CLOSE)
-        for row, top in zip(found, output.top_logprobs, strict=True):
-            torch.testing.assert_close(torch.tensor([one.logprob for one in top]), row.topk(4).values, **CLOSE)
+        torch.testing.assert_close(own_of(output.token_ids, output.logprobs), own, **CLOSE)
+        for row, each in zip(found, output.logprobs, strict=True):
+            values = sorted((one.logprob for one in each.values() if one.rank <= 4), reverse=True)
+            torch.testing.assert_close(torch.tensor(values), row.topk(4).values, **CLOSE)
         of_prompt = expected(reference, prompt)[0, 6].item()
-        assert completion.prompt_logprobs[1].logprob == pytest.approx(of_prompt, abs=1e-3), "a prompt is not sampled"
-    assert completions[0].outputs[0].top_logprobs[0][3].logprob == -torch.inf
+        assert completion.prompt_logprobs[1][6].logprob == pytest.approx(of_prompt, abs=1e-3), "a prompt is not sampled"
+    (fourth,) = (one for one in completions[0].outputs[0].logprobs[0].values() if one.rank == 4)
+    assert fourth.logprob == -torch.inf
 
 
 @pytest.mark.parametrize("listed", ["raw", "processed"])
@@ -181,7 +190,7 @@ def test_accepted_drafts_have_theirs(folder, reference, listed):
         for completion in llm.generate(prompts, params, progress=False):
             prompt, output = completion.prompt_token_ids, completion.outputs[0]
             found = (expected(reference, prompt + output.token_ids)[len(prompt) - 1 :] / scale).log_softmax(-1)
-            check(found, output.token_ids, output.logprobs, output.ranks, output.top_logprobs)
+            check(found, output.token_ids, output.logprobs, 2)
     llm.close()
     assert sum(accepted for _, accepted in drafter.accepted) > 20
 
@@ -193,9 +202,8 @@ def test_beams(llm, reference, num_top):
     completion = llm.generate([prompt], params, progress=False)[0]
     for output in completion.outputs:
         found = expected(reference, prompt + output.token_ids)
-        check(found[2:], output.token_ids, output.logprobs, output.ranks, output.top_logprobs)
-        assert {len(top) for top in output.top_logprobs} == {num_top}
-        check(found[:2], prompt[1:], *zip(*completion.prompt_logprobs[1:], strict=True))
+        check(found[2:], output.token_ids, output.logprobs, num_top)
+        check(found[:2], prompt[1:], completion.prompt_logprobs[1:], 1)
 
 
 @pytest.mark.parametrize("includes", [False, True])

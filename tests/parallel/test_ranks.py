@@ -19,7 +19,7 @@ from raylm.core.step import StepPlan
 from raylm.engine.engine import Engine
 from raylm.errors import ConfigError, EngineDeadError
 from raylm.executor.local import LocalExecutor
-from raylm.llm import Completion
+from raylm.llm import Completion, Logprob
 from raylm.parallel.peer_reduce import SplitLimits
 from tests.support import checkpoints
 from tests.support.drafting import METHODS, Fixed, Models
@@ -158,11 +158,14 @@ def assert_alike(expected: Completion, found: Completion) -> None:
     """The same tokens, with the same log probabilities: their own, the likeliest's, and those of the prompt."""
     assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs]
     for mine, other in zip(found.outputs, expected.outputs, strict=True):
-        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        for own, theirs in zip(mine.top_logprobs, other.top_logprobs, strict=True):
-            assert [one.logprob for one in own] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
-    told, expected_told = found.prompt_logprobs[1:], expected.prompt_logprobs[1:]
-    assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected_told], abs=1e-4)
+        for listed, others in zip(mine.logprobs, other.logprobs, strict=True):
+            assert_near(listed, others)
+    for listed, others in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert_near(listed, others)
+
+
+def assert_near(mine: dict[int, Logprob], other: dict[int, Logprob]) -> None:
+    assert [one.logprob for one in mine.values()] == pytest.approx([one.logprob for one in other.values()], abs=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
