@@ -149,9 +149,6 @@ class GrowingOutput:
         token costs time that grows with its length."""
         output = self.output
         output.text, output.reasoning, output.tool_calls = self._said.text, self._said.reasoning, self._said.calls
-        if output.logprobs is not None:
-            listed = zip(output.token_ids, output.logprobs, strict=True)
-            output.cumulative_logprob = sum(found[token].logprob for token, found in listed)
 
     def _time(self, delta: TokenDelta, now: float) -> None:
         metrics = self.completion.metrics
@@ -166,8 +163,11 @@ class GrowingOutput:
             metrics.time_in_queue = metrics.first_scheduled_time - metrics.arrival_time
 
     def _list(self, token_ids: list[int], found: Logprobs) -> None:
-        assert self.output.logprobs is not None
-        self.output.logprobs += _listed(token_ids, found, self._text, are_ranked=self._are_ranked)
+        output = self.output
+        assert output.logprobs is not None and output.cumulative_logprob is not None
+        output.logprobs += _listed(token_ids, found, self._text, are_ranked=self._are_ranked)
+        for value in found.values:
+            output.cumulative_logprob += value
 
     def _take_news(self, delta: TokenDelta) -> None:
         """What the first sequence's first delta says of the prompt."""

@@ -156,6 +156,28 @@ async def test_tokens_come_as_they_are_made(llm: AsyncLLM) -> None:
     assert len(pieces) > 1 and pieces[0] < 60 and pieces[-1] == 60
 
 
+async def test_a_conversation_is_answered_as_llm_answers_it(llm: AsyncLLM, folder: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    alone = LLM(config(folder), progress=False)
+    (expected,) = alone.chat(messages, GREEDY, progress=False)
+    alone.close()
+    seen = [(one.outputs[0].text, one) async for one in llm.chat(messages, GREEDY, "a conversation")]
+    assert seen[-1] == (expected.outputs[0].text, expected) and len({text for text, _ in seen}) > 2
+    with pytest.raises(RequestRejected):
+        async for _ in llm.chat([{"role": "nobody"}], GREEDY):
+            pass
+
+
+async def test_tokenizer_and_metrics_of_many_callers(llm: AsyncLLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("the", add_special_tokens=False)) == "the"
+    before = values(llm.get_metrics())
+    await last(llm, [1, 2, 3], GREEDY)
+    after = values(llm.get_metrics())
+    name = "raylm:engine_generation_tokens_total"
+    assert after[name] - before[name] == 12
+
+
 async def free(llm: AsyncLLM) -> None:
     """Until nothing runs or waits."""
     while any(values(llm.get_metrics())[f"raylm:num_requests_{state}"] for state in ("running", "waiting")):
