@@ -159,11 +159,18 @@ class TiedHead(nn.Module):
         return ops.linear(rows, embedding.weight, None, frozen=True).unsqueeze(0)
 
 
+@dataclass
+class _Hidden(MoeModelOutputWithPast):
+    """With what other models' outputs have beside a mixture's."""
+
+    cross_attentions: None = None
+
+
 class Given(nn.Module):
     """Stands for the layers when transformers' code computes logits: returns the hidden states that it is given."""
 
-    def forward(self, *, inputs_embeds: Tensor, **others: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=cast(FloatTensor, inputs_embeds))
+    def forward(self, *others: object, inputs_embeds: Tensor, **more: object) -> _Hidden:
+        return _Hidden(last_hidden_state=cast(FloatTensor, inputs_embeds))
 
 
 class Elsewhere(nn.Module):

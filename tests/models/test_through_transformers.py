@@ -29,6 +29,7 @@ CASES = {
     "layer norms with biases": ("Jais2ForCausalLM", {}),
     "norms without weights": ("OlmoForCausalLM", {}),
     "one tensor of queries, keys and values": ("PersimmonForCausalLM", {"num_key_value_heads": 4}),
+    "one head of keys": ("GPTBigCodeForCausalLM", {"n_inner": 96}),
     "windows in some layers": ("CwmForCausalLM", {"sliding_window": 8}),
     "experts, one tensor a projection": (
         "Dots1ForCausalLM",

@@ -61,6 +61,8 @@ def read_transformers(fields: Fields) -> ArchConfig:
     known = Fields({name: getattr(config, name, None) for name in _READ}, fields.source)
     size = known.integer("intermediate_size", 4 * known.integer("hidden_size"))
     given = {name: fields.get(name) for name in ("dtype", "torch_dtype")}
+    if getattr(config, "multi_query", False):  # GPTBigCode does not say so otherwise
+        given["num_key_value_heads"] = 1
     arch = dense(
         known.having(**given),
         kinds=_kinds(fields, config),
