@@ -23,7 +23,7 @@ _COUNTERS = (
     ("num_swaps", "raylm:num_swaps", "Preemptions that copied the KV cache to host memory."),
     ("prefix_queries", "raylm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
     ("prefix_hits", "raylm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
-    ("num_generated", "raylm:engine_generation_tokens", "Tokens that an engine has sent to clients."),
+    ("num_generated", "raylm:engine_generation_tokens", "Tokens that an engine has generated."),
 )
 _DRAFT_COUNTERS = (
     ("num_drafts", "raylm:spec_decode_num_drafts", "Drafts, of one token or several, that were verified."),

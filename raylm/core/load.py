@@ -13,7 +13,7 @@ class Load(NamedTuple):
 
     num_preemptions counts every preemption, num_swaps those that copied the blocks to host memory; prefix_queries and
     prefix_hits are prompt tokens looked up and found in the prefix cache; waiting_tokens are prompt tokens of requests
-    that wait for their first step; drafts are those of speculative decoding; num_generated are tokens sent to clients;
+    that wait for their first step; drafts are those of speculative decoding; num_generated are tokens of completions;
     queue_s are seconds that those who wait need to leave the queue, by what was measured of late.
     """
 

@@ -76,6 +76,7 @@ class Engine:
         self._window = plans_in_flight
         self._clock = clock
         self._num_in_flight = 0
+        self._num_generated = 0
         self.meter = StepMeter()
         self._failure: str | None = None
         self.info: ModelInfo = executor.start()
@@ -114,7 +115,7 @@ class Engine:
         return self._prefix_form
 
     def stats(self) -> Load:
-        return self._scheduler.stats()
+        return self._scheduler.stats()._replace(num_generated=self._num_generated)
 
     def measures(self) -> EngineMeasures:
         """May be called from other threads than the one that drives the engine."""
@@ -238,6 +239,7 @@ class Engine:
         self._num_in_flight -= 1
         came = self._got_on = clock()
         deltas = self._scheduler.update(result, came)
+        self._num_generated += sum(len(delta.token_ids) for delta in deltas)
         meter.wait.observe(came - begin)
         meter.update.observe(clock() - came)
         return expired + deltas

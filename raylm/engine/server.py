@@ -72,7 +72,6 @@ class EngineServer:
         self._followers = Followers(engine.event_snapshot, self._outbox.offer)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._stop_reason: str | None = None
-        self._num_generated = 0
 
     @property
     def num_live(self) -> int:
@@ -80,7 +79,7 @@ class EngineServer:
         return len(self._owner)
 
     def load(self) -> Load:
-        return self._engine.stats()._replace(num_generated=self._num_generated)
+        return self._engine.stats()
 
     def measures(self) -> EngineMeasures:
         """Called from any thread."""
@@ -238,7 +237,6 @@ class EngineServer:
             if client is None:
                 continue
             batches.setdefault(client, []).append(delta)
-            self._num_generated += len(delta.token_ids)
             if delta.finish_reason is not None:
                 del self._owner[delta.request_id]
         if not batches:
