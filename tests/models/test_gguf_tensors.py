@@ -16,22 +16,20 @@ from raylm.models.gguf import gguf_tensors
 from tests.models.paged import PagedRun, generate, load
 from tests.support import checkpoints
 
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
 
 
 def random_bytes(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:
-    """A tensor in the file's own bytes. K-quants cannot be made in Python, but any bytes decode to something."""
+    """A tensor in the file's own bytes. Some types cannot be made in Python, but any bytes decode to something."""
     random = np.random.default_rng(0)
-    if not kind.name.endswith("_K"):
+    if not kind.name.endswith("_K") and not kind.name.startswith("IQ"):
         return gguf.quantize(random.standard_normal(shape, dtype=np.float32), kind)
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = random.integers(0, 256, (shape[0], shape[1] // values, num_bytes), dtype=np.uint8)
-    scales = random.standard_normal((*raw.shape[:2], 2)).astype("<f2").view(np.uint8)
-    if kind == GGMLType.Q6_K:  # one scale at a block's end; the others have two at its start
-        raw[..., -2:] = scales[..., :2]
-    else:
-        raw[..., :4] = scales
-    return raw.reshape(shape[0], -1)
+    # No scale of 16 bits is infinite or no number: no byte is large enough.
+    return random.integers(0, 0x70, (shape[0], shape[1] // values * num_bytes), dtype=np.uint8)
 
 
 def write(path: Path, tensors: dict[str, tuple[np.ndarray, GGMLType]]) -> None:
