@@ -67,6 +67,14 @@ GGUF_WEIGHTS: WeightTable = {
 }
 """GGUF files, as llama.cpp names tensors."""
 
+GGUF_SANDWICH_WEIGHTS: WeightTable = {
+    **GGUF_WEIGHTS,
+    "post_attention_norm": ("post_attention_layernorm", None),
+    "ffn_norm": ("pre_feedforward_layernorm", None),
+    "post_ffw_norm": ("post_feedforward_layernorm", None),
+}
+"""Of layers with norms behind attention and MLP."""
+
 MISTRAL_WEIGHTS: WeightTable = {
     "tok_embeddings": ("embed_tokens", None),
     "output": ("lm_head", None),

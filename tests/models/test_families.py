@@ -227,7 +227,20 @@ def test_baichuan_with_linear_biases_and_a_normed_head(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "family",
     [
-        *("llama", "qwen2", "qwen3", "gemma3", "mistral", "granite"),
+        *(
+            "llama",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "mistral",
+            "granite",
+            "smollm3",
+            "olmo2",
+            "olmo3",
+            "glm4",
+        ),
         *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek", "glm4_moe", "gpt_oss"),
     ],
 )
@@ -235,6 +248,9 @@ def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
     # No window: a GGUF file of a Mistral says "llama" and has none, one of a Gemma has its pattern fixed.
     changes = {
         "gemma3": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "query_pre_attn_scalar": 16},
+        "gemma2": {"query_pre_attn_scalar": 16},
+        "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+        "olmo3": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
         "mistral": {"sliding_window": None},
         "mixtral": {"sliding_window": None},
     }

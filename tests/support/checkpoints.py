@@ -56,7 +56,7 @@ from transformers import (
 )
 
 from raylm.model_files.source import locate
-from tests.support import gguf_mixtures
+from tests.support import gguf_kinds
 from tests.support.more_families import KINDS, LEFT_OUT, Always, Kind
 
 _FILE, _REFERENCE = "model.safetensors", "reference"
@@ -339,7 +339,7 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
     """The folder's checkpoint as a GGUF file, with its tokenizer. `quants` gives types to parts of tensor names, such
     as {"ffn_up": Q8_0}; other matrices are F16, vectors F32. Scaling of "llama3" becomes rope_freqs.weight."""
     config = json.loads((folder / "config.json").read_text())
-    others = {"mistral": "llama", "gemma3_text": "gemma3", **gguf_mixtures.ARCHITECTURES}
+    others = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", **gguf_kinds.ARCHITECTURES}
     arch = others.get(config["model_type"], config["model_type"])
     if config["architectures"] == ["DeepseekForCausalLM"]:
         arch = "deepseek"
@@ -348,21 +348,21 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
     _write_fields(writer, model.config)
     if arch == "glm4moe":
         writer.add_nextn_predict_layers(1)
-        gguf_mixtures.write_prediction_layer(writer, model.config.num_hidden_layers)
+        gguf_kinds.write_prediction_layer(writer, model.config.num_hidden_layers)
     _write_tokenizer(writer, folder)
     names = _gguf_names(model.config)
     if model.config.rope_parameters.get("rope_type") == "llama3":
         dims = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
         plain = model.config.rope_parameters["rope_theta"] ** -dims
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    for name, tensor in gguf_mixtures.without_fused_experts(model.state_dict(), model.config.model_type):
+    for name, tensor in gguf_kinds.without_fused_experts(model.state_dict(), model.config.model_type):
         tensor = tensor.squeeze()  # as llama.cpp does
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if arch in gguf_mixtures.PAIRED and (".q_proj." in name or ".k_proj." in name):
+        if arch in gguf_kinds.PAIRED and (".q_proj." in name or ".k_proj." in name):
             heads = model.config.num_attention_heads if ".q_proj." in name else model.config.num_key_value_heads
             tensor = _permuted(tensor, heads)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         kind = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else gguf.GGMLQuantizationType.F16
         kind = next((kind for part, kind in (quants or {}).items() if part in names[name].split(".")), kind)
@@ -435,7 +435,7 @@ def _random(shapes: dict[str, tuple[int, ...]], *, seed: int) -> dict[str, torch
 
 def _gguf_names(config: object) -> dict[str, str]:
     """Names of transformers -> names of llama.cpp, for every tensor that a model of this kind may have."""
-    is_behind = "gemma" in config.model_type or config.model_type in gguf_mixtures.NORM_BEHIND_ATTENTION
+    is_behind = config.model_type in gguf_kinds.NORM_BEHIND_ATTENTION
     parts = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
@@ -446,12 +446,14 @@ def _gguf_names(config: object) -> dict[str, str]:
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
-        **gguf_mixtures.PARTS,
+        **gguf_kinds.PARTS,
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "post_attention_norm" if is_behind else "ffn_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     }
+    if config.model_type == "glm4":
+        parts |= gguf_kinds.GLM4_PARTS
     names = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -463,7 +465,7 @@ def _gguf_names(config: object) -> dict[str, str]:
                 continue
             for kind in ("weight", "bias"):
                 names[f"model.layers.{layer}.{part}.{kind}"] = f"blk.{layer}.{found}.{kind}"
-        for name, found in gguf_mixtures.WHOLE.items():
+        for name, found in gguf_kinds.WHOLE.items():
             names[f"model.layers.{layer}.{name}"] = f"blk.{layer}.{found}"
     return names
 
@@ -475,7 +477,10 @@ def _write_fields(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
-    gguf_mixtures.write_fields(writer, config)
+    gguf_kinds.write_fields(writer, config)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -6,13 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raylm.layers.rope_settings import RopeSettings
+from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
+from raylm.models.names import GGUF_SANDWICH_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, mlp_of
 from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds
 
 _ACTIVATION = "gelu_pytorch_tanh"
+_LAYERS_OF_27B = 46
 
 
 def _read(fields: Fields) -> ArchConfig:
@@ -37,6 +40,36 @@ def read_gemma2(
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
         logits_soft_cap=fields.number("final_logit_softcapping", 0.0),
     )
+
+
+def _read_gguf(header: read_gguf.Header) -> ArchConfig:
+    arch = read_gguf.dense(header, activation="gelu_tanh")
+    return replace(arch, embedding_multiplier=arch.hidden_size**0.5)
+
+
+def _read_gemma2_gguf(header: read_gguf.Header) -> ArchConfig:
+    # The first files leave out what equals llama.cpp's defaults.
+    prefix = header.prefix
+    usual = {"attention.sliding_window": 4096, "final_logit_softcapping": 30.0}
+    missing = {prefix + name: value for name, value in usual.items() if header.fields.get(prefix + name) is None}
+    header = header._replace(fields=header.fields.having(**missing))
+    kinds = repeated_kinds(header.fields.integer(prefix + "block_count"), 2)
+    cap = header.fields.number(prefix + "attn_logit_softcapping", 50.0)
+    return replace(read_gemma2_gguf(header, kinds, layers_of_27b=_LAYERS_OF_27B), attention_soft_cap=cap)
+
+
+def read_gemma2_gguf(
+    header: read_gguf.Header,
+    kinds: list[LayerKind],
+    ropes: dict[LayerKind, RopeSettings] | None = None,
+    *,
+    layers_of_27b: int,
+) -> ArchConfig:
+    """As read_gemma2, without soft caps of scores. llama.cpp has added 1 to the norms' weights."""
+    arch = read_gguf.dense(header, kinds=kinds, ropes=ropes, activation="gelu_tanh")
+    # The largest one's scores are scaled by what its heads would have if they were as wide as the model.
+    size = arch.hidden_size // arch.num_heads if len(kinds) == layers_of_27b else arch.head_dim
+    return replace(arch, norm_place="sandwich", embedding_multiplier=arch.hidden_size**0.5, attention_scale=size**-0.5)
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -67,6 +100,11 @@ _DEFAULTS_2: dict[str, object] = {
     "final_logit_softcapping": 30.0,
 }
 ARCHITECTURES = {
-    "GemmaForCausalLM": Family(read=_read, defaults=_DEFAULTS),
-    "Gemma2ForCausalLM": Family(read=_read_gemma2, defaults=_DEFAULTS_2),
+    "GemmaForCausalLM": Family(read=_read, defaults=_DEFAULTS, gguf={"gemma": _read_gguf}),
+    "Gemma2ForCausalLM": Family(
+        read=_read_gemma2,
+        defaults=_DEFAULTS_2,
+        gguf={"gemma2": _read_gemma2_gguf},
+        names=TensorNames(gguf=GGUF_SANDWICH_WEIGHTS),
+    ),
 }

@@ -7,10 +7,10 @@ from dataclasses import replace
 from raylm.layers.rope_settings import RopeSettings
 from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
-from raylm.models.families.gemma import read_gemma2
+from raylm.models.families.gemma import read_gemma2, read_gemma2_gguf
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import GGUF_WEIGHTS, TensorNames
+from raylm.models.names import GGUF_SANDWICH_WEIGHTS, TensorNames
 from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
@@ -38,7 +38,6 @@ def _kinds(fields: Fields) -> list[LayerKind]:
 
 
 def _read_gguf(header: read_gguf.Header) -> ArchConfig:
-    """llama.cpp has added 1 to the norms' weights."""
     fields, prefix, head_dim = header.fields, header.prefix, read_gguf.head_dim_of(header)
     count = fields.integer(prefix + "block_count")
     kinds: list[LayerKind] = ["full"] * count
@@ -46,25 +45,10 @@ def _read_gguf(header: read_gguf.Header) -> ArchConfig:
         kinds = repeated_kinds(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
     local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
     ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
-    arch = read_gguf.dense(header, kinds=kinds, ropes=ropes, activation="gelu_tanh")
-    # The largest one's scores are scaled by what its heads would have if they were as wide as the model.
-    return replace(
-        arch,
-        qk_norm="head",
-        norm_place="sandwich",
-        embedding_multiplier=arch.hidden_size**0.5,
-        attention_scale=(arch.hidden_size // arch.num_heads if count == _LAYERS_OF_27B else head_dim) ** -0.5,
-    )
+    return replace(read_gemma2_gguf(header, kinds, ropes, layers_of_27b=_LAYERS_OF_27B), qk_norm="head")
 
 
-_NAMES = TensorNames(
-    gguf={
-        **GGUF_WEIGHTS,
-        "post_attention_norm": ("post_attention_layernorm", None),
-        "ffn_norm": ("pre_feedforward_layernorm", None),
-        "post_ffw_norm": ("post_feedforward_layernorm", None),
-    }
-)
+_NAMES = TensorNames(gguf=GGUF_SANDWICH_WEIGHTS)
 _DEFAULTS: dict[str, object] = {
     "vocab_size": 262208,
     "hidden_size": 2304,

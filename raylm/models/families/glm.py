@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raylm.models import read_gguf
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import HF_WEIGHTS, TensorNames
+from raylm.models.names import GGUF_SANDWICH_WEIGHTS, HF_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense
 
 
@@ -17,6 +18,10 @@ def _read(fields: Fields) -> ArchConfig:
 
 def _read_glm4(fields: Fields) -> ArchConfig:
     return replace(_read(fields), norm_place="sandwich")
+
+
+def _read_glm4_gguf(header: read_gguf.Header) -> ArchConfig:
+    return replace(read_gguf.dense(header), norm_place="sandwich")
 
 
 _DEFAULTS: dict[str, object] = {
@@ -35,6 +40,13 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": Family(
         read=_read_glm4,
         defaults=_DEFAULTS,
-        names=TensorNames(folder={**HF_WEIGHTS, **_SANDWICH}, pairs=True),
+        gguf={"glm4": _read_glm4_gguf},
+        names=TensorNames(
+            folder={**HF_WEIGHTS, **_SANDWICH},
+            # Gate and up are one tensor.
+            gguf={**GGUF_SANDWICH_WEIGHTS, "ffn_up": ("mlp.gate_up_proj", None)},
+            pairs=True,
+            gguf_pairs=True,
+        ),
     ),
 }

@@ -1,4 +1,4 @@
-"""What GGUF files of mixtures of experts have of their own, as llama.cpp's converters write it."""
+"""What GGUF files of mixtures of experts, and of some others, have of their own, as llama.cpp's converters write it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
 }
 """By model_type of transformers; others are called alike."""
-PAIRED = ("llama", "granite", "granitemoe", "deepseek")
+PAIRED = ("llama", "smollm3", "granite", "granitemoe", "deepseek")
 """Those whose rotary dimensions are in pairs."""
-NORM_BEHIND_ATTENTION = ("glm4_moe", "gpt_oss")
-"""Those that call the norm before the experts so."""
+NORM_BEHIND_ATTENTION = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "gpt_oss")
+"""By model_type, those that have such a norm, or call the one before the experts so."""
 PARTS = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
@@ -35,6 +35,11 @@ PARTS = {
         )
         for part in ("gate", "up", "down")
     },
+}
+GLM4_PARTS = {
+    "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
 }
 WHOLE = {
     "self_attn.sinks": "attn_sinks.weight",
@@ -77,8 +82,9 @@ def write_fields(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
-    if kind == "glm4_moe":
+    if kind.startswith("glm4"):
         writer.add_rope_dimension_count(config.head_dim // 2)
+    if kind == "glm4_moe":
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
