@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
+from raylm.ops.blocks import block_gated_linear as block_gated_linear
+from raylm.ops.blocks import block_kernels as block_kernels
+from raylm.ops.blocks import block_linear as block_linear
+from raylm.ops.blocks import decode_blocks as decode_blocks
 from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylm.ops.block_fallback import block_gated_linear, block_kernels, block_linear, decode_blocks
 from raylm.ops.experts import experts, experts_kernels, route
 from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
@@ -225,6 +226,10 @@ _KERNELS = (
     linear,
     linear_rows,
     gated_linear,
+    block_linear,
+    block_gated_linear,
+    decode_blocks,
+    block_kernels,
     route,
     experts,
     experts_kernels,

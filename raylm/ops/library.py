@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from raylm.ops.block_fallback import block_size
 from raylm.ops.tokens import Placed
 
 NAMESPACE = "raylm"
@@ -36,6 +37,10 @@ SCHEMAS = {
     "linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",
     "linear_rows": "(Tensor weight) -> int",
     "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, bool frozen=False) -> Tensor",
+    "block_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias) -> Tensor",
+    "block_gated_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias, bool gelu_tanh) -> Tensor",
+    "decode_blocks": "(Tensor blocks, int kind) -> Tensor",
+    "block_kernels": "(Tensor like, int kind) -> bool",
     "route": (
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
@@ -109,6 +114,19 @@ def _gated_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
+def _block_linear(x: Tensor, blocks: list[Tensor], *_: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(part.shape[0] for part in blocks))
+
+
+def _block_gated_linear(x: Tensor, blocks: list[Tensor], *_: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], blocks[0].shape[0])
+
+
+def _decode_blocks(blocks: Tensor, kind: int) -> Tensor:
+    values, num_bytes = block_size(kind)
+    return blocks.new_empty(blocks.shape[0], blocks.shape[1] // num_bytes * values, dtype=torch.float32)
+
+
 def _routed(logits: Tensor, bias: Tensor | None, per_token: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], per_token)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
@@ -164,6 +182,10 @@ _FAKES = {
     "linear": _linear,
     "linear_rows": lambda *_: 0,
     "gated_linear": _gated_linear,
+    "block_linear": _block_linear,
+    "block_gated_linear": _block_gated_linear,
+    "decode_blocks": _decode_blocks,
+    "block_kernels": lambda *_: False,
     "route": _routed,
     "experts": _like,
     "experts_kernels": lambda *_: False,

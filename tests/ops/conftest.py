@@ -77,3 +77,9 @@ def needs_cuda_extension() -> None:
         pytest.skip("torch sees no CUDA device")
     if not extension.load().ops.get("cuda"):
         pytest.skip(str(extension.load()))
+
+
+@pytest.fixture
+def needs_block_kernels() -> None:
+    if "block_linear" not in extension.load().ops.get("cpu", ()):
+        pytest.skip(f"the extension has no block_linear for cpu: {extension.load()}")

@@ -1,0 +1,52 @@
+"""Products with quantised GGUF weights in terms of numpy and torch.
+
+The gguf package decodes the blocks; products are in float32. `kind` is GGML's number of a block type
+(gguf.GGMLQuantizationType).
+"""
+
+from __future__ import annotations
+
+import gguf
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def block_linear(x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None) -> Tensor:
+    return _product(x, blocks, kinds, bias).to(x.dtype)
+
+
+def block_gated_linear(
+    x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None, gelu_tanh: bool
+) -> Tensor:
+    gate, up = _product(x, blocks, kinds, bias).chunk(2, dim=-1)
+    activated = F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)
+    return (activated * up).to(x.dtype)
+
+
+def decode_blocks(blocks: Tensor, kind: int) -> Tensor:
+    values, num_bytes = block_size(kind)
+    rows, row_bytes = blocks.shape
+    if row_bytes % num_bytes:
+        name = gguf.GGMLQuantizationType(kind).name
+        raise ValueError(
+            f"blocks has rows of {row_bytes} bytes, must be a multiple of the {num_bytes} of a {name} block"
+        )
+    if not blocks.numel():
+        return blocks.new_empty(rows, row_bytes // num_bytes * values, dtype=torch.float32)
+    decoded = gguf.dequantize(blocks.contiguous().cpu().numpy(), gguf.GGMLQuantizationType(kind))
+    return torch.from_numpy(decoded).to(blocks.device)
+
+
+def block_kernels(like: Tensor, kind: int) -> bool:
+    return False
+
+
+def block_size(kind: int) -> tuple[int, int]:
+    """Values and bytes of one block. Raises ValueError for a number that is no GGML type."""
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+
+
+def _product(x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None) -> Tensor:
+    weight = torch.cat([decode_blocks(part, kind) for part, kind in zip(blocks, kinds, strict=True)])
+    return F.linear(x.float(), weight, bias.float() if bias is not None else None)
