@@ -20,6 +20,7 @@ from raylm.plugins import plugin_names
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "raylm", "transformers"]
+Weights = Literal["stored", "decoded"]
 BlockHash = Literal["xxhash", "sha256"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -48,6 +49,9 @@ class ModelConfig(FrozenConfig):
     """auto takes the first that is there: safetensors (model*.safetensors), mistral (consolidated*.safetensors, as
     Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
     the right shapes from the model's configuration alone."""
+    weights: Weights = "stored"
+    """stored: a GGUF file's quantised matrices stay in its blocks and products are computed from these, where there are
+    kernels for that (on CPUs); decoded: they become numbers of `dtype` while loading, which takes more memory."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raylm import ops
 from raylm.layers.slots import Slot, SlotName, empty_parameter
+from raylm.layers.weight import PLAIN, Columns, Forms, Part, make_weight
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 
@@ -39,7 +39,14 @@ class VocabParallelEmbedding(nn.Module):
     """token_ids [T] int64 -> [T, hidden_size]."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, context: ParallelContext, dtype: torch.dtype, bias: bool = False
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        bias: bool = False,
+        forms: Forms = PLAIN,
     ) -> None:
         """`bias`: of the logits."""
         super().__init__()
@@ -48,29 +55,28 @@ class VocabParallelEmbedding(nn.Module):
         rows = -(-vocab_size // context.tensor_size)
         self._start = min(context.tensor_rank * rows, vocab_size)
         self._num_real = min(rows, vocab_size - self._start)
-        self.weight = empty_parameter(rows, hidden_size, dtype=dtype, device=context.device)
-        self.weight[self._num_real :] = 0
+        part = Part(None, vocab_size, self._num_real, self._start, padding=rows - self._num_real)
+        self.weight = make_weight([part], Columns.whole(hidden_size), forms, dtype=dtype, device=context.device)
         self.bias = empty_parameter(rows, dtype=dtype, device=context.device) if bias else None
         if self.bias is not None:
             self.bias[self._num_real :] = 0
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._context.tensor_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.weight.rows(token_ids)
         local = token_ids - self._start
         elsewhere = (local < 0) | (local >= self._num_real)
-        out = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        out = self.weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
         return collectives.all_reduce(out, self._context)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden_size] times this table's transpose, plus the bias: [S, vocab_size] in the table's type, on
+        """hidden [S, hidden_size] times this table's transpose, plus the bias: [S, vocab_size] in hidden's type, on
         every rank."""
-        logits = collectives.all_gather(ops.linear(hidden, self.weight, self.bias, frozen=True), self._context)
+        logits = collectives.all_gather(self.weight.matmul(hidden, self.bias), self._context)
         return logits if logits.shape[-1] == self._vocab_size else logits[:, : self._vocab_size]
 
     def slots(self) -> dict[SlotName, Slot]:
-        shape = (self._vocab_size, self.weight.shape[1])
-        slots: dict[SlotName, Slot] = {("weight", None): Slot(self.weight[: self._num_real], shape, start=self._start)}
+        slots = self.weight.named_slots("weight")
         if self.bias is not None:
-            slots["bias", None] = Slot(self.bias[: self._num_real], shape[:1], start=self._start)
+            slots["bias", None] = Slot(self.bias[: self._num_real], (self._vocab_size,), start=self._start)
         return slots

@@ -6,14 +6,15 @@ needs one sum over the ranks at the end (Megatron-LM, arXiv:1909.08053). Every l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from raylm import ops
 from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
+from raylm.layers.weight import PLAIN, Columns, Forms, Part, make_weight
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 
@@ -23,37 +24,33 @@ are 4,096, and 1,467 instead of 1,494 where they are 14,336."""
 
 
 class _FusedColumnLinear(nn.Module):
-    """Outputs are split between the ranks, shard by shard.
-
-    `shards` gives for each shard its full size, this rank's share of it and where the share starts.
-    """
+    """Outputs are split between the ranks, part by part."""
 
     def __init__(
         self,
         in_size: int,
-        shards: dict[str | None, tuple[int, int, int]],
+        parts: Sequence[Part],
         *,
         bias: bool,
         context: ParallelContext,
         dtype: torch.dtype,
+        forms: Forms,
     ) -> None:
         super().__init__()
-        self._shards = shards
-        out_size = sum(share for _, share, _ in shards.values())
-        self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=context.device)
-        self.bias = empty_parameter(out_size, dtype=dtype, device=context.device) if bias else None
+        self._parts = parts
+        device = context.device
+        self.weight = make_weight(parts, Columns.whole(in_size), forms, dtype=dtype, device=device)
+        out_size = sum(part.share for part in parts)
+        self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, frozen=True)
+        return self.weight.matmul(x, self.bias)
 
     def slots(self) -> dict[SlotName, Slot]:
-        slots: dict[SlotName, Slot] = {}
-        for name, parameter in self.named_parameters():
-            row = 0
-            for shard, (size, share, start) in self._shards.items():
-                shape = (size, *parameter.shape[1:])
-                slots[name, shard] = Slot(parameter[row : row + share], shape, start=start)
-                row += share
+        slots = self.weight.named_slots("weight")
+        if self.bias is not None:
+            for part, shared in zip(self._parts, self.bias.split([part.share for part in self._parts]), strict=True):
+                slots["bias", part.shard] = Slot(shared, (part.size,), start=part.start)
         return slots
 
 
@@ -61,18 +58,28 @@ class ColumnParallelLinear(_FusedColumnLinear):
     """One projection, outputs split between the ranks: returns [T, out_size / tensor_size]."""
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, context: ParallelContext, dtype: torch.dtype
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        forms: Forms = PLAIN,
     ) -> None:
         share = context.split(out_size, "a linear layer's output size")
-        shards: dict[str | None, tuple[int, int, int]] = {None: (out_size, share, context.tensor_rank * share)}
-        super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
+        parts = [Part(None, out_size, share, context.tensor_rank * share)]
+        super().__init__(in_size, parts, bias=bias, context=context, dtype=dtype, forms=forms)
 
 
 class ReplicatedLinear(_FusedColumnLinear):
     """One projection without bias that every rank holds whole: returns [T, out_size] on each of them."""
 
-    def __init__(self, in_size: int, out_size: int, *, context: ParallelContext, dtype: torch.dtype) -> None:
-        super().__init__(in_size, {None: (out_size, out_size, 0)}, bias=False, context=context, dtype=dtype)
+    def __init__(
+        self, in_size: int, out_size: int, *, context: ParallelContext, dtype: torch.dtype, forms: Forms = PLAIN
+    ) -> None:
+        parts = [Part(None, out_size, out_size, 0)]
+        super().__init__(in_size, parts, bias=False, context=context, dtype=dtype, forms=forms)
 
 
 class GatedParallelLinear(_FusedColumnLinear):
@@ -88,14 +95,15 @@ class GatedParallelLinear(_FusedColumnLinear):
         bias: bool,
         context: ParallelContext,
         dtype: torch.dtype,
+        forms: Forms = PLAIN,
     ) -> None:
         share = context.split(out_size, "intermediate_size")
-        projection = (out_size, share, context.tensor_rank * share)
-        super().__init__(in_size, {"gate": projection, "up": projection}, bias=bias, context=context, dtype=dtype)
+        parts = [Part(shard, out_size, share, context.tensor_rank * share) for shard in ("gate", "up")]
+        super().__init__(in_size, parts, bias=bias, context=context, dtype=dtype, forms=forms)
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.gated_linear(x, self.weight, self._activation, self.bias, frozen=True)
+        return self.weight.gated_matmul(x, self._activation, self.bias)
 
 
 class QKVParallelLinear(_FusedColumnLinear):
@@ -115,16 +123,17 @@ class QKVParallelLinear(_FusedColumnLinear):
         bias: bool,
         context: ParallelContext,
         dtype: torch.dtype,
+        forms: Forms = PLAIN,
     ) -> None:
         self_heads, kv_heads = context.split(num_heads, "num_attention_heads"), HeadShare.of(num_kv_heads, context)
         q_share = self_heads * head_dim
         kv = (num_kv_heads * head_dim, kv_heads.count * head_dim, kv_heads.first * head_dim)
-        shards: dict[str | None, tuple[int, int, int]] = {
-            "q": (num_heads * head_dim, q_share, context.tensor_rank * q_share),
-            "k": kv,
-            "v": kv,
-        }
-        super().__init__(in_size, shards, bias=bias, context=context, dtype=dtype)
+        parts = [
+            Part("q", num_heads * head_dim, q_share, context.tensor_rank * q_share),
+            Part("k", *kv),
+            Part("v", *kv),
+        ]
+        super().__init__(in_size, parts, bias=bias, context=context, dtype=dtype, forms=forms)
         self.num_heads = self_heads
         self.num_kv_heads = kv_heads.count
 
@@ -142,13 +151,16 @@ class RowParallelLinear(nn.Module):
         context: ParallelContext,
         dtype: torch.dtype,
         norm_follows: bool = False,
+        forms: Forms = PLAIN,
     ) -> None:
         super().__init__()
         self._norm_follows = norm_follows
         self._context = context
-        self._in_size = in_size
         share = context.split(in_size, "a linear layer's input size")
-        self.weight = empty_parameter(out_size, share, dtype=dtype, device=context.device)
+        columns = Columns(in_size, share, context.tensor_rank * share)
+        self.weight = make_weight(
+            [Part(None, out_size, out_size, 0)], columns, forms, dtype=dtype, device=context.device
+        )
         self.bias = empty_parameter(out_size, dtype=dtype, device=context.device) if bias else None
         # Only one rank adds the bias, or the sum would hold it once a rank.
         self._adds_bias = context.tensor_rank == 0
@@ -159,28 +171,26 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the sum."""
-        return ops.linear(x, self.weight, self.bias if self._adds_bias else None, frozen=True)
+        return self.weight.matmul(x, self.bias if self._adds_bias else None)
 
     def add_product(self, residual: Tensor, x: Tensor, multiplier: float) -> bool:
         """Add multiplier * product to `residual` [T, out_size] where that spares writing and reading it again; whether
         it was. Few rows are for raylm's own product and norm."""
+        plain = self.weight.plain
         if (
-            not x.is_cuda
+            plain is None
+            or not x.is_cuda
             or len(x) < MIN_ROWS_TO_ADD
             or not self._norm_follows
             or self._context.tensor_size > 1
             or self.bias is not None
         ):
             return False
-        residual.addmm_(x, self.weight.t(), alpha=multiplier)
+        residual.addmm_(x, plain.t(), alpha=multiplier)
         return True
 
     def slots(self) -> dict[SlotName, Slot]:
-        out_size, share = self.weight.shape
-        start = self._context.tensor_rank * share
-        slots: dict[SlotName, Slot] = {
-            ("weight", None): Slot(self.weight, (out_size, self._in_size), dim=1, start=start)
-        }
+        slots = self.weight.named_slots("weight")
         if self.bias is not None:
-            slots["bias", None] = Slot(self.bias, (out_size,))
+            slots["bias", None] = Slot(self.bias, tuple(self.bias.shape))
         return slots

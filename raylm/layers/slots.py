@@ -7,7 +7,7 @@ shard. A model is loaded when every slot has been filled exactly once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,22 @@ SlotName = tuple[str, str | None]
 """A parameter's name and the shard of it, or None where the slot is the whole parameter."""
 
 
+class BlockForm(NamedTuple):
+    """One of the types of GGUF files that store values in blocks of `values` values and `num_bytes` bytes."""
+
+    kind: int
+    """Its number in GGUF files, which operators know it by."""
+    name: str
+    values: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where one checkpoint tensor goes: its elements start..start+length-1 along `dim` belong into `destination`.
 
-    `shape` is that of the whole checkpoint tensor; `offset` is added to every element.
+    `shape` is that of the whole checkpoint tensor; `offset` is added to every element. A slot with a `form` takes the
+    tensor's blocks as they are, as uint8: its elements are bytes.
     """
 
     destination: Tensor
@@ -28,6 +39,7 @@ class Slot:
     dim: int = 0
     start: int = 0
     offset: float = 0.0
+    form: BlockForm | None = None
 
     @property
     def length(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,7 +20,9 @@ from raylm.layers.residual import ResidualStream
 from raylm.layers.rope_settings import RopeSettings
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, empty_parameter
+from raylm.layers.weight import Forms
 from raylm.models.arch import Activation, ArchConfig, LayerSpec, MLPSpec
+from raylm.models.scheme import AS_NUMBERS, Scheme
 from raylm.parallel.context import ParallelContext
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -40,7 +42,18 @@ class Build:
     context: ParallelContext
     dtype: torch.dtype
     attention: AttentionBackend = RAYLM
-    _tables: dict[RopeSettings, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    scheme: Scheme = AS_NUMBERS
+    path: str = ""
+    """Of the part that is being made, in names of parameters: "layers.3.mlp."."""
+    _tables: dict[RopeSettings, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def at(self, name: str) -> Build:
+        """For the part `name` of this part."""
+        return replace(self, path=f"{self.path}{name}.")
+
+    def forms(self, name: str) -> Forms:
+        """How the checkpoint stores the matrix of the linear layer `name`."""
+        return self.scheme.forms(f"{self.path}{name}.weight")
 
     def rotary_table(self, rope: RopeSettings) -> Tensor:
         """One for all layers of equal settings: at 131,072 positions it has 64 MiB."""
@@ -96,6 +109,7 @@ class SelfAttention(nn.Module):
             bias=arch.qkv_bias,
             context=build.context,
             dtype=build.dtype,
+            forms=build.forms("qkv_proj"),
         )
         self.o_proj = RowParallelLinear(
             arch.num_heads * arch.head_dim,
@@ -104,6 +118,7 @@ class SelfAttention(nn.Module):
             context=build.context,
             dtype=build.dtype,
             norm_follows=norm_follows,
+            forms=build.forms("o_proj"),
         )
         self.q_norm = build.head_norm(arch.num_heads)
         self.k_norm = build.head_norm(arch.num_kv_heads)
@@ -176,12 +191,24 @@ class MLP(nn.Module):
         context, dtype, hidden = build.context, build.dtype, build.arch.hidden_size
         if mlp.gated:
             self.gate_up_proj = GatedParallelLinear(
-                hidden, mlp.size, mlp.activation, bias=mlp.bias, context=context, dtype=dtype
+                *(hidden, mlp.size, mlp.activation),
+                bias=mlp.bias,
+                context=context,
+                dtype=dtype,
+                forms=build.forms("gate_up_proj"),
             )
         else:
-            self.up_proj = ColumnParallelLinear(hidden, mlp.size, bias=mlp.bias, context=context, dtype=dtype)
+            self.up_proj = ColumnParallelLinear(
+                hidden, mlp.size, bias=mlp.bias, context=context, dtype=dtype, forms=build.forms("up_proj")
+            )
         self.down_proj = RowParallelLinear(
-            mlp.size, hidden, bias=mlp.bias, context=context, dtype=dtype, norm_follows=norm_follows
+            mlp.size,
+            hidden,
+            bias=mlp.bias,
+            context=context,
+            dtype=dtype,
+            norm_follows=norm_follows,
+            forms=build.forms("down_proj"),
         )
         self._activate = None if mlp.gated else _ACTIVATIONS[mlp.activation]
 

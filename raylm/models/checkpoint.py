@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from raylm.errors import ConfigError
+from raylm.layers.slots import BlockForm
 from raylm.models.mxfp4 import BYTES, VALUES, decode
 
 _CHUNK_VALUES = 1 << 19
@@ -31,6 +32,8 @@ class Encoding:
     values_per_block: int
     bytes_per_block: int
     decode: Callable[[np.ndarray], Tensor]
+    form: BlockForm | None = None
+    """What kernels may know such blocks as."""
 
 
 class Room(Protocol):
@@ -81,6 +84,12 @@ class CheckpointTensor:
         """With `rearrange` on every piece."""
         return replace(self, rearrange=rearrange, row_unit=row_unit)
 
+    def in_blocks(self) -> CheckpointTensor:
+        """A matrix's blocks, undecoded: uint8 [rows, bytes of a row]. Raises ConfigError where a block spans rows."""
+        rows, columns = self.shape
+        self._check_width(columns)
+        return replace(self, shape=(rows, self._bytes(columns)), encoding=plain(torch.uint8))
+
     @property
     def num_values(self) -> int:
         return prod(self.shape)
@@ -99,11 +108,7 @@ class CheckpointTensor:
         Raises ConfigError when the file ends too early or its blocks do not fit the rows.
         """
         width = prod(self.shape[1:])
-        if width % self.encoding.values_per_block:
-            raise ConfigError(
-                f"{self.path}: tensor {self.name} has rows of {width} values, which blocks of "
-                f"{self.encoding.values_per_block} cannot fill"
-            )
+        self._check_width(width)
         first, last = columns or (0, width)
         skips = (first, last) != (0, width) and not (first % self._block or last % self._block)
         read = (first, last) if skips else (0, width)
@@ -120,6 +125,12 @@ class CheckpointTensor:
                 if not skips and columns is not None:
                     piece = piece[:, first:last]
                 yield row, piece if self.rearrange is None else self.rearrange(piece)
+
+    def _check_width(self, width: int) -> None:
+        if width % self._block:
+            raise ConfigError(
+                f"{self.path}: tensor {self.name} has rows of {width} values, which blocks of {self._block} cannot fill"
+            )
 
     def _lies_in(self, room: Room) -> bool:
         """Whether pieces are bytes of the file, of which a row has room."""

@@ -33,7 +33,10 @@ class DecoderModel(nn.Module):
         self._logits_soft_cap = arch.logits_soft_cap
         self._embedding_multiplier = _rounded(arch.embedding_multiplier, dtype)
         if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
-            self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, context=context, dtype=dtype)
+            forms = build.forms("embed_tokens")
+            self.embed_tokens = VocabParallelEmbedding(
+                arch.vocab_size, arch.hidden_size, context=context, dtype=dtype, forms=forms
+            )
         if arch.embed_norm and context.is_first_stage:
             self.embed_norm = build.norm()
         if arch.position_embeddings and context.is_first_stage:
@@ -48,7 +51,11 @@ class DecoderModel(nn.Module):
             self.norm = build.norm(sums=arch.norms_sum)
             if not arch.tie_embeddings:
                 self.lm_head = VocabParallelEmbedding(
-                    arch.vocab_size, arch.hidden_size, context=context, dtype=dtype, bias=arch.head_bias
+                    *(arch.vocab_size, arch.hidden_size),
+                    context=context,
+                    dtype=dtype,
+                    bias=arch.head_bias,
+                    forms=build.forms("lm_head"),
                 )
             self._head = self.embed_tokens if arch.tie_embeddings else self.lm_head
         self.eval()

@@ -68,7 +68,9 @@ class MoE(nn.Module):
             context=context,
             dtype=dtype,
         )
-        self.shared_expert = MLP(build, spec.shared, norm_follows=False) if spec.shared is not None else None
+        self.shared_expert = (
+            MLP(build.at("shared_expert"), spec.shared, norm_follows=False) if spec.shared is not None else None
+        )
         if spec.shared_gate:
             self.shared_expert_gate = ReplicatedLinear(hidden, 1, context=context, dtype=dtype)
         self._is_gated = spec.shared_gate

@@ -28,6 +28,8 @@ class FewRows:
         arch, context = build.arch, build.context
         self.most_rows = 0
         reason = why_not(arch, context, block_size)
+        if reason is None and build.scheme.matrices:
+            reason = "weights are computed with as their file stores them"
         if reason is None:
             assert arch.layers[0].rope is not None
             self._table = build.rotary_table(arch.layers[0].rope)
@@ -94,7 +96,8 @@ def _weights(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.LayerWeights:
 
     return ops.LayerWeights(
         products=each(
-            "self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
+            *("self_attn.qkv_proj.weight.values", "self_attn.o_proj.weight.values"),
+            *("mlp.gate_up_proj.weight.values", "mlp.down_proj.weight.values"),
         ),
         norms=each("input_layernorm.weight", "post_attention_layernorm.weight"),
         head_norms=each("self_attn.q_norm.weight", "self_attn.k_norm.weight") if arch.qk_norm else [],

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from torch import Tensor
 
 from raylm.errors import ConfigError
+from raylm.layers.slots import BlockForm
 from raylm.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from raylm.model_files.source import ModelSource
 from raylm.model_files.weight_files import weight_files
@@ -62,7 +63,8 @@ def _encoding(path: Path, info: GGUFTensorInfo) -> Encoding:
         raise ConfigError(f"{path}: tensor {info.name} has type {known.get(info.type, info.type)}; allowed: {allowed}")
     kind = GGMLType(info.type)
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    return Encoding(values, num_bytes, partial(_dequantise, kind=kind, block_bytes=num_bytes))
+    form = BlockForm(kind.value, kind.name, values, num_bytes)
+    return Encoding(values, num_bytes, partial(_dequantise, kind=kind, block_bytes=num_bytes), form)
 
 
 def _dequantise(raw: np.ndarray, kind: GGMLType, block_bytes: int) -> Tensor:

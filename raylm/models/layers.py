@@ -25,8 +25,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__()
         sums = build.arch.norms_sum
-        self.self_attn = self.ATTENTION(build, spec, norm_follows=sums)
-        self.mlp = make_mlp(build, spec, norm_follows=sums)
+        self.self_attn = self.ATTENTION(build.at("self_attn"), spec, norm_follows=sums)
+        self.mlp = make_mlp(build.at("mlp"), spec, norm_follows=sums)
         self.input_layernorm = build.norm(sums=sums)
         self.post_attention_layernorm = build.norm(sums=sums)
 
@@ -55,8 +55,8 @@ class PostNormLayer(nn.Module):
 
     def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(build, spec, norm_follows=False)
-        self.mlp = make_mlp(build, spec, norm_follows=False)
+        self.self_attn = SelfAttention(build.at("self_attn"), spec, norm_follows=False)
+        self.mlp = make_mlp(build.at("mlp"), spec, norm_follows=False)
         self.post_attention_layernorm = build.norm()
         self.post_feedforward_layernorm = build.norm()
 
@@ -71,8 +71,8 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(build, spec, norm_follows=False)
-        self.mlp = make_mlp(build, spec, norm_follows=False)
+        self.self_attn = SelfAttention(build.at("self_attn"), spec, norm_follows=False)
+        self.mlp = make_mlp(build.at("mlp"), spec, norm_follows=False)
         self.input_layernorm = build.norm()
         self.post_attention_layernorm = None if build.arch.shared_norm else build.norm()
         self._context = build.context
@@ -98,7 +98,7 @@ _LAYERS: dict[NormPlace, type[Layer]] = {
 
 def make_layer(build: Build, number: int) -> Layer:
     """Layer `number` of the model."""
-    return _LAYERS[build.arch.norm_place](build, build.arch.layers[number])
+    return _LAYERS[build.arch.norm_place](build.at(f"layers.{number}"), build.arch.layers[number])
 
 
 def make_mlp(build: Build, spec: LayerSpec, *, norm_follows: bool) -> MLP | MoE:

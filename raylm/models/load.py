@@ -19,6 +19,7 @@ from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
+from raylm.models.scheme import AS_NUMBERS, read_scheme, stored_forms
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -34,19 +35,25 @@ def load_model(
     load_format: str,
     *,
     attention: AttentionBackend = RAYLM,
+    as_stored: bool = False,
     seed: int = 0,
     progress: bool = True,
     fill: Callable[[DecoderModel], bool] = lambda model: False,
 ) -> DecoderModel:
     """Build the model of `arch` on the context's device and fill it from `source`; it is ready for inference.
 
-    `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. `fill` is
-    tried first and may fill the model from elsewhere; it says whether it has.
+    `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. With
+    `as_stored`, matrices that a GGUF file has in blocks stay in them where the device has kernels for it; else they are
+    decoded to `dtype`. `fill` is tried first and may fill the model from elsewhere; it says whether it has.
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
     with _too_large(source):
-        model = model_class(arch.architecture)(Build(arch, context, dtype, attention))
+        scheme = AS_NUMBERS
+        if as_stored and source.kind == "gguf" and load_format != "dummy":
+            tensors, stored = read_checkpoint(source, arch, load_format)
+            scheme = read_scheme(tensors, stored, family_of(arch.architecture).names, arch, context.device)
+        model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme))
     if fill(model):
         return model
     began = time.monotonic()
@@ -58,6 +65,9 @@ def load_model(
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
+    if forms := stored_forms(model):
+        found = ", ".join(f"{count} in {name}" for name, count in sorted(forms.items()))
+        logger.info("weights: matrices that are computed with as they are stored: %s", found)
     return model
 
 

@@ -74,7 +74,7 @@ class WeightLoader:
         for name in [name for name in found if name not in slots and self._model.is_elsewhere(name[0])]:
             del found[name]
         for name in found.keys() & slots.keys():
-            found[name] = [_row(tensor, slots[name]) for tensor in found[name]]
+            found[name] = [_as_taken(tensor, slots[name]) for tensor in found[name]]
         problems = {
             "missing": [_label(name) for name in slots if name not in found],
             "without a place in this model": [t.name for name, ts in found.items() if name not in slots for t in ts],
@@ -176,10 +176,14 @@ def _join_packed(found: dict[SlotName, list[Source]]) -> None:
             found.setdefault((f"{path}weight", shard), []).append(joined)
 
 
-def _row(tensor: Source, slot: Slot) -> Source:
-    """A vector as the matrix of one row that it is for: GGUF files have no dimensions of 1."""
-    is_row = isinstance(tensor, CheckpointTensor) and (1, *tensor.shape) == slot.shape
-    return replace(tensor, shape=slot.shape) if is_row else tensor
+def _as_taken(tensor: Source, slot: Slot) -> Source:
+    """The tensor as its slot takes it."""
+    if not isinstance(tensor, CheckpointTensor):
+        return tensor
+    if slot.form is not None and slot.form == tensor.encoding.form:
+        return tensor.in_blocks()
+    # GGUF files have no dimensions of 1: a vector may be a matrix of one row.
+    return replace(tensor, shape=slot.shape) if (1, *tensor.shape) == slot.shape else tensor
 
 
 def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:

@@ -58,6 +58,8 @@ class DraftSettings(NamedTuple):
     dummy: bool
     """Random weights, drawn from `seed`."""
     seed: int
+    as_stored: bool
+    """As load_model takes it."""
     max_tokens: int
     """Tokens of the largest step."""
 
@@ -129,6 +131,7 @@ def _draft_model(
         target.dtype,
         "dummy" if settings.dummy else "auto",
         attention=choose_attention(arch, target.dtype),
+        as_stored=settings.as_stored,
         seed=settings.seed,
         progress=progress,
     )

@@ -26,12 +26,13 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     implementation: Implementation = "auto",
+    as_stored: bool = False,
 ) -> DecoderModel:
     """A model on the CPU."""
     source = locate(str(path))
     context = context or ParallelContext.single(CPU)
     arch = ArchConfig.from_source(source, implementation)
-    return load_model(source, arch, context, dtype, load_format, progress=False)
+    return load_model(source, arch, context, dtype, load_format, as_stored=as_stored, progress=False)
 
 
 class PagedRun:

@@ -364,8 +364,10 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
             tensor = _permuted(tensor, heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        kind = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else gguf.GGMLQuantizationType.F16
-        kind = next((kind for part, kind in (quants or {}).items() if part in names[name].split(".")), kind)
+        kind = gguf.GGMLQuantizationType.F32
+        if tensor.ndim > 1:
+            asked = (kind for part, kind in (quants or {}).items() if part in names[name].split("."))
+            kind = next(asked, gguf.GGMLQuantizationType.F16)
         data = gguf.quantize(tensor.contiguous().numpy(), kind)
         writer.add_tensor(names[name], data, raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,0 +1,164 @@
+"""The matrix of a linear layer: how this rank's part of it is stored, filled and multiplied by.
+
+A layer describes the matrix by its parts, one for each tensor of a checkpoint that fills it. Layers never look at how a
+matrix is stored: they call `matmul`, `gated_matmul` and `rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylm import ops
+from raylm.layers.slots import BlockForm, Slot, SlotName, empty_parameter
+
+Forms = Mapping[str | None, BlockForm]
+"""How a checkpoint stores a matrix: the form of each shard, or under None that of all. A shard without one is plain."""
+PLAIN: Forms = {}
+
+
+class Part(NamedTuple):
+    """`share` of the `size` rows of one tensor of a checkpoint, from row `start` on. `padding` rows of zeros follow."""
+
+    shard: str | None
+    size: int
+    share: int
+    start: int
+    padding: int = 0
+
+
+class Columns(NamedTuple):
+    """`share` of a matrix's `size` columns, from column `start` on."""
+
+    size: int
+    share: int
+    start: int
+
+    @classmethod
+    def whole(cls, size: int) -> Columns:
+        return cls(size, size, 0)
+
+    def in_blocks(self, form: BlockForm) -> Columns | None:
+        """The same columns counted in bytes; None where they begin or end within a block."""
+        if any(count % form.values for count in self):
+            return None
+        return Columns(*(count // form.values * form.num_bytes for count in self))
+
+
+class PlainWeight(nn.Module):
+    """One tensor [rows, columns] of floating-point numbers."""
+
+    def __init__(self, parts: Sequence[Part], columns: Columns, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._parts, self._columns = parts, columns
+        num_rows = sum(part.share + part.padding for part in parts)
+        self.values = empty_parameter(num_rows, columns.share, dtype=dtype, device=device)
+        if parts[-1].padding:
+            self.values[num_rows - parts[-1].padding :] = 0
+
+    @property
+    def plain(self) -> Tensor | None:
+        """The matrix as one tensor, for kernels that read it directly."""
+        return self.values
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, columns] times the transpose, plus the bias: [T, rows]."""
+        return ops.linear(x, self.values, bias, frozen=True)
+
+    def gated_matmul(self, x: Tensor, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+        """act(first half of matmul) * second half: [T, rows / 2]."""
+        return ops.gated_linear(x, self.values, activation, bias, frozen=True)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows by their numbers, int64 [T]: [T, columns]."""
+        return F.embedding(numbers, self.values)
+
+    def named_slots(self, name: str) -> dict[SlotName, Slot]:
+        """What fills the matrix, which the layer calls `name`."""
+        slots: dict[SlotName, Slot] = {}
+        row = 0
+        for part in self._parts:
+            slots[name, part.shard] = _slot(self.values[row : row + part.share], part, self._columns)
+            row += part.share
+        return slots
+
+
+class BlockWeight(nn.Module):
+    """A matrix in a GGUF file's own blocks, a tensor for each part: parts may be of different forms.
+
+    Products are computed from the blocks, with activations quantised to 8 bits (raylm.ops.block_linear).
+    """
+
+    plain = None
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        columns: Columns,
+        forms: Sequence[BlockForm],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`dtype`: of what `rows` returns."""
+        super().__init__()
+        self.forms = tuple(forms)
+        self._parts, self._dtype = parts, dtype
+        self._columns: list[Columns] = []
+        self._tensors: list[Tensor] = []
+        for part, form in zip(parts, forms, strict=True):
+            in_bytes = columns.in_blocks(form)
+            assert in_bytes is not None
+            num_rows = part.share + part.padding
+            blocks = empty_parameter(num_rows, in_bytes.share, dtype=torch.uint8, device=device)
+            blocks[part.share :] = 0  # blocks of zeros hold zeros, in every form
+            self._tensors.append(blocks)
+            self._columns.append(in_bytes)
+        self.blocks = nn.ParameterList(self._tensors)
+        self._kinds = [form.kind for form in forms]
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.matmul."""
+        return ops.block_linear(x, self._tensors, self._kinds, bias)
+
+    def gated_matmul(self, x: Tensor, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.gated_matmul, of two parts."""
+        return ops.block_gated_linear(x, self._tensors, self._kinds, activation, bias)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """As PlainWeight.rows, of one part."""
+        return ops.decode_blocks(self._tensors[0].index_select(0, numbers), self._kinds[0]).to(self._dtype)
+
+    def named_slots(self, name: str) -> dict[SlotName, Slot]:
+        """As PlainWeight.named_slots; shapes count bytes."""
+        stored = zip(self._parts, self._columns, self.forms, self._tensors, strict=True)
+        return {
+            (name, part.shard): _slot(blocks[: part.share], part, columns, form)
+            for part, columns, form, blocks in stored
+        }
+
+
+Weight = PlainWeight | BlockWeight
+
+
+def make_weight(
+    parts: Sequence[Part], columns: Columns, forms: Forms, *, dtype: torch.dtype, device: torch.device
+) -> Weight:
+    """This rank's part of a matrix. It is plain unless all parts have a form whose blocks the rank's columns do not
+    cut; the loader decodes what a plain matrix has in blocks."""
+    found = [forms.get(part.shard) or forms.get(None) for part in parts]
+    whole = [form for form in found if form is not None and columns.in_blocks(form) is not None]
+    if len(whole) < len(parts):
+        return PlainWeight(parts, columns, dtype=dtype, device=device)
+    return BlockWeight(parts, columns, whole, dtype=dtype, device=device)
+
+
+def _slot(destination: Tensor, part: Part, columns: Columns, form: BlockForm | None = None) -> Slot:
+    shape = (part.size, columns.size)
+    if columns.share < columns.size:
+        return Slot(destination, shape, dim=1, start=columns.start, form=form)
+    return Slot(destination, shape, start=part.start, form=form)
