@@ -184,7 +184,7 @@ def test_what_differs_is_refused_before_anything_is_sent(folder: Path, tmp_path:
             "same",
             r"embed_tokens.weight.values \(320, 64\) in float32, this worker .*bfloat",
         ),
-        (load(larger), "same", r"gate_up_proj.weight \(192, 64\) in float32, this worker .*\(256, 64\)"),
+        (load(larger), "same", r"gate_up_proj.weight.values \(192, 64\) in float32, this worker .*\(256, 64\)"),
         (load(checkpoints.llama(tmp_path / "more", num_hidden_layers=4)), "same", "the peer has .* parameters"),
     ]
     for model, checkpoint, message in cases:
