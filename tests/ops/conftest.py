@@ -15,6 +15,7 @@ Kernel = Callable[..., Any]
 
 IMPLEMENTATIONS = [
     pytest.param(("fallback", "cpu"), id="fallback-cpu"),
+    pytest.param(("avx512vnni", "cpu"), id="avx512vnni"),
     pytest.param(("avx512", "cpu"), id="avx512"),
     pytest.param(("avx2", "cpu"), id="avx2"),
     pytest.param(("generic", "cpu"), id="generic"),

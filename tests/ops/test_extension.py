@@ -23,7 +23,6 @@ def test_status_of_what_is_installed():
         # layers are many, and CPUs reduce through a process group.
         logits = ("penalize", "sample", "accept", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
         torchs = ("gated_linear", "few_layers", "place", "route", "experts", *logits)
-        torchs += ("block_linear", "block_gated_linear", "decode_blocks", "block_kernels")
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
         elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith("peer_")}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere

@@ -138,7 +138,7 @@ def test_a_bad_row_stays_where_it_is(op, device, kind, bad):
     assert torch.isfinite(out[fine]).all() and not torch.isfinite(out[~fine]).any()
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-40, 3e38])
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-40, 1e30])
 def test_x_at_the_ends_of_float32(op, device, value):
     blocks = random_blocks(Kind.Q4_0, 20, 4)
     x = exact_rows(3, 128)
@@ -148,7 +148,7 @@ def test_x_at_the_ends_of_float32(op, device, value):
     if value < 1:
         assert (out[1].abs() < 1e-25).all()
     else:
-        assert not out[1].isnan().any()
+        assert torch.isfinite(out[1]).all()
 
 
 @BY_NAME

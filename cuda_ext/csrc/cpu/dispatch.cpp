@@ -9,6 +9,7 @@ CpuKernels generic();
 #if defined(RAYLM_X86)
 CpuKernels avx2();
 CpuKernels avx512();
+CpuKernels avx512vnni();
 #endif
 
 namespace {
@@ -21,6 +22,7 @@ bool choose(const char* isa, CpuKernels& table) {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512 && __builtin_cpu_supports("avx512vnni") && wanted("avx512vnni")) return table = avx512vnni(), true;
   if (has_avx512 && wanted("avx512")) return table = avx512(), true;
   if (has_avx2 && wanted("avx2")) return table = avx2(), true;
 #endif
@@ -43,7 +45,7 @@ const CpuKernels& cpu_kernels() { return chosen(); }
 
 }  // namespace raylm
 
-// The instruction set in use: "avx512", "avx2" or "generic".
+// The instruction set in use: "avx512vnni", "avx512", "avx2" or "generic".
 extern "C" __attribute__((visibility("default"))) const char* raylm_cpu_isa() { return raylm::chosen().isa; }
 
 // Runs another one from now on, for tests and comparisons; not while an operator runs. False, and no change, where this

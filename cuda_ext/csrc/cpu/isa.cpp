@@ -1,6 +1,7 @@
 // The table of CPU kernels for one instruction set. CMake compiles this file once for each, with RAYLM_ISA set to the
 // table's name and the compiler's flags set to the instructions it may use.
 #include "raylm/cpu/attention.h"
+#include "raylm/cpu/block_linear.h"
 #include "raylm/cpu/gated.h"
 #include "raylm/cpu/kernels.h"
 #include "raylm/cpu/linear.h"
@@ -26,8 +27,9 @@ namespace {
 
 CpuKernels table() {
   return {
-      RAYLM_STRING(RAYLM_ISA), RAYLM_BY_DTYPE(rms_norm), RAYLM_BY_DTYPE(rotary),    store_kv,
-      RAYLM_BY_DTYPE(gated),   linear,                   RAYLM_BY_DTYPE(attention), RAYLM_BY_DTYPE(merge),
+      RAYLM_STRING(RAYLM_ISA),      RAYLM_BY_DTYPE(rms_norm),    RAYLM_BY_DTYPE(rotary),    store_kv,
+      RAYLM_BY_DTYPE(gated),        linear,                      RAYLM_BY_DTYPE(quantise),  RAYLM_BY_DTYPE(block_linear),
+      RAYLM_BY_DTYPE(block_gated),  RAYLM_BY_DTYPE(attention),   RAYLM_BY_DTYPE(merge),
   };
 }
 

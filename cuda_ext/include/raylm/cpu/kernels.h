@@ -59,6 +59,35 @@ struct LinearArgs {
   int64_t num_rows, in_size, out_size;
 };
 
+// Rows of x in 8 bits: each kQuantised values are codes of -127 to 127 times a scale.
+struct QuantisedRows {
+  int8_t* codes;  // [rows, size]
+  float* scales;  // [rows, size / kQuantised, 4]: scale; scale times the sum of the codes; that of each half of them
+  int64_t size;   // of a row
+};
+
+struct QuantiseArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  QuantisedRows out;
+};
+
+// One or two quantised weights of a product. Two are gate and up: the result is act(gate) * up.
+struct BlockLinearArgs {
+  DType dtype;  // of bias and out
+  QuantisedRows x;
+  int64_t num_rows;
+  int kinds[2];
+  const uint8_t* blocks[2];
+  int64_t blocks_stride[2];  // bytes
+  const void* bias[2];       // may be null
+  Activation activation;     // of two weights
+  void* out;
+  int64_t out_stride;
+  int64_t out_size;  // rows of a weight
+};
+
 struct AttentionArgs {
   DType dtype;
   const void* q;
@@ -88,6 +117,7 @@ struct AttentionUnit {
 };
 
 constexpr int64_t kLinearColumns = 16;  // columns that linear computes together
+constexpr int64_t kQuantised = 32;      // values of x that share a scale in block_linear
 constexpr int64_t kAttentionRows = 48;  // queries times heads of a group in one unit, unless one query has more heads
 constexpr int64_t kAttentionKeys = 64;  // keys at a time
 
@@ -103,6 +133,9 @@ struct CpuKernels {
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);                          // tokens
   void (*gated)(const GatedArgs&, int64_t begin, int64_t end);                             // rows
   void (*linear)(const LinearArgs&, int64_t begin, int64_t end);                           // columns, begin a multiple of 16
+  void (*quantise)(const QuantiseArgs&, int64_t begin, int64_t end);                       // rows
+  void (*block_linear)(const BlockLinearArgs&, int64_t begin, int64_t end);                // columns, as in linear
+  void (*block_gated)(const BlockLinearArgs&, int64_t begin, int64_t end);                 // columns, as in linear
   void (*attention)(const AttentionArgs&, const AttentionUnit&, float* scratch);           // one unit
   void (*merge)(const AttentionArgs&, const AttentionUnit&, int64_t num_splits);           // units that share rows
 };

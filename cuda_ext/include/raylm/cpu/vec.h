@@ -71,9 +71,9 @@ RAYLM_INLINE void store(BFloat16* p, Vec v) {
   store_u16(p, (is_nan & 0x7fc0u) | (~is_nan & rounded));
 }
 
-// Half precision through integer arithmetic, so that no instruction set needs a library call for it.
-RAYLM_INLINE Vec load(const Float16* p) {
-  const VecU h = load_u16(p);
+// Half precision through integer arithmetic, so that no instruction set needs a library call for it. The bits are below
+// 2^16.
+RAYLM_INLINE Vec half_to_float(VecU h) {
   const VecU magnitude = (h & 0x7fffu) << 13;
   const VecU sign = (h & 0x8000u) << 16;
   // Rebiasing by a multiplication makes subnormals right; infinities and NaN keep the largest exponent.
@@ -81,6 +81,8 @@ RAYLM_INLINE Vec load(const Float16* p) {
   const VecU special = bit_cast<VecU>(magnitude >= (0x7c00u << 13));
   return bit_cast<Vec>(sign | (special & (magnitude | 0x7f800000u)) | (~special & bit_cast<VecU>(scaled)));
 }
+
+RAYLM_INLINE Vec load(const Float16* p) { return half_to_float(load_u16(p)); }
 
 RAYLM_INLINE void store(Float16* p, Vec v) {
   const VecU bits = bit_cast<VecU>(v);

@@ -1,0 +1,149 @@
+// Products of rows of x in 8 bits with a tile of decoded weights, in registers.
+#pragma once
+
+#include "raylm/cpu/block_tile.h"
+#include "raylm/cpu/kernels.h"
+
+namespace raylm {
+namespace {
+
+// Rows of x at once: two vectors for each, beside a vector of codes and a few more.
+#if defined(__AVX2__)
+constexpr int kBlockRows = 4;
+#else
+constexpr int kBlockRows = 2;
+#endif
+
+// dot[m] += for each lane the sum of the products of Count words of codes with as many of row m of x.
+#if defined(__AVX512VNNI__)
+template <typename C, int Count, int M>
+RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t stride, VecI dot[M]) {
+  for (int g = 0; g < Count; ++g) {
+    for (int m = 0; m < M; ++m) {
+      const __m512i four = _mm512_set1_epi32(static_cast<int>(load_u32(x + m * stride + 4 * g)));
+      dot[m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<__m512i>(dot[m]), bit_cast<__m512i>(codes[g]), four));
+    }
+  }
+}
+#elif defined(__AVX2__)
+#if defined(__AVX512F__)
+using Wide = __m512i;
+RAYLM_INLINE Wide same(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+RAYLM_INLINE Wide ones() { return _mm512_set1_epi16(1); }
+RAYLM_INLINE Wide multiply_bytes(Wide a, Wide b) { return _mm512_maddubs_epi16(a, b); }
+RAYLM_INLINE Wide multiply_pairs(Wide a, Wide b) { return _mm512_madd_epi16(a, b); }
+RAYLM_INLINE Wide add_pairs16(Wide a, Wide b) { return _mm512_add_epi16(a, b); }
+RAYLM_INLINE Wide size_of(Wide a) { return _mm512_abs_epi8(a); }
+RAYLM_INLINE Wide with_sign(Wide a, Wide of) {
+  return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(of), _mm512_setzero_si512(), a);
+}
+#else
+using Wide = __m256i;
+RAYLM_INLINE Wide same(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+RAYLM_INLINE Wide ones() { return _mm256_set1_epi16(1); }
+RAYLM_INLINE Wide multiply_bytes(Wide a, Wide b) { return _mm256_maddubs_epi16(a, b); }
+RAYLM_INLINE Wide multiply_pairs(Wide a, Wide b) { return _mm256_madd_epi16(a, b); }
+RAYLM_INLINE Wide add_pairs16(Wide a, Wide b) { return _mm256_add_epi16(a, b); }
+RAYLM_INLINE Wide size_of(Wide a) { return _mm256_abs_epi8(a); }
+RAYLM_INLINE Wide with_sign(Wide a, Wide of) { return _mm256_sign_epi8(a, of); }
+#endif
+
+// Keeps the compiler from turning a chain of additions into a tree, whose leaves would not fit the registers.
+RAYLM_INLINE void in_this_order(Wide& sum) { asm("" : "+v"(sum)); }
+
+// Sums of products of bytes saturate at 16 bits, so only as many are added there as cannot reach the limit: codes of x
+// are at most 127. Signed weights go by their size, at most 128, and give their sign to x.
+template <typename C, int Count, int M>
+RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t stride, VecI dot[M]) {
+  constexpr int kSize = C::kSigned ? 128 : C::kMost;
+  constexpr int kFit = 32767 / (2 * kSize * 127), kRun = kFit >= Count ? Count : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
+  static_assert(kFit >= 1 && Count % kRun == 0);
+  for (int first = 0; first < Count; first += kRun) {
+    Wide sums[M];
+#pragma GCC unroll 8
+    for (int g = first; g < first + kRun; ++g) {
+      const Wide code = bit_cast<Wide>(codes[g]);
+      const Wide size = C::kSigned ? size_of(code) : code;
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const Wide four = same(load_u32(x + m * stride + 4 * g));
+        const Wide product = multiply_bytes(size, C::kSigned ? with_sign(four, code) : four);
+        sums[m] = g == first ? product : add_pairs16(sums[m], product);
+        in_this_order(sums[m]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) dot[m] += bit_cast<VecI>(multiply_pairs(sums[m], ones()));
+  }
+}
+#else
+template <typename C, int Count, int M>
+RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t stride, VecI dot[M]) {
+  for (int g = 0; g < Count; ++g) {
+    uint8_t code[4 * kWidth];
+    std::memcpy(code, &codes[g], sizeof(code));
+    for (int m = 0; m < M; ++m) {
+      const int8_t* four = x + m * stride + 4 * g;
+      for (int i = 0; i < 4 * kWidth; ++i) {
+        dot[m][i / 4] += (C::kSigned ? static_cast<int8_t>(code[i]) : code[i]) * four[i % 4];
+      }
+    }
+  }
+}
+#endif
+
+// results[m] += row m of x times the tile's rows, for M rows and `quarters` times kQuantised values. The order of
+// additions is the same for every M, so that a row's result does not depend on the rows beside it.
+template <typename C, int M>
+RAYLM_INLINE void dot_tile_rows(const Tile& tile, int count, const QuantisedRows& x, int64_t row, int64_t first,
+                                float* results, int64_t results_stride) {
+  constexpr int kParts = kQuantised / C::kPart, kWords = C::kPart / 4;
+  const int64_t scales_stride = x.size / kQuantised * 4;
+  const int8_t* codes = x.codes + row * x.size + first * kQuantised;
+  const float* scales = x.scales + row * scales_stride + first * 4;
+  Vec sums[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) sums[m] = load(results + m * results_stride);
+  for (int b = 0; b < count; ++b, codes += kQuantised, scales += 4) {
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      const int s = b * kParts + part;
+      VecI dot[M] = {};
+      add_products<C, kWords, M>(tile.codes + s * kWords, codes + part * C::kPart, x.size, dot);
+      const Vec scale = tile.scale[s], min = tile.min[s];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const float* of_row = scales + m * scales_stride;
+        Vec product = __builtin_convertvector(dot[m], Vec) * (scale * of_row[0]);
+        if constexpr (!C::kSigned) product += min * of_row[kParts == 1 ? 1 : 2 + part];
+        sums[m] += product;
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) store(results + m * results_stride, sums[m]);
+}
+
+// The same for any number of rows, and for the tiles of kLinearColumns rows of a weight. All kinds whose codes are alike
+// share this function.
+template <typename C>
+__attribute__((noinline)) void dot_tiles(const Tile* tiles, int count, const QuantisedRows& x, int64_t row,
+                                         int64_t rows, int64_t first, float* results) {
+  const auto dot = [&]<int M>(int64_t m) __attribute__((always_inline)) {
+    for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
+      dot_tile_rows<C, M>(tiles[n], count, x, row + m, first, results + m * kLinearColumns + n * kWidth, kLinearColumns);
+    }
+  };
+  int64_t m = 0;
+  for (; m + kBlockRows <= rows; m += kBlockRows) dot.template operator()<kBlockRows>(m);
+  switch (rows - m) {
+    case 1: dot.template operator()<1>(m); break;
+#if defined(__AVX2__)
+    case 2: dot.template operator()<2>(m); break;
+    case 3: dot.template operator()<3>(m); break;
+#endif
+  }
+}
+
+}  // namespace
+}  // namespace raylm

@@ -1,0 +1,132 @@
+// y = x W^T + b with a quantised weight as it is stored: tiles of it are decoded where all rows of x use them.
+#pragma once
+
+#include "raylm/cpu/block_dot.h"
+#include "raylm/cpu/gated.h"
+
+namespace raylm {
+namespace {
+
+constexpr int64_t kResultRows = 128;  // of x, whose sums are kept while the weight's tiles pass by
+
+RAYLM_INLINE Vec rounded(Vec v) { return v + 0x1.8p23f - 0x1.8p23f; }  // to an integer, below 2^22
+
+// Codes and scales of kQuantised values.
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes, float* scales) {
+  constexpr int kVectors = kQuantised / kWidth;
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  Vec largest{}, not_finite{};
+  for (int i = 0; i < kVectors; ++i) {
+    largest = max(largest, max(v[i], -v[i]));
+    not_finite += v[i] * 0.0f;
+  }
+  // NaN where a value is not finite: the row's results are NaN. Below 2^-100 all codes are zero, so that the inverse is
+  // finite.
+  const float most = max_element(largest), scale = most / 127.0f + sum(not_finite);
+  const float inverse = most > 0x1p-100f ? 127.0f / most : 0.0f;
+  Vec halves[2] = {};
+  for (int i = 0; i < kVectors; ++i) {
+    // In this order NaN becomes a number.
+    const Vec code = min(splat(127.0f), max(rounded(v[i] * inverse), splat(-127.0f)));
+    halves[2 * i / kVectors] += code;
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(code, VecI), Bytes);
+    std::memcpy(codes + i * kWidth, &bytes, sizeof(bytes));
+  }
+  scales[0] = scale;
+  scales[2] = scale * sum(halves[0]);
+  scales[3] = scale * sum(halves[1]);
+  scales[1] = scales[2] + scales[3];
+}
+
+template <typename T>
+inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    for (int64_t b = 0; b < a.out.size / kQuantised; ++b) {
+      Vec v[kQuantised / kWidth];
+      for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
+      quantise_block(v, a.out.codes + row * a.out.size + b * kQuantised,
+                     a.out.scales + (row * (a.out.size / kQuantised) + b) * 4);
+    }
+  }
+}
+
+// Rows `row` up to row + rows of x times kLinearColumns rows of a weight, from `column` on, into `results`.
+template <typename Kind>
+__attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
+                          float* results) {
+  constexpr int64_t kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
+  const int64_t blocks = a.x.size / Kind::kValues, stride = a.blocks_stride[weight];
+  const int64_t num_tiles = (blocks + kInTile - 1) / kInTile;
+  std::memset(results, 0, rows * kLinearColumns * sizeof(float));
+  const uint8_t* lines[kLinearColumns];
+  for (int64_t n = 0; n < kLinearColumns; ++n) {
+    const int64_t c = column + n < a.out_size ? column + n : a.out_size - 1;
+    lines[n] = a.blocks[weight] + c * stride;
+  }
+  Tile tiles[kLinearColumns / kWidth];
+  for (int64_t t = 0, first = 0; t < num_tiles; ++t) {
+    const int64_t count = (blocks - first + num_tiles - t - 1) / (num_tiles - t);
+    for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
+      decode_tile<Kind>(lines + n * kWidth, first, static_cast<int>(count), kLinearColumns * stride, tiles[n]);
+    }
+    dot_tiles<typename Reader<Kind>::Like>(tiles, static_cast<int>(count * kPerBlock), a.x, row, rows, first * kPerBlock,
+                                           results);
+    first += count;
+  }
+}
+
+__attribute__((noinline)) void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
+                             float* results) {
+  with_kind(a.kinds[weight], [&](auto kind) { block_columns<decltype(kind)>(a, weight, column, row, rows, results); });
+}
+
+// Calls body(first column, how many, first row, how many) for pieces of the result.
+template <typename Body>
+RAYLM_INLINE void for_each_piece(const BlockLinearArgs& a, int64_t begin, int64_t end, const Body& body) {
+  for (int64_t row = 0; row < a.num_rows; row += kResultRows) {
+    const int64_t rows = a.num_rows - row < kResultRows ? a.num_rows - row : kResultRows;
+    for (int64_t column = begin; column < end; column += kLinearColumns) {
+      body(column, end - column < kLinearColumns ? end - column : kLinearColumns, row, rows);
+    }
+  }
+}
+
+template <typename T>
+inline void block_linear(const BlockLinearArgs& a, int64_t begin, int64_t end) {
+  alignas(64) float results[kResultRows * kLinearColumns];
+  const T* bias = static_cast<const T*>(a.bias[0]);
+  for_each_piece(a, begin, end, [&](int64_t column, int64_t columns, int64_t row, int64_t rows) {
+    block_columns_of(a, 0, column, row, rows, results);
+    for (int64_t m = 0; m < rows; ++m) {
+      T* out = static_cast<T*>(a.out) + (row + m) * a.out_stride + column;
+      const float* of_row = results + m * kLinearColumns;
+      for_each_vec(columns, [&](int64_t i, auto load, auto store) {
+        store(out + i, bias ? load(of_row + i) + load(bias + column + i) : load(of_row + i));
+      });
+    }
+  });
+}
+
+template <typename T>
+inline void block_gated(const BlockLinearArgs& a, int64_t begin, int64_t end) {
+  alignas(64) float results[2][kResultRows * kLinearColumns];
+  for_each_piece(a, begin, end, [&](int64_t column, int64_t columns, int64_t row, int64_t rows) {
+    for (int weight = 0; weight < 2; ++weight) block_columns_of(a, weight, column, row, rows, results[weight]);
+    for (int64_t m = 0; m < rows; ++m) {
+      T* out = static_cast<T*>(a.out) + (row + m) * a.out_stride + column;
+      for_each_vec(columns, [&](int64_t i, auto load, auto store) {
+        const auto sum = [&](int weight) {
+          const Vec v = load(results[weight] + m * kLinearColumns + i);
+          const T* bias = static_cast<const T*>(a.bias[weight]);
+          return bias ? v + load(bias + column + i) : v;
+        };
+        const Vec gate = sum(0);
+        store(out + i, (a.activation == Activation::kSilu ? silu(gate) : gelu_tanh(gate)) * sum(1));
+      });
+    }
+  });
+}
+
+}  // namespace
+}  // namespace raylm
