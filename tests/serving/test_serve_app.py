@@ -125,10 +125,12 @@ def test_log_probabilities_are_the_offline_ones(client, offline):
     expected = offline.generate([ids], params, progress=False)[0]
     options = {"model": MODEL, "prompt": ids, "max_tokens": 4, "temperature": 0, "logprobs": 2}
     found = client.completions.create(**options, echo=True).choices[0].logprobs
-    values = [one and one.logprob for one in expected.prompt_logprobs] + expected.outputs[0].logprobs
+    tokens = [*ids, *expected.outputs[0].token_ids]
+    listed = expected.prompt_logprobs + expected.outputs[0].logprobs
+    values = [choices[token].logprob for token, choices in zip(tokens[1:], listed[1:], strict=True)]
     assert found.token_logprobs[0] is None
-    assert found.token_logprobs[1:] == pytest.approx(values[1:], abs=1e-3)
-    likeliest = [{one.text: one.logprob for one in top} for top in expected.outputs[0].top_logprobs]
+    assert found.token_logprobs[1:] == pytest.approx(values, abs=1e-3)
+    likeliest = [{one.decoded_token: one.logprob for one in top.values()} for top in expected.outputs[0].logprobs]
     assert found.top_logprobs[len(ids) :] == [pytest.approx(top, abs=1e-3) for top in likeliest]
     chunks = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
     assert "".join(token for chunk in chunks for token in chunk.logprobs.tokens) == expected.outputs[0].text
