@@ -93,6 +93,8 @@ MISTRAL_WEIGHTS: WeightTable = {
 """Mistral's own files, consolidated.safetensors."""
 
 
+ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Ends of names: old checkpoints carry what follows from the configuration."""
 BLOCKS, SCALES = "blocks", "scales"
 """Of a weight in MXFP4, the names of its two parameters, and the ends of their names in files behind a "_"."""
 
@@ -123,8 +125,12 @@ class TensorNames:
     """What may stand before the names."""
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors that have no place here."""
-    ignored_ends: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Their ends. (Old checkpoints carry the rotary frequencies, which follow from the configuration.)"""
+    ignored_ends: tuple[str, ...] = ROTARY_BUFFERS
+    """Their ends."""
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint's tensor has no place here. It may be of any type."""
+        return name.startswith(self.ignored) or name.endswith(self.ignored_ends)
 
 
 class Stored(NamedTuple):

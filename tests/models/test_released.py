@@ -1,0 +1,25 @@
+"""Checkpoints with the fields and the tensors' names of released ones load, and give what transformers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.paged import PagedRun, generate, load
+from tests.models.test_families import assert_same
+from tests.support import checkpoints
+from tests.support.released import RELEASED
+
+PROMPTS = {"a": [5, 9, 3, 7, 1, 2, 8], "b": [3, 4, 6]}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_checkpoint(name: str, tmp_path: Path) -> None:
+    released = RELEASED[name]
+    folder = released.write(tmp_path / "model")
+    texts, logits = generate(PagedRun(load(folder)), PROMPTS, num_tokens=4)
+    assert all(torch.isfinite(found).all() for found in logits.values())
+    if released.in_transformers:
+        assert_same(texts, logits, checkpoints.reference(folder))
