@@ -9,9 +9,9 @@ import torch
 
 from tests.models.paged import PagedRun, generate, load
 from tests.models.test_families import assert_same
-from tests.support import checkpoints
-from tests.support.released import RELEASED
+from tests.support import checkpoints, released_mixtures, released_models, released_newer
 
+RELEASED = {**released_models.RELEASED, **released_newer.RELEASED, **released_mixtures.RELEASED}
 PROMPTS = {"a": [5, 9, 3, 7, 1, 2, 8], "b": [3, 4, 6]}
 
 
