@@ -39,10 +39,7 @@ def _kinds(fields: Fields) -> list[LayerKind]:
 
 def _read_gguf(header: read_gguf.Header) -> ArchConfig:
     fields, prefix, head_dim = header.fields, header.prefix, read_gguf.head_dim_of(header)
-    count = fields.integer(prefix + "block_count")
-    kinds: list[LayerKind] = ["full"] * count
-    if read_gguf.sliding_window(header):
-        kinds = repeated_kinds(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
+    kinds = read_gguf.kinds_of(header, _PATTERN)
     local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
     ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
     return replace(read_gemma2_gguf(header, kinds, ropes, layers_of_27b=_LAYERS_OF_27B), qk_norm="head")
