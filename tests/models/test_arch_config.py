@@ -126,6 +126,7 @@ def test_sliding_windows(tmp_path: Path) -> None:
     assert arch(tmp_path, **mistral).layers[0].window == 4096
     assert arch(tmp_path, **mistral, sliding_window=None).layers[0].window == 0
     assert arch(tmp_path, **qwen, sliding_window=32).layers[0].window == 0
+    assert arch(tmp_path, **mistral, sliding_window=131072, max_position_embeddings=131072).layers[0].window == 0
     part = arch(tmp_path, **qwen, sliding_window=32, use_sliding_window=True, max_window_layers=3)
     assert [layer.window for layer in part.layers] == [0, 0, 0, 32]
 
@@ -154,6 +155,19 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; allowed: a share of the 16 dimensions .* even"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'; allowed: none"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"architectures": ["MiniCPMForCausalLM"], "num_experts": 8}, r"num_experts is 8; allowed: 0 \(no mixture"),
+        (
+            {"architectures": ["ChatGLMModel"], "position_encoding_2d": True},
+            "position_encoding_2d is True; allowed: fal",
+        ),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"] * 2},
+            r"layer_types is \['mamba', .*; allowed: attention or full_attention for every layer \(there is no Mamba",
+        ),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["attention"], "num_local_experts": 8},
+            "num_local_experts is 8; allowed: 0",
+        ),
         ({"hidden_size": "large"}, "hidden_size is 'large'; allowed: a positive integer"),
         ({"num_attention_heads": True}, "num_attention_heads is True; allowed: a positive integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; allowed: a positive number"),

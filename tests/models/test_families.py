@@ -107,6 +107,7 @@ CASES = {
     "nemotron with biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
+    "chatglm": ("chatglm", {}),
     "internlm2": ("internlm2", {}),
     "internlm3": ("internlm3", {}),
     "minicpm": ("minicpm", {}),

@@ -97,6 +97,7 @@ def _gpt2(prefix: str) -> Shapes:
 
 _OPT = "decoder.layers.*."
 _BLOOM = "h.*."
+_CHATGLM = "transformer.encoder.layers.*."
 _FALCON = "transformer.h.*."
 _FALCON_FIELDS = {
     "alibi": False,
@@ -273,6 +274,98 @@ RELEASED = {
             "tie_word_embeddings": False,
         },
         llama(),
+    ),
+    "tiiuae/falcon-40b as it was first": Released(
+        {
+            "alibi": False,
+            "architectures": ["RWForCausalLM"],
+            "bias": False,
+            "hidden_size": H,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "RefinedWeb",
+            "n_head": HEADS,
+            "n_head_kv": KV,
+            "n_layer": LAYERS,
+            "parallel_attn": True,
+            "torch_dtype": "bfloat16",
+            "vocab_size": V,
+        },
+        _falcon(KV, "ln_attn", "ln_mlp"),
+        tied=_FALCON_TIED,
+        in_transformers=False,
+    ),
+    "THUDM/glm-4-9b-chat": Released(
+        {
+            "add_bias_linear": False,
+            "add_qkv_bias": True,
+            "apply_query_key_layer_scaling": True,
+            "apply_residual_connection_post_layernorm": False,
+            "architectures": ["ChatGLMModel"],
+            "attention_softmax_in_fp32": True,
+            "auto_map": {"AutoModelForCausalLM": "modeling_chatglm.ChatGLMForConditionalGeneration"},
+            "eos_token_id": [91, 92, 93],
+            "ffn_hidden_size": INNER,
+            "fp32_residual_connection": False,
+            "hidden_size": H,
+            "kv_channels": D,
+            "layernorm_epsilon": 1.5625e-07,
+            "model_type": "chatglm",
+            "multi_query_attention": True,
+            "multi_query_group_num": KV,
+            "num_attention_heads": HEADS,
+            "num_hidden_layers": LAYERS,
+            "num_layers": LAYERS,
+            "original_rope": True,
+            "pad_token_id": 91,
+            "padded_vocab_size": V,
+            "post_layer_norm": True,
+            "rmsnorm": True,
+            "rope_ratio": 500,
+            "seq_length": P,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        },
+        {
+            "transformer.embedding.word_embeddings.weight": (V, H),
+            "transformer.output_layer.weight": (V, H),
+            "transformer.rotary_pos_emb.inv_freq": (D // 4,),
+            **norms_of(
+                "transformer.encoder.final_layernorm",
+                *(f"{_CHATGLM}{name}_layernorm" for name in ("input", "post_attention")),
+            ),
+            **matrices(_CHATGLM, {"self_attention.query_key_value": ((HEADS + 2 * KV) * D, H)}, bias=True),
+            **matrices(
+                _CHATGLM,
+                {
+                    "self_attention.dense": (H, H),
+                    "mlp.dense_h_to_4h": (2 * INNER, H),
+                    "mlp.dense_4h_to_h": (H, INNER),
+                },
+            ),
+        },
+        in_transformers=False,
+    ),
+    "internlm/internlm-chat-7b": Released(
+        {
+            **{name: value for name, value in SIZES.items() if name != "num_key_value_heads"},
+            "architectures": ["InternLMForCausalLM"],
+            "bias": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "model_type": "internlm",
+            "pad_token_id": 2,
+            "rms_norm_eps": 1e-06,
+            "rotary": {"base": 10000, "type": "dynamic"},
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+        },
+        {
+            **llama(kv=HEADS, bias=("q_proj", "k_proj", "v_proj", "o_proj")),
+            "model.layers.*.self_attn.rotary_emb.inv_freq": (D // 2,),
+        },
+        file="pytorch_model.bin",
+        in_transformers=False,
     ),
     "baichuan-inc/Baichuan2-7B-Chat": Released(
         {

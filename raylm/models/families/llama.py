@@ -40,3 +40,5 @@ ARCHITECTURES = {
         names=TensorNames(gguf={**GGUF_WEIGHTS, **_FIRST_MIXTRALS}, gguf_pairs=True),
     )
 }
+# Conversions of the first Llama say so.
+ARCHITECTURES["LLaMAForCausalLM"] = replace(ARCHITECTURES["LlamaForCausalLM"], gguf={})
