@@ -21,8 +21,13 @@ from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, La
 from raylm.models.fields import Fields
 from raylm.models.read_layers import LayerKind, check_rope, repeated_kinds, yarn_mscale
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor that holds the divisors of the rotary frequencies of Llama 3.1 and later."""
+_FACTORS, _LONG_FACTORS, _SHORT_FACTORS = ROPE_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+"""Tensors that hold divisors of rotary frequencies: those of Llama 3.1 and later, and of Phi-3 for long sequences and
+short ones."""
 
 _DTYPES: dict[int, DTypeName] = {0: "float32", 1: "float16"}
 _F32 = 0
@@ -79,12 +84,15 @@ def dense(
     """
     fields, prefix, tensors = header.fields, header.prefix, header.tensors
     head_dim, num_heads = head_dim_of(header), fields.integer(prefix + "attention.head_count")
-    window = sliding_window(header)
+    window, max_position = sliding_window(header), fields.integer(prefix + "context_length")
+    if window >= max_position:
+        window = 0  # As in config.json.
     if kinds is None:
         kind: LayerKind = "sliding" if window else "full"
         kinds = [kind] * fields.integer(prefix + "block_count")
     if ropes is None:
         rope = rope_of(header, head_dim)
+        check_rope(fields, rope, head_dim)
         ropes = {"full": rope, "sliding": rope}
     mlp = MLPSpec(
         size=fields.integer(prefix + "feed_forward_length"),
@@ -106,7 +114,7 @@ def dense(
         num_heads=num_heads,
         num_kv_heads=fields.integer(prefix + "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        max_position=fields.integer(prefix + "context_length"),
+        max_position=max_position,
         norm="rms",
         norm_eps=fields.number(prefix + "attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in tensors,
@@ -199,9 +207,17 @@ def rope_of(header: Header, head_dim: int) -> RopeSettings:
     theta = fields.number(prefix + "rope.freq_base", 1e4)
     # The next number above, since the size is rounded down.
     plain = RopeSettings(theta, partial_rotary_factor=min(1.0, math.nextafter(rotated / head_dim, 2)))
-    factors = _rope_factors(header.files, rotated)
-    if factors:
+    if factors := _rope_factors(header.files, _FACTORS, rotated):
         return replace(plain, kind="factors", factors=factors)
+    if factors := _rope_factors(header.files, _LONG_FACTORS, rotated):
+        return replace(
+            plain,
+            kind="longrope",
+            factors=factors,
+            short_factors=_rope_factors(header.files, _SHORT_FACTORS, rotated),
+            original_max_position=fields.integer(prefix + "rope.scaling.original_context_length"),
+            attention_factor=fields.number(prefix + "rope.scaling.attn_factor", 1.0),
+        )
     kind = fields.get(prefix + "rope.scaling.type")
     if kind is None and fields.get(prefix + "rope.scale_linear") is not None:
         return replace(plain, kind="linear", factor=fields.number(prefix + "rope.scale_linear"))
@@ -233,13 +249,14 @@ def _yarn(header: Header, plain: RopeSettings) -> RopeSettings:
     return rope
 
 
-def _rope_factors(files: list[GGUFFile], rotated: int) -> tuple[float, ...]:
+def _rope_factors(files: list[GGUFFile], name: str, rotated: int) -> tuple[float, ...]:
+    """Those of a tensor; none where there is none of this name."""
     placed = [(shard, tensor) for shard in files for tensor in shard.tensors]
     for file, tensor in placed:
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name == name:
             if tensor.type != _F32 or tensor.shape != (rotated // 2,):
                 raise ConfigError(
-                    f"{file.path}: {ROPE_FACTORS} has type {tensor.type} and shape {tensor.shape}; "
+                    f"{file.path}: {name} has type {tensor.type} and shape {tensor.shape}; "
                     f"allowed: F32 ({_F32}) and ({rotated // 2},)"
                 )
             factors = np.fromfile(file.path, dtype="<f4", count=rotated // 2, offset=tensor.offset)

@@ -61,7 +61,7 @@ class WeightLoader:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
         found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
-            if tensor.name != ROPE_FACTORS and not self._names.is_ignored(tensor.name):
+            if tensor.name not in ROPE_FACTORS and not self._names.is_ignored(tensor.name):
                 name = slot_name(tensor.name, stored.table, self._names.prefixes)
                 for each, part in self._by_experts(name, tensor):
                     found[each].append(self._turned(part))
