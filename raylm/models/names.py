@@ -135,6 +135,16 @@ class TensorNames:
         return name.startswith(self.ignored) or name.endswith(self.ignored_ends)
 
 
+TEXT_BESIDE_VISION = TensorNames(
+    prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+    ignored=(
+        *("model.vision_tower.", "vision_tower."),
+        *("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+)
+"""Of text models inside checkpoints that also see images, whose weights for that are not loaded."""
+
+
 class Stored(NamedTuple):
     """How a file has tensors: what they are called, and whether rotary dimensions are paired (TensorNames.pairs)."""
 

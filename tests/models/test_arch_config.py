@@ -111,6 +111,18 @@ def test_gemma3_text_section_of_a_larger_model(tmp_path: Path) -> None:
     assert found.layers[0].window == 1024
 
 
+def test_mistrals_text_section(tmp_path: Path) -> None:
+    text = {name: value for name, value in BASE.items() if name != "architectures"}
+    text |= {"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 8192}
+    given = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert arch(tmp_path, **given).layers[0].window == 0
+    text["sliding_window"] = 32
+    assert arch(tmp_path, **given).layers[0].window == 32
+    text["model_type"] = "ministral3"
+    with pytest.raises(ConfigError, match="text_config: model_type is 'ministral3'; allowed: mistral"):
+        arch(tmp_path, **given)
+
+
 def test_blooms_own_names(tmp_path: Path) -> None:
     names = {"n_embed": 1024, "n_layer": 24, "n_head": 16, "layer_norm_epsilon": 1e-4, "seq_length": 512}
     config = {"architectures": ["BloomForCausalLM"], "torch_dtype": "float16", "vocab_size": 250880, **names}

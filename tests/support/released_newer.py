@@ -18,7 +18,7 @@ from tests.support.released import (
     norms_of,
 )
 
-_LAYER = "model.layers.*."
+_LAYER, _EXAONE = "model.layers.*.", "transformer.h.*."
 _MLP = f"{_LAYER}mlp."
 _SANDWICH = (
     *("input_layernorm", "post_attention_layernorm"),
@@ -183,6 +183,37 @@ RELEASED = {
         },
         in_transformers=False,  # too many sizes of a vision model
     ),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": Released(
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "image_token_index": 10,
+            "model_type": "mistral3",
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": {
+                **SIZES,
+                "attention_dropout": 0.0,
+                "head_dim": D,
+                "hidden_act": "silu",
+                "model_type": "mistral",
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 1000000000.0,
+                "sliding_window": None,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"head_dim": 64, "hidden_size": 8, "model_type": "pixtral", "num_hidden_layers": 1},
+            "vision_feature_layer": -1,
+        },
+        {
+            **{f"language_model.{name}": shape for name, shape in llama().items()},
+            "multi_modal_projector.linear_1.weight": (H, 8),
+            "multi_modal_projector.patch_merger.merging_layer.weight": (8, 32),
+            "vision_tower.ln_pre.weight": (8,),
+            "vision_tower.patch_conv.weight": (8, 3, 2, 2),
+        },
+        in_transformers=False,
+    ),
     "ibm-granite/granite-3.3-8b-instruct": Released(
         {**GRANITE_FIELDS, "architectures": ["GraniteForCausalLM"], "mlp_bias": False, "model_type": "granite"},
         llama(head=False),
@@ -211,6 +242,36 @@ RELEASED = {
             "use_sliding_window": False,
         },
         llama(head=False),
+    ),
+    "LGAI-EXAONE/EXAONE-3.5-2.4B-Instruct": Released(
+        {
+            **{name: value for name, value in SIZES.items() if name != "num_hidden_layers"},
+            "activation_function": "silu",
+            "architectures": ["ExaoneForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_exaone.ExaoneForCausalLM"},
+            "attention_dropout": 0.0,
+            "bos_token_id": 1,
+            "embed_dropout": 0.0,
+            "eos_token_id": 90,
+            "head_dim": D,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "exaone",
+            "num_layers": LAYERS,
+            "pad_token_id": 0,
+            "rope_scaling": _LLAMA3,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+        },
+        {
+            "transformer.wte.weight": (V, H),
+            **norms_of("transformer.ln_f", f"{_EXAONE}ln_1", f"{_EXAONE}ln_2"),
+            **matrices(
+                f"{_EXAONE}attn.attention.",
+                {"q_proj": (H, H), "k_proj": (KV * D, H), "v_proj": (KV * D, H), "out_proj": (H, H)},
+            ),
+            **matrices(f"{_EXAONE}mlp.", {"c_fc_0": (INNER, H), "c_fc_1": (INNER, H), "c_proj": (H, INNER)}),
+        },
     ),
     "LGAI-EXAONE/EXAONE-4.0-32B": Released(
         {

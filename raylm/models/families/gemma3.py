@@ -10,7 +10,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.families.gemma import read_gemma2, read_gemma2_gguf
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import GGUF_SANDWICH_WEIGHTS, TensorNames
+from raylm.models.names import GGUF_SANDWICH_WEIGHTS, TEXT_BESIDE_VISION, TensorNames
 from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
@@ -71,12 +71,6 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": Family(
         read=_read,
         defaults=_DEFAULTS,
-        names=TensorNames(
-            prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-            ignored=(
-                *("model.vision_tower.", "vision_tower."),
-                *("model.multi_modal_projector.", "multi_modal_projector."),
-            ),
-        ),
+        names=TEXT_BESIDE_VISION,
     ),
 }
