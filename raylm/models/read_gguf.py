@@ -84,9 +84,7 @@ def dense(
     """
     fields, prefix, tensors = header.fields, header.prefix, header.tensors
     head_dim, num_heads = head_dim_of(header), fields.integer(prefix + "attention.head_count")
-    window, max_position = sliding_window(header), fields.integer(prefix + "context_length")
-    if window >= max_position:
-        window = 0  # As in config.json.
+    window = sliding_window(header)
     if kinds is None:
         kind: LayerKind = "sliding" if window else "full"
         kinds = [kind] * fields.integer(prefix + "block_count")
@@ -114,7 +112,7 @@ def dense(
         num_heads=num_heads,
         num_kv_heads=fields.integer(prefix + "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        max_position=max_position,
+        max_position=fields.integer(prefix + "context_length"),
         norm="rms",
         norm_eps=fields.number(prefix + "attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in tensors,
@@ -181,7 +179,8 @@ def head_dim_of(header: Header) -> int:
 
 def sliding_window(header: Header) -> int:
     """Tokens that a sliding layer sees; 0 where none slides. Raises ConfigError."""
-    return _count(header, "attention.sliding_window")
+    window = _count(header, "attention.sliding_window")
+    return window if window < header.fields.integer(header.prefix + "context_length") else 0
 
 
 def kinds_of(header: Header, usual: int) -> list[LayerKind]:
