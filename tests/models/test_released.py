@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from raylm.model_files.source import locate
+from raylm.models.arch import ArchConfig
 from tests.models.paged import PagedRun, generate, load
 from tests.models.test_families import assert_same
 from tests.support import checkpoints, released_mixtures, released_models, released_newer
@@ -23,3 +26,10 @@ def test_a_released_checkpoint(name: str, tmp_path: Path) -> None:
     assert all(torch.isfinite(found).all() for found in logits.values())
     if released.in_transformers:
         assert_same(texts, logits, checkpoints.reference(folder))
+
+
+def test_the_first_falcon_40b_is_the_later_one(tmp_path: Path) -> None:
+    names = ("tiiuae/falcon-40b as it was first", "tiiuae/falcon-40b")
+    first, later = (ArchConfig.from_source(locate(str(RELEASED[name].write(tmp_path / name)))) for name in names)
+    assert first.architecture == "RWForCausalLM"
+    assert replace(first, architecture=later.architecture) == later
