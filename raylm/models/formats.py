@@ -32,12 +32,13 @@ def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list
     if files.format == "pt":
         from raylm.models.torch_files import torch_file_tensors
 
-        return [tensor for path in files.paths for tensor in torch_file_tensors(path)], Stored(
-            names.folder, names.pairs
-        )
+        tensors = [tensor for path in files.paths for tensor in torch_file_tensors(path, names.is_ignored)]
+        return tensors, Stored(names.folder, names.pairs)
     from raylm.models.safetensors import file_tensors
 
-    tensors = [tensor for path in files.paths for tensor in file_tensors(path, packed=names.packed)]
+    tensors = [
+        tensor for path in files.paths for tensor in file_tensors(path, packed=names.packed, ignored=names.is_ignored)
+    ]
     if files.format == "mistral":
         return tensors, Stored(names.mistral, pairs=True)
     return tensors, Stored(names.folder, names.pairs)

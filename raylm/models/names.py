@@ -48,6 +48,7 @@ GGUF_WEIGHTS: WeightTable = {
     "attn_q": ("self_attn.qkv_proj", "q"),
     "attn_k": ("self_attn.qkv_proj", "k"),
     "attn_v": ("self_attn.qkv_proj", "v"),
+    "attn_qkv": ("self_attn.qkv_proj", None),
     "attn_q_norm": ("self_attn.q_norm", None),
     "attn_k_norm": ("self_attn.k_norm", None),
     "attn_output": ("self_attn.o_proj", None),
@@ -58,6 +59,7 @@ GGUF_WEIGHTS: WeightTable = {
     "ffn_gate_inp": ("mlp.gate", None),
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", "gate"),
     "ffn_up_exps": ("mlp.experts.gate_up_proj", "up"),
+    "ffn_gate_up_exps": ("mlp.experts.gate_up_proj", None),
     "ffn_down_exps": ("mlp.experts.down_proj", None),
     "exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", None),
     "ffn_gate_inp_shexp": ("mlp.shared_expert_gate", None),
@@ -93,6 +95,8 @@ MISTRAL_WEIGHTS: WeightTable = {
 """Mistral's own files, consolidated.safetensors."""
 
 
+ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Ends of names: old checkpoints carry what follows from the configuration."""
 BLOCKS, SCALES = "blocks", "scales"
 """Of a weight in MXFP4, the names of its two parameters, and the ends of their names in files behind a "_"."""
 
@@ -123,8 +127,22 @@ class TensorNames:
     """What may stand before the names."""
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors that have no place here."""
-    ignored_ends: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Their ends. (Old checkpoints carry the rotary frequencies, which follow from the configuration.)"""
+    ignored_ends: tuple[str, ...] = ROTARY_BUFFERS
+    """Their ends."""
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint's tensor has no place here. It may be of any type."""
+        return name.startswith(self.ignored) or name.endswith(self.ignored_ends)
+
+
+TEXT_BESIDE_VISION = TensorNames(
+    prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+    ignored=(
+        *("model.vision_tower.", "vision_tower."),
+        *("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+)
+"""Of text models inside checkpoints that also see images, whose weights for that are not loaded."""
 
 
 class Stored(NamedTuple):

@@ -52,6 +52,9 @@ def dense(
         check_rope(fields, rope, head_dim)
     window = fields.integer("sliding_window") if "sliding" in kinds else 0
     mlp, max_position = mlp or mlp_of(fields), fields.integer("max_position_embeddings")
+    max_position = max((rope.reach(max_position) for rope in ropes.values()), default=max_position)
+    if window >= max_position:
+        window = 0  # Phi-3 says so where nothing slides.
     return ArchConfig(
         architecture="",  # the registry names it
         vocab_size=fields.integer("vocab_size"),
@@ -67,7 +70,7 @@ def dense(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max((rope.reach(max_position) for rope in ropes.values()), default=max_position),
+        max_position=max_position,
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings", False),

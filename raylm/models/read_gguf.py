@@ -19,13 +19,20 @@ from raylm.model_files.gguf_header import GGUFFile, GGUFTensorInfo, read_gguf
 from raylm.model_files.gguf_shards import shards
 from raylm.models.arch import Activation, ArchConfig, DTypeName, ExpertsSpec, LayerSpec, MLPSpec
 from raylm.models.fields import Fields
-from raylm.models.read_layers import LayerKind, check_rope, yarn_mscale
+from raylm.models.read_layers import LayerKind, check_rope, repeated_kinds, yarn_mscale
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor that holds the divisors of the rotary frequencies of Llama 3.1 and later."""
+_FACTORS, _LONG_FACTORS, _SHORT_FACTORS = ROPE_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+"""Tensors that hold divisors of rotary frequencies: those of Llama 3.1 and later, and of Phi-3 for long sequences and
+short ones."""
 
 _DTYPES: dict[int, DTypeName] = {0: "float32", 1: "float16"}
 _F32 = 0
+_OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""What is the same for all layers here."""
 _SOFTMAX = 1
 _SCORES: dict[object, Literal["softmax", "sigmoid"]] = {_SOFTMAX: "softmax", 2: "sigmoid"}
 """By expert_gating_func."""
@@ -50,6 +57,11 @@ def open_header(path: Path, names: Sequence[str]) -> Header:
     name = fields.get("general.architecture")
     if name not in names:
         raise fields.error("general.architecture", name, ", ".join(names))
+    # Converters write a list of as many as there are layers where layers might differ.
+    lists = {f"{name}.{key}": fields.get(f"{name}.{key}") for key in _OF_LAYERS}
+    fields = fields.having(
+        **{key: each[0] for key, each in lists.items() if isinstance(each, list) and len(set(each)) == 1}
+    )
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{path}: the tensor token_embd.weight is missing")
@@ -78,6 +90,7 @@ def dense(
         kinds = [kind] * fields.integer(prefix + "block_count")
     if ropes is None:
         rope = rope_of(header, head_dim)
+        check_rope(fields, rope, head_dim)
         ropes = {"full": rope, "sliding": rope}
     mlp = MLPSpec(
         size=fields.integer(prefix + "feed_forward_length"),
@@ -103,7 +116,7 @@ def dense(
         norm="rms",
         norm_eps=fields.number(prefix + "attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         qk_norm=None,
         attention_scale=head_dim**-0.5,
@@ -166,8 +179,22 @@ def head_dim_of(header: Header) -> int:
 
 def sliding_window(header: Header) -> int:
     """Tokens that a sliding layer sees; 0 where none slides. Raises ConfigError."""
-    name = header.prefix + "attention.sliding_window"
-    return 0 if header.fields.get(name) is None else header.fields.integer(name)
+    window = _count(header, "attention.sliding_window")
+    return window if window < header.fields.integer(header.prefix + "context_length") else 0
+
+
+def kinds_of(header: Header, usual: int) -> list[LayerKind]:
+    """Which layers slide: as the file says, by a flag for each or by how many make a pattern, of which the last is
+    full. There are `usual` where it does not say. Raises ConfigError."""
+    fields, name = header.fields, header.prefix + "attention.sliding_window_pattern"
+    count, given = fields.integer(header.prefix + "block_count"), fields.get(name)
+    if not sliding_window(header):
+        return ["full"] * count
+    if not isinstance(given, list):
+        return repeated_kinds(count, fields.integer(name, usual))
+    if len(given) != count or not all(isinstance(slides, bool) for slides in given):
+        raise fields.error(name, given, f"a positive integer, or {count} times true or false")
+    return ["sliding" if slides else "full" for slides in given]
 
 
 def rope_of(header: Header, head_dim: int) -> RopeSettings:
@@ -179,9 +206,17 @@ def rope_of(header: Header, head_dim: int) -> RopeSettings:
     theta = fields.number(prefix + "rope.freq_base", 1e4)
     # The next number above, since the size is rounded down.
     plain = RopeSettings(theta, partial_rotary_factor=min(1.0, math.nextafter(rotated / head_dim, 2)))
-    factors = _rope_factors(header.files, rotated)
-    if factors:
+    if factors := _rope_factors(header.files, _FACTORS, rotated):
         return replace(plain, kind="factors", factors=factors)
+    if factors := _rope_factors(header.files, _LONG_FACTORS, rotated):
+        return replace(
+            plain,
+            kind="longrope",
+            factors=factors,
+            short_factors=_rope_factors(header.files, _SHORT_FACTORS, rotated),
+            original_max_position=fields.integer(prefix + "rope.scaling.original_context_length"),
+            attention_factor=fields.number(prefix + "rope.scaling.attn_factor", 1.0),
+        )
     kind = fields.get(prefix + "rope.scaling.type")
     if kind is None and fields.get(prefix + "rope.scale_linear") is not None:
         return replace(plain, kind="linear", factor=fields.number(prefix + "rope.scale_linear"))
@@ -204,19 +239,23 @@ def _yarn(header: Header, plain: RopeSettings) -> RopeSettings:
         original_max_position=fields.integer(prefix + "original_context_length"),
         beta_fast=fields.number(prefix + "yarn_beta_fast", 32.0),
         beta_slow=fields.number(prefix + "yarn_beta_slow", 1.0),
-        attention_factor=fields.number(prefix + "attn_factor", 1.0) * yarn_mscale(factor),
+        # The one is what config.json calls attention_factor, the other multiplies what it is without.
+        attention_factor=fields.number(
+            prefix + "yarn_attn_factor", fields.number(prefix + "attn_factor", 1.0) * yarn_mscale(factor)
+        ),
     )
     check_rope(fields, rope, head_dim_of(header))
     return rope
 
 
-def _rope_factors(files: list[GGUFFile], rotated: int) -> tuple[float, ...]:
+def _rope_factors(files: list[GGUFFile], name: str, rotated: int) -> tuple[float, ...]:
+    """Those of a tensor; none where there is none of this name."""
     placed = [(shard, tensor) for shard in files for tensor in shard.tensors]
     for file, tensor in placed:
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name == name:
             if tensor.type != _F32 or tensor.shape != (rotated // 2,):
                 raise ConfigError(
-                    f"{file.path}: {ROPE_FACTORS} has type {tensor.type} and shape {tensor.shape}; "
+                    f"{file.path}: {name} has type {tensor.type} and shape {tensor.shape}; "
                     f"allowed: F32 ({_F32}) and ({rotated // 2},)"
                 )
             factors = np.fromfile(file.path, dtype="<f4", count=rotated // 2, offset=tensor.offset)

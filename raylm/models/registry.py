@@ -34,6 +34,7 @@ _FAMILIES = (
     "granite",
     "smollm3",
     "phi3",
+    "exaone",
     "exaone4",
     "starcoder2",
     "stablelm",

@@ -7,6 +7,7 @@ file; see raylm.models.checkpoint.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,15 +36,17 @@ def folder_tensors(source: ModelSource, *, integers: bool = False) -> list[Check
     return [tensor for path in files.paths for tensor in file_tensors(path, integers=integers)]
 
 
-def file_tensors(path: Path, *, integers: bool = False, packed: bool = False) -> list[CheckpointTensor]:
-    """Every tensor of one safetensors file. Raises ConfigError. With `packed`, tensors that are called as MXFP4's are
-    must have its type, U8."""
+def file_tensors(
+    path: Path, *, integers: bool = False, packed: bool = False, ignored: Callable[[str], bool] = lambda name: False
+) -> list[CheckpointTensor]:
+    """Every tensor of one safetensors file but those whose names are `ignored`, which may be of any type. Raises
+    ConfigError. With `packed`, tensors that are called as MXFP4's are must have its type, U8."""
     usual = {**_FLOATS, **_INTEGERS} if integers else _FLOATS
     header, begin = _read_header(path)
     size = path.stat().st_size
     tensors = []
     for name, info in header.items():
-        if name == "__metadata__":
+        if name == "__metadata__" or ignored(name):
             continue
         dtype, shape, start, stop = _entry(info, path, name)
         if len(shape) > _MAX_DIMS:

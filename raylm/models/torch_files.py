@@ -7,6 +7,7 @@ pieces, as those of every checkpoint (raylm.models.checkpoint).
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,13 +21,14 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WAY_OUT = "load it where it comes from with transformers and write it with save_pretrained(FOLDER)"
 
 
-def torch_file_tensors(path: Path) -> list[CheckpointTensor]:
-    """Every tensor of one file. Raises ConfigError where it holds anything else, or a type that is no float."""
+def torch_file_tensors(path: Path, ignored: Callable[[str], bool] = lambda name: False) -> list[CheckpointTensor]:
+    """Every tensor of one file but those whose names are `ignored`. Raises ConfigError where it holds anything else, or
+    a type that is no float."""
     found = _read(path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds a {type(found).__name__}, not tensors by name; {_WAY_OUT}")
     size = path.stat().st_size
-    return [_tensor(path, size, str(name), value) for name, value in found.items()]
+    return [_tensor(path, size, str(name), value) for name, value in found.items() if not ignored(str(name))]
 
 
 def _read(path: Path) -> object:

@@ -61,7 +61,7 @@ class WeightLoader:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
         found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
-            if not self._is_ignored(tensor.name):
+            if tensor.name not in ROPE_FACTORS and not self._names.is_ignored(tensor.name):
                 name = slot_name(tensor.name, stored.table, self._names.prefixes)
                 for each, part in self._by_experts(name, tensor):
                     found[each].append(self._turned(part))
@@ -87,9 +87,6 @@ class WeightLoader:
         }
         _raise(self._model.arch.architecture, problems)
         return [(self._rearranged(name, found[name][0], stored.pairs), slot) for name, slot in slots.items()]
-
-    def _is_ignored(self, name: str) -> bool:
-        return name == ROPE_FACTORS or name.startswith(self._names.ignored) or name.endswith(self._names.ignored_ends)
 
     def _by_experts(self, name: SlotName, tensor: CheckpointTensor) -> Iterator[tuple[SlotName, CheckpointTensor]]:
         """Of a tensor of all experts of a layer, one for each."""

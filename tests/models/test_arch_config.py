@@ -111,6 +111,18 @@ def test_gemma3_text_section_of_a_larger_model(tmp_path: Path) -> None:
     assert found.layers[0].window == 1024
 
 
+def test_mistrals_text_section(tmp_path: Path) -> None:
+    text = {name: value for name, value in BASE.items() if name != "architectures"}
+    text |= {"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 8192}
+    given = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert arch(tmp_path, **given).layers[0].window == 0
+    text["sliding_window"] = 32
+    assert arch(tmp_path, **given).layers[0].window == 32
+    text["model_type"] = "ministral3"
+    with pytest.raises(ConfigError, match="text_config: model_type is 'ministral3'; allowed: mistral"):
+        arch(tmp_path, **given)
+
+
 def test_blooms_own_names(tmp_path: Path) -> None:
     names = {"n_embed": 1024, "n_layer": 24, "n_head": 16, "layer_norm_epsilon": 1e-4, "seq_length": 512}
     config = {"architectures": ["BloomForCausalLM"], "torch_dtype": "float16", "vocab_size": 250880, **names}
@@ -126,6 +138,7 @@ def test_sliding_windows(tmp_path: Path) -> None:
     assert arch(tmp_path, **mistral).layers[0].window == 4096
     assert arch(tmp_path, **mistral, sliding_window=None).layers[0].window == 0
     assert arch(tmp_path, **qwen, sliding_window=32).layers[0].window == 0
+    assert arch(tmp_path, **mistral, sliding_window=131072, max_position_embeddings=131072).layers[0].window == 0
     part = arch(tmp_path, **qwen, sliding_window=32, use_sliding_window=True, max_window_layers=3)
     assert [layer.window for layer in part.layers] == [0, 0, 0, 32]
 
@@ -154,6 +167,19 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; allowed: a share of the 16 dimensions .* even"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'; allowed: none"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"architectures": ["MiniCPMForCausalLM"], "num_experts": 8}, r"num_experts is 8; allowed: 0 \(no mixture"),
+        (
+            {"architectures": ["ChatGLMModel"], "position_encoding_2d": True},
+            "position_encoding_2d is True; allowed: fal",
+        ),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"] * 2},
+            r"layer_types is \['mamba', .*; allowed: attention or full_attention for every layer \(there is no Mamba",
+        ),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["attention"], "num_local_experts": 8},
+            "num_local_experts is 8; allowed: 0",
+        ),
         ({"hidden_size": "large"}, "hidden_size is 'large'; allowed: a positive integer"),
         ({"num_attention_heads": True}, "num_attention_heads is True; allowed: a positive integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; allowed: a positive number"),
@@ -204,7 +230,8 @@ def write_metadata(path: Path, name: str, **changes: object) -> ModelSource:
     }
     writer = gguf.GGUFWriter(path, name)
     for key, value in {**fields, **changes}.items():
-        add = {str: writer.add_string, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        adding = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
+        add = adding.get(type(value), writer.add_uint32)
         add(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_tensor("token_embd.weight", checkpoints.torch.zeros(100, 64).numpy())
@@ -229,6 +256,53 @@ def test_gguf_metadata(tmp_path: Path) -> None:
     rope = ArchConfig.from_source(write_metadata(tmp_path / "c.gguf", "qwen3", **given)).layers[0].rope
     assert (rope.kind, rope.factor, rope.original_max_position, rope.beta_fast) == ("yarn", 4.0, 32, 16.0)
     assert rope.size(16) == 6 and rope.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "gpt-oss"])
+def test_gguf_layers_that_slide(name: str, tmp_path: Path) -> None:
+    experts = {"expert_count": 4, "expert_used_count": 2} if name == "gpt-oss" else {}
+    window, key = {**experts, "attention.sliding_window": 8}, "attention.sliding_window_pattern"
+
+    def windows(**changes: object) -> list[int]:
+        source = write_metadata(tmp_path / "a.gguf", name, **window, **changes)
+        return [layer.window for layer in ArchConfig.from_source(source).layers]
+
+    assert windows(**{key: [True, False, False, True, True, False]}) == [8, 0, 0, 8, 8, 0]
+    assert windows(**{key: 3}) == [8, 8, 0, 8, 8, 0]
+    with pytest.raises(ConfigError, match=rf"{key} is \[True\]; allowed: a positive integer, or 6 times true or false"):
+        windows(**{key: [True]})
+
+
+def test_gguf_granite_4_without_mamba(tmp_path: Path) -> None:
+    """Its converter writes the heads of every layer, as of a hybrid, and that it is rotated."""
+    given = {"attention.head_count_kv": [2] * 6, "rope.scaling.finetuned": True, "expert_count": 0, "logit_scale": 10.0}
+    found = ArchConfig.from_source(write_metadata(tmp_path / "a.gguf", "granite", **given))
+    assert (found.num_kv_heads, found.logits_divisor, found.attention_scale) == (2, 10.0, 0.25)
+    assert found.layers[0].rope == RopeSettings(1e4)
+    given["rope.scaling.finetuned"] = False
+    assert ArchConfig.from_source(write_metadata(tmp_path / "b.gguf", "granite", **given)).layers[0].rope is None
+    given["attention.head_count_kv"] = [2] * 5 + [0]
+    with pytest.raises(ConfigError, match=r"head_count_kv is \[2, 2, 2, 2, 2, 0\]; allowed: a positive integer"):
+        ArchConfig.from_source(write_metadata(tmp_path / "c.gguf", "granite", **given))
+
+
+def test_gguf_yarns_attention_factor(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 8.0, "original_context_length": 16}
+    given = {f"rope.scaling.{name}": value for name, value in scaling.items()}
+
+    def factor(name: str, **more: float) -> float:
+        changes = given | {f"rope.scaling.{key}": value for key, value in more.items()}
+        (rope,) = {
+            layer.rope for layer in ArchConfig.from_source(write_metadata(tmp_path / "a", name, **changes)).layers
+        }
+        assert rope is not None
+        return rope.attention_factor
+
+    usual = 1 + 0.1 * math.log(8)
+    assert factor("qwen3") == factor("olmo2") == pytest.approx(usual)
+    assert factor("qwen3", yarn_attn_factor=1.5) == factor("olmo2", yarn_attn_factor=1.5) == pytest.approx(1.5)
+    assert factor("qwen3", attn_factor=1.5) == pytest.approx(1.5 * usual)
+    assert factor("olmo2", attn_factor=1.5) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(

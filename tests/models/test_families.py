@@ -107,6 +107,7 @@ CASES = {
     "nemotron with biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
+    "chatglm": ("chatglm", {}),
     "internlm2": ("internlm2", {}),
     "internlm3": ("internlm3", {}),
     "minicpm": ("minicpm", {}),
@@ -240,6 +241,7 @@ def test_baichuan_with_linear_biases_and_a_normed_head(tmp_path: Path, monkeypat
             "olmo2",
             "olmo3",
             "glm4",
+            "phi3",
         ),
         *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek", "glm4_moe", "gpt_oss"),
     ],
@@ -253,6 +255,7 @@ def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
         "olmo3": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
         "mistral": {"sliding_window": None},
         "mixtral": {"sliding_window": None},
+        "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 2, "sliding_window": 600},
     }
     folder = checkpoints.FAMILIES[family](tmp_path / "hf", **changes.get(family, {}))
     path = checkpoints.write_gguf(folder, tmp_path / "model.gguf")

@@ -15,6 +15,7 @@ from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.check import check_model
+from raylm.models.registry import families
 from raylm.models.transformers_model import TransformersModel
 from tests.models.paged import PagedRun, generate, load
 from tests.models.test_families import PROMPTS, assert_same
@@ -46,7 +47,7 @@ CASES = {
 def test_equals_transformers(case: str, tmp_path: Path) -> None:
     name, changes = CASES[case]
     folder = checkpoints.of_transformers(name, tmp_path, **changes)
-    model = load(folder)
+    model = load(folder, implementation="transformers" if name in families() else "auto")
     assert isinstance(model, TransformersModel)
     texts, logits = generate(PagedRun(model), PROMPTS, num_tokens=12)
     assert_same(texts, logits, checkpoints.reference(folder))

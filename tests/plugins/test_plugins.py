@@ -157,7 +157,7 @@ def test_one_name_in_two_packages(package: str, place: Path) -> None:
         (
             "raylm.models",
             "from raylm.models.families.llama import ARCHITECTURES as thing",
-            "'extra' .* has 'LlamaForCausalLM', which raylm has",
+            "'extra' .* has 'LLaMAForCausalLM', which raylm has",
         ),
         ("raylm.models", "import no_such_module", "'extra' .* of raylm_bad_.* cannot be loaded: No module named"),
         ("raylm.routes", "thing = 3", r"'extra' \(raylm.routes\) gives 3; allowed: a list of operations"),

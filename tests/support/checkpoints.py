@@ -454,8 +454,7 @@ def _gguf_names(config: object) -> dict[str, str]:
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     }
-    if config.model_type == "glm4":
-        parts |= gguf_kinds.GLM4_PARTS
+    parts |= {"glm4": gguf_kinds.GLM4_PARTS, "phi3": gguf_kinds.PHI3_PARTS}.get(config.model_type, {})
     names = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ PARTS = {
         for part in ("gate", "up", "down")
     },
 }
+PHI3_PARTS = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 GLM4_PARTS = {
     "mlp.gate_up_proj": "ffn_up",
     "post_self_attn_layernorm": "post_attention_norm",
@@ -82,6 +85,15 @@ def write_fields(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if kind == "phi3":
+        rope = config.rope_parameters
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        if "long_factor" in rope:
+            stretch = config.max_position_embeddings / config.original_max_position_embeddings
+            factor = math.sqrt(1 + math.log(stretch) / math.log(config.original_max_position_embeddings))
+            writer.add_rope_scaling_attn_factors(factor)
+            for name in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
     if kind.startswith("glm4"):
         writer.add_rope_dimension_count(config.head_dim // 2)
     if kind == "glm4_moe":

@@ -89,6 +89,39 @@ def _baichuan(tensors: Tensors, values: Values) -> Tensors:
     return stored
 
 
+def _chatglm(tensors: Tensors, values: Values) -> Tensors:
+    rename = _renamed(
+        {
+            "model.embed_tokens": "transformer.embedding.word_embeddings",
+            "model.layers": "transformer.encoder.layers",
+            "model.norm": "transformer.encoder.final_layernorm",
+            "lm_head": "transformer.output_layer",
+            "self_attn.o_proj": "self_attention.dense",
+            "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        }
+    )
+    stored = {rename(name): tensor for name, tensor in tensors.items() if "self_attn" not in name or "o_proj" in name}
+    for name in [name for name in tensors if "q_proj" in name]:
+        parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+        stored[rename(name).replace("self_attn.q_proj", "self_attention.query_key_value")] = torch.cat(parts)
+    return stored
+
+
+def _chatglm_fields(values: Values) -> Values:
+    names = {
+        "num_hidden_layers": "num_layers",
+        "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size",
+        "head_dim": "kv_channels",
+        "rms_norm_eps": "layernorm_epsilon",
+        "max_position_embeddings": "seq_length",
+        "num_key_value_heads": "multi_query_group_num",
+    }
+    own = {own: values[name] for name, own in names.items()} | dict.fromkeys(names)
+    return own | {"multi_query_attention": True, "add_qkv_bias": True, "rope_ratio": 1, "rope_parameters": None}
+
+
 def _minicpm_fields(values: Values) -> Values:
     count, size = values["num_hidden_layers"], values["hidden_size"]
     return {
@@ -120,6 +153,7 @@ KINDS = {
     "nemotron": Kind("nemotron", {}),
     "glm": Kind("glm", {"attention_bias": True}),
     "glm4": Kind("glm4", {"attention_bias": True}),
+    "chatglm": Kind("glm", {"attention_bias": True}, Stored("ChatGLMModel", _chatglm_fields, _chatglm)),
     "internlm2": Kind("llama", {}, Stored("InternLM2ForCausalLM", lambda values: {"bias": False}, _internlm2)),
     "internlm3": Kind(
         "llama",

@@ -11,11 +11,15 @@ from raylm.models.fields import Fields
 from raylm.models.names import MEGATRON_WEIGHTS, TensorNames
 from raylm.models.read_folder import dense, mlp_of
 
+_FIRST_40B = "RefinedWeb"
+"""What the first release of the 40B, and of the 7B RefinedWebModel, calls its type of model."""
+
 
 def _read(fields: Fields) -> ArchConfig:
     if fields.flag("alibi", False):
         raise fields.error("alibi", True, "false")
-    is_new, biased = fields.flag("new_decoder_architecture", False), fields.flag("bias", False)
+    is_new = fields.flag("new_decoder_architecture", fields.get("model_type") == _FIRST_40B)
+    biased = fields.flag("bias", False)
     is_parallel = is_new or fields.flag("parallel_attn", True)
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_kv_heads", heads)
@@ -67,3 +71,5 @@ ARCHITECTURES = {
         ),
     )
 }
+# The first releases.
+ARCHITECTURES["RWForCausalLM"] = ARCHITECTURES["FalconForCausalLM"]

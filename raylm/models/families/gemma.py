@@ -53,7 +53,7 @@ def _read_gemma2_gguf(header: read_gguf.Header) -> ArchConfig:
     usual = {"attention.sliding_window": 4096, "final_logit_softcapping": 30.0}
     missing = {prefix + name: value for name, value in usual.items() if header.fields.get(prefix + name) is None}
     header = header._replace(fields=header.fields.having(**missing))
-    kinds = repeated_kinds(header.fields.integer(prefix + "block_count"), 2)
+    kinds = read_gguf.kinds_of(header, 2)
     cap = header.fields.number(prefix + "attn_logit_softcapping", 50.0)
     return replace(read_gemma2_gguf(header, kinds, layers_of_27b=_LAYERS_OF_27B), attention_soft_cap=cap)
 

@@ -10,7 +10,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.families.gemma import read_gemma2, read_gemma2_gguf
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import GGUF_SANDWICH_WEIGHTS, TensorNames
+from raylm.models.names import GGUF_SANDWICH_WEIGHTS, TEXT_BESIDE_VISION, TensorNames
 from raylm.models.read_layers import LayerKind, named_kinds, repeated_kinds, rope_of
 
 _PATTERN = 6
@@ -39,10 +39,7 @@ def _kinds(fields: Fields) -> list[LayerKind]:
 
 def _read_gguf(header: read_gguf.Header) -> ArchConfig:
     fields, prefix, head_dim = header.fields, header.prefix, read_gguf.head_dim_of(header)
-    count = fields.integer(prefix + "block_count")
-    kinds: list[LayerKind] = ["full"] * count
-    if read_gguf.sliding_window(header):
-        kinds = repeated_kinds(count, fields.integer(prefix + "attention.sliding_window_pattern", _PATTERN))
+    kinds = read_gguf.kinds_of(header, _PATTERN)
     local = RopeSettings(fields.number(prefix + "rope.freq_base_swa", _LOCAL_THETA))
     ropes: dict[LayerKind, RopeSettings] = {"full": read_gguf.rope_of(header, head_dim), "sliding": local}
     return replace(read_gemma2_gguf(header, kinds, ropes, layers_of_27b=_LAYERS_OF_27B), qk_norm="head")
@@ -74,12 +71,6 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": Family(
         read=_read,
         defaults=_DEFAULTS,
-        names=TensorNames(
-            prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-            ignored=(
-                *("model.vision_tower.", "vision_tower."),
-                *("model.multi_modal_projector.", "multi_modal_projector."),
-            ),
-        ),
+        names=TEXT_BESIDE_VISION,
     ),
 }

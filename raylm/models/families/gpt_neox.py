@@ -8,7 +8,7 @@ from dataclasses import replace
 from raylm.models.arch import ArchConfig
 from raylm.models.family import Family
 from raylm.models.fields import Fields
-from raylm.models.names import MEGATRON_WEIGHTS, TensorNames
+from raylm.models.names import MEGATRON_WEIGHTS, ROTARY_BUFFERS, TensorNames
 from raylm.models.read_folder import dense, mlp_of
 
 
@@ -49,7 +49,7 @@ ARCHITECTURES = {
             qkv_groups=True,
             prefixes=("gpt_neox.",),
             # Old checkpoints have the causal mask.
-            ignored_ends=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+            ignored_ends=(*ROTARY_BUFFERS, ".attention.bias", ".attention.masked_bias"),
         ),
     )
 }

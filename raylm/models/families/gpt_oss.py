@@ -47,8 +47,7 @@ def _read(fields: Fields) -> ArchConfig:
 
 
 def _read_gguf(header: read_gguf.Header) -> ArchConfig:
-    fields, prefix = header.fields, header.prefix
-    kinds = repeated_kinds(fields.integer(prefix + "block_count"), 2)
+    kinds = read_gguf.kinds_of(header, 2)
     rope = replace(read_gguf.rope_of(header, read_gguf.head_dim_of(header)), truncate=False)
     arch = read_gguf.dense(header, kinds=kinds, ropes={"full": rope, "sliding": rope}, normalized=True)
     layers = [

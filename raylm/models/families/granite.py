@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from raylm.models import read_gguf
@@ -12,9 +13,10 @@ from raylm.models.fields import Fields
 from raylm.models.names import TensorNames
 
 
-def read_granite(fields: Fields) -> ArchConfig:
+def read_granite(fields: Fields, nope_layers: Collection[int] = ()) -> ArchConfig:
+    """`nope_layers` as dense takes them. Raises ConfigError."""
     return replace(
-        read_llama(fields),
+        read_llama(fields, nope_layers),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         attention_scale=fields.number("attention_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
@@ -25,10 +27,13 @@ def read_granite(fields: Fields) -> ArchConfig:
 def read_granite_gguf(header: read_gguf.Header) -> ArchConfig:
     """Of a mixture too. Raises ConfigError."""
     fields, prefix = header.fields, header.prefix
+    arch = read_gguf.dense(header, normalized=True)
+    if not fields.flag(prefix + "rope.scaling.finetuned", True):  # That is what a file without rotary embedding says.
+        arch = replace(arch, layers=tuple(replace(layer, rope=None) for layer in arch.layers))
     return replace(
-        read_gguf.dense(header, normalized=True),
+        arch,
         embedding_multiplier=fields.number(prefix + "embedding_scale", 1.0),
-        attention_scale=fields.number(prefix + "attention.scale", 1.0),
+        attention_scale=fields.number(prefix + "attention.scale", arch.attention_scale),
         residual_multiplier=fields.number(prefix + "residual_scale", 1.0),
         logits_divisor=fields.number(prefix + "logit_scale", 1.0),
     )

@@ -1,4 +1,5 @@
-"""InternLM 2: a Llama with names of its own, whose queries, keys and values are one tensor. InternLM 3: a Llama."""
+"""InternLM 2: a Llama with names of its own, whose queries, keys and values are one tensor. InternLM 1 and 3: a
+Llama."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ def _read_internlm3(fields: Fields) -> ArchConfig:
     return replace(dense(fields, mlp=mlp_of(fields, bias=biased)), qkv_bias=qkv_bias, o_bias=biased)
 
 
+_DEFAULTS: dict[str, object] = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 ARCHITECTURES = {
+    "InternLMForCausalLM": Family(read=_read, defaults={**_DEFAULTS, "bias": True}),
     "InternLM2ForCausalLM": Family(
         read=_read,
-        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        defaults=_DEFAULTS,
         names=TensorNames(
             folder={**MISTRAL_WEIGHTS, "wqkv": ("qkv_proj", None)},
             qkv_groups=True,

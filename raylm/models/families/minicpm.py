@@ -11,6 +11,8 @@ from raylm.models.fields import Fields
 
 
 def _read(fields: Fields) -> ArchConfig:
+    if experts := fields.get("num_experts"):
+        raise fields.error("num_experts", experts, "0 (no mixture of experts)")
     arch = read_llama(fields)
     return replace(
         arch,

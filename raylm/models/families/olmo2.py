@@ -39,11 +39,12 @@ def _olmo(fields: Fields, arch: ArchConfig) -> ArchConfig:
 def _read_gguf(header: read_gguf.Header) -> ArchConfig:
     """An OLMo 3 too, which has a window."""
     full = read_gguf.rope_of(header, read_gguf.head_dim_of(header))
+    name = header.prefix + "rope.scaling.attn_factor"
+    if full.kind == "yarn" and header.fields.get(name) is not None:
+        # Here the first converters wrote all of it.
+        full = replace(full, attention_factor=header.fields.number(name))
     ropes: dict[LayerKind, RopeSettings] = {"full": full, "sliding": RopeSettings(full.theta)}
-    kinds: list[LayerKind] = ["full"] * header.fields.integer(header.prefix + "block_count")
-    if read_gguf.sliding_window(header):
-        kinds = repeated_kinds(len(kinds), _PATTERN)
-    arch = read_gguf.dense(header, kinds=kinds, ropes=ropes)
+    arch = read_gguf.dense(header, kinds=read_gguf.kinds_of(header, _PATTERN), ropes=ropes)
     return replace(arch, norm_place="post", qk_norm="all_heads")
 
 

@@ -15,10 +15,6 @@ _CHOSEN = 2
 
 
 def _read(fields: Fields) -> ArchConfig:
-    window, length = fields.get("sliding_window"), fields.integer("max_position_embeddings")
-    if isinstance(window, int) and window >= length:
-        # Checkpoints say so where nothing slides.
-        fields = fields.having(sliding_window=None)
     experts = replace(
         experts_of(fields, size="intermediate_size", normalized=False),
         scores="sparse_mixer",
