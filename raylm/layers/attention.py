@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raylm.layers.attention_backends import AttentionBackend
 
-KVCache = tuple[Tensor, Tensor]
+KVCache = tuple[Tensor, ...]
 """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
 
 

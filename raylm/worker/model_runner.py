@@ -251,9 +251,8 @@ class _Forward:
 
     def __init__(self, model: DecoderModel, store: KVStore, groups: CacheGroups) -> None:
         self._model = model
-        places = groups.places()
-        self._group_of = [group for group, _ in places]
-        self._caches = [store.pairs[place] for _, place in places]
+        self._group_of = groups.of_layers()
+        self._caches = store.layers
 
     def __call__(self, batch: InputBatch, given: Tensor) -> Tensor:
         """Hidden states [T, hidden_size]; the tokens' keys and values are in the cache from now on.

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 
 from raylm.layers.attention import AttentionMetadata, KVCache, LayerInput
-from raylm.layers.heads import kv_heads_of_rank
-from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import Eagle3Head
 from raylm.models.mimo import MiMoForCausalLM
 from raylm.models.taps import HiddenTaps
-from raylm.parallel.context import ParallelContext
-from raylm.worker.kv_store import LayerShape
 
 
 class Rows(Protocol):
@@ -272,8 +268,3 @@ class MtpProposer(HeadProposer):
 
     def _likeliest(self, normed: Tensor) -> Tensor:
         return self._model.logits(normed).argmax(dim=-1)
-
-
-def layer_shape(arch: ArchConfig, num_layers: int, context: ParallelContext) -> LayerShape:
-    """What `num_layers` layers of a model keep in the cache."""
-    return LayerShape(num_layers, kv_heads_of_rank(arch.num_kv_heads, context), arch.head_dim)
