@@ -259,7 +259,8 @@ class _Forward:
 
         `given` is what the model's stage begins with: the batch's token ids, or another stage's hidden states.
         """
+        planned = [self._model.attention.plan(meta) for meta in batch.attention]
         places = zip(self._caches, self._group_of, strict=True)
-        step = [LayerInput(batch.positions, cache, batch.attention[group]) for cache, group in places]
+        step = [LayerInput(batch.positions, cache, planned[group]) for cache, group in places]
         hidden: Tensor = self._model(given, step)
         return hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -18,7 +19,7 @@ from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
 from raylm.grammar.compiled import CompiledGrammars
-from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.layers.attention_backends import RAYLM
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.cache_spec import CacheSpec
@@ -121,7 +122,7 @@ def test_a_cache_too_small_for_any_request_is_refused(folder: Path) -> None:
 
 
 def test_graphs_need_a_gpu_and_a_backend_that_supports_them() -> None:
-    other = AttentionBackend("other", RAYLM.attend, supports_graphs=False)
+    other = dataclasses.replace(RAYLM, name="other", supports_graphs=False)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert captures_graphs(RuntimeConfig(), cuda, RAYLM)
     assert not captures_graphs(RuntimeConfig(), cuda, other)
