@@ -62,7 +62,7 @@ class EventLog:
         self._stored[key.hash, group] = event
         self._pending.append(event)
         if self._with_tokens:
-            self._tokens.append(StoredTokens(key.content[len(key.parent) :], is_first))
+            self._tokens.append(StoredTokens(key.tokens, is_first))
 
     def removed(self, block_hash: bytes, group: int) -> None:
         gone = self._stored.pop((block_hash, group))

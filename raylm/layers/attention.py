@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raylm.layers.attention_backends import AttentionBackend
+if TYPE_CHECKING:
+    from raylm.layers.attention_backends import AttentionBackend
 
-KVCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+KVCache = tuple[Tensor, ...]
+"""The parts of one layer's cache. Attention has keys and values, each [num_blocks, block_size, num_kv_heads,
+head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Which tokens of a step belong to which sequence, and where the cache holds them. T tokens, S sequences.
 
-    Layers of one cache group share it. Blocks that lie before a layer's window may be anybody's: they are not read.
+    Layers of one cache group share it, as their backend's `plan` returns it. Blocks that lie before a layer's window
+    may be anybody's: they are not read.
     """
 
     query_start: Tensor
@@ -42,17 +46,31 @@ class LayerInput:
     cache: KVCache
     """Where the step's keys and values are written."""
     meta: AttentionMetadata
+    """As the backend of the layer's attention has planned it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How the attention of one layer makes its scores."""
+
+    scale: float
+    window: int = 0
+    """> 0 hides keys that many positions back or more."""
+    soft_cap: float = 0.0
+    """> 0 bounds the scores."""
+    alibi_slopes: Tensor | None = None
+    """Linear biases: float32 [num_heads], those of this rank's heads."""
+    sinks: Tensor | None = None
+    """The same; logits without values."""
 
 
 class Attention:
     """Attends causally over all cached keys and values, those of the step among them. It holds no parameters.
 
-    `window` > 0 hides keys that many positions back or more; `soft_cap` > 0 bounds the scores; `alibi_slopes` (float32
-    [num_heads], those of this rank's heads) give the scores linear biases; `sinks`
-    (the same) are logits without values.
+    The keywords are those of Scores.
     """
 
-    __slots__ = ("_alibi_slopes", "_attend", "_scale", "_sinks", "_soft_cap", "_window")
+    __slots__ = ("_attend", "_scores")
 
     def __init__(
         self,
@@ -65,28 +83,8 @@ class Attention:
         sinks: Tensor | None = None,
     ) -> None:
         self._attend = backend.attend
-        self._scale = scale
-        self._window = window
-        self._soft_cap = soft_cap
-        self._alibi_slopes = alibi_slopes
-        self._sinks = sinks
+        self._scores = Scores(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks)
 
     def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
-        """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]."""
-        k_cache, v_cache = cache
-        return self._attend(
-            q,
-            k_cache,
-            v_cache,
-            meta.block_table,
-            meta.query_start,
-            meta.seq_lens,
-            max_query_len=meta.max_query_len,
-            max_seq_len=meta.max_seq_len,
-            scale=self._scale,
-            window=self._window,
-            soft_cap=self._soft_cap,
-            alibi_slopes=self._alibi_slopes,
-            arrivals=meta.arrivals,
-            sinks=self._sinks,
-        )
+        """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]. `meta` is what the backend has planned."""
+        return self._attend(q, cache, meta, self._scores)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import ModuleType
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
+from raylm.layers.attention import AttentionMetadata, KVCache, Scores
 from raylm.layers.dtypes import dtype_name
 from raylm.ops import extension, fallback
 
@@ -24,15 +26,20 @@ _FLASH_ALIBI_VERSIONS = (2,)
 """Those that take linear biases."""
 
 
+StepT = TypeVar("StepT", bound=AttentionMetadata)
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionBackend:
-    """One implementation of attention."""
+class AttentionBackend(Generic[StepT]):
+    """One implementation of attention: `plan` once a step and cache group, then `attend` in each of its layers."""
 
     name: str
-    attend: Callable[..., Tensor]
-    """Takes and gives what ops.paged_attention does, the numbers and what may be missing by name."""
+    plan: Callable[[AttentionMetadata], StepT]
+    """Adds what is equal in all layers, whatever their Scores; a backend without such returns what it is given."""
+    attend: Callable[[Tensor, KVCache, StepT, Scores], Tensor]
+    """q [T, num_heads, head_dim] over a layer's cache -> the same shape."""
     supports_graphs: bool
-    """Whether a CUDA graph may hold `attend`."""
+    """Whether a CUDA graph may hold both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,39 @@ class Setting:
     sinks: bool = False
 
 
-RAYLM = AttentionBackend("raylm", ops.paged_attention, supports_graphs=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchMetadata(AttentionMetadata):
+    """With what the torch version needs of a step on the host: asking a device for it would wait in each layer."""
+
+    lengths: fallback.AttentionLengths
+
+
+def _unchanged(meta: AttentionMetadata) -> AttentionMetadata:
+    return meta
+
+
+def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
+    k_cache, v_cache = cache
+    return ops.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        step.block_table,
+        step.query_start,
+        step.seq_lens,
+        max_query_len=step.max_query_len,
+        max_seq_len=step.max_seq_len,
+        scale=scores.scale,
+        window=scores.window,
+        soft_cap=scores.soft_cap,
+        alibi_slopes=scores.alibi_slopes,
+        arrivals=step.arrivals,
+        sinks=scores.sinks,
+    )
+
+
+RAYLM = AttentionBackend("raylm", _unchanged, _attend_raylm, supports_graphs=True)
+"""Its kernels find out by themselves what they need of a step: a graph that is replayed must follow its inputs."""
 
 
 def choose_backend(wanted: str, setting: Setting) -> tuple[AttentionBackend, str]:
@@ -87,7 +126,29 @@ def _raylm(setting: Setting) -> AttentionBackend | str:
 
 def _torch(setting: Setting) -> AttentionBackend | str:
     # It reads lengths on the host, which a graph cannot.
-    return AttentionBackend("torch", fallback.paged_attention, supports_graphs=False)
+    return AttentionBackend("torch", _plan_torch, _attend_torch, supports_graphs=False)
+
+
+def _plan_torch(meta: AttentionMetadata) -> TorchMetadata:
+    own = {field.name: getattr(meta, field.name) for field in fields(meta)}
+    lengths = fallback.attention_lengths(meta.query_start, meta.seq_lens, meta.max_query_len, meta.max_seq_len)
+    return TorchMetadata(**own, lengths=lengths)
+
+
+def _attend_torch(q: Tensor, cache: KVCache, step: TorchMetadata, scores: Scores) -> Tensor:
+    k_cache, v_cache = cache
+    return fallback.attend_paged(
+        q,
+        k_cache,
+        v_cache,
+        step.block_table,
+        step.lengths,
+        scale=scores.scale,
+        window=scores.window,
+        soft_cap=scores.soft_cap,
+        alibi_slopes=scores.alibi_slopes,
+        sinks=scores.sinks,
+    )
 
 
 def _flash(setting: Setting) -> AttentionBackend | str:
@@ -139,43 +200,34 @@ def _flash_of(module: ModuleType, setting: Setting) -> AttentionBackend | str:
         purpose = "linear biases on this GPU" if setting.alibi else "this GPU"
         return f"has no kernels for {purpose} (FlashAttention {' or '.join(map(str, versions))})"
     # The launch depends on the lengths on the host, and what a graph replays does not follow them.
-    return AttentionBackend("flash_attn", partial(_attend_flash, varlen, version), supports_graphs=False)
+    return AttentionBackend("flash_attn", _unchanged, partial(_attend_flash, varlen, version), supports_graphs=False)
 
 
 def _attend_flash(
     varlen: Callable[..., Tensor],
     version: int,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    alibi_slopes: Tensor | None = None,
-    arrivals: Tensor | None = None,
-    sinks: None = None,
+    cache: KVCache,
+    step: AttentionMetadata,
+    scores: Scores,
 ) -> Tensor:
-    """ops.paged_attention by `flash_attn_varlen_func`; every row of q must belong to a sequence."""
-    biases = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
+    """By `flash_attn_varlen_func`; every row of q must belong to a sequence, and there are no sinks."""
+    k_cache, v_cache = cache
+    biases = {} if scores.alibi_slopes is None else {"alibi_slopes": scores.alibi_slopes}
     return varlen(
         q,
         k_cache,
         v_cache,
-        max_seqlen_q=max_query_len,
-        cu_seqlens_q=query_start,
-        max_seqlen_k=max_seq_len,
-        seqused_k=seq_lens,
-        softmax_scale=scale,
+        max_seqlen_q=step.max_query_len,
+        cu_seqlens_q=step.query_start,
+        max_seqlen_k=step.max_seq_len,
+        seqused_k=step.seq_lens,
+        softmax_scale=scores.scale,
         causal=True,
         # So many keys before the query's own, and none after it; (-1, -1) hides none but for the causal mask.
-        window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=soft_cap,
-        block_table=block_table,
+        window_size=(scores.window - 1, 0) if scores.window else (-1, -1),
+        softcap=scores.soft_cap,
+        block_table=step.block_table,
         fa_version=version,
         **biases,
     )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from raylm import ops
 from raylm.layers.attention import LayerInput
-from raylm.layers.attention_backends import RAYLM
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.blocks import Build
@@ -102,6 +102,11 @@ class DecoderModel(nn.Module):
         if self._logits_soft_cap:
             logits = torch.tanh(logits.float() / self._logits_soft_cap).mul_(self._logits_soft_cap)
         return logits
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """What plans the metadata of `step` that forward() takes."""
+        return self._build.attention
 
     @property
     def head(self) -> VocabParallelEmbedding:

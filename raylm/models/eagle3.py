@@ -93,6 +93,7 @@ class Eagle3Head(nn.Module):
         arch, context, dtype = head.arch, target.context, target.dtype
         self.arch = arch
         self.context = context
+        self.attention = attention
         fused_size = len(head.target_layers) * head.target_hidden_size
         self.fc = ReplicatedLinear(fused_size, arch.hidden_size, context=context, dtype=dtype)
         build = Build(arch, context, dtype, attention)

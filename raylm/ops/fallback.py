@@ -6,6 +6,8 @@ are compared with. Arithmetic is in float32 whatever the tensors hold.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,11 +91,55 @@ def paged_attention(
     arrivals: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    lengths = attention_lengths(query_start, seq_lens, max_query_len, max_seq_len)
+    return attend_paged(q, k_cache, v_cache, block_table, lengths, scale, window, soft_cap, alibi_slopes, sinks)
+
+
+class AttentionLengths(NamedTuple):
+    """What attend_paged needs of the lengths of a step: the same for all layers."""
+
+    starts: list[int]
+    """query_start and seq_lens, on the host."""
+    seq_lens: list[int]
+    decode: Decode | None
+    """Where each sequence has one query, else None."""
+
+
+class Decode(NamedTuple):
+    """One query a sequence, and keys up to the longest one's, L."""
+
+    max_seq_len: int
+    distance: Tensor
+    """int64 [S, 1, L]: how far each key is before the query."""
+    seen: Tensor
+    """bool [S, 1, L]: keys that the query sees without a window."""
+
+
+def attention_lengths(query_start: Tensor, seq_lens: Tensor, max_query_len: int, max_seq_len: int) -> AttentionLengths:
+    """Arguments as for paged_attention. It reads both tensors on the host."""
     starts, lens = query_start.tolist(), seq_lens.tolist()
-    if max_query_len == 1 and len(lens) == q.shape[0] == starts[-1]:
-        return _attend_decode(
-            q, k_cache, v_cache, block_table, seq_lens, max_seq_len, scale, window, soft_cap, alibi_slopes, sinks
-        )
+    if max_query_len > 1 or len(lens) != starts[-1]:
+        return AttentionLengths(starts, lens, None)
+    distance = _distance(seq_lens.long() - 1, 0, max_seq_len).unsqueeze(1)
+    return AttentionLengths(starts, lens, Decode(max_seq_len, distance, distance >= 0))
+
+
+def attend_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: AttentionLengths,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """paged_attention, from what attention_lengths returned."""
+    starts, lens, decode = lengths
+    if decode is not None and len(lens) == q.shape[0]:
+        return _attend_decode(q, k_cache, v_cache, block_table, decode, scale, window, soft_cap, alibi_slopes, sinks)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for s, seq_len in enumerate(lens):
         # Keys that every query of the chunk lies behind, or that slid out of its window, are never gathered.
@@ -104,7 +150,7 @@ def paged_attention(
             low = max(last - (end - start) - window + 1, 0) if window else 0
             k, v = (_gather(cache, block_table[s : s + 1], low, last) for cache in (k_cache, v_cache))
             distance = _distance(positions, low, last).unsqueeze(0)
-            mask = _visible(distance, window)
+            mask = _in_window(distance >= 0, distance, window)
             attended = _attend(q[start:end].unsqueeze(0), k, v, distance, mask, scale, soft_cap, alibi_slopes, sinks)
             out[start:end] = attended[0]
     return out
@@ -148,8 +194,7 @@ def _attend_decode(
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
+    decode: Decode,
     scale: float,
     window: int,
     soft_cap: float,
@@ -157,12 +202,11 @@ def _attend_decode(
     sinks: Tensor | None,
 ) -> Tensor:
     """One query a sequence: all sequences at once, padded to the longest."""
-    k, v = (_gather(cache, block_table, 0, max_seq_len) for cache in (k_cache, v_cache))
-    distance = _distance(seq_lens.long() - 1, 0, max_seq_len).unsqueeze(1)  # [S, 1, L]
-    mask = _visible(distance, window)
+    k, v = (_gather(cache, block_table, 0, decode.max_seq_len) for cache in (k_cache, v_cache))
+    mask = _in_window(decode.seen, decode.distance, window)
     # Slots past a sequence's end may hold anything, and 0 * NaN is NaN.
     v = v.masked_fill(~mask[:, 0, :, None, None], 0)
-    return _attend(q.unsqueeze(1), k, v, distance, mask, scale, soft_cap, alibi_slopes, sinks).squeeze(1)
+    return _attend(q.unsqueeze(1), k, v, decode.distance, mask, scale, soft_cap, alibi_slopes, sinks).squeeze(1)
 
 
 def _gather(cache: Tensor, block_table: Tensor, low: int, high: int) -> Tensor:
@@ -179,9 +223,9 @@ def _distance(positions: Tensor, low: int, high: int) -> Tensor:
     return positions.unsqueeze(1) - torch.arange(low, high, device=positions.device)
 
 
-def _visible(distance: Tensor, window: int) -> Tensor:
-    """Which keys a query sees, by their distance before it."""
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+def _in_window(seen: Tensor, distance: Tensor, window: int) -> Tensor:
+    """Which of the keys that a query sees are in its window, by their distance before it."""
+    return seen & (distance < window) if window else seen
 
 
 def _attend(

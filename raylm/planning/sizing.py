@@ -12,12 +12,11 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.heads import kv_heads_of_rank
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
+from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.check import target_arch
 from raylm.models.outline import StageOutline, outline
 from raylm.planning.gpus import Gpu
-from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_dtype
 from raylm.worker.drafting import outline_drafting
@@ -39,8 +38,8 @@ class _Stage(NamedTuple):
     """The layers' weights."""
     experts: int
     """Those of their experts."""
-    block: int
-    """One block of the cache."""
+    groups: CacheGroups
+    """Their layout is the same in all stages."""
     kv: int
     """Keys and values that one request of `context` tokens makes a step read."""
 
@@ -97,7 +96,7 @@ class Sizing:
         self._gpu = gpu
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
-        self._groups = CacheGroups.choose(arch, block_size=config.cache.block_size, max_len=limit)
+        self._limit = limit
 
     def plan(self, parallel: ParallelConfig) -> Plan:
         """Raises ConfigError when the model cannot be split so."""
@@ -105,9 +104,9 @@ class Sizing:
         budget = int(self._gpu.memory_gib * GIB * self._config.cache.gpu_memory_utilization)
         step = self._step_bytes(parallel.tensor)
         left = [budget - stage.held - step - CUDA_BYTES for stage in stages]
-        fitting = min(here // stage.block for here, stage in zip(left, stages, strict=True))
+        fitting = min(here // stage.groups.block_bytes for here, stage in zip(left, stages, strict=True))
         num_blocks = self._config.cache.num_blocks or max(fitting, 0)
-        per_request = self._groups.layout.blocks_for(self._context, chunk=self._chunk)
+        per_request = whole.groups.layout.blocks_for(self._context, chunk=self._chunk)
         concurrency = max(num_blocks - 1, 0) / per_request
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
         return Plan(
@@ -117,8 +116,8 @@ class Sizing:
             context=self._context,
             weight_bytes=whole.held,
             weight_bytes_gpu=max(stage.held for stage in stages),
-            kv_bytes_token=self._token_bytes(whole.block),
-            kv_bytes_token_gpu=self._token_bytes(max(stage.block for stage in stages)),
+            kv_bytes_token=self._token_bytes(whole.groups),
+            kv_bytes_token_gpu=max(self._token_bytes(stage.groups) for stage in stages),
             memory_bytes=budget,
             step_bytes=step,
             cuda_bytes=CUDA_BYTES,
@@ -159,22 +158,21 @@ class Sizing:
         held = _bytes(model)
         is_head = context.is_last_stage and arch.tie_embeddings
         read = held - (_bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0)
-        kv_heads = kv_heads_of_rank(arch.num_kv_heads, context)
-        block = memory.block_bytes(
-            arch,
-            group_size=self._groups.of_stage(model.layer_numbers).size,
-            block_size=self._config.cache.block_size,
-            num_kv_heads=kv_heads,
-            dtype=self._dtype,
-        )
-        drafting = outline_drafting(self._config.speculation, model, dummy=self._config.model.load_format == "dummy")
+        block_size = self._config.cache.block_size
+        specs = cache_specs(arch, context, block_size=block_size, dtype=self._dtype)
+        groups = CacheGroups.choose(specs, block_size=block_size, max_len=self._limit).of_stage(model.layer_numbers)
+        is_dummy = self._config.model.load_format == "dummy"
+        drafting = outline_drafting(self._config.speculation, model, dummy=is_dummy, block_size=block_size)
         if drafting is not None:
             held += drafting.weight_bytes
-            block += self._config.cache.block_size * drafting.shape.bytes_per_token(self._dtype)
-        seen = sum(min(arch.layers[layer].window or self._context, self._context) for layer in model.layer_numbers)
-        kv = 2 * kv_heads * arch.head_dim * self._dtype.itemsize * seen
+            groups = groups._replace(drafts=drafting.layers)
+        kv = sum(self._seen_bytes(specs[layer]) for layer in model.layer_numbers)
         experts = sum(_bytes(module) for module in model.modules() if isinstance(module, ParallelExperts))
-        return _Stage(held, read, _bytes(model.layers), experts, block, kv)
+        return _Stage(held, read, _bytes(model.layers), experts, groups, kv)
+
+    def _seen_bytes(self, spec: CacheSpec) -> int:
+        """What a layer reads of its cache for the next token of one request of `context` tokens."""
+        return spec.block_bytes * min(spec.window or self._context, self._context) // self._config.cache.block_size
 
     def _read(self, stage: _Stage, tokens: float) -> int:
         """Of the weights, in a decode step of so many tokens."""
@@ -185,9 +183,9 @@ class Sizing:
         specs = [layer.mlp for layer in self._arch.layers if isinstance(layer.mlp, ExpertsSpec)]
         return int(stage.experts * (1 - specs[0].per_token / specs[0].num_experts) ** tokens) if specs else 0
 
-    def _token_bytes(self, block_bytes: int) -> int:
+    def _token_bytes(self, groups: CacheGroups) -> int:
         """A token has a block's share in every group."""
-        return block_bytes * len(self._groups.layers) // self._config.cache.block_size
+        return groups.block_bytes * len(groups.layers) // self._config.cache.block_size
 
     def _step_bytes(self, tensor: int) -> int:
         arch, item = self._arch, self._dtype.itemsize

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from raylm.config.resolve import ResolvedEngine
 from raylm.grammar.compiled import CompiledGrammars
 from raylm.grammar.matchers import GrammarMatchers
-from raylm.layers.heads import kv_heads_of_rank
 from raylm.log import get_logger
 from raylm.model_files.source import locate
+from raylm.models.cache_spec import cache_specs
 from raylm.parallel.collectives import agree_on_min
 from raylm.worker import memory, trial
 from raylm.worker.agreement import Agreement
@@ -71,18 +71,13 @@ def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> 
     arch, wanted = loaded.arch, config.model.max_model_len
     limit = arch.max_position
     context, num_workers = loaded.model.context, config.parallel.num_workers
-    groups = CacheGroups.choose(arch, block_size=cache.block_size, max_len=limit)
+    specs = cache_specs(arch, context, block_size=cache.block_size, dtype=loaded.dtype)
+    groups = CacheGroups.choose(specs, block_size=cache.block_size, max_len=limit)
     groups = groups.of_stage(loaded.model.layer_numbers)
-    block_bytes = memory.block_bytes(
-        arch,
-        group_size=groups.size,
-        block_size=cache.block_size,
-        num_kv_heads=kv_heads_of_rank(arch.num_kv_heads, context),
-        dtype=loaded.dtype,
-    )
     if loaded.drafting is not None:
         cache_group(groups)
-        block_bytes += cache.block_size * loaded.drafting.shape.bytes_per_token(loaded.dtype)
+        groups = groups._replace(drafts=loaded.drafting.layers)
+    block_bytes = groups.block_bytes
     num_host_blocks = memory.num_host_blocks(cache, bytes_per_block=block_bytes, num_workers=num_workers)
     num_blocks = memory.num_blocks(
         cache,
@@ -109,19 +104,7 @@ def build(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, cache: C
         num_groups=len(cache.groups.layers),
         device=device,
     )
-    store = KVStore(
-        group_size=cache.groups.size,
-        num_blocks=cache.num_blocks,
-        num_host_blocks=cache.num_host_blocks,
-        block_shape=(
-            config.cache.block_size,
-            kv_heads_of_rank(loaded.arch.num_kv_heads, context),
-            loaded.arch.head_dim,
-        ),
-        dtype=loaded.dtype,
-        device=device,
-        draft=loaded.drafting.shape if loaded.drafting is not None else None,
-    )
+    store = KVStore(cache.groups, num_blocks=cache.num_blocks, num_host_blocks=cache.num_host_blocks, device=device)
     capture = CudaCapture(device) if loaded.captures else None
     checks = config.parallel.check_ranks and context.world is not None
     runner = ModelRunner(
@@ -203,5 +186,5 @@ def _make_drafts(
     if drafting is None:
         return None
     group, max_tokens = cache_group(groups), config.scheduler.max_num_batched_tokens
-    proposer = drafting.make(table, store.draft_pairs, group)
+    proposer = drafting.make(table, store.drafts, group)
     return DraftRunner(proposer, table, group=group, max_tokens=max_tokens, capture=capture)

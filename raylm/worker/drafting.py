@@ -16,6 +16,7 @@ from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
 from raylm.models.blocks import Build
+from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import DUMMY, Eagle3Head, load_eagle3, owned_parts
 from raylm.models.load import load_model
@@ -23,14 +24,12 @@ from raylm.models.mimo import MiMoForCausalLM
 from raylm.models.registry import model_class
 from raylm.models.taps import HiddenTaps
 from raylm.worker.cache_groups import CacheGroups
-from raylm.worker.kv_store import LayerShape
 from raylm.worker.proposers import (
     DeviceProposer,
     DraftModelProposer,
     Eagle3Proposer,
     MtpProposer,
     Rows,
-    layer_shape,
 )
 
 DeviceMethod = Literal["draft_model", "eagle3", "mtp"]
@@ -43,8 +42,8 @@ MakeProposer = Callable[[Rows, list[KVCache], int], DeviceProposer]
 class Drafting(NamedTuple):
     """What drafts beside a target model."""
 
-    shape: LayerShape
-    """What its layers keep in the cache."""
+    layers: tuple[CacheSpec, ...]
+    """What each of its layers keeps. Windows count for nothing: the blocks are those of a group that keeps all."""
     make: MakeProposer
     """A proposer for rows, with the keys and values of its layers, in the blocks of a cache group."""
 
@@ -62,6 +61,7 @@ class DraftSettings(NamedTuple):
     """As load_model takes it."""
     max_tokens: int
     """Tokens of the largest step."""
+    block_size: int
 
 
 def load_drafting(
@@ -79,32 +79,34 @@ class DraftOutline(NamedTuple):
     """What a model that drafts takes on one rank, beside its target."""
 
     weight_bytes: int
-    shape: LayerShape
+    layers: tuple[CacheSpec, ...]
+    """As Drafting has them."""
 
 
 @torch.inference_mode()
-def outline_drafting(speculation: SpeculationConfig, target: DecoderModel, *, dummy: bool) -> DraftOutline | None:
+def outline_drafting(
+    speculation: SpeculationConfig, target: DecoderModel, *, dummy: bool, block_size: int
+) -> DraftOutline | None:
     """The same without memory for weights: for a target on the device "meta". None where nothing drafts on the device.
     Raises ConfigError as load_drafting does."""
     context, dtype = target.context, target.dtype
     if speculation.method == "mtp":
         # The layer's weights are the target's.
-        return DraftOutline(0, layer_shape(target.arch, 1, context))
+        return DraftOutline(0, _mtp_caches(target, block_size))
     if speculation.model is None:
         return None
     source = locate(speculation.model, field="speculation.model")
     drafter: torch.nn.Module
     if speculation.method == "eagle3":
         spec = read_eagle3_arch(source, target.arch)
-        arch, num_layers = spec.arch, 1
+        arch = spec.arch
         drafter = Eagle3Head(spec, target, owned=DUMMY if dummy else owned_parts(source, spec, target))
     else:
         # The rotary tables take time to compute.
         arch = dataclasses.replace(ArchConfig.from_source(source), max_position=1)
-        num_layers = arch.num_layers
         drafter = model_class(arch.architecture)(Build(arch, context, dtype))
     num_bytes = sum(parameter.nbytes for parameter in drafter.parameters())
-    return DraftOutline(num_bytes, layer_shape(arch, num_layers, context))
+    return DraftOutline(num_bytes, cache_specs(arch, context, block_size=block_size, dtype=dtype))
 
 
 def cache_group(groups: CacheGroups) -> int:
@@ -139,7 +141,8 @@ def _draft_model(
     def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
         return DraftModelProposer(model, rows, caches, group=group, target_vocab_size=target.arch.vocab_size)
 
-    return Drafting(layer_shape(arch, arch.num_layers, target.context), make)
+    caches = cache_specs(arch, target.context, block_size=settings.block_size, dtype=target.dtype)
+    return Drafting(caches, make)
 
 
 def _eagle3(
@@ -161,7 +164,8 @@ def _eagle3(
     def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
         return Eagle3Proposer(head, rows, caches, taps, group=group, dtype=target.dtype)
 
-    return Drafting(layer_shape(spec.arch, 1, target.context), make)
+    caches = cache_specs(spec.arch, target.context, block_size=settings.block_size, dtype=target.dtype)
+    return Drafting(caches, make)
 
 
 def _mtp(settings: DraftSettings, target: DecoderModel) -> Drafting:
@@ -172,7 +176,12 @@ def _mtp(settings: DraftSettings, target: DecoderModel) -> Drafting:
     def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
         return MtpProposer(model, rows, caches, taps, group=group)
 
-    return Drafting(layer_shape(model.arch, 1, model.context), make)
+    return Drafting(_mtp_caches(model, settings.block_size), make)
+
+
+def _mtp_caches(target: DecoderModel, block_size: int) -> tuple[CacheSpec, ...]:
+    """The MTP layer is as the base's last layer is."""
+    return cache_specs(target.arch, target.context, block_size=block_size, dtype=target.dtype)[-1:]
 
 
 def _path(settings: DraftSettings) -> str:

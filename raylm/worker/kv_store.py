@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from raylm.core.step import Copies
 from raylm.layers.attention import KVCache
+from raylm.models.cache_spec import BlockPart, CacheSpec
+from raylm.worker.cache_groups import CacheGroups, parts_of
 from raylm.worker.transfer import Uploader
 
 _CHUNK_BYTES = 64 << 20
@@ -20,53 +22,28 @@ _CHUNK_BYTES = 64 << 20
 Pairs = list[tuple[int, int]]
 
 
-class LayerShape(NamedTuple):
-    """Layers of equal heads that keep keys and values."""
-
-    num_layers: int
-    num_kv_heads: int
-    """Those of this rank."""
-    head_dim: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token in all of the layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
-
-
 class KVStore:
-    """Tensors of the cache, for groups of `group_size` layers, and for the layers of a model that drafts.
+    """Tensors of the cache, for the groups of a stage's layers and for the layers that draft.
 
-    On the device [2 * group_size, num_blocks, block_size, kv heads, head size]: keys and values of the i-th layer of
-    every group at 2i and 2i + 1. On the host [num_host_blocks, 2 * group_size, ...], pinned for a GPU: there a block
-    lies in one piece. Layers that draft have such tensors of their own: a block holds its tokens' keys and values in
-    both, and is copied as one.
+    For each part of a block (BlockPart), on the device [tensors, num_blocks, *part's shape]: of a model with attention
+    alone, keys and values of the i-th layer of every group at 2i and 2i + 1, those of layers that draft behind them. On
+    the host [num_host_blocks, tensors, ...], pinned for a GPU: there all that a block has of one part lies in one
+    piece. A block is copied with all of its parts.
     """
 
-    def __init__(
-        self,
-        *,
-        group_size: int,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        draft: LayerShape | None = None,
-    ) -> None:
-        """`block_shape` is (block_size, kv heads, head size)."""
-
-        def make(num_layers: int, shape: tuple[int, int, int]) -> _Tensors:
-            return _Tensors(num_layers, num_blocks, num_host_blocks, shape, dtype, device)
-
-        target = make(group_size, block_shape)
-        self._tensors = [target]
-        self.pairs = target.pairs
-        self.draft_pairs: list[KVCache] = []
-        """Keys and values of each layer that drafts."""
-        if draft is not None:
-            drafting = make(draft.num_layers, (block_shape[0], draft.num_kv_heads, draft.head_dim))
-            self._tensors.append(drafting)
-            self.draft_pairs = drafting.pairs
+    def __init__(self, groups: CacheGroups, *, num_blocks: int, num_host_blocks: int, device: torch.device) -> None:
+        made = {
+            part: _Tensors(part, count, num_blocks, num_host_blocks, device) for part, count in groups.parts().items()
+        }
+        self._tensors = list(made.values())
+        of_layers: dict[int, KVCache] = {}
+        for layers in groups.layers:
+            caches = _caches([groups.specs[layer] for layer in layers], made, first=Counter())
+            of_layers.update(zip(layers, caches, strict=True))
+        self.layers: list[KVCache] = [of_layers[layer] for layer in sorted(of_layers)]
+        """Of each layer of the stage, in order."""
+        self.drafts: list[KVCache] = _caches(groups.drafts, made, first=groups.parts() - parts_of(groups.drafts))
+        """Of each layer that drafts."""
         self._upload = Uploader(device)
         self.block_bytes = sum(tensors.block_bytes for tensors in self._tensors)
         self._chunk = max(_CHUNK_BYTES // self.block_bytes, 1)
@@ -100,25 +77,20 @@ class KVStore:
 
 
 class _Tensors:
-    """Blocks of layers of one shape, on the device and on the host."""
+    """All tensors of one part of a block, on the device and on the host."""
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, part: BlockPart, count: int, num_blocks: int, num_host_blocks: int, device: torch.device
     ) -> None:
-        self._blocks = torch.empty((2 * num_layers, num_blocks, *block_shape), dtype=dtype, device=device)
+        self._blocks = torch.empty((count, num_blocks, *part.shape), dtype=part.dtype, device=device)
         # Tables name block 0 where a window hides the keys. Kernels may weigh what is there with 0: it must not be NaN.
         self._blocks[:, 0] = 0
-        self._host_blocks = torch.empty((num_host_blocks, 2 * num_layers, *block_shape), dtype=dtype)
+        self._host_blocks = torch.empty((num_host_blocks, count, *part.shape), dtype=part.dtype)
         if device.type == "cuda" and num_host_blocks:
             _pin(self._host_blocks)
         self.block_bytes = self._blocks.nbytes // num_blocks
-        self.pairs: list[KVCache] = [(self._blocks[2 * i], self._blocks[2 * i + 1]) for i in range(num_layers)]
+        self.each = list(self._blocks)
+        """[num_blocks, *part's shape], one for each of the tensors."""
 
     def swap_out(self, pairs: Pairs, sources: torch.Tensor) -> None:
         copied = self._blocks.index_select(1, sources).transpose(0, 1).contiguous()
@@ -133,6 +105,14 @@ class _Tensors:
         for start, first, count in _runs([host for host, _ in pairs]):
             copied[start : start + count].copy_(self._host_blocks[first : first + count], non_blocking=True)
         self._blocks.index_copy_(1, targets, copied.transpose(0, 1))
+
+
+def _caches(
+    specs: Sequence[CacheSpec], made: Mapping[BlockPart, _Tensors], *, first: Counter[BlockPart]
+) -> list[KVCache]:
+    """The tensors of some layers, each part's in a row from the `first` one on."""
+    left = {part: iter(tensors.each[first[part] :]) for part, tensors in made.items()}
+    return [tuple(next(left[part]) for part in spec.parts) for spec in specs]
 
 
 def _runs(ids: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -162,6 +162,7 @@ def _load_drafting(
         as_stored=config.model.weights == "stored",
         # A graph's padding may be more than the budget.
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
+        block_size=config.cache.block_size,
     )
     with memory.out_of_memory(device, f"what drafts (speculation.method {speculation.method}) did not fit"):
         attention = partial(choose_attention, config, device)

@@ -12,7 +12,6 @@ from raylm.config.engine import CacheConfig
 from raylm.core.step import CacheLayout
 from raylm.errors import ConfigError
 from raylm.log import get_logger
-from raylm.models.arch import ArchConfig
 
 logger = get_logger(__name__)
 
@@ -30,12 +29,6 @@ class Profile(NamedTuple):
     """What the largest step takes beside these and the cache."""
     graphs: int
     """The pool that all graphs share, and what each of them takes of its own."""
-
-
-def block_bytes(arch: ArchConfig, *, group_size: int, block_size: int, num_kv_heads: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank: keys and values of `block_size` tokens in `group_size` layers, for the
-    `num_kv_heads` heads that the rank holds."""
-    return 2 * group_size * block_size * num_kv_heads * arch.head_dim * dtype.itemsize
 
 
 def num_host_blocks(config: CacheConfig, *, bytes_per_block: int, num_workers: int = 1) -> int:

@@ -251,16 +251,16 @@ class _Forward:
 
     def __init__(self, model: DecoderModel, store: KVStore, groups: CacheGroups) -> None:
         self._model = model
-        places = groups.places()
-        self._group_of = [group for group, _ in places]
-        self._caches = [store.pairs[place] for _, place in places]
+        self._group_of = groups.of_layers()
+        self._caches = store.layers
 
     def __call__(self, batch: InputBatch, given: Tensor) -> Tensor:
         """Hidden states [T, hidden_size]; the tokens' keys and values are in the cache from now on.
 
         `given` is what the model's stage begins with: the batch's token ids, or another stage's hidden states.
         """
+        planned = [self._model.attention.plan(meta) for meta in batch.attention]
         places = zip(self._caches, self._group_of, strict=True)
-        step = [LayerInput(batch.positions, cache, batch.attention[group]) for cache, group in places]
+        step = [LayerInput(batch.positions, cache, planned[group]) for cache, group in places]
         hidden: Tensor = self._model(given, step)
         return hidden

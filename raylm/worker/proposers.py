@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from raylm.layers.attention import AttentionMetadata, KVCache, LayerInput
-from raylm.layers.heads import kv_heads_of_rank
-from raylm.models.arch import ArchConfig
+from raylm.layers.attention_backends import AttentionBackend
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import Eagle3Head
 from raylm.models.mimo import MiMoForCausalLM
 from raylm.models.taps import HiddenTaps
-from raylm.parallel.context import ParallelContext
-from raylm.worker.kv_store import LayerShape
 
 
 class Rows(Protocol):
@@ -167,7 +164,8 @@ class DraftModelProposer(DeviceProposer):
         return self._model.logits(hidden)[:, : self._vocab_size].argmax(dim=-1)
 
     def _run(self, tokens: Tensor, positions: Tensor, meta: AttentionMetadata) -> Tensor:
-        step = [LayerInput(positions, cache, meta) for cache in self._caches]
+        planned = self._model.attention.plan(meta)
+        step = [LayerInput(positions, cache, planned) for cache in self._caches]
         hidden: Tensor = self._model(tokens.clamp(max=self._model.arch.vocab_size - 1), step)
         return hidden
 
@@ -178,10 +176,20 @@ class HeadProposer(DeviceProposer):
     each other one from the one before. `absorb` itself only writes keys and values: a third of the head's weights."""
 
     def __init__(
-        self, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int, hidden_size: int, dtype: torch.dtype
+        self,
+        rows: Rows,
+        caches: list[KVCache],
+        taps: HiddenTaps,
+        attention: AttentionBackend,
+        *,
+        group: int,
+        hidden_size: int,
+        dtype: torch.dtype,
     ) -> None:
+        """`attention` is what the head's layer attends by."""
         super().__init__(rows, caches, group=group)
         self._taps = taps
+        self._plan = attention.plan
         shape = (len(rows.token_ids), hidden_size)
         self._states = torch.zeros(shape, dtype=dtype, device=rows.token_ids.device)
         """What the head reads of each row at its last position that counts."""
@@ -220,7 +228,7 @@ class HeadProposer(DeviceProposer):
         tokens, states, drafts = self._rows.token_ids[rows, last], self._states.index_select(0, rows), []
         for number in range(most):
             positions, meta = ahead.at(last - 1 + number, counts > number)
-            normed, states = self._run(tokens, states, LayerInput(positions, self._caches[0], meta))
+            normed, states = self._run(tokens, states, LayerInput(positions, self._caches[0], self._plan(meta)))
             tokens = self._likeliest(normed)
             drafts.append(tokens)
         self._write(rows, counts, drafts)
@@ -232,7 +240,8 @@ class Eagle3Proposer(HeadProposer):
     def __init__(
         self, head: Eagle3Head, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(rows, caches, taps, group=group, hidden_size=head.arch.hidden_size, dtype=dtype)
+        hidden_size = head.arch.hidden_size
+        super().__init__(rows, caches, taps, head.attention, group=group, hidden_size=hidden_size, dtype=dtype)
         self._head = head
 
     def _fuse(self, hidden: Tensor) -> Tensor:
@@ -255,7 +264,8 @@ class MtpProposer(HeadProposer):
     def __init__(
         self, model: MiMoForCausalLM, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int
     ) -> None:
-        super().__init__(rows, caches, taps, group=group, hidden_size=model.arch.hidden_size, dtype=model.dtype)
+        size, dtype = model.arch.hidden_size, model.dtype
+        super().__init__(rows, caches, taps, model.attention, group=group, hidden_size=size, dtype=dtype)
         self._model = model
 
     def _fuse(self, hidden: Tensor) -> Tensor:
@@ -272,8 +282,3 @@ class MtpProposer(HeadProposer):
 
     def _likeliest(self, normed: Tensor) -> Tensor:
         return self._model.logits(normed).argmax(dim=-1)
-
-
-def layer_shape(arch: ArchConfig, num_layers: int, context: ParallelContext) -> LayerShape:
-    """What `num_layers` layers of a model keep in the cache."""
-    return LayerShape(num_layers, kv_heads_of_rank(arch.num_kv_heads, context), arch.head_dim)

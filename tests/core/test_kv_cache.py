@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from raylm.core.block_hash import HASHES, extend_keys, root_hash
+from raylm.core.block_hash import HASHES, BlockKey, extend_keys, root_hash
+from raylm.core.block_pool import BlockPool
 from raylm.core.events import EventLog
 from raylm.core.kv_cache import KVCacheManager, SwapCosts
 from raylm.core.options import RequestOptions
@@ -127,6 +130,43 @@ def test_keys_depend_on_everything_before_them():
     assert keys[0].hash != keys[1].hash
     assert keys[1].parent == keys[0].hash
     assert keys[0].num_tokens == BLOCK
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_extra_bytes_of_a_block_count_from_it_on(name):
+    def keys_of(tokens, extra):
+        keys: list[BlockKey] = []
+        # In two calls, as a sequence grows.
+        for count in (6, len(tokens)):
+            extend_keys(keys, tokens[:count], block_size=BLOCK, root=b"root", hash_of=HASHES[name], extra=extra)
+        return keys
+
+    def shared(extra, other) -> list[bool]:
+        pairs = zip(keys_of([1] * 13, extra), keys_of([1] * 13, other), strict=True)
+        equal = [(one.hash == two.hash, one == two) for one, two in pairs]
+        assert all(hashes == keys for hashes, keys in equal)
+        return [hashes for hashes, _ in equal]
+
+    assert shared({1: b"cat"}, {1: b"cat"}) == [True, True, True]
+    assert shared({1: b"cat"}, {1: b"dog"}) == shared({1: b"cat"}, {}) == [True, False, False]
+    assert shared({2: b"cat"}, {1: b"cat"}) == [True, False, False]
+    assert shared({}, None) == shared({3: b"cat"}, {}) == [True, True, True]
+    # Bytes that look like a token are none: a block has as many tokens as any.
+    assert keys_of([1] * 8, {0: bytes(4)})[0].hash != keys_of([*[1] * 4, 0, *[1] * 3], {})[0].hash
+    for key in keys_of([1] * 8, {1: b"cat"}):
+        assert key.num_tokens == BLOCK and key.tokens == array("I", [1] * BLOCK).tobytes()
+
+
+def test_a_block_is_found_with_its_own_extra_bytes_only():
+    pool = BlockPool(4)
+    keys: list[BlockKey] = []
+    # Equal hashes: what was hashed decides.
+    for image in (b"cat", b"dog"):
+        found: list[BlockKey] = []
+        extend_keys(found, [1] * 4, block_size=BLOCK, root=b"", hash_of=lambda data: b"same", extra={0: image})
+        keys += found
+    pool.store(0, pool.take(1)[0], keys[0])
+    assert pool.find(0, keys[0]) == 1 and pool.find(0, keys[1]) is None
 
 
 def test_without_prefix_caching_nothing_is_found():

@@ -10,6 +10,7 @@ import torch
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
+from raylm.layers.attention import AttentionMetadata, Scores
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend
 from raylm.ops import fallback
 from tests.support import checkpoints
@@ -37,23 +38,23 @@ def test_it_computes_what_the_reference_does(
     torch.manual_seed(0)
     query_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
     options = {"dtype": dtype, "device": "cuda"}
-    arguments = (
-        torch.randn(int(query_lens.sum()), 8, 64, **options)[:, :4],
-        torch.randn(20, 16, 2, 64, **options),
-        torch.randn(20, 16, 2, 64, **options),
-        torch.randperm(20, dtype=torch.int32)[:18].view(3, 6).cuda(),
-        torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0, dtype=torch.int32)]).cuda(),
-        seq_lens.cuda(),
-        int(query_lens.max()),
-        int(seq_lens.max()),
-        0.2,
-        window,
-        soft_cap,
-        alibi_slopes(4).cuda() if alibi else None,
+    q = torch.randn(int(query_lens.sum()), 8, 64, **options)[:, :4]
+    cache = torch.randn(20, 16, 2, 64, **options), torch.randn(20, 16, 2, 64, **options)
+    step = AttentionMetadata(
+        query_start=torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0, dtype=torch.int32)]).cuda(),
+        seq_lens=seq_lens.cuda(),
+        block_table=torch.randperm(20, dtype=torch.int32)[:18].view(3, 6).cuda(),
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
     )
-    found = flash.attend(*arguments)
+    slopes = alibi_slopes(4).cuda() if alibi else None
+    scores = Scores(scale=0.2, window=window, soft_cap=soft_cap, alibi_slopes=slopes)
+    found = flash.attend(q, cache, flash.plan(step), scores)
     assert found.is_contiguous()
-    torch.testing.assert_close(found, fallback.paged_attention(*arguments), atol=2e-2, rtol=2e-2)
+    lengths_of_step = step.query_start, step.seq_lens, step.max_query_len, step.max_seq_len
+    expected = fallback.paged_attention(q, *cache, step.block_table, *lengths_of_step, 0.2, window, soft_cap, slopes)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])

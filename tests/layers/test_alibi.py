@@ -51,12 +51,14 @@ def test_ranks_attend_as_one_does(backend: AttentionBackend) -> None:
         max_seq_len=13,
     )
 
+    planned = backend.plan(meta)
+
     def attend(context: ParallelContext, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         slopes = alibi_slopes_of_rank(6, context)
-        return Attention(backend, scale=0.25, window=0, soft_cap=0.0, alibi_slopes=slopes)(q, cache, meta)
+        return Attention(backend, scale=0.25, window=0, soft_cap=0.0, alibi_slopes=slopes)(q, cache, planned)
 
     whole = attend(ParallelContext.single(CPU), q, cache)
-    plain = Attention(backend, scale=0.25, window=0, soft_cap=0.0)(q, cache, meta)
+    plain = Attention(backend, scale=0.25, window=0, soft_cap=0.0)(q, cache, planned)
     assert (whole - plain).abs().max() > 0.1
     for rank in range(3):
         k, v = (part[:, :, rank : rank + 1] for part in cache)

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
+from raylm.layers.attention import AttentionMetadata, KVCache, Scores
 from raylm.layers.attention_backends import FLASH_PACKAGES, RAYLM, AttentionBackend, Setting, choose_backend
 from raylm.ops import extension, fallback
 
@@ -83,33 +85,50 @@ class Varlen:
         return fallback.paged_attention(q, k, v, block_table, *lengths, *settings)
 
 
+LENGTHS = pytest.mark.parametrize("lengths", [[(5, 5), (1, 40), (7, 29)], [(1, 1), (1, 33)]], ids=["mixed", "decode"])
+
+
+def step_of(lengths: list[tuple[int, int]]) -> AttentionMetadata:
+    """Sequences of (queries, keys); three blocks of 16 each."""
+    query_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
+    return AttentionMetadata(
+        query_start=torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0, dtype=torch.int32)]),
+        seq_lens=seq_lens,
+        block_table=torch.randperm(10, dtype=torch.int32)[: 3 * len(lengths)].view(-1, 3),
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+
+
+def some_heads(step: AttentionMetadata) -> tuple[torch.Tensor, KVCache]:
+    """Queries, a view of wider rows, and a cache."""
+    fused = torch.randn(int(step.query_start[-1]), 8, 64)
+    return fused[:, :4], (torch.randn(10, 16, 2, 64), torch.randn(10, 16, 2, 64))
+
+
+def expected(q: torch.Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> torch.Tensor:
+    """What the operator gives."""
+    lengths = (step.query_start, step.seq_lens, step.max_query_len, step.max_seq_len)
+    settings = (scores.scale, scores.window, scores.soft_cap, scores.alibi_slopes)
+    return ops.paged_attention(q, *cache, step.block_table, *lengths, *settings, sinks=scores.sinks)
+
+
 @pytest.mark.parametrize("window", [0, 1, 7])
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 @pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("lengths", [[(5, 5), (1, 40), (7, 29)], [(1, 1), (1, 33)]], ids=["mixed", "decode"])
+@LENGTHS
 def test_flash_attention_is_called_with_its_own_arguments(
     lengths: list[tuple[int, int]], alibi: bool, soft_cap: float, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     varlen = Varlen()
     install(monkeypatch, NOT_INSTALLED, vllm_flash_attn=flash_module(varlen))
     backend, _ = choose_backend("flash_attn", dataclasses.replace(USUAL, alibi=alibi))
-    query_lens, seq_lens = (torch.tensor(column, dtype=torch.int32) for column in zip(*lengths, strict=True))
-    fused = torch.randn(int(query_lens.sum()), 8, 64)
-    arguments = (
-        fused[:, :4],
-        torch.randn(10, 16, 2, 64),
-        torch.randn(10, 16, 2, 64),
-        torch.randperm(10, dtype=torch.int32)[: 3 * len(lengths)].view(-1, 3),
-        torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0, dtype=torch.int32)]),
-        seq_lens,
-        int(query_lens.max()),
-        int(seq_lens.max()),
-        0.2,
-        window,
-        soft_cap,
-        alibi_slopes(4) if alibi else None,
-    )
-    torch.testing.assert_close(backend.attend(*arguments), ops.paged_attention(*arguments), atol=1e-5, rtol=1e-5)
+    step = step_of(lengths)
+    scores = Scores(scale=0.2, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes(4) if alibi else None)
+    q, cache = some_heads(step)
+    planned = backend.plan(step)
+    torch.testing.assert_close(backend.attend(q, cache, planned, scores), expected(q, cache, step, scores))
     assert varlen.windows == [(window - 1, 0) if window else (-1, -1)]
     assert varlen.versions == [2 if alibi else 3]
 
@@ -207,5 +226,44 @@ def test_an_old_package_does_not_hide_a_new_one(monkeypatch: pytest.MonkeyPatch)
 
 def test_torch_runs_on_anything() -> None:
     backend, _ = choose_backend("torch", Setting(CPU, torch.float32, head_dim=3, block_size=5))
-    assert backend == AttentionBackend("torch", fallback.paged_attention, supports_graphs=False)
-    assert RAYLM.attend is ops.paged_attention
+    assert (backend.name, backend.supports_graphs) == ("torch", False)
+
+
+def torch_backend() -> AttentionBackend[Any]:
+    return choose_backend("torch", Setting(CPU, torch.float32, head_dim=64, block_size=16))[0]
+
+
+@pytest.mark.parametrize("backend", [RAYLM, torch_backend()], ids=["raylm", "torch"])
+@LENGTHS
+def test_a_step_is_planned_once_for_layers_of_all_scores(
+    backend: AttentionBackend[Any], lengths: list[tuple[int, int]]
+) -> None:
+    step = step_of(lengths)
+    planned = backend.plan(step)
+    for scores in (
+        Scores(scale=0.2),
+        Scores(scale=0.2, window=7),
+        Scores(scale=0.1, window=1, soft_cap=3.0),
+        Scores(scale=0.3, alibi_slopes=alibi_slopes(4), sinks=torch.randn(4)),
+        Scores(scale=0.2),
+    ):
+        q, cache = some_heads(step)
+        torch.testing.assert_close(backend.attend(q, cache, planned, scores), expected(q, cache, step, scores))
+
+
+def test_what_a_graph_may_hold_plans_nothing() -> None:
+    """A replayed graph sees what is in the step's tensors then, so a plan must not have read them."""
+    step = step_of([(1, 1)])
+    assert RAYLM.plan(step) is step and RAYLM.supports_graphs
+
+
+@LENGTHS
+def test_torch_reads_a_steps_lengths_when_it_plans(lengths: list[tuple[int, int]]) -> None:
+    """On a GPU each look at them waits for the device."""
+    backend, step = torch_backend(), step_of(lengths)
+    q, cache = some_heads(step)
+    planned = backend.plan(step)
+    found = expected(q, cache, step, Scores(scale=0.2, window=7))
+    step.query_start.zero_()
+    step.seq_lens.zero_()
+    torch.testing.assert_close(backend.attend(q, cache, planned, Scores(scale=0.2, window=7)), found)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,21 +37,33 @@ def load(folder: Path, attention: str) -> LLM:
     )
 
 
+def counted(function: Callable[..., Any], name: str, calls: Counter[str]) -> Callable[..., Any]:
+    def call(*given: object, **named: object) -> Any:
+        calls[name] += 1
+        return function(*given, **named)
+
+    return call
+
+
 @pytest.mark.parametrize("attention", ["raylm", "torch"])
 def test_each_backend_gives_transformers_tokens(attention: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if attention == "raylm" and "paged_attention" not in extension.load().ops.get("cpu", ()):
         pytest.skip(str(extension.load()))
-    calls = []
-    attend = fallback.paged_attention
-    monkeypatch.setattr(fallback, "paged_attention", lambda *given, **named: calls.append(1) or attend(*given, **named))
+    calls: Counter[str] = Counter()
+    for name in ("attention_lengths", "attend_paged"):
+        monkeypatch.setattr(fallback, name, counted(getattr(fallback, name), name, calls))
     llm = load(folder, attention)
     prompts = random_prompts(6, llm.info.vocab_size)
     reference = checkpoints.reference(folder)
     for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY, progress=False), strict=True):
         assert len(completion.outputs[0].token_ids) == 16
         assert_greedy(reference, prompt, completion.outputs[0].token_ids)
+    num_groups = len(llm.info.layout.windows)
     llm.close()
     assert bool(calls) == (attention == "torch")
+    # Once a step and group, not once a layer.
+    num_layers = reference.config.num_hidden_layers
+    assert calls["attention_lengths"] * num_layers == calls["attend_paged"] * num_groups and num_groups < num_layers
 
 
 def test_a_backend_of_another_device_is_refused(folder: Path) -> None:

@@ -27,6 +27,7 @@ PARAMS = {
 FEATURES = {
     "room": {"cache": {"num_blocks": 200}},
     "recompute": {},
+    "torch's attention": {"runtime": {"attention": "torch"}},
     "swap": {"cache": {"swap_gib": 0.1}},
     "prefixes, two plans": {"cache": {"prefix_caching": True}, "runtime": {"plans_in_flight": 2}},
     "swap, prefixes, two plans": {

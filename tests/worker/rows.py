@@ -12,6 +12,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.core.step import Copies, Drafts, NewBlocks, NewRow, RowSampling, Sampled, StepPlan
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.models.cache_spec import cache_specs
 from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
 from raylm.worker.cache_groups import CacheGroups
@@ -40,25 +41,20 @@ class Rig:
     ) -> None:
         source = locate(str(folder))
         arch = ArchConfig.from_source(source)
-        model = load_model(source, arch, ParallelContext.single(CPU), torch.float32, "auto", progress=False)
-        self.groups = CacheGroups.choose(arch, block_size=BLOCK, max_len=MAX_LEN)
+        context, dtype = ParallelContext.single(CPU), torch.float32
+        model = load_model(source, arch, context, dtype, "auto", progress=False)
+        specs = cache_specs(arch, context, block_size=BLOCK, dtype=dtype)
+        self.groups = CacheGroups.choose(specs, block_size=BLOCK, max_len=MAX_LEN)
         table = RequestTable(
             max_rows=4, max_model_len=MAX_LEN, block_size=BLOCK, num_groups=len(self.groups.layers), device=CPU
         )
-        self.store = KVStore(
-            group_size=self.groups.size,
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            block_shape=(BLOCK, arch.num_kv_heads, arch.head_dim),
-            dtype=torch.float32,
-            device=CPU,
-        )
+        self.store = KVStore(self.groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks, device=CPU)
         self.poison(list(range(num_blocks)))
         self.runner = ModelRunner(model, table, self.store, self.groups, capture=capture, num_drafts=num_drafts)
         self._steps = 0
 
     def poison(self, blocks: list[int]) -> None:
-        for cache in (cache for pair in self.store.pairs for cache in pair):
+        for cache in (cache for pair in self.store.layers for cache in pair):
             cache[blocks] = math.nan
 
     def step(

@@ -13,6 +13,8 @@ from raylm.core.step import CacheLayout
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.models.cache_spec import BlockPart, CacheSpec, cache_specs
+from raylm.parallel.context import ParallelContext
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
 from tests.support import checkpoints
@@ -29,6 +31,25 @@ def shaped(arch: ArchConfig, kinds: str, *, window: int = 512) -> ArchConfig:
     return dataclasses.replace(arch, layers=tuple(dataclasses.replace(layer, window=windows[kind]) for kind in kinds))
 
 
+def rank_of(*, tensor: int = 1) -> ParallelContext:
+    """The first of so many tensor ranks."""
+    return ParallelContext(0, 0, tensor, 0, 1, torch.device("cpu"))
+
+
+def groups_of(
+    arch: ArchConfig,
+    *,
+    block_size: int = 16,
+    max_len: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+    context: ParallelContext | None = None,
+) -> CacheGroups:
+    specs = cache_specs(arch, context or rank_of(), block_size=block_size, dtype=dtype)
+    return CacheGroups.choose(specs, block_size=block_size, max_len=max_len)
+
+
+LAYER_BYTES = 2 * 16 * 2 * 16 * 2
+"""Of one layer of the checkpoint in one block: keys and values of 16 tokens, 2 heads of 16 numbers of 2 bytes."""
 GEMMA_270M = "sssssf" * 3
 GEMMA_1B = "sssssf" * 4 + "ss"
 GEMMA_27B = "sssssf" * 10 + "ss"
@@ -51,38 +72,40 @@ GEMMA_27B = "sssssf" * 10 + "ss"
     ],
 )
 def test_groups_are_large_and_waste_little(gemma, kinds, size, num_full, num_sliding):
-    groups = CacheGroups.choose(shaped(gemma, kinds), block_size=16, max_len=8192)
-    assert groups.size == size
+    groups = groups_of(shaped(gemma, kinds), max_len=8192)
+    assert max(map(len, groups.layers)) == size
+    assert groups.block_bytes == size * LAYER_BYTES
     assert groups.layout == CacheLayout(16, [0] * num_full + [512] * num_sliding)
     assert sorted(layer for layers in groups.layers for layer in layers) == list(range(len(kinds)))
     for layers, window in zip(groups.layers, groups.layout.windows, strict=True):
         assert {kinds[layer] for layer in layers} == {"s" if window else "f"} and len(layers) <= size
-    for layer, group in enumerate(group for group, _ in groups.places()):
+    for layer, group in enumerate(groups.of_layers()):
         assert layer in groups.layers[group]
 
 
 @pytest.mark.parametrize(("max_len", "windows"), [(512, [0]), (513, [0, 512, 512, 512, 512, 512])])
 def test_a_window_that_no_request_outgrows_is_full_attention(gemma, max_len, windows):
-    groups = CacheGroups.choose(shaped(gemma, GEMMA_270M), block_size=16, max_len=max_len)
+    groups = groups_of(shaped(gemma, GEMMA_270M), max_len=max_len)
     assert groups.layout.windows == windows
 
 
 def test_memory_of_a_gemma_with_groups_and_without(gemma):
-    groups = CacheGroups.choose(shaped(gemma, GEMMA_270M), block_size=16, max_len=32768)
+    groups = groups_of(shaped(gemma, GEMMA_270M), max_len=32768)
+    size = groups.block_bytes // LAYER_BYTES
     one = CacheLayout(16, [0])
-    layers_of_blocks = groups.size * groups.layout.blocks_for(8192, chunk=512)
+    layers_of_blocks = size * groups.layout.blocks_for(8192, chunk=512)
     assert layers_of_blocks == 3 * (512 + 5 * 66)
     assert 18 * one.blocks_for(8192, chunk=512) == 18 * 512
     assert layers_of_blocks / (18 * 512) < 0.28
     # A step of more tokens needs more beside the window.
-    assert groups.size * groups.layout.blocks_for(8192, chunk=2048) / (18 * 512) < 0.44
+    assert size * groups.layout.blocks_for(8192, chunk=2048) / (18 * 512) < 0.44
     # With twice the tokens, the rest of the window's groups stays what it is.
-    more = groups.size * groups.layout.blocks_for(16384, chunk=512)
+    more = size * groups.layout.blocks_for(16384, chunk=512)
     assert more - layers_of_blocks == 3 * 512
 
 
 def test_the_longest_request_is_the_one_that_just_fits(gemma):
-    layout = CacheGroups.choose(shaped(gemma, GEMMA_270M), block_size=16, max_len=32768).layout
+    layout = groups_of(shaped(gemma, GEMMA_270M), max_len=32768).layout
     longest = layout.longest(842, chunk=512, limit=32768)
     assert longest == 8192
     assert layout.blocks_for(longest + 1, chunk=512) > 842
@@ -90,10 +113,63 @@ def test_the_longest_request_is_the_one_that_just_fits(gemma):
 
 
 def test_bytes_of_a_block(gemma):
-    assert (
-        memory.block_bytes(gemma, group_size=2, block_size=16, num_kv_heads=2, dtype=torch.bfloat16)
-        == 2 * 2 * 16 * 2 * 16 * 2
-    )
+    assert groups_of(shaped(gemma, "ff")).block_bytes == 2 * 2 * 16 * 2 * 16 * 2
+    assert groups_of(shaped(gemma, "ff"), dtype=torch.float32).block_bytes == 2 * 2 * 16 * 2 * 16 * 4
+    assert groups_of(shaped(gemma, "ff"), context=rank_of(tensor=2)).block_bytes == 2 * 2 * 16 * 1 * 16 * 2
+    # More ranks than heads: each has a copy.
+    assert groups_of(shaped(gemma, "ff"), context=rank_of(tensor=4)).block_bytes == 2 * 2 * 16 * 1 * 16 * 2
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2, which tensor parallelism over 3 ranks can"):
+        groups_of(gemma, context=rank_of(tensor=3))
+
+
+def test_a_layer_says_what_it_keeps(gemma):
+    full, sliding = cache_specs(shaped(gemma, "fs"), rank_of(tensor=2), block_size=16, dtype=torch.bfloat16)
+    assert (full.kind, full.window, sliding.kind, sliding.window) == ("full", 0, "sliding", 512)
+    assert full.parts == sliding.parts == (BlockPart((16, 1, 16), torch.bfloat16),) * 2
+    assert full.block_bytes == sliding.block_bytes == 2 * 16 * 1 * 16 * 2
+
+
+def test_a_stage_has_the_bytes_of_its_own_layers(gemma):
+    groups = groups_of(shaped(gemma, GEMMA_1B))
+    assert len(groups.layers) == 7 and groups.block_bytes == 4 * LAYER_BYTES
+    stages = [groups.of_stage(range(0, 10)), groups.of_stage(range(10, 24)), groups.of_stage(range(24, 26))]
+    for stage in stages:
+        assert stage.layout == groups.layout and stage.full_group == groups.full_group == 0
+        assert len(stage.layers) == 7
+    assert sorted(layer for stage in stages for group in stage.layers for layer in group) == list(range(26))
+    # The group with most of the stage's layers counts. The last stage's two slide both, and are of one group.
+    assert [stage.block_bytes for stage in stages] == [4 * LAYER_BYTES, 4 * LAYER_BYTES, 2 * LAYER_BYTES]
+    assert stages[2].of_layers() == [6, 6] and groups.of_layers()[24:] == [6, 6]
+
+
+def test_layers_that_draft_add_their_bytes_to_every_block(gemma):
+    groups = groups_of(shaped(gemma, GEMMA_270M))
+    draft = cache_specs(shaped(gemma, "sf"), rank_of(), block_size=16, dtype=torch.bfloat16)
+    with_drafts = groups._replace(drafts=draft)
+    assert with_drafts.block_bytes == groups.block_bytes + 2 * LAYER_BYTES
+    assert with_drafts.layout == groups.layout and with_drafts.layers == groups.layers
+    assert with_drafts.of_stage(range(6, 18)).block_bytes == groups.of_stage(range(6, 18)).block_bytes + 2 * LAYER_BYTES
+    others = CacheSpec.of_attention(window=0, block_size=16, num_kv_heads=3, head_dim=8, dtype=torch.bfloat16)
+    assert groups._replace(drafts=[others]).block_bytes == groups.block_bytes + 2 * 16 * 3 * 8 * 2
+
+
+def test_layers_of_other_parts_are_other_groups():
+    """As with caches of eight bits in some layers, or one tensor for keys and values."""
+    half = CacheSpec.of_attention(window=0, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    eight = CacheSpec.of_attention(window=0, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float8_e4m3fn)
+    scaled = CacheSpec(0, (*eight.parts, *[BlockPart((16, 2), torch.float32)] * 2))
+    latent = CacheSpec(0, (BlockPart((16, 576), torch.bfloat16),))
+    assert (half.block_bytes, eight.block_bytes, scaled.block_bytes, latent.block_bytes) == (2048, 1024, 1280, 18432)
+    alone = CacheGroups.choose([scaled] * 4, block_size=16, max_len=64)
+    assert alone.layers == [[0, 1, 2, 3]] and alone.block_bytes == 4 * 1280
+    mixed = CacheGroups.choose([half, scaled, half, scaled], block_size=16, max_len=64)
+    assert mixed.layers == [[0, 2], [1, 3]] and mixed.layout == CacheLayout(16, [0, 0])
+    # A block has the tensors of either group.
+    assert mixed.block_bytes == 2 * 2048 + 2 * 1280
+    # A window that is outgrown by nothing is no difference.
+    sliding = dataclasses.replace(latent, window=64)
+    assert CacheGroups.choose([latent, sliding], block_size=16, max_len=64).layers == [[0, 1]]
+    assert CacheGroups.choose([sliding, latent], block_size=16, max_len=65).layout == CacheLayout(16, [0, 64])
 
 
 def test_a_swap_pool_of_less_than_a_block_is_refused():
@@ -125,5 +201,5 @@ def test_what_the_cache_holds_in_words():
 
 def test_a_model_of_one_kind_has_one_group(tmp_path: Path):
     arch = ArchConfig.from_source(locate(str(checkpoints.mistral(tmp_path))))
-    assert CacheGroups.choose(arch, block_size=4, max_len=64).layout == CacheLayout(4, [8])
-    assert CacheGroups.choose(arch, block_size=4, max_len=8).layout == CacheLayout(4, [0])
+    assert groups_of(arch, block_size=4, max_len=64).layout == CacheLayout(4, [8])
+    assert groups_of(arch, block_size=4, max_len=8).layout == CacheLayout(4, [0])

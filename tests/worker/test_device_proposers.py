@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from raylm.layers.attention import AttentionMetadata, LayerInput
+from raylm.layers.attention import AttentionMetadata, KVCache, LayerInput
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.arch_eagle3 import read_eagle3_arch
+from raylm.models.cache_spec import cache_specs
 from raylm.models.check import with_mtp
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import load_eagle3
@@ -34,7 +34,6 @@ from raylm.worker.proposers import (
     DraftModelProposer,
     Eagle3Proposer,
     MtpProposer,
-    layer_shape,
 )
 from raylm.worker.transfer import Uploader
 from tests.support import checkpoints, draft_references
@@ -54,10 +53,12 @@ def load(folder: Path, context: ParallelContext, *, mtp: bool = False) -> Decode
     return load_model(source, arch, context, torch.float32, "auto", progress=False)
 
 
-def cache(num_layers: int, num_kv_heads: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Layers whose block 0 is for padding; what no step has written is NaN."""
-    shape = (1 + NUM_ROWS * COLUMNS, BLOCK, num_kv_heads, head_dim)
-    pairs = [(torch.full(shape, math.nan), torch.full(shape, math.nan)) for _ in range(num_layers)]
+def cache(arch: ArchConfig, context: ParallelContext) -> list[KVCache]:
+    """Of each layer; block 0 is for padding, and what no step has written is NaN."""
+    specs = cache_specs(arch, context, block_size=BLOCK, dtype=torch.float32)
+    pairs = [
+        tuple(torch.full((1 + NUM_ROWS * COLUMNS, *part.shape), math.nan) for part in spec.parts) for spec in specs
+    ]
     for pair in pairs:
         for part in pair:
             part[0] = 0
@@ -86,7 +87,7 @@ class Rig:
         self.num_captured = self.num_postponed = 0
         self.given: dict[int, list[int]] = {}
         """Rows of the next step whose drafts are made by somebody else."""
-        self._caches = cache(*layer_shape(arch, arch.num_layers, model.context))
+        self._caches = cache(arch, model.context)
         self._free = list(range(1, 1 + NUM_ROWS * COLUMNS))
         random.Random(1).shuffle(self._free)
 
@@ -186,7 +187,7 @@ def draft_model(folder: Path) -> Made:
 
     def rig_of(context: ParallelContext, **how: Any) -> Rig:
         rig, model = Rig(load(target, context)), load(small, context)
-        caches = cache(*layer_shape(model.arch, 2, context))
+        caches = cache(model.arch, context)
         return rig.use(
             DraftModelProposer(model, rig.rows, caches, group=0, target_vocab_size=checkpoints.VOCAB_SIZE), **how
         )
@@ -210,7 +211,7 @@ def eagle3(folder: Path, **changes: object) -> Made:
         spec = read_eagle3_arch(locate(str(path)), rig.model.arch)
         head = load_eagle3(locate(str(path)), spec, rig.model, progress=False)
         taps = HiddenTaps(rig.model, spec.target_layers, max_tokens=2 * MAX_TOKENS)
-        caches = cache(*layer_shape(spec.arch, 1, context))
+        caches = cache(spec.arch, context)
         return rig.use(Eagle3Proposer(head, rig.rows, caches, taps, group=0, dtype=torch.float32), **how)
 
     return Made(rig_of, draft_references.Eagle3(path, target).drafts)
@@ -229,7 +230,7 @@ def mtp(folder: Path) -> Made:
         rig = Rig(load(path, context, mtp=True))
         model = rig.model
         taps = HiddenTaps(model, [model.arch.num_layers], max_tokens=2 * MAX_TOKENS)
-        return rig.use(MtpProposer(model, rig.rows, cache(*layer_shape(model.arch, 1, context)), taps, group=0), **how)
+        return rig.use(MtpProposer(model, rig.rows, cache(model.arch, context)[-1:], taps, group=0), **how)
 
     return Made(rig_of, draft_references.Mtp(path).drafts)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from raylm.core.step import Copies
+from raylm.models.cache_spec import BlockPart, CacheSpec
 from raylm.worker import kv_store
-from raylm.worker.kv_store import KVStore, LayerShape
+from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.kv_store import KVStore
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -19,17 +21,18 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def attention(num_kv_heads: int, head_dim: int) -> CacheSpec:
+    return CacheSpec.of_attention(
+        window=0, block_size=4, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16
+    )
+
+
 def make_store(*, num_blocks: int, num_host_blocks: int, device: str = "cpu") -> KVStore:
     """Every element of block b, key or value of layer i, is 8 * b + 2 * i (+ 1 for values)."""
-    store = KVStore(
-        group_size=3,
-        num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
-        block_shape=(4, 2, 8),
-        dtype=torch.bfloat16,
-        device=torch.device(device),
-    )
-    for layer, pair in enumerate(store.pairs):
+    groups = CacheGroups.choose([attention(2, 8)] * 3, block_size=4, max_len=64)
+    store = KVStore(groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks, device=torch.device(device))
+    assert len(store.layers) == 3 and not store.drafts
+    for layer, pair in enumerate(store.layers):
         for part, cache in enumerate(pair):
             assert cache.shape == (num_blocks, 4, 2, 8)
             for block in range(num_blocks):
@@ -44,8 +47,8 @@ def contents(block: int, layer: int, part: int) -> int:
 def blocks_in(store: KVStore) -> list[int]:
     """Which block's contents each block has."""
     found = []
-    for place in range(store.pairs[0][0].shape[0]):
-        values = [cache[place].unique().tolist() for pair in store.pairs for cache in pair]
+    for place in range(store.layers[0][0].shape[0]):
+        values = [cache[place].unique().tolist() for pair in store.layers for cache in pair]
         block = int(values[0][0]) // 8
         assert values == [[contents(block, layer, part)] for layer in range(3) for part in range(2)]
         found.append(block)
@@ -76,7 +79,7 @@ def test_any_blocks_come_back_from_any_host_blocks(monkeypatch: pytest.MonkeyPat
         count = generator.randint(1, 9)
         out = list(zip(generator.sample(range(1, 12), count), generator.sample(range(9), count), strict=True))
         store.copy(Copies(out, [], []))
-        for pair in store.pairs:
+        for pair in store.layers:
             for cache in pair:
                 cache[1:] = torch.nan
         back = list(zip([host for _, host in out], generator.sample(range(1, 12), count), strict=True))
@@ -84,7 +87,7 @@ def test_any_blocks_come_back_from_any_host_blocks(monkeypatch: pytest.MonkeyPat
         store.copy(Copies([], [], back))
         came_from = {host: block for block, host in out}
         for host, place in back:
-            for layer, pair in enumerate(store.pairs):
+            for layer, pair in enumerate(store.layers):
                 for part, cache in enumerate(pair):
                     assert cache[place].unique().tolist() == [contents(came_from[host], layer, part)]
 
@@ -104,20 +107,34 @@ def test_runs_cover_every_place_once() -> None:
     assert list(kv_store._runs([4, 5, 6, 9, 8, 7, 8])) == [(0, 4, 3), (3, 9, 1), (4, 8, 1), (5, 7, 2)]
 
 
-def test_layers_that_draft_are_copied_with_the_blocks(device: str) -> None:
-    store = KVStore(
-        group_size=1,
-        num_blocks=4,
-        num_host_blocks=1,
-        block_shape=(4, 2, 8),
-        dtype=torch.bfloat16,
-        device=torch.device(device),
-        draft=LayerShape(num_layers=2, num_kv_heads=1, head_dim=16),
-    )
+@pytest.mark.parametrize("draft", [attention(1, 16), attention(2, 8)], ids=["other heads", "equal heads"])
+def test_layers_that_draft_are_copied_with_the_blocks(draft: CacheSpec, device: str) -> None:
+    groups = CacheGroups.choose([attention(2, 8)], block_size=4, max_len=64)._replace(drafts=[draft] * 2)
+    store = KVStore(groups, num_blocks=4, num_host_blocks=1, device=torch.device(device))
     assert store.block_bytes == (2 * 1 * 2 * 8 + 2 * 2 * 1 * 16) * 4 * 2
-    assert LayerShape(2, 1, 16).bytes_per_token(torch.bfloat16) == 2 * 2 * 1 * 16 * 2
-    tensors = [cache for pair in (*store.pairs, *store.draft_pairs) for cache in pair]
-    assert [cache.shape for cache in tensors] == [(4, 4, 2, 8)] * 2 + [(4, 4, 1, 16)] * 4
+    assert 2 * draft.block_bytes == 2 * 2 * 1 * 16 * 4 * 2
+    tensors = [cache for pair in (*store.layers, *store.drafts) for cache in pair]
+    assert [cache.shape for cache in tensors] == [(4, 4, 2, 8)] * 2 + [(4, *draft.parts[0].shape)] * 4
+    copied_and_whole(store, tensors)
+
+
+def test_blocks_of_any_parts_are_copied_whole(device: str) -> None:
+    """Numbers of eight bits with their scales, one tensor a layer, a part without tokens: each layer has its own."""
+    eight = BlockPart((4, 2, 8), torch.int8), BlockPart((4, 2), torch.float32)
+    latent, state = BlockPart((4, 24), torch.bfloat16), BlockPart((3, 16), torch.float32)
+    specs = [CacheSpec(0, (*eight, *eight)), CacheSpec(0, (latent,)), CacheSpec(0, (state,)), CacheSpec(0, (latent,))]
+    groups = CacheGroups.choose(specs, block_size=4, max_len=64)
+    assert sorted(groups.layers) == [[0], [1], [2], [3]]
+    store = KVStore(groups, num_blocks=4, num_host_blocks=1, device=torch.device(device))
+    assert [tuple(map(len, (cache, cache[0]))) for cache in (*store.layers[0], *store.layers[1])] == [(4, 4)] * 5
+    # Groups share what they have in common: a block is of one of them at a time.
+    assert store.layers[1][0].data_ptr() == store.layers[3][0].data_ptr()
+    assert store.block_bytes == groups.block_bytes == 2 * (4 * 2 * 8 + 4 * 2 * 4) + 4 * 24 * 2 + 3 * 16 * 4
+    copied_and_whole(store, [cache for caches in store.layers[:3] for cache in caches])
+
+
+def copied_and_whole(store: KVStore, tensors: list[torch.Tensor]) -> None:
+    """All copies that there are carry all tensors, each of which is memory of its own."""
     for place, cache in enumerate(tensors):
         for block in range(4):
             cache[block] = 10 * block + place

@@ -121,7 +121,7 @@ def test_a_preempted_row_goes_on_from_the_swap_pool(llama: Reference) -> None:
 
 def test_a_plan_may_only_copy(llama: Reference) -> None:
     rig = Rig(llama.folder, num_host_blocks=1)
-    key = rig.store.pairs[0][0]
+    key = rig.store.layers[0][0]
     key[3] = 1.5
     assert rig.step({}, copies=Copies([(3, 0)], [], [])).token_ids == []
     rig.poison([3])

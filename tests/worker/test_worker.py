@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -18,10 +19,12 @@ from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
 from raylm.grammar.compiled import CompiledGrammars
-from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.layers.attention_backends import RAYLM
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.models.cache_spec import CacheSpec
 from raylm.ops import extension
+from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import KVStore
 from raylm.worker.loading import captures_graphs, choose_attention
 from raylm.worker.worker import Worker
@@ -119,7 +122,7 @@ def test_a_cache_too_small_for_any_request_is_refused(folder: Path) -> None:
 
 
 def test_graphs_need_a_gpu_and_a_backend_that_supports_them() -> None:
-    other = AttentionBackend("other", RAYLM.attend, supports_graphs=False)
+    other = dataclasses.replace(RAYLM, name="other", supports_graphs=False)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert captures_graphs(RuntimeConfig(), cuda, RAYLM)
     assert not captures_graphs(RuntimeConfig(), cuda, other)
@@ -145,13 +148,10 @@ def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(
 
 def test_block_0_holds_numbers_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, torch.nan, **options))
-    store = KVStore(
-        group_size=2,
-        num_blocks=3,
-        num_host_blocks=0,
-        block_shape=(4, 1, 2),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    for cache in (cache for pair in store.pairs for cache in pair):
+    spec = CacheSpec.of_attention(window=0, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32)
+    groups = CacheGroups.choose([spec, spec], block_size=4, max_len=64)
+    store = KVStore(groups, num_blocks=3, num_host_blocks=0, device=torch.device("cpu"))
+    caches = [cache for pair in store.layers for cache in pair]
+    assert len(caches) == 4
+    for cache in caches:
         assert (cache[0] == 0).all() and cache[1:].isnan().all()
