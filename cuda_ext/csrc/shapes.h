@@ -60,11 +60,18 @@ inline void check_gated(const char* op, const Tensor& x) {
   if (x.size(1) % 2 != 0) fail(op, "x has ", x.size(1), " columns, must be an even number: two halves");
 }
 
-inline void check_linear(const char* op, const Tensor& x, const Tensor& weight, const Tensor* bias) {
+// With `narrow`, x of float32 may meet a weight of 16 bits.
+inline void check_linear(const char* op, const Tensor& x, const Tensor& weight, const Tensor* bias,
+                         bool narrow = false) {
   Arg(op, "x", x).floating().last_contiguous();
   if (x.dim() < 1) fail(op, "x must have at least one dimension");
   const int64_t size = x.size(x.dim() - 1);
-  Arg(op, "weight", weight).dtype({x.scalar_type()}).dim(2).size(1, size, "the last dimension of x").last_contiguous();
+  Arg(op, "weight", weight).dim(2).size(1, size, "the last dimension of x").last_contiguous();
+  if (narrow && x.scalar_type() == ScalarType::Float) {
+    Arg(op, "weight", weight).floating();
+  } else {
+    Arg(op, "weight", weight).dtype({x.scalar_type()});
+  }
   if (!bias) return;
   Arg(op, "bias", *bias).dtype({x.scalar_type()}).dim(1).size(0, weight.size(0), "the rows of weight").contiguous();
 }

@@ -189,7 +189,10 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, frozen: bool = False) -> Tensor:
-    """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N].
+    """x [T, K] times the transpose of weight [N, K], plus bias [N]; returns [T, N] in x's dtype.
+
+    On a CPU, x of float32 may meet a weight of 16 bits, which is read as it is and multiplied in float32; else the
+    dtypes are equal.
 
     With `frozen` a CUDA kernel may read weight and bias while the kernel ahead of it on the stream still runs, where
     that lets it begin: raylm's kernels do, torch's do not. So if one of raylm's operators writes them, one of torch's

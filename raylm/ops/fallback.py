@@ -171,7 +171,7 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: bool = False) -> Tensor:
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight.to(x.dtype), bias)
 
 
 def linear_rows(weight: Tensor) -> int:

@@ -24,6 +24,20 @@ def test_matches_reference(op, device, dtype, bias, out_size, rows, in_size):
     close(op("linear")(x, weight, b), expected, scale=in_size**0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "in_size"), [(0, 64), (1, 576), (5, 100), (150, 33)])
+def test_weights_of_16_bits_for_float32(rows, in_size, dtype, op, device):
+    if device != "cpu":
+        pytest.skip("on a CPU alone")
+    x, weight, bias = _random(rows, in_size), _random(30, in_size).to(dtype), _random(30)
+    exact = x.double() @ weight.double().t() + bias.double()
+    out = op("linear")(x, weight, bias)
+    assert out.dtype == torch.float32
+    close(out, exact, scale=in_size**0.5)
+    gated = ops.gated_linear(x, weight, "silu", bias)
+    close(gated, torch.nn.functional.silu(exact[:, :15]) * exact[:, 15:], scale=in_size**0.5)
+
+
 def test_strided_rows_and_leading_dimensions(op, device):
     x, weight = _random(6, 200)[:, 40:104].to(device), _random(40, 80)[:, 8:72].to(device)
     close(op("linear")(x, weight, None), x.double() @ weight.double().t(), scale=8)
@@ -169,7 +183,7 @@ def test_bad_arguments_are_named(needs_extension):
     x, weight = _random(3, 16), _random(8, 16)
     with pytest.raises(RuntimeError, match="linear: weight has size 15 in dimension 1, must have 16"):
         ops.linear(x, _random(8, 15))
-    with pytest.raises(RuntimeError, match="linear: weight is float16, must be float32"):
-        ops.linear(x, weight.half())
+    with pytest.raises(RuntimeError, match="linear: weight is float32, must be float16"):
+        ops.linear(x.half(), weight)
     with pytest.raises(RuntimeError, match="linear: bias has size 7 in dimension 0, must have 8"):
         ops.linear(x, weight, _random(7))

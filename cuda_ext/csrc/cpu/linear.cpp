@@ -14,14 +14,14 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 }
 
 void check(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr);
+  check_linear("linear", x, weight, bias.has_value() ? &*bias : nullptr, /*narrow=*/true);
   Arg("linear", "x", x).on_cpu();
   Arg("linear", "weight", weight).on_cpu();
   if (bias.has_value()) Arg("linear", "bias", *bias).on_cpu();
 }
 
-// float32 has a kernel of its own; the other types go to torch, whose library has instructions for them. That weights are
-// frozen makes no difference here: nothing else runs.
+// x of float32 has a kernel of its own, for weights of every type; other x go to torch, whose library has instructions for
+// them. That weights are frozen makes no difference here: nothing else runs.
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool /*frozen*/) {
   check(x, weight, bias);
   const int64_t in_size = weight.size(1), out_size = weight.size(0);
@@ -33,7 +33,8 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool /*frozen
   LinearArgs args{};
   args.x = x.const_data_ptr<float>();
   args.x_stride = x.dim() == 2 ? x.stride(0) : in_size;
-  args.weight = weight.const_data_ptr<float>();
+  args.dtype = dtype_of(weight);
+  args.weight = weight.const_data_ptr();
   args.weight_stride = weight.stride(0);
   args.bias = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
   args.out = out.mutable_data_ptr<float>();

@@ -50,9 +50,10 @@ struct GatedArgs {
 };
 
 struct LinearArgs {
+  DType dtype;  // of the weight
   const float* x;
   int64_t x_stride;
-  const float* weight;
+  const void* weight;
   int64_t weight_stride;
   const float* bias;  // may be null
   float* out;         // contiguous rows

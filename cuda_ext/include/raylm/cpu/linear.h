@@ -12,20 +12,21 @@ constexpr int64_t kChunkRows = 128;        // rows of x at most
 constexpr int64_t kBlocksAhead = 2;        // distance at which weights are asked for, in blocks of four rows
 
 // Four columns times rows first.. of x, into `out` (kLinearColumns floats a row).
+template <typename W>
 RAYLM_INLINE void linear_block(const LinearArgs& a, int64_t column, int64_t first, int64_t rows, float* out) {
-  const float* w[4];
+  const W* w[4];
   for (int64_t n = 0; n < 4; ++n) {
     const int64_t c = column + n < a.out_size ? column + n : a.out_size - 1;
-    w[n] = a.weight + c * a.weight_stride;
+    w[n] = static_cast<const W*>(a.weight) + c * a.weight_stride;
   }
   // While the tiles compute, they ask for the weights of the block after next, each for its share, so that memory and
   // arithmetic overlap. (Past the last weight this asks for lines that nobody needs, which is allowed.)
-  const float* next = w[0] + kBlocksAhead * 4 * a.weight_stride;
+  const W* next = w[0] + kBlocksAhead * 4 * a.weight_stride;
   const int64_t tiles = num_tiles(rows);
   const int64_t per_tile = tiles >= 4 ? 1 : tiles >= 2 ? 2 : 4;
   for_each_tile(rows, [&]<int Rows>(int64_t tile, int64_t row) __attribute__((always_inline)) {
     Vec sums[Rows];
-    Ahead<float> ahead{next + tile * per_tile * a.weight_stride, a.weight_stride, 0};
+    Ahead<W> ahead{next + tile * per_tile * a.weight_stride, a.weight_stride, 0};
     if (tile * per_tile < 4) ahead.count = static_cast<int>(per_tile);
     dot_tile<Rows>(a.x + (first + row) * a.x_stride, a.x_stride, w, a.in_size, ahead, sums);
 #pragma GCC unroll 8
@@ -33,6 +34,7 @@ RAYLM_INLINE void linear_block(const LinearArgs& a, int64_t column, int64_t firs
   });
 }
 
+template <typename W>
 inline void linear(const LinearArgs& a, int64_t begin, int64_t end) {
   // Rows of y are often a multiple of 4 KiB apart, which is one set of the cache: results are gathered here, and each
   // line of y is written once and whole.
@@ -44,7 +46,7 @@ inline void linear(const LinearArgs& a, int64_t begin, int64_t end) {
     for (int64_t column = begin; column < end; column += kLinearColumns) {
       const int64_t columns = end - column < kLinearColumns ? end - column : kLinearColumns;
       for (int64_t n = 0; n < columns; n += 4) {
-        linear_block(a, column + n, first, rows, results + n);
+        linear_block<W>(a, column + n, first, rows, results + n);
       }
       for (int64_t m = 0; m < rows; ++m) {
         float* out = a.out + (first + m) * a.out_size + column;
