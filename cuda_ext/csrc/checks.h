@@ -34,6 +34,7 @@ inline const char* dtype_name(ScalarType dtype) {
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
     default: return "another dtype";
   }
 }

@@ -212,3 +212,34 @@ def test_a_number_that_is_no_type_is_refused():
         ops.decode_blocks(torch.zeros(1, 18, dtype=torch.uint8), 99)
     with pytest.raises((ValueError, RuntimeError), match="blocks has rows of 19 bytes, must be a multiple of the 18"):
         ops.decode_blocks(torch.zeros(1, 19, dtype=torch.uint8), Kind.Q4_0)
+
+
+def test_bad_arguments_are_named(needs_block_kernels):
+    x, blocks, kind = exact_rows(3, 512), random_blocks(Kind.Q4_K, 8, 2), int(Kind.Q4_K)
+    other = random_blocks(Kind.Q4_K, 8, 4)[:, ::2]
+    linear, both = torch.ops.raylm.block_linear.default, torch.ops.raylm.block_gated_linear.default
+    for match, arguments in (
+        (r"blocks\[0\] has size 288 in dimension 1, must have 432", (_random(3, 768), [blocks], [kind], None)),
+        ("dimension of x is 500, must be a multiple of the 256 values of a Q4_K", (x[:, :500], [blocks], [kind], None)),
+        ("block_linear: kind 35 has no kernel", (x, [blocks], [35], None)),
+        ("block_linear: kinds has 2 numbers for 1 tensors", (x, [blocks], [kind, kind], None)),
+        ("block_linear: blocks has no tensors", (x, [], [], None)),
+        (r"blocks\[1\] is another dtype, must be uint8", (x, [blocks, blocks.char()], [kind, kind], None)),
+        (r"block_linear: blocks\[0\] has stride 2 in its last dimension", (x, [other], [kind], None)),
+        ("block_linear: bias has size 7 in dimension 0, must have 8", (x, [blocks], [kind], _random(7))),
+        ("block_linear: bias is float16, must be float32", (x, [blocks], [kind], _random(8).half())),
+        ("block_linear: x is float64, must be float32", (x.double(), [blocks], [kind], None)),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=match):
+            linear(*arguments)
+    with pytest.raises(RuntimeError, match="block_gated_linear: blocks has 1 tensors, must have 2: gate and up"):
+        both(x, [blocks], [kind], None, False)
+    with pytest.raises(RuntimeError, match=r"block_gated_linear: blocks\[1\] has size 7 in dimension 0, must have 8"):
+        both(x, [blocks, blocks[:7]], [kind, kind], None, False)
+    with pytest.raises(RuntimeError, match="decode_blocks: kind 35 has no kernel; block_kernels says which have one"):
+        torch.ops.raylm.decode_blocks(blocks, 35)
+
+
+def test_which_kinds_have_kernels(needs_block_kernels):
+    like = torch.empty(0)
+    assert [kind for kind in Kind if ops.block_kernels(like, kind)] == sorted(KINDS)

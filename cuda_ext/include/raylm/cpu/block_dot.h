@@ -92,46 +92,54 @@ RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t strid
 }
 #endif
 
-// results[m] += row m of x times the tile's rows, for M rows and `quarters` times kQuantised values. The order of
-// additions is the same for every M, so that a row's result does not depend on the rows beside it.
+// What the products need of M rows of x from a value on that a block of kQuantised begins with.
+struct RowsOfX {
+  const int8_t* codes;
+  const float* scales;
+  int64_t codes_stride, scales_stride;
+
+  RAYLM_INLINE RowsOfX(const QuantisedRows& x, int64_t row, int64_t block)
+      : codes(x.codes + row * x.size + block * kQuantised), scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
+        codes_stride(x.size), scales_stride(x.size / kQuantised * 4) {}
+};
+
+// sums[m] += row m of x times the rows of a tile, for M rows and `count` times kQuantised values. The order of additions
+// is the same for every M, so that a row's result does not depend on the rows beside it.
 template <typename C, int M>
-RAYLM_INLINE void dot_tile_rows(const Tile& tile, int count, const QuantisedRows& x, int64_t row, int64_t first,
-                                float* results, int64_t results_stride) {
+RAYLM_INLINE void add_blocks(const TileBlock& tile, int count, RowsOfX x, Vec sums[M]) {
   constexpr int kParts = kQuantised / C::kPart, kWords = C::kPart / 4;
-  const int64_t scales_stride = x.size / kQuantised * 4;
-  const int8_t* codes = x.codes + row * x.size + first * kQuantised;
-  const float* scales = x.scales + row * scales_stride + first * 4;
-  Vec sums[M];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) sums[m] = load(results + m * results_stride);
-  for (int b = 0; b < count; ++b, codes += kQuantised, scales += 4) {
+  for (int b = 0; b < count; ++b, x.codes += kQuantised, x.scales += 4) {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       const int s = b * kParts + part;
       VecI dot[M] = {};
-      add_products<C, kWords, M>(tile.codes + s * kWords, codes + part * C::kPart, x.size, dot);
-      const Vec scale = tile.scale[s], min = tile.min[s];
+      add_products<C, kWords, M>(tile.codes + s * kWords, x.codes + part * C::kPart, x.codes_stride, dot);
+      const Vec scale = tile.scale[s];
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const float* of_row = scales + m * scales_stride;
+        const float* of_row = x.scales + m * x.scales_stride;
         Vec product = __builtin_convertvector(dot[m], Vec) * (scale * of_row[0]);
-        if constexpr (!C::kSigned) product += min * of_row[kParts == 1 ? 1 : 2 + part];
+        if constexpr (!C::kSigned) product += tile.min[s] * of_row[kParts == 1 ? 1 : 2 + part];
         sums[m] += product;
       }
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) store(results + m * results_stride, sums[m]);
 }
 
-// The same for any number of rows, and for the tiles of kLinearColumns rows of a weight. All kinds whose codes are alike
-// share this function.
+// results += rows of x times the tiles of kLinearColumns rows of a weight. All kinds whose codes are alike share this
+// function.
 template <typename C>
-__attribute__((noinline)) void dot_tiles(const Tile* tiles, int count, const QuantisedRows& x, int64_t row,
+__attribute__((noinline)) void dot_tiles(Tile* tiles, int count, const QuantisedRows& x, int64_t row,
                                          int64_t rows, int64_t first, float* results) {
   const auto dot = [&]<int M>(int64_t m) __attribute__((always_inline)) {
     for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
-      dot_tile_rows<C, M>(tiles[n], count, x, row + m, first, results + m * kLinearColumns + n * kWidth, kLinearColumns);
+      float* to = results + m * kLinearColumns + n * kWidth;
+      Vec sums[M];
+#pragma GCC unroll 8
+      for (int i = 0; i < M; ++i) sums[i] = load(to + i * kLinearColumns);
+      add_blocks<C, M>(tiles[n].begin(), count, RowsOfX(x, row + m, first), sums);
+#pragma GCC unroll 8
+      for (int i = 0; i < M; ++i) store(to + i * kLinearColumns, sums[i]);
     }
   };
   int64_t m = 0;
@@ -143,6 +151,23 @@ __attribute__((noinline)) void dot_tiles(const Tile* tiles, int count, const Qua
     case 3: dot.template operator()<3>(m); break;
 #endif
   }
+}
+
+// The same for one row of x and `count` blocks of kWidth rows of a weight: what is decoded stays in registers where it
+// fits.
+template <typename Kind>
+RAYLM_INLINE void dot_row(const uint8_t* const* lines, int64_t first, int count, const QuantisedRows& x, int64_t row,
+                          float* results) {
+  using C = typename Reader<Kind>::Like;
+  constexpr int kPerBlock = Kind::kValues / kQuantised;
+  Vec sums[1] = {load(results)};
+  for (int64_t b = first; b < first + count; ++b) {
+    VecU codes[Kind::kValues / 4];
+    Vec scale[Kind::kValues / C::kPart], min[Kind::kValues / C::kPart];
+    Reader<Kind>::decode({lines, b * Kind::kBytes}, {codes, scale, min});
+    add_blocks<C, 1>({codes, scale, min}, kPerBlock, RowsOfX(x, row, b * kPerBlock), sums);
+  }
+  store(results, sums[0]);
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
 template <typename Kind>
 __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
                           float* results) {
-  constexpr int64_t kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
+  constexpr int kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
   const int64_t blocks = a.x.size / Kind::kValues, stride = a.blocks_stride[weight];
   const int64_t num_tiles = (blocks + kInTile - 1) / kInTile;
   std::memset(results, 0, rows * kLinearColumns * sizeof(float));
@@ -66,12 +66,16 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
   }
   Tile tiles[kLinearColumns / kWidth];
   for (int64_t t = 0, first = 0; t < num_tiles; ++t) {
-    const int64_t count = (blocks - first + num_tiles - t - 1) / (num_tiles - t);
+    const int count = static_cast<int>((blocks - first + num_tiles - t - 1) / (num_tiles - t));
     for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
-      decode_tile<Kind>(lines + n * kWidth, first, static_cast<int>(count), kLinearColumns * stride, tiles[n]);
+      const uint8_t* const* of_tile = lines + n * kWidth;
+      prefetch_blocks<Kind>(of_tile, first, count, kLinearColumns * stride);
+      if (rows == 1) dot_row<Kind>(of_tile, first, count, a.x, row, results + n * kWidth);
+      else decode_tile<Kind>(of_tile, first, count, tiles[n]);
     }
-    dot_tiles<typename Reader<Kind>::Like>(tiles, static_cast<int>(count * kPerBlock), a.x, row, rows, first * kPerBlock,
-                                           results);
+    if (rows > 1) {
+      dot_tiles<typename Reader<Kind>::Like>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
+    }
     first += count;
   }
 }

@@ -15,21 +15,28 @@ namespace {
 
 constexpr int kTileValues = 512;  // of each row, at most
 
-// Weight = code * scale + min, for parts of Part values. Codes are bytes from 0 to kMost, or signed ones.
-struct Tile {
-  alignas(64) VecU codes[kTileValues / 4];
-  Vec scale[kTileValues / 16];
-  Vec min[kTileValues / 16];
-};
-
-// Where the values of one block go.
+// Weight = code * scale + min, for parts of the values. Codes are bytes.
 struct TileBlock {
   VecU* codes;
   Vec* scale;
   Vec* min;
 };
 
-using Rows = const uint8_t* const*;  // one pointer for each of kWidth rows
+struct Tile {
+  alignas(64) VecU codes[kTileValues / 4];
+  Vec scale[kTileValues / 16];
+  Vec min[kTileValues / 16];
+
+  RAYLM_INLINE TileBlock begin() { return {codes, scale, min}; }
+};
+
+// One block of each of kWidth rows. An offset for all costs less than kWidth pointers that move.
+struct Rows {
+  const uint8_t* const* lines;
+  int64_t offset;
+
+  RAYLM_INLINE const uint8_t* at(int row, int byte) const { return lines[row] + offset + byte; }
+};
 
 RAYLM_INLINE uint32_t load_u32(const void* p) {
   uint32_t value;
@@ -41,14 +48,14 @@ RAYLM_INLINE uint32_t load_u32(const void* p) {
 RAYLM_INLINE VecU words(Rows p, int offset) {
   VecU v;
 #if defined(__AVX512F__)
-  const auto at = [&](int r) { return static_cast<int>(load_u32(p[r] + offset)); };
+  const auto at = [&](int r) { return static_cast<int>(load_u32(p.at(r, offset))); };
   v = bit_cast<VecU>(_mm512_set_epi32(at(15), at(14), at(13), at(12), at(11), at(10), at(9), at(8), at(7), at(6), at(5),
                                       at(4), at(3), at(2), at(1), at(0)));
 #elif defined(__AVX2__)
-  const auto at = [&](int r) { return static_cast<int>(load_u32(p[r] + offset)); };
+  const auto at = [&](int r) { return static_cast<int>(load_u32(p.at(r, offset))); };
   v = bit_cast<VecU>(_mm256_set_epi32(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
 #else
-  for (int r = 0; r < kWidth; ++r) v[r] = load_u32(p[r] + offset);
+  for (int r = 0; r < kWidth; ++r) v[r] = load_u32(p.at(r, offset));
 #endif
   return v;
 }
@@ -57,7 +64,7 @@ RAYLM_INLINE VecU words(Rows p, int offset) {
 RAYLM_INLINE void words4(Rows p, int offset, VecU out[4]) {
 #if defined(__AVX2__)
   // Vector i has rows i, i + 4, ... in its parts of 128 bits; each part is then a matrix of 4 by 4 words to transpose.
-  const auto at = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p[r] + offset)); };
+  const auto at = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p.at(r, offset))); };
 #if defined(__AVX512F__)
   __m512i a[4];
   for (int i = 0; i < 4; ++i) {
@@ -106,16 +113,51 @@ constexpr uint32_t every_byte(uint32_t byte) { return byte * 0x01010101u; }
 
 // Bits 4 g to 4 g + 3 of every word, as the bits 4 of its bytes.
 RAYLM_INLINE VecU spread_bits(VecU v, int g) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The byte that has them, four times; then its bits, one for each.
+  const __m128i lanes = _mm_setr_epi32(0x00000000, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  const __m256i which = _mm256_broadcastsi128_si256(_mm_add_epi8(lanes, _mm_set1_epi8(static_cast<char>(g / 2))));
+  const __m256i mask = _mm256_set1_epi32(g % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
+  const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(bit_cast<__m256i>(v), which), mask);
+  return bit_cast<VecU>(_mm256_cmpeq_epi8(found, mask)) & every_byte(16);
+#endif
   const VecU bits = (v >> (4 * g)) & 15u;
   return (bits << 4 | bits << 11 | bits << 18 | bits << 25) & every_byte(16);
 }
 
+// The bits of every byte that `mask` has once they have moved from bit `from` to bit `to`.
+RAYLM_INLINE VecU move_bits(VecU v, int from, int to, uint32_t mask) {
+  return (from > to ? v >> (from - to) : v << (to - from)) & every_byte(mask);
+}
+
 RAYLM_INLINE Vec to_float(VecU small) { return __builtin_convertvector(bit_cast<VecI>(small), Vec); }
 
-RAYLM_INLINE Vec half_at(Rows p, int offset) { return half_to_float(words(p, offset) & 0xffffu); }
+struct Halves {
+  Vec low, high;
+};
+
+// The two float16 that each word is.
+RAYLM_INLINE Halves halves(VecU v) {
+#if defined(__AVX512F__)
+  const __m512i both = bit_cast<__m512i>(v);
+  return {bit_cast<Vec>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both))),
+          bit_cast<Vec>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))))};
+#elif defined(__AVX2__)
+  // Within each 128 bits the low halves first, then the high ones.
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13,
+                                         2, 3, 6, 7, 10, 11, 14, 15);
+  const __m256i apart = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bit_cast<__m256i>(v), order), 0xd8);
+  return {bit_cast<Vec>(_mm256_cvtph_ps(_mm256_castsi256_si128(apart))),
+          bit_cast<Vec>(_mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1)))};
+#else
+  return {half_to_float(v & 0xffffu), half_to_float(v >> 16)};
+#endif
+}
+
+RAYLM_INLINE Vec half_at(Rows p, int offset) { return halves(words(p, offset)).low; }
 
 // The float16 that the two last bytes of a block are.
-RAYLM_INLINE Vec half_before(Rows p, int end) { return half_to_float(words(p, end - 4) >> 16); }
+RAYLM_INLINE Vec half_before(Rows p, int end) { return halves(words(p, end - 4)).high; }
 
 RAYLM_INLINE Vec byte_to_float(VecU v, int byte) { return to_float((v >> (8 * byte)) & 255u); }
 
@@ -171,9 +213,9 @@ template <>
 struct Reader<Q4_1> : Codes<32, 15> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     nibbles(p, 4, to.codes, kAsTheyAre);
-    const VecU both = words(p, 0);
-    to.scale[0] = half_to_float(both & 0xffffu);
-    to.min[0] = half_to_float(both >> 16);
+    const Halves both = halves(words(p, 0));
+    to.scale[0] = both.low;
+    to.min[0] = both.high;
   }
 };
 
@@ -190,10 +232,11 @@ struct Reader<Q5_0> : Codes<32, 31> {
 template <>
 struct Reader<Q5_1> : Codes<32, 31> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
-    const VecU high = words(p, 4), both = words(p, 0);
+    const VecU high = words(p, 4);
     nibbles(p, 8, to.codes, [&](VecU v, int g) { return v | spread_bits(high, g); });
-    to.scale[0] = half_to_float(both & 0xffffu);
-    to.min[0] = half_to_float(both >> 16);
+    const Halves both = halves(words(p, 0));
+    to.scale[0] = both.low;
+    to.min[0] = both.high;
   }
 };
 
@@ -243,8 +286,8 @@ struct Reader<Q2_K> : Codes<16, 3> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     VecU parts[4];
     words4(p, 0, parts);
-    const VecU both = words(p, 80);
-    const Vec d = half_to_float(both & 0xffffu), min = half_to_float(both >> 16);
+    const Halves both = halves(words(p, 80));
+    const Vec d = both.low, min = both.high;
     for (int s = 0; s < 16; ++s) {
       to.scale[s] = d * to_float((parts[s / 4] >> (8 * (s % 4))) & 15u);
       to.min[s] = -min * to_float((parts[s / 4] >> (8 * (s % 4) + 4)) & 15u);
@@ -269,7 +312,7 @@ struct Reader<Q3_K> : Codes<16, 7> {
     words4(p, 16, masks + 4);
     for (int h = 0; h < 2; ++h) {
       pairs_of_bits(p, 32 + 32 * h, to.codes + 32 * h, [&](VecU v, int i) {
-        return v | ((masks[i % 8] >> (4 * h + i / 8)) & every_byte(1)) << 2;
+        return v | move_bits(masks[i % 8], 4 * h + i / 8, 2, 4);
       });
     }
   }
@@ -279,7 +322,8 @@ struct Reader<Q3_K> : Codes<16, 7> {
 RAYLM_INLINE void six_bits(Rows p, const TileBlock& to) {
   VecU head[4];
   words4(p, 0, head);
-  const Vec d = half_to_float(head[0] & 0xffffu), min = half_to_float(head[0] >> 16);
+  const Halves both = halves(head[0]);
+  const Vec d = both.low, min = both.high;
   const VecU upper = (head[1] >> 2) & every_byte(0x30), min_upper = (head[2] >> 2) & every_byte(0x30);
   const VecU scales[2] = {head[1] & every_byte(63), (head[3] & every_byte(15)) | upper};
   const VecU mins[2] = {head[2] & every_byte(63), ((head[3] >> 4) & every_byte(15)) | min_upper};
@@ -320,7 +364,7 @@ struct Reader<Q5_K> : Codes<32, 31> {
     words4(p, 32, high + 4);
     for (int j = 0; j < 4; ++j) {
       nibbles64(p, 48 + 32 * j, to.codes + 16 * j, [&](VecU v, int upper, int g) {
-        return v | ((high[g] >> (2 * j + upper)) & every_byte(1)) << 4;
+        return v | move_bits(high[g], 2 * j + upper, 4, 16);
       });
     }
   }
@@ -347,8 +391,8 @@ struct Reader<Q6_K> : Codes<16, 63> {
         words4(p, 64 * h + 32 * q, v);
         words4(p, 64 * h + 32 * q + 16, v + 4);
         for (int g = 0; g < 8; ++g) {
-          codes[g] = (v[g] & every_byte(15)) | ((high[g] >> (2 * q)) & every_byte(3)) << 4;
-          codes[16 + g] = ((v[g] >> 4) & every_byte(15)) | ((high[g] >> (2 * q + 4)) & every_byte(3)) << 4;
+          codes[g] = (v[g] & every_byte(15)) | move_bits(high[g], 2 * q, 4, 0x30);
+          codes[16 + g] = ((v[g] >> 4) & every_byte(15)) | move_bits(high[g], 2 * q + 4, 4, 0x30);
         }
       }
     }
@@ -359,7 +403,7 @@ template <>
 struct Reader<IQ4_XS> : Codes<32, 255> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     const VecU head = words(p, 0), low = words(p, 4), high = head >> 16;
-    const Vec d = half_to_float(head & 0xffffu);
+    const Vec d = halves(head).low;
     for (int s = 0; s < 8; ++s) {
       const VecU six = ((low >> (4 * s)) & 15u) | ((high >> (2 * s)) & 3u) << 4;
       VecU v[8];
@@ -369,19 +413,21 @@ struct Reader<IQ4_XS> : Codes<32, 255> {
   }
 };
 
-// Decodes `count` blocks of every row and asks for the bytes `ahead` of them.
+// Asks for `count` blocks of every row, `ahead` bytes behind those from `first` on.
 template <typename Kind>
-RAYLM_INLINE void decode_tile(Rows rows, int64_t first, int count, int64_t ahead, Tile& tile) {
-  using R = Reader<Kind>;
-  const uint8_t* p[kWidth];
+RAYLM_INLINE void prefetch_blocks(const uint8_t* const* lines, int64_t first, int count, int64_t ahead) {
   for (int r = 0; r < kWidth; ++r) {
-    p[r] = rows[r] + first * Kind::kBytes;
-    for (int64_t byte = 0; byte < count * Kind::kBytes; byte += 64) prefetch(p[r] + ahead + byte);
+    const uint8_t* next = lines[r] + first * Kind::kBytes + ahead;
+    for (int64_t byte = 0; byte < count * Kind::kBytes; byte += 64) prefetch(next + byte);
   }
-  constexpr int kParts = Kind::kValues / R::kPart;
+}
+
+template <typename Kind>
+RAYLM_INLINE void decode_tile(const uint8_t* const* lines, int64_t first, int count, Tile& tile) {
+  constexpr int kParts = Kind::kValues / Reader<Kind>::kPart;
   for (int b = 0; b < count; ++b) {
-    R::decode(p, {tile.codes + b * (Kind::kValues / 4), tile.scale + b * kParts, tile.min + b * kParts});
-    for (int r = 0; r < kWidth; ++r) p[r] += Kind::kBytes;
+    Reader<Kind>::decode({lines, (first + b) * Kind::kBytes},
+                         {tile.codes + b * (Kind::kValues / 4), tile.scale + b * kParts, tile.min + b * kParts});
   }
 }
 
