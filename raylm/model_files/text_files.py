@@ -8,6 +8,7 @@ TEXT_FILES = (
     "config.json",
     "generation_config.json",
     "params.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

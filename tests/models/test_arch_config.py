@@ -152,7 +152,10 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5; allowed: at most 1"),
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; allowed: a share of the 16 dimensions .* even"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'; allowed: none"),
+        (
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "config.json: quantization_config: quant_method is 'aqlm'; allowed: fp8, .*, or a .gguf file",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "large"}, "hidden_size is 'large'; allowed: a positive integer"),
         ({"num_attention_heads": True}, "num_attention_heads is True; allowed: a positive integer"),
