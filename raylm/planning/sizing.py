@@ -50,6 +50,8 @@ class Plan:
     """What a model takes and gives on tensor * pipeline GPUs. Bytes a GPU are those of the stage with most of them."""
 
     dtype: str
+    quantisation: str | None
+    """How the checkpoint stores its weights. They are decoded while they are loaded: all bytes here are of `dtype`."""
     tensor: int
     pipeline: int
     context: int
@@ -112,6 +114,7 @@ class Sizing:
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
         return Plan(
             dtype=dtype_name(self._dtype),
+            quantisation=str(self._arch.quantisation) if self._arch.quantisation is not None else None,
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -404,7 +405,7 @@ KINDS: dict[str, Kind] = {
 
 def is_linear(name: str, tensor: Tensor) -> bool:
     """Whether programs quantise it: matrices of attention, MLPs and experts."""
-    is_weight = tensor.ndim == 2 and name.endswith(".weight") and ".layers." in name
+    is_weight = tensor.ndim == 2 and name.endswith(".weight") and re.search(r"\.\d+\.", name) is not None
     return is_weight and not name.endswith((".gate.weight", "router.weight", "_gate.weight", "norm.weight"))
 
 
