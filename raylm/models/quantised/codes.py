@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Of the integers of an int32, lowest bits first: the columns that they are of."""
-_AWQ_COLUMNS, _AWQ_BITS = 8, 4
+_AWQ_COLUMNS, _AWQ_BITS, _AWQ_MASK = 8, 4, 0xF
 _LEAST_ROWS, _LEAST_AWQ_ROWS = 256, 1024
 """Rows of a weight whose file has it by columns: a row of the file gives some 512 bytes at a time then, or more."""
 
@@ -136,10 +136,9 @@ class AWQColumns:
 
     def read(self, rows: Span, columns: Span) -> Tensor:
         first, last = rows[0] // _AWQ_COLUMNS, -(-rows[1] // _AWQ_COLUMNS)
-        words = read(self.tensor, columns, (first, last))
-        codes = unpack(words, _AWQ_BITS, (0, _AWQ_COLUMNS * (last - first)))
-        eights = codes.unflatten(1, (-1, _AWQ_COLUMNS))
-        found = torch.empty_like(eights)
-        found[:, :, _AWQ_ORDER] = eights
+        words = read(self.tensor, columns, (first, last)).t().contiguous()
+        found = torch.empty(len(words), _AWQ_COLUMNS, words.shape[1], dtype=torch.uint8)
+        for place, column in enumerate(_AWQ_ORDER):
+            found[:, column] = words >> _AWQ_BITS * place & _AWQ_MASK
         skipped = rows[0] - first * _AWQ_COLUMNS
-        return found.flatten(1)[:, skipped : skipped + rows[1] - rows[0]].t()
+        return found.flatten(0, 1)[skipped : skipped + rows[1] - rows[0]]

@@ -69,9 +69,13 @@ class Grouped:
             across = self.groups.read(columns)
         top, left = int(down.min()), int(across.min())
         spans = (top, int(down.max()) + 1), (left, int(across.max()) + 1)
+        places: Tensor | None = across - left
+        if self.groups is None and self.columns and not (columns[0] % self.columns or columns[1] % self.columns):
+            # Whole groups, the usual case: twice as fast as a scale for each column.
+            values, places = values.unflatten(1, (-1, self.columns)), None
         if self.zeros is not None:
-            values = values - _spread(self.zeros.read(*spans), down - top, across - left)
-        return values * _spread(self.scales.read(*spans), down - top, across - left)
+            values = values - _spread(self.zeros.read(*spans), down - top, places)
+        return (values * _spread(self.scales.read(*spans), down - top, places)).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,10 @@ def _blocks(span: Span, size: int) -> Tensor:
     return torch.arange(*span) // size if size else torch.zeros(span[1] - span[0], dtype=torch.long)
 
 
-def _spread(grid: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """A number for each row and column; a dimension of 1 is left so."""
+def _spread(grid: Tensor, rows: Tensor, columns: Tensor | None) -> Tensor:
+    """A number for each row and column, or, without `columns`, for each row and group of columns. A dimension of 1 is
+    left so."""
     grid = grid[rows] if len(grid) > 1 else grid
+    if columns is None:
+        return grid.unsqueeze(-1)
     return grid[:, columns] if grid.shape[1] > 1 else grid

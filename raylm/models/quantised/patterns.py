@@ -59,25 +59,23 @@ class Schemes:
     """Which scheme a module has."""
 
     def __init__(self, quantisation: Quantisation) -> None:
-        """Raises ConfigError for a name that cannot be read."""
-        self._ignored = Names(quantisation.ignored)
-        self._groups = [(Names(group.targets), group) for group in quantisation.groups]
+        """Raises ConfigError where names decide and one of them cannot be read."""
+        self._quantisation = quantisation
         schemes = {group.scheme for group in quantisation.groups}
         self._only = next(iter(schemes)) if len(schemes) == 1 else None
-
-    def of(self, module: str) -> Scheme | None:
-        """What the configuration says of it; None: it is not quantised."""
-        if self._ignored.match(module):
-            return None
-        for names, group in self._groups:
-            if names.match(module):
-                return group.scheme
-        return next((group.scheme for names, group in self._groups if names.means_all or not group.targets), None)
+        # Names that decide nothing are not read: some have expressions that raylm does not know.
+        self._groups = [] if self._only else [(Names(group.targets), group) for group in quantisation.groups]
 
     def of_stored(self, module: str) -> Scheme | None:
-        """The same for a module that has quantised parts: the only scheme that there is needs no name. Programs that
-        write checkpoints know modules by names of their own, so lists of names cannot be relied on for more."""
-        return self._only or self.of(module)
+        """The scheme of a module that has quantised parts; None where the configuration does not say. Where there is
+        only one scheme, every such module has it: lists have the names that the writing program gave to modules, which
+        may differ from those in the files."""
+        if self._only is not None:
+            return self._only
+        named = next((group for names, group in self._groups if names.match(module)), None)
+        usual = next((group for names, group in self._groups if names.means_all or not group.targets), None)
+        found = named or usual
+        return found.scheme if found is not None else None
 
 
 def _regex(pattern: str) -> Callable[[str], bool]:
