@@ -67,8 +67,8 @@ class Quantisation:
     """A module is of the first group that names it, else of the first one of all modules. Empty for GPT-OSS's own
     layout of MXFP4."""
     ignored: tuple[str, ...] = ()
-    """Names of modules that are not quantised, as raylm.models.quantised.patterns reads them. Loading goes by the tensors
-    that are there: a module without quantised parts is not quantised."""
+    """Names of modules that are not quantised, as raylm.models.quantised.patterns reads them. Loading goes by the
+    tensors that are there: a module without quantised parts is not quantised."""
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
