@@ -67,6 +67,7 @@ TWO_GROUPS = {
         (GPTQ | {"dynamic": {".*": {"bits": 7}}}, r"dynamic: \.\*: bits is 7; allowed"),
         (GPTQ | {"dynamic": {"[": {"bits": 8}}}, r"'\[' is no regular expression that raylm reads"),
         (AWQ | {"version": "gemv"}, "version is 'gemv'; allowed: one of gemm"),
+        (AWQ | {"checkpoint_format": "gemv_fast"}, "checkpoint_format is 'gemv_fast'; allowed: one of gemm"),
         (AWQ | {"zero_point": False}, "zero_point is False; allowed: true"),
         (AWQ | {"bits": 8}, "bits is 8; allowed: one of 4"),
         (AWQ | {"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\]; allowed: a list of names"),

@@ -12,9 +12,9 @@ BITS = (4,)
 
 def read_awq(fields: Fields) -> Quantisation:
     """Raises ConfigError for a packing that raylm does not read: gemv and other versions."""
-    given = fields.get("version")
-    fields = fields.having(version=given.lower() if isinstance(given, str) else given)
-    choice(fields, "version", ("gemm",), "gemm")
+    for name in ("version", "checkpoint_format", "format"):
+        given = fields.get(name)
+        choice(fields.having(**{name: given.lower() if isinstance(given, str) else given}), name, ("gemm",), "gemm")
     if not fields.flag("zero_point", True):
         raise fields.error("zero_point", False, "true")
     bits, columns = bits_of(fields, "bits", "w_bit", allowed=BITS), group_of(fields, "group_size", "q_group_size")
