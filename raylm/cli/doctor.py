@@ -183,7 +183,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
 
 def _quantisation(arch: ArchConfig, dtype: str) -> list[Choice]:
     """How quantised weights are stored; nothing for others."""
-    if arch.quantisation is None:
+    if arch.quantisation is None or not arch.quantisation.of_weights:
         return []
     reason = f"decoded to {dtype} while they are loaded: they take the memory of {dtype}"
     return [Choice("stored weights", str(arch.quantisation), reason)]

@@ -9,6 +9,8 @@ TEXT_FILES = (
     "generation_config.json",
     "params.json",
     "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -16,7 +16,7 @@ def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> 
     Raises ConfigError where a file is missing or damaged."""
     read, stored = _read(source, arch, load_format)
     tensors: list[FileTensor] = [*read]
-    if (quantisation := arch.quantisation) is not None and quantisation.schemes:
+    if (quantisation := arch.quantisation) is not None and quantisation.has_parts:
         from raylm.models.quantised.join import join
 
         tensors = join(read, quantisation)
@@ -35,7 +35,7 @@ def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list
 
         return gguf_tensors(source), Stored(names.gguf, names.gguf_pairs)
     files = weight_files(source, load_format)
-    quantised = arch.quantisation is not None and bool(arch.quantisation.schemes)
+    quantised = arch.quantisation is not None and arch.quantisation.has_parts
     if files.format == "pt":
         from raylm.models.torch_files import torch_file_tensors
 

@@ -54,7 +54,7 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        if arch.quantisation is not None:
+        if arch.quantisation is not None and arch.quantisation.of_weights:
             logger.info(
                 "weights: stored as %s, decoded to %s while they are loaded: they take the memory of the latter",
                 arch.quantisation,

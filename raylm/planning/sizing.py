@@ -114,7 +114,7 @@ class Sizing:
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
         return Plan(
             dtype=dtype_name(self._dtype),
-            quantisation=str(self._arch.quantisation) if self._arch.quantisation is not None else None,
+            quantisation=self._quantisation(),
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,
@@ -135,6 +135,10 @@ class Sizing:
             batch_tokens_s=self._batch_tokens_s(stages, batch),
             prefill_tokens_s=self._prefill_tokens_s(whole.layers - self._unread(whole, 1), parallel.num_workers),
         )
+
+    def _quantisation(self) -> str | None:
+        quantisation = self._arch.quantisation
+        return str(quantisation) if quantisation is not None and quantisation.of_weights else None
 
     def attempts(self, pipeline: int) -> dict[int, str | None]:
         """Tensor ranks, up to the first number of them that fits, each with why it does not."""

@@ -51,7 +51,7 @@ TWO_GROUPS = {
     ("config", "sentence"),
     [
         ({"quant_method": "aqlm"}, "quant_method is 'aqlm'; allowed: fp8, .*, or a .gguf file$"),
-        ({"quant_method": "torchao"}, "quant_method is 'torchao'; .*model.dequantize"),
+        ({"quant_method": "torchao"}, "quant_method is 'torchao'; .*take the checkpoint that it was made from"),
         ({"quant_method": ["gptq"]}, "quant_method is .*; allowed: fp8"),
         ({"bits": 4}, "quant_method is None; allowed: fp8"),
         ("gptq", "quantization_config is 'gptq'; allowed: a mapping"),
@@ -102,6 +102,10 @@ TWO_GROUPS = {
         ),
         (TWO_GROUPS, "'.*' is no regular expression that raylm reads: look-around"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; allowed: one of FP8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "kv_cache_quant_algo": "FP8"},
+            "quant_algo is 'NVFP4_AWQ'; allowed: one of FP8",
+        ),
         ({"quant_method": "modelopt"}, "quant_algo is None; allowed: one of FP8"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.models.fields import Fields
 from raylm.models.load import checkpoint_digest
+from raylm.models.quantised.join import join
+from raylm.models.quantised.read_config import read_quantisation
+from raylm.models.safetensors import file_tensors
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, load
 from tests.support import checkpoints
@@ -93,9 +98,9 @@ def test_a_layer_stored_as_in_out_is_not_turned(tmp_path: Path) -> None:
         assert torch.equal(value, expected[parameter]), parameter
 
 
-@pytest.mark.parametrize("kind", ["gptq_4", "fp8_blocks"])
-def test_models_through_transformers(tmp_path: Path, kind: str) -> None:
-    plain = checkpoints.FAMILIES["qwen3"](tmp_path / "plain", num_hidden_layers=1)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "gptq_4"), ("qwen3", "fp8_blocks"), ("qwen2_moe", "awq")])
+def test_models_through_transformers(tmp_path: Path, family: str, kind: str) -> None:
+    plain = checkpoints.FAMILIES[family](tmp_path / "plain", num_hidden_layers=1)
     packed, twin = write_both(plain, tmp_path, KINDS[kind])
     assert_same(packed, twin, implementation="transformers")
 
@@ -243,6 +248,49 @@ def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path, cap
     with caplog.at_level(logging.INFO, logger="raylm"):
         assert_same(packed, twin)
     assert "weights: 5 scales of a quantised KV cache are not used: the cache has the model's type" in caplog.messages
+
+
+def test_only_the_cache_is_to_be_quantised(tmp_path: Path) -> None:
+    plain = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1)
+    packed = tmp_path / "packed"
+    shutil.copytree(plain, packed)
+    scale = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    save_file(load_file(plain / FILE) | scale, packed / FILE)
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    for config in (
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": cache},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ):
+        change_config(packed, quantization_config=config)
+        assert_same(packed, plain)
+
+
+@pytest.mark.parametrize("kind", ["gptq_4", "awq", "nf4"])
+def test_pieces_are_small_whatever_the_tensor_is(tmp_path: Path, kind: str) -> None:
+    """A weight of 4 million values is never whole in memory."""
+    rows, columns = 4096, 1024
+    if kind == "nf4":
+        state = {"quant_type": "nf4", "blocksize": 64, "shape": [rows, columns]}
+        parts = {
+            "weight": torch.zeros(rows * columns // 2, 1, dtype=torch.uint8),
+            "weight.absmax": torch.ones(rows * columns // 64),
+            "weight.quant_map": torch.ones(16),
+            "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        }
+    else:
+        shape = (columns // 8, rows) if kind == "gptq_4" else (columns, rows // 8)
+        parts = {
+            "qweight": torch.zeros(shape, dtype=torch.int32),
+            "qzeros": torch.zeros(columns // 32, rows // 8, dtype=torch.int32),
+            "scales": torch.ones(columns // 32, rows).half(),
+        }
+    save_file({f"x.{name}": tensor for name, tensor in parts.items()}, tmp_path / FILE)
+    fields = Fields({"quantization_config": KINDS[kind].config}, "config.json")
+    quantisation = read_quantisation(fields, tmp_path, mxfp4=False)
+    assert quantisation is not None
+    (tensor,) = join(file_tensors(tmp_path / FILE, quantised=True), quantisation)
+    sizes = [piece.numel() for _, piece in tensor.pieces(0, rows)]
+    assert sum(sizes) == rows * columns and max(sizes) <= 1 << 20
 
 
 def test_biases_of_zeros_that_the_model_has_not(tmp_path: Path) -> None:

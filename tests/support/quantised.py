@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FILE = "model.safetensors"
-MODELOPT_FILE = "hf_quant_config.json"
 Packed = tuple[dict[str, Tensor], Tensor]
 """End of a tensor's name behind the module's -> tensor, and the decoded weight."""
 Packer = Callable[[torch.Generator, int, int], Packed]
@@ -286,8 +285,8 @@ class Kind:
 
     config: dict[str, object]
     packer: Packer
-    file: dict[str, object] = field(default_factory=dict)
-    """What hf_quant_config.json says, in place of config.json."""
+    file: tuple[str, dict[str, object]] | None = None
+    """A file that says it in place of config.json, by its name."""
 
 
 def _gptq_config(bits: int, group: int, **more: object) -> dict[str, object]:
@@ -307,7 +306,6 @@ def _float(bits: int, **more: object) -> dict[str, object]:
 
 
 _FP8: dict[str, object] = {"quant_method": "fp8"}
-_MODELOPT = {"producer": {"name": "modelopt", "version": "0.29"}}
 
 
 def _modelopt(algorithm: str, **more: object) -> dict[str, object]:
@@ -358,7 +356,13 @@ KINDS: dict[str, Kind] = {
     "modelopt_fp8": Kind(
         {},
         fp8(0, 0, shape="number", extra="input_scale"),
-        file=_MODELOPT | {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        file=(
+            "hf_quant_config.json",
+            {
+                "producer": {"name": "modelopt", "version": "0.29"},
+                "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+            },
+        ),
     ),
     "modelopt_channel": Kind(_modelopt("FP8_PER_CHANNEL_PER_TOKEN"), fp8(1, 0, shape="vector")),
     "modelopt_blocks": Kind(_modelopt("fp8_pb_wo"), fp8(128, 128, shape="4")),
@@ -381,6 +385,8 @@ KINDS: dict[str, Kind] = {
     "gptq_rows": Kind(_gptq_config(4, -1), gptq(4, 0)),
     "gptq_ordered": Kind(_gptq_config(4, 32) | {"desc_act": True}, gptq(4, 32, ordered=True)),
     "gptq_128": Kind(_gptq_config(4, 128) | {"sym": True}, gptq(4, 128, zero=8)),
+    "gptq_file": Kind({}, gptq(4, 32), file=("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False})),
+    "awq_file": Kind({}, awq(32), file=("quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True})),
     "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
     "awq_rows": Kind({"quant_method": "awq", "w_bit": 4, "q_group_size": -1, "version": "GEMM"}, awq(0)),
     "auto_round": Kind(_auto_round("auto_round:auto_gptq", sym=False), gptq(4, 32)),
@@ -426,8 +432,9 @@ def write_both(plain: Path, folder: Path, kind: Kind, *, changes: dict[str, Tens
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / FILE)
     if kind.config:
         change_config(packed, quantization_config=kind.config)
-    if kind.file:
-        (packed / MODELOPT_FILE).write_text(json.dumps(kind.file))
+    if kind.file is not None:
+        name, values = kind.file
+        (packed / name).write_text(json.dumps(values))
     return packed, twin
 
 

@@ -24,7 +24,7 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
         raise fields.error("transform_config", "there", "none: raylm does not rotate activations")
     groups = []
     configured = fields.section("config_groups")
-    if not configured.values:
+    if not configured.values and fields.get("kv_cache_scheme") is None:
         raise fields.error("config_groups", fields.get("config_groups"), "a mapping of groups of modules")
     for name in configured.values:
         group = configured.section(name)

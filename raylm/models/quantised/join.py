@@ -31,7 +31,8 @@ _PARTS = {
 """Ends of tensors' names: what a quantised weight may be stored as."""
 _MOST_WORDS = 3
 _ACTIVATIONS = (
-    *("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub", "activation_scale"),
+    *("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub"),
+    *("activation_scale", "act_scale"),
     *("output_scale", "output_zero_point"),
 )
 """The same of scales by which activations would be quantised: they are computed in 16 bits here."""

@@ -26,6 +26,8 @@ def read_modelopt(fields: Fields) -> Quantisation:
     if fields.get("quantization") is not None:
         fields = fields.section("quantization")
     ignored = names_of(fields, "exclude_modules", "ignore")
+    if fields.get("quant_algo") is None and _quantises_cache(fields):
+        return Quantisation(method="modelopt", ignored=ignored)
     algorithm = _algorithm(fields, mixed=True)
     if algorithm != _MIXED:
         group = Group(targets=(), scheme=_scheme(fields, algorithm))
@@ -40,6 +42,10 @@ def read_modelopt(fields: Fields) -> Quantisation:
         scheme = None if given in _UNQUANTISED else _scheme(own, _algorithm(own, mixed=False))
         groups.append(Group(targets=(name,), scheme=scheme))
     return Quantisation(method="modelopt", groups=tuple(groups), ignored=ignored)
+
+
+def _quantises_cache(fields: Fields) -> bool:
+    return any(fields.get(name) is not None for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
 
 
 def _algorithm(fields: Fields, *, mixed: bool) -> str:

@@ -16,15 +16,14 @@ from raylm.models.quantised.gptq import read_gptq
 from raylm.models.quantised.modelopt import read_modelopt
 from raylm.models.quantised.patterns import Schemes
 from raylm.models.quantised.quark import read_quark
-from raylm.models.quantised.scheme import Quantisation
+from raylm.models.quantised.scheme import MXFP4, Quantisation
 from raylm.models.read_json import read_json
 
 FIELD = "quantization_config"
 _OLD_FIELD = "compression_config"
 """llm-compressor's first name for it."""
-MODELOPT_FILE = "hf_quant_config.json"
-MXFP4 = "mxfp4"
-"""GPT-OSS's own layout, which its family knows."""
+_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json that say it where that does not, and the method whose programs write them."""
 _METHODS: dict[str, Callable[[Fields], Quantisation]] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,
@@ -46,8 +45,8 @@ _ALIASES = {
 }
 """Other names in files."""
 _CONVERT = {
-    "torchao": "load it with transformers and write it with save_pretrained after model.dequantize(), or take the "
-    "original checkpoint",
+    "torchao": "take the checkpoint that it was made from, or write one with torchao: dequantize() of every weight, "
+    "then save_pretrained",
 }
 """Methods that are not read -> the way to have such a model."""
 
@@ -61,10 +60,10 @@ def read_quantisation(fields: Fields, folder: Path, *, mxfp4: bool) -> Quantisat
     if not section.values and fields.get(_OLD_FIELD) is not None:
         section = fields.section(_OLD_FIELD).having(quant_method="compressed-tensors")
     if not section.values:
-        path = folder / MODELOPT_FILE
-        if not path.is_file():
+        name = next((name for name in _FILES if (folder / name).is_file()), None)
+        if name is None:
             return None
-        section = Fields({"quant_method": "modelopt", **read_json(path)}, str(path))
+        section = Fields({"quant_method": _FILES[name], **read_json(folder / name)}, str(folder / name))
     found = _read(section, mxfp4=mxfp4)
     try:
         Schemes(found)

@@ -8,6 +8,9 @@ from typing import Literal
 Layout = Literal["values", "nibbles", "packed", "gptq", "awq", "bnb4", "bnb8"]
 Zero = Literal["none", "middle", "stored", "stored_less_1"]
 
+MXFP4 = "mxfp4"
+"""The method of GPT-OSS, whose family knows its layout."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
@@ -64,11 +67,21 @@ class Quantisation:
     method: str
     """quant_method, as config.json has it."""
     groups: tuple[Group, ...] = ()
-    """A module is of the first group that names it, else of the first one of all modules. Empty for GPT-OSS's own
-    layout of MXFP4."""
+    """A module is of the first group that names it, else of the first one of all modules. There are none for GPT-OSS's
+    layout, and where only the KV cache is to be quantised."""
     ignored: tuple[str, ...] = ()
     """Names of modules that are not quantised, as raylm.models.quantised.patterns reads them. Loading goes by the
     tensors that are there: a module without quantised parts is not quantised."""
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether weights are to be joined from parts; GPT-OSS's are by its family's names."""
+        return self.method != MXFP4
+
+    @property
+    def of_weights(self) -> bool:
+        """Whether any weight is quantised, not the KV cache alone."""
+        return bool(self.schemes) or not self.has_parts
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
