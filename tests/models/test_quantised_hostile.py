@@ -161,7 +161,12 @@ NAN, BYTES = float("nan"), torch.uint8
 @pytest.mark.parametrize(
     ("kind", "part", "value", "sentence"),
     [
-        ("fp8", "weight_scale", None, "q_proj.weight_scale is missing, which a weight of floats of 8 bits, a scale a"),
+        (
+            "fp8",
+            "weight_scale",
+            None,
+            "weight_scale or weight_scale_inv is missing, which a weight of floats of 8 bits",
+        ),
         ("fp8", "weight", None, "q_proj.weight is missing"),
         ("fp8", "weight_scale", torch.tensor(NAN), "q_proj.weight_scale holds scales that are no finite numbers"),
         ("fp8", "weight_scale", torch.tensor(-1.0), "q_proj.weight_scale holds negative scales; allowed: 0 and above"),
@@ -193,7 +198,7 @@ NAN, BYTES = float("nan"), torch.uint8
         ("gptq_3", "qweight", torch.zeros(7, 64, dtype=torch.int32), "qweight has 7 rows; allowed: a multiple of 3"),
         ("awq", "qzeros", None, "q_proj.qzeros is missing"),
         ("awq", "qweight", torch.zeros(64, 9, dtype=torch.int32), r"qzeros has shape \(2, 8\); allowed: \(2, 9\)"),
-        ("ct_nvfp4", "weight_global_scale", None, "q_proj.weight_scale_2 is missing"),
+        ("ct_nvfp4", "weight_global_scale", None, "q_proj.weight_global_scale or weight_scale_2 is missing"),
         ("ct_nvfp4", "weight_global_scale", torch.zeros(1), "weight_global_scale is 0.0; allowed: a number above 0"),
         ("ct_nvfp4", "weight_global_scale", torch.tensor(NAN), "weight_global_scale is nan; allowed: a number above 0"),
         ("ct_nvfp4", "weight_scale", torch.ones(64, 4), "weight_scale has type float32; allowed: float8_e4m3fn"),

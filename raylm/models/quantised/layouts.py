@@ -181,10 +181,8 @@ def _scales(parts: Parts, shape: tuple[int, int], *names: str, signed: bool = Fa
 
 def _whole(parts: Parts) -> Factor:
     """NVFP4's scale of the whole weight: compressed-tensors divides by it, ModelOpt multiplies."""
-    found = parts.maybe("weight_global_scale", types=FLOATS)
-    divides = found is not None
-    found = found or parts.take("weight_scale_2", types=FLOATS)
-    return Factor(parts.grid(found, (1, 1)), divides)
+    found = parts.take("weight_global_scale", "weight_scale_2", types=FLOATS)
+    return Factor(parts.grid(found, (1, 1)), divides=found.name.endswith("weight_global_scale"))
 
 
 def _transposed_scales(parts: Parts, shape: tuple[int, int]) -> Scales:

@@ -30,7 +30,7 @@ class Parts:
         if found is None:
             there = next(iter(self._tensors.values()))
             raise ConfigError(
-                f"{there.path}: {there.name} is there, but {self.module}.{names[0]} is missing, which a weight of "
+                f"{there.path}: {there.name} is there, but {self.module}.{' or '.join(names)} is missing, which a weight of "
                 f"{self.scheme} needs"
             )
         return found
