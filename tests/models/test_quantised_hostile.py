@@ -165,7 +165,7 @@ NAN, BYTES = float("nan"), torch.uint8
             "fp8",
             "weight_scale",
             None,
-            "weight_scale or weight_scale_inv is missing, which a weight of floats of 8 bits",
+            "q_proj.weight_scale or weight_scale_inv is missing, which a weight of floats",
         ),
         ("fp8", "weight", None, "q_proj.weight is missing"),
         ("fp8", "weight_scale", torch.tensor(NAN), "q_proj.weight_scale holds scales that are no finite numbers"),

@@ -30,8 +30,8 @@ class Parts:
         if found is None:
             there = next(iter(self._tensors.values()))
             raise ConfigError(
-                f"{there.path}: {there.name} is there, but {self.module}.{' or '.join(names)} is missing, which a weight of "
-                f"{self.scheme} needs"
+                f"{there.path}: {there.name} is there, but {self.module}.{' or '.join(names)} is missing, which a weight "
+                f"of {self.scheme} needs"
             )
         return found
 
