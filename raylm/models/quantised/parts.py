@@ -28,10 +28,10 @@ class Parts:
         """The first of these that is there. Raises ConfigError where none is, or where it is of another type."""
         found = self.maybe(*names, types=types)
         if found is None:
-            there = next(iter(self._tensors.values()))
+            there, missing = next(iter(self._tensors.values())), " or ".join(names)
             raise ConfigError(
-                f"{there.path}: {there.name} is there, but {self.module}.{' or '.join(names)} is missing, which a weight "
-                f"of {self.scheme} needs"
+                f"{there.path}: {there.name} is there, but {self.module}.{missing} is missing, which a weight of "
+                f"{self.scheme} needs"
             )
         return found
 
