@@ -169,6 +169,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             dtype_name(dtype),
             f"model.dtype is {config.model.dtype}, the checkpoint's is {arch.dtype}",
         ),
+        *_quantisation(arch, dtype_name(dtype)),
         Choice(
             "max_model_len",
             str(length or arch.max_position),
@@ -178,6 +179,14 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
         *_slow_parts(arch, setting, backend),
         _sampling(config),
     ]
+
+
+def _quantisation(arch: ArchConfig, dtype: str) -> list[Choice]:
+    """How quantised weights are stored; nothing for others."""
+    if arch.quantisation is None or not arch.quantisation.of_weights:
+        return []
+    reason = f"decoded to {dtype} while they are loaded: they take the memory of {dtype}"
+    return [Choice("stored weights", str(arch.quantisation), reason)]
 
 
 def _slow_parts(arch: ArchConfig, setting: Setting, backend: AttentionBackend) -> list[Choice]:

@@ -118,9 +118,10 @@ def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
 
 
 def _needs(plan: Plan) -> dict[str, str]:
+    decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})" if plan.quantisation is not None else ""
     return {
         "parallel": f"tensor {plan.tensor}, pipeline {plan.pipeline}",
-        "weights": f"{plan.weight_bytes / 1e9:.2f} GB in all, {plan.weight_bytes_gpu / 1e9:.2f} GB a GPU",
+        "weights": f"{plan.weight_bytes / 1e9:.2f} GB in all, {plan.weight_bytes_gpu / 1e9:.2f} GB a GPU{decoded}",
         "KV cache": f"{plan.kv_bytes_token:,} bytes a token in all, {plan.kv_bytes_token_gpu:,} a GPU",
     }
 

@@ -26,6 +26,18 @@ POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
 NumBatchedTokens = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Quantization = Literal[
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "auto-round",
+    "modelopt",
+    "quark",
+    "bitsandbytes",
+    "mxfp4",
+]
 AttentionName = Literal["auto", "raylm", "flash_attn", "torch"]
 
 
@@ -55,6 +67,9 @@ class ModelConfig(FrozenConfig):
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""
+    quantization: Quantization | None = None
+    """How the checkpoint must be quantised, or the start fails. By default it may be quantised in any of these ways, or
+    not at all. raylm quantises nothing itself: quantised weights are decoded to `dtype` while they are loaded."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     chat_template: str | None = None

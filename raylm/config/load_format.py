@@ -15,7 +15,8 @@ _REFUSED = {
     "sharded_state": "a checkpoint cut for its ranks is not read: take the original one, and auto; every rank reads "
     "its own part alone",
     "npcache": "raylm keeps no copy of the weights: pt reads pytorch_model.bin as it is",
-    "bitsandbytes": "raylm does not quantise by bitsandbytes: take the original checkpoint and auto, or a .gguf file",
+    "bitsandbytes": "raylm does not quantise by bitsandbytes; checkpoints that it has quantised are read by auto, and "
+    "so are the original ones",
     "fastsafetensors": "auto reads safetensors with several threads",
     "instanttensor": "auto reads safetensors with several threads",
     "hf": "auto is the same",

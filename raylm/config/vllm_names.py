@@ -29,6 +29,17 @@ def _not(value: object) -> object:
 VALUES: dict[str, dict[object, object]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "implementation": {"vllm": "raylm"},
+    "quantization": {
+        "gptq_marlin": "gptq",
+        "auto_gptq": "gptq",
+        "awq_marlin": "awq",
+        "auto_awq": "awq",
+        "inc": "auto-round",
+        "modelopt_fp4": "modelopt",
+        "modelopt_mxfp8": "modelopt",
+        "modelopt_mixed": "modelopt",
+        "gpt_oss_mxfp4": "mxfp4",
+    },
 }
 """Key -> vLLM's words for its values, and ours."""
 NAMES: dict[str, Renamed] = {
@@ -86,7 +97,6 @@ REFUSED: dict[str, str] = {
     "tokenizer_revision": "the tokenizer is of the model's own revision (revision)",
     "code_revision": "no code of a checkpoint is run",
     "skip_tokenizer_init": "requests are text as well as tokens; send token ids where you have them",
-    "quantization": "weights are computed in 16 or 32 bits; GGUF files of 4 to 8 bits are read (load_format gguf)",
     "kv_cache_dtype": "the KV cache has the model's type",
     "hf_overrides": "change config.json in a copy of the model's folder",
     "hf_config_path": "config.json is that of the model's folder",
@@ -167,7 +177,7 @@ _GROUPS: dict[str, str] = {
     "preempted requests go to the host's memory: swap_gib": "kv_offloading_backend kv_offloading_size",
     "the KV cache is sized by gpu_memory_utilization or num_blocks": "kv_cache_memory_bytes watermark",
     "the KV cache has the model's type": "kv_cache_dtype_skip_layers",
-    "weights are computed in 16 or 32 bits; GGUF files of 4 to 8 bits are read (load_format gguf)": """
+    "raylm quantises nothing itself; how a checkpoint is quantised is read from its own files": """
         allow_deprecated_quantization quantization_config""",
     "files are found by their names and read by several threads": """ignore_patterns model_loader_extra_config
         model_weights pt_load_map_location safetensors_prefetch_block_size safetensors_prefetch_num_threads""",

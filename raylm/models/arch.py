@@ -8,6 +8,7 @@ from typing import Literal
 from raylm.config.engine import Implementation
 from raylm.layers.rope_settings import RopeSettings
 from raylm.model_files.source import ModelSource
+from raylm.models.quantised.scheme import Quantisation
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormKind = Literal["rms", "layer"]
@@ -133,6 +134,8 @@ class ArchConfig:
     """Layers behind the others that the checkpoint has and raylm does not load."""
     uses_mtp: bool = False
     """Whether the MTP layers are loaded: speculative decoding uses them, nothing else does."""
+    quantisation: Quantisation | None = None
+    """How the checkpoint's weights are quantised; they are decoded while they are loaded."""
     transformers_config: str = ""
     """The text of config.json, where the model runs through transformers' modules; empty otherwise. Then the other
     fields describe the cache and the sizes alone, not what the layers compute."""

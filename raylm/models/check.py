@@ -35,8 +35,17 @@ def check_model(config: EngineConfig) -> ArchConfig:
 
 def target_arch(arch: ArchConfig, config: EngineConfig) -> ArchConfig:
     """The architecture for sequences of model.max_model_len, with what speculative decoding loads of it. Raises
-    ConfigError where it cannot draft so, or what is to draft for it is nowhere or not for it."""
+    ConfigError where it cannot draft so, what is to draft for it is nowhere or not for it, or it is not quantised as
+    model.quantization says."""
+    _check_quantisation(arch, config.model.quantization)
     return _with_drafting(_up_to(arch, config.model.max_model_len), config.speculation)
+
+
+def _check_quantisation(arch: ArchConfig, wanted: str | None) -> None:
+    found = arch.quantisation.method if arch.quantisation is not None else None
+    if wanted is not None and wanted != found:
+        allowed = "nothing: the checkpoint is not quantised, and raylm quantises none" if found is None else found
+        raise ConfigError(f"model.quantization is {wanted}; allowed for this model: {allowed}")
 
 
 def _up_to(arch: ArchConfig, wanted: int | None) -> ArchConfig:

@@ -20,6 +20,7 @@ from torch import Tensor
 from raylm.errors import ConfigError
 from raylm.layers.slots import BlockForm
 from raylm.models.mxfp4 import BYTES, VALUES, decode
+from raylm.models.quantised.joined import QuantisedTensor
 
 _CHUNK_VALUES = 1 << 19
 """Values decoded at a time: a piece stays in the CPU's cache between reading, decoding and copying."""
@@ -34,6 +35,8 @@ class Encoding:
     decode: Callable[[np.ndarray], Tensor]
     form: BlockForm | None = None
     """What kernels may know such blocks as."""
+    dtype: torch.dtype | None = None
+    """Of values that lie one after another; None where they are in blocks."""
 
 
 class Room(Protocol):
@@ -311,7 +314,9 @@ class SteppedTensor:
                 yield (row + skipped - self.first) // self.step, piece[skipped :: self.step]
 
 
-Source = CheckpointTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
+FileTensor = CheckpointTensor | QuantisedTensor
+"""A tensor of a checkpoint by its own name."""
+Source = FileTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
 
 
 def every(source: Source, step: int, *, first: int, count: int) -> Source:
@@ -325,10 +330,10 @@ def every(source: Source, step: int, *, first: int, count: int) -> Source:
 
 def plain(dtype: torch.dtype) -> Encoding:
     """Values one after another, little-endian."""
-    return Encoding(1, dtype.itemsize, lambda raw: torch.from_numpy(raw).view(dtype))
+    return Encoding(1, dtype.itemsize, lambda raw: torch.from_numpy(raw).view(dtype), dtype)
 
 
-def digest(tensors: Iterable[CheckpointTensor]) -> str:
+def digest(tensors: Iterable[FileTensor]) -> str:
     """Tells checkpoints apart without reading all of them: by the name, the shape and the first row of every tensor.
     Training, merging and conversion change some of these."""
     found = sha256()

@@ -5,15 +5,21 @@ from __future__ import annotations
 from raylm.model_files.source import ModelSource
 from raylm.model_files.weight_files import weight_files
 from raylm.models.arch import ArchConfig
-from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored
 from raylm.models.registry import family_of
 
 
-def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[CheckpointTensor], Stored]:
-    """Every tensor, unread, and how the files have them. Weights of a remote model are brought here first.
+def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[FileTensor], Stored]:
+    """Every tensor, unread, and how the files have them. Parts of quantised weights are joined. Weights of a remote
+    model are brought here first.
     Raises ConfigError where a file is missing or damaged."""
-    tensors, stored = _read(source, arch, load_format)
+    read, stored = _read(source, arch, load_format)
+    tensors: list[FileTensor] = [*read]
+    if (quantisation := arch.quantisation) is not None and quantisation.has_parts:
+        from raylm.models.quantised.join import join
+
+        tensors = join(read, quantisation)
     if arch.transformers_config:
         from raylm.models.transformers_names import renamed
 
@@ -29,15 +35,23 @@ def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list
 
         return gguf_tensors(source), Stored(names.gguf, names.gguf_pairs)
     files = weight_files(source, load_format)
+    quantised = arch.quantisation is not None and arch.quantisation.has_parts
     if files.format == "pt":
         from raylm.models.torch_files import torch_file_tensors
 
-        tensors = [tensor for path in files.paths for tensor in torch_file_tensors(path, names.is_ignored)]
+        tensors = [
+            tensor
+            for path in files.paths
+            for tensor in torch_file_tensors(path, quantised=quantised, ignored=names.is_ignored)
+        ]
         return tensors, Stored(names.folder, names.pairs)
     from raylm.models.safetensors import file_tensors
 
+    packed = names.packed and not quantised
     tensors = [
-        tensor for path in files.paths for tensor in file_tensors(path, packed=names.packed, ignored=names.is_ignored)
+        tensor
+        for path in files.paths
+        for tensor in file_tensors(path, packed=packed, quantised=quantised, ignored=names.is_ignored)
     ]
     if files.format == "mistral":
         return tensors, Stored(names.mistral, pairs=True)

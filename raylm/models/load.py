@@ -10,6 +10,7 @@ import torch
 
 from raylm.errors import ConfigError
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
+from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
 from raylm.model_files.source import ModelSource
 from raylm.models import checkpoint
@@ -60,6 +61,12 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
+        if arch.quantisation is not None and arch.quantisation.of_weights:
+            logger.info(
+                "weights: stored as %s, decoded to %s while they are loaded: they take the memory of the latter",
+                arch.quantisation,
+                dtype_name(dtype),
+            )
         tensors, stored = read_checkpoint(source, arch, load_format)
         WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(tensors, stored)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9

@@ -18,5 +18,14 @@ _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np
 def decode(codes: np.ndarray, scales: np.ndarray) -> Tensor:
     """uint8 [N, 16 G] and uint8 [N, G] -> float32 [N, 32 G]. bfloat16 holds every finite value exactly. A scale of
     255 stands for NaN."""
-    values = torch.from_numpy(_PAIRS[codes]).view(torch.float32).view(*scales.shape, VALUES)
-    return values.mul_(torch.from_numpy(_SCALES[scales]).unsqueeze(-1)).view(len(scales), -1)
+    return e2m1(codes).view(*scales.shape, VALUES).mul_(e8m0(scales).unsqueeze(-1)).view(len(scales), -1)
+
+
+def e2m1(codes: np.ndarray) -> Tensor:
+    """uint8 [N, B] -> float32 [N, 2 B]: two values a byte, the lower four bits first."""
+    return torch.from_numpy(_PAIRS[codes]).view(torch.float32)
+
+
+def e8m0(scales: np.ndarray) -> Tensor:
+    """Powers of two, by their exponents: uint8 -> float32. 255 stands for NaN."""
+    return torch.from_numpy(_SCALES[scales])

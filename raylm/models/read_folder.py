@@ -133,13 +133,8 @@ def eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def refuse_unsupported(fields: Fields, *, mxfp4: bool) -> None:
-    """Raises ConfigError for what no family can be; `mxfp4`: weights of this one may be stored so."""
-    if fields.get("quantization_config") is not None:
-        method = fields.section("quantization_config").get("quant_method")
-        if method != "mxfp4" or not mxfp4:
-            allowed = "none (weights of 16 or 32 bits), or a .gguf file"
-            raise fields.error("quantization_config.quant_method", method, f"mxfp4, {allowed}" if mxfp4 else allowed)
+def refuse_unsupported(fields: Fields) -> None:
+    """Raises ConfigError for what no family can be."""
     for name in ("use_bidirectional_attention", "apply_residual_connection_post_layernorm"):
         if fields.get(name):
             raise fields.error(name, True, "false")

@@ -15,6 +15,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.families.through_transformers import THROUGH_TRANSFORMERS, transformers_has
 from raylm.models.family import Family
 from raylm.models.fields import Fields
+from raylm.models.quantised.read_config import FIELD, read_quantisation
 from raylm.models.read_folder import eos_token_ids, refuse_unsupported
 from raylm.models.read_gguf import open_header
 from raylm.models.read_json import read_json
@@ -112,8 +113,16 @@ def read_folder_arch(
         values = {**values, **{name: value for name, value in text.items() if value is not None}}
     values |= {name: values[own] for own, name in family.field_names.items() if values.get(own) is not None}
     fields = Fields(values, str(path), family.defaults)
-    refuse_unsupported(fields, mxfp4=family.names.packed)
-    return replace(family.read(fields), architecture=architecture, eos_token_ids=eos_token_ids(fields, folder))
+    refuse_unsupported(fields)
+    quantisation = read_quantisation(fields, folder, mxfp4=family.names.packed)
+    # The other fields say what the model is, however its weights are stored.
+    fields = Fields({name: value for name, value in values.items() if name != FIELD}, str(path), family.defaults)
+    return replace(
+        family.read(fields),
+        architecture=architecture,
+        eos_token_ids=eos_token_ids(fields, folder),
+        quantisation=quantisation,
+    )
 
 
 def _architecture(values: Mapping[str, object], path: Path, implementation: Implementation) -> str:

@@ -24,6 +24,11 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 _BYTES = {"U8": torch.uint8}
 _PACKED = (f"_{BLOCKS}", f"_{SCALES}")
 _INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
+_QUANTISED = {
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
+}
+"""What quantised weights are stored as."""
 
 
 def folder_tensors(source: ModelSource, *, integers: bool = False) -> list[CheckpointTensor]:
@@ -37,11 +42,17 @@ def folder_tensors(source: ModelSource, *, integers: bool = False) -> list[Check
 
 
 def file_tensors(
-    path: Path, *, integers: bool = False, packed: bool = False, ignored: Callable[[str], bool] = lambda name: False
+    path: Path,
+    *,
+    integers: bool = False,
+    packed: bool = False,
+    quantised: bool = False,
+    ignored: Callable[[str], bool] = lambda name: False,
 ) -> list[CheckpointTensor]:
     """Every tensor of one safetensors file but those whose names are `ignored`, which may be of any type. Raises
-    ConfigError. With `packed`, tensors that are called as MXFP4's are must have its type, U8."""
-    usual = {**_FLOATS, **_INTEGERS} if integers else _FLOATS
+    ConfigError. With `packed`, tensors that are called as MXFP4's are must have its type, U8; with `quantised`, tensors
+    may have any type that quantised weights are stored as."""
+    usual = {**_FLOATS, **(_INTEGERS if integers else {}), **(_QUANTISED if quantised else {})}
     header, begin = _read_header(path)
     size = path.stat().st_size
     tensors = []

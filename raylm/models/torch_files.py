@@ -18,17 +18,25 @@ from raylm.errors import ConfigError
 from raylm.models.checkpoint import CheckpointTensor, plain
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_QUANTISED = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
+"""What quantised weights are stored as."""
 _WAY_OUT = "load it where it comes from with transformers and write it with save_pretrained(FOLDER)"
 
 
-def torch_file_tensors(path: Path, ignored: Callable[[str], bool] = lambda name: False) -> list[CheckpointTensor]:
+def torch_file_tensors(
+    path: Path, *, quantised: bool = False, ignored: Callable[[str], bool] = lambda name: False
+) -> list[CheckpointTensor]:
     """Every tensor of one file but those whose names are `ignored`. Raises ConfigError where it holds anything else, or
-    a type that is no float."""
+    a type that is no float (with `quantised`: nor one that quantised weights are stored as)."""
+    types = (*_FLOATS, *_QUANTISED) if quantised else _FLOATS
     found = _read(path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds a {type(found).__name__}, not tensors by name; {_WAY_OUT}")
     size = path.stat().st_size
-    return [_tensor(path, size, str(name), value) for name, value in found.items() if not ignored(str(name))]
+    return [_tensor(path, size, str(name), value, types) for name, value in found.items() if not ignored(str(name))]
 
 
 def _read(path: Path) -> object:
@@ -50,11 +58,11 @@ def _read(path: Path) -> object:
     return found
 
 
-def _tensor(path: Path, size: int, name: str, value: object) -> CheckpointTensor:
+def _tensor(path: Path, size: int, name: str, value: object, types: tuple[torch.dtype, ...]) -> CheckpointTensor:
     if not isinstance(value, Tensor):
         raise ConfigError(f"{path}: {name!r:.100} is a {type(value).__name__}, not a tensor; {_WAY_OUT}")
-    if value.dtype not in _FLOATS:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+    if value.dtype not in types:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in types)
         given = str(value.dtype).removeprefix("torch.")
         raise ConfigError(f"{path}: tensor {name} has type {given}; allowed: {allowed}")
     storage = value.untyped_storage()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from raylm.models.checkpoint import CheckpointTensor
+from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.families.through_transformers import transformers_config
 
 _OF_AN_EXPERT = re.compile(r"(\.experts\.\d+)\.(w1|w2|w3)\.weight$")
@@ -18,12 +18,12 @@ _DIMS_OF_ALL = 3
 _MIXTRALS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
-def renamed(tensors: Sequence[CheckpointTensor], config: str) -> list[CheckpointTensor]:
+def renamed(tensors: Sequence[FileTensor], config: str) -> list[FileTensor]:
     """The tensors of a checkpoint by the names of the modules that `config`, a config.json, describes; of experts, each
     projection of each by itself."""
     known = get_checkpoint_conversion_mapping(transformers_config(config).model_type) or []
     names = [step for step in known if isinstance(step, WeightRenaming)]
-    found: list[CheckpointTensor] = []
+    found: list[FileTensor] = []
     for tensor in tensors:
         # transformers joins single experts into one tensor of 3 dimensions. A file that has it joined already needs
         # that step's name too; of single experts only the renamings apply.
@@ -36,10 +36,10 @@ def renamed(tensors: Sequence[CheckpointTensor], config: str) -> list[Checkpoint
     return found
 
 
-def _by_experts(tensor: CheckpointTensor) -> Iterator[CheckpointTensor]:
+def _by_experts(tensor: FileTensor) -> Iterator[FileTensor]:
     layer, of_all, projection = tensor.name.rpartition(".experts.")
     parts = _PROJECTIONS.get(projection.removesuffix(".weight"))
-    if not of_all or parts is None or len(tensor.shape) != _DIMS_OF_ALL:
+    if not of_all or parts is None or not isinstance(tensor, CheckpointTensor) or len(tensor.shape) != _DIMS_OF_ALL:
         yield tensor
         return
     size = tensor.shape[1] // len(parts)

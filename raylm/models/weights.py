@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig, ExpertsSpec
-from raylm.models.checkpoint import CheckpointTensor, MXFP4Tensor, Source, TransposedTensor, every
+from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import fill
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
+from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
 
@@ -50,14 +51,14 @@ class WeightLoader:
         self._progress = progress
         self._filled = filled
 
-    def load(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> None:
+    def load(self, tensors: Iterable[FileTensor], stored: Stored) -> None:
         """Read a checkpoint into the model.
 
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
         fill(self._assign(tensors, stored), progress=self._progress)
 
-    def _assign(self, tensors: Iterable[CheckpointTensor], stored: Stored) -> list[tuple[Source, Slot]]:
+    def _assign(self, tensors: Iterable[FileTensor], stored: Stored) -> list[tuple[Source, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
         found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
@@ -73,6 +74,8 @@ class WeightLoader:
             found.pop(("lm_head.weight", None), None)
         for name in [name for name in found if name not in slots and self._model.is_elsewhere(name[0])]:
             del found[name]
+        if self._model.arch.quantisation is not None:
+            drop_zero_biases(found, slots)
         for name in found.keys() & slots.keys():
             found[name] = [_as_taken(tensor, slots[name]) for tensor in found[name]]
         problems = {
@@ -88,19 +91,21 @@ class WeightLoader:
         _raise(self._model.arch.architecture, problems)
         return [(self._rearranged(name, found[name][0], stored.pairs), slot) for name, slot in slots.items()]
 
-    def _by_experts(self, name: SlotName, tensor: CheckpointTensor) -> Iterator[tuple[SlotName, CheckpointTensor]]:
+    def _by_experts(self, name: SlotName, tensor: FileTensor) -> Iterator[tuple[SlotName, FileTensor]]:
         """Of a tensor of all experts of a layer, one for each."""
         before, experts, after = name[0].partition(".experts.")
         is_of_one = not experts or after.partition(".")[0].isdigit()
         mlps = (layer.mlp for layer in self._model.arch.layers)
         counts = {mlp.num_experts for mlp in mlps if isinstance(mlp, ExpertsSpec)}
-        if is_of_one or not tensor.shape or tensor.shape[0] not in counts:
+        if is_of_one or not isinstance(tensor, CheckpointTensor) or not tensor.shape or tensor.shape[0] not in counts:
             yield name, tensor
             return
         for number in range(tensor.shape[0]):
             yield (f"{before}.experts.{number}.{after}", name[1]), tensor.item(number)
 
-    def _turned(self, tensor: CheckpointTensor) -> Source:
+    def _turned(self, tensor: FileTensor) -> Source:
+        if not isinstance(tensor, CheckpointTensor):
+            return tensor  # whoever quantised it wrote [out, in]
         if len(tensor.shape) == 2 and set(tensor.name.split(".")) & set(self._names.transposed):
             return TransposedTensor(tensor, 0, tensor.shape[1])
         return tensor

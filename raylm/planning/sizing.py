@@ -49,6 +49,8 @@ class Plan:
     """What a model takes and gives on tensor * pipeline GPUs. Bytes a GPU are those of the stage with most of them."""
 
     dtype: str
+    quantisation: str | None
+    """How the checkpoint stores its weights. They are decoded while they are loaded: all bytes here are of `dtype`."""
     tensor: int
     pipeline: int
     context: int
@@ -111,6 +113,7 @@ class Sizing:
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
         return Plan(
             dtype=dtype_name(self._dtype),
+            quantisation=self._quantisation(),
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,
@@ -131,6 +134,10 @@ class Sizing:
             batch_tokens_s=self._batch_tokens_s(stages, batch),
             prefill_tokens_s=self._prefill_tokens_s(whole.layers - self._unread(whole, 1), parallel.num_workers),
         )
+
+    def _quantisation(self) -> str | None:
+        quantisation = self._arch.quantisation
+        return str(quantisation) if quantisation is not None and quantisation.of_weights else None
 
     def attempts(self, pipeline: int) -> dict[int, str | None]:
         """Tensor ranks, up to the first number of them that fits, each with why it does not."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from raylm.cli import main
+from tests.support import checkpoints
+from tests.support.quantised import change_config
 
 
 def plan(capsys, *words):
@@ -21,6 +23,20 @@ def test_a_plan_of_a_shape(capsys):
     assert (found["weight_bytes"], found["kv_bytes_token"]) == (16_060_522_496, 131_072)
     assert (found["context"], found["attempts"]) == (4096, {"1": None})
     assert found["gpu"]["memory_gib"] == 139.8
+
+
+def test_a_quantised_model_is_planned_as_its_decoded_weights(capsys, tmp_path):
+    path = checkpoints.llama(tmp_path / "llama")
+    _, plain = plan(capsys, str(path), "--gpu", "L4", "--dtype", "bfloat16")
+    change_config(path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    _, found = plan(capsys, str(path), "--gpu", "L4", "--dtype", "bfloat16")
+    stored = "gptq (integers of 4 bits, groups of 128)"
+    assert plain["quantisation"] is None and found == {**plain, "quantisation": stored}
+    assert main(["doctor", "--plan", str(path), "--gpu", "L4", "--dtype", "bfloat16"]) == 0
+    assert f"(stored as {stored}, decoded to bfloat16)" in capsys.readouterr().out
+    assert main(["doctor", str(path), "--json"]) == 0
+    (choice,) = [each for each in json.loads(capsys.readouterr().out)["choices"] if each["name"] == "stored weights"]
+    assert choice["value"] == stored and "they take the memory of float32" in choice["reason"]
 
 
 @pytest.mark.usefixtures("demo")

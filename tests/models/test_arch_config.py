@@ -165,7 +165,10 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5; allowed: at most 1"),
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; allowed: a share of the 16 dimensions .* even"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'; allowed: none"),
+        (
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "config.json: quantization_config: quant_method is 'aqlm'; allowed: fp8, .*, or a .gguf file",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"architectures": ["MiniCPMForCausalLM"], "num_experts": 8}, r"num_experts is 8; allowed: 0 \(no mixture"),
         (

@@ -193,7 +193,7 @@ def test_params_that_say_more_are_refused(tmp_path: Path, changes: dict[str, obj
         ("tensorizer", "tensorizer is not read: raylm does not read tensorizer's files: write safetensors from it"),
         ("runai_streamer", "runai_streamer is not read: raylm needs no streamer"),
         ("sharded_state", "take the original one, and auto"),
-        ("bitsandbytes", "take the original checkpoint and auto, or a .gguf file"),
+        ("bitsandbytes", "checkpoints that it has quantised are read by auto"),
         ("npcache", "pt reads pytorch_model.bin as it is"),
         ("torch", "'auto', 'safetensors', 'pt', 'mistral', 'gguf' or 'dummy'"),
     ],

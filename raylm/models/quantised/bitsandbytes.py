@@ -1,0 +1,20 @@
+"""bitsandbytes, as transformers saves its models. Without torch."""
+
+from __future__ import annotations
+
+from raylm.models.fields import Fields
+from raylm.models.quantised.fields import choice, names_of
+from raylm.models.quantised.scheme import Group, Quantisation, Scheme
+
+
+def read_bitsandbytes(fields: Fields) -> Quantisation:
+    """Which values 16 codes of 4 bits stand for is in the files. Raises ConfigError."""
+    if fields.flag("load_in_8bit", False) or fields.flag("_load_in_8bit", False):
+        scheme = Scheme(layout="bnb8", numbers="int", bits=8)
+    elif fields.flag("load_in_4bit", False) or fields.flag("_load_in_4bit", False):
+        choice(fields, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        scheme = Scheme(layout="bnb4", numbers="float", bits=4)
+    else:
+        raise fields.error("load_in_4bit", fields.get("load_in_4bit"), "true, or load_in_8bit true")
+    group = Group(targets=(), scheme=scheme)
+    return Quantisation(method="bitsandbytes", groups=(group,), ignored=names_of(fields, "llm_int8_skip_modules"))

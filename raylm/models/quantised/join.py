@@ -1,0 +1,115 @@
+"""The tensors of a quantised checkpoint, parts joined to the weights that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+import torch
+
+from raylm.errors import ConfigError
+from raylm.layers.slots import SlotName
+from raylm.log import get_logger
+from raylm.models.checkpoint import CheckpointTensor, FileTensor, Source
+from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.layouts import LAYOUTS
+from raylm.models.quantised.parts import FLOATS, Parts
+from raylm.models.quantised.patterns import Schemes
+from raylm.models.quantised.scheme import Quantisation
+
+logger = get_logger(__name__)
+
+WEIGHT = "weight"
+_PARTS = {
+    WEIGHT,
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+    *("weight_zero_point", "weight_g_idx", "weight_shape"),
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("SCB", "weight_format"),
+    *(f"weight.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
+    *(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")),
+}
+"""Ends of tensors' names: what a quantised weight may be stored as."""
+_MOST_WORDS = 3
+_ACTIVATIONS = (
+    *("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub"),
+    *("activation_scale", "act_scale"),
+    *("output_scale", "output_zero_point"),
+)
+"""The same of scales by which activations would be quantised: they are computed in 16 bits here."""
+_CACHE = (
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"),
+    *("k_zero_point", "v_zero_point", "q_zero_point"),
+    *("k_proj.output_scale", "v_proj.output_scale"),
+)
+"""The same of scales by which keys and values would be: the cache has the model's type."""
+_CACHE_ENDS = tuple(f".{name}" for name in _CACHE)
+
+
+def join(tensors: Iterable[CheckpointTensor], quantisation: Quantisation) -> list[FileTensor]:
+    """Every tensor that a model may have, quantised weights among them by the name of the weight.
+
+    Raises ConfigError naming the tensor that is missing, or is not as the quantisation says.
+    """
+    found: list[FileTensor] = []
+    modules: dict[str, dict[str, CheckpointTensor]] = {}
+    num_of_cache = 0
+    for tensor in tensors:
+        if tensor.name.endswith(_CACHE_ENDS):
+            num_of_cache += 1
+        elif tensor.name.rpartition(".")[2] not in _ACTIVATIONS:
+            module, part = _split(tensor.name)
+            if part is None:
+                found.append(_plain(tensor))
+            elif part in (own := modules.setdefault(module, {})):
+                raise ConfigError(f"{tensor.path}: tensor {tensor.name} is there twice")
+            else:
+                own[part] = tensor
+    schemes = Schemes(quantisation)
+    found += [_joined(module, parts, schemes) for module, parts in modules.items()]
+    if num_of_cache:
+        logger.info(
+            "weights: %d scales of a quantised KV cache are not used: the cache has the model's type", num_of_cache
+        )
+    return found
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """The module, and which part of its weight the tensor is; None: none."""
+    words = name.split(".")
+    for count in range(min(_MOST_WORDS, len(words) - 1), 0, -1):
+        if (part := ".".join(words[-count:])) in _PARTS:
+            return ".".join(words[:-count]), part
+    return name, None
+
+
+def _joined(module: str, tensors: dict[str, CheckpointTensor], schemes: Schemes) -> FileTensor:
+    weight = tensors.get(WEIGHT)
+    if weight is not None and len(tensors) == 1 and weight.encoding.dtype in FLOATS:
+        return weight
+    scheme = schemes.of_stored(module)
+    if scheme is None:
+        tensor = next(iter(tensors.values()))
+        raise ConfigError(f"{tensor.path}: tensor {tensor.name} is quantised, but the configuration does not say how")
+    parts = Parts(module, tensors, scheme)
+    decoder, main = LAYOUTS[scheme.layout](parts)
+    parts.finish()
+    return QuantisedTensor(name=f"{module}.{WEIGHT}", shape=decoder.shape, decoder=decoder, scheme=scheme, main=main)
+
+
+def _plain(tensor: CheckpointTensor) -> CheckpointTensor:
+    if tensor.encoding.dtype not in FLOATS:
+        kind = str(tensor.encoding.dtype).removeprefix("torch.")
+        allowed = ", ".join(str(each).removeprefix("torch.") for each in FLOATS)
+        raise ConfigError(f"{tensor.path}: tensor {tensor.name} has type {kind}; allowed: {allowed}")
+    return tensor
+
+
+def drop_zero_biases(found: dict[SlotName, list[Source]], slots: Container[SlotName]) -> None:
+    """Leave out biases that the model has not, if they are 0: AutoGPTQ gave every layer one."""
+    for name in [name for name in found if name not in slots and name[0].endswith(".bias")]:
+        if not any(bool(torch.count_nonzero(piece)) for tensor in found[name] for _, piece in _all(tensor)):
+            del found[name]
+
+
+def _all(tensor: Source) -> Iterator[tuple[int, torch.Tensor]]:
+    return tensor.pieces(0, tensor.shape[0])
