@@ -330,7 +330,7 @@ def every(source: Source, step: int, *, first: int, count: int) -> Source:
 
 def plain(dtype: torch.dtype) -> Encoding:
     """Values one after another, little-endian."""
-    return Encoding(1, dtype.itemsize, lambda raw: torch.from_numpy(raw).view(dtype), dtype)
+    return Encoding(1, dtype.itemsize, lambda raw: torch.from_numpy(raw).view(dtype), dtype=dtype)
 
 
 def digest(tensors: Iterable[FileTensor]) -> str:
