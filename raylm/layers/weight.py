@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.slots import BlockForm, Slot, SlotName, empty_parameter
 
-Forms = Mapping[str | None, BlockForm]
-"""How a checkpoint stores a matrix: the form of each shard, or under None that of all. A shard without one is plain."""
+Forms = Mapping[str | None, BlockForm | torch.dtype]
+"""How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype."""
 PLAIN: Forms = {}
 
 
@@ -52,11 +52,20 @@ class Columns(NamedTuple):
 class PlainWeight(nn.Module):
     """One tensor [rows, columns] of floating-point numbers."""
 
-    def __init__(self, parts: Sequence[Part], columns: Columns, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        columns: Columns,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept_as: torch.dtype | None = None,
+    ) -> None:
+        """`dtype`: of activations, and of the matrix where it is not `kept_as` another one."""
         super().__init__()
-        self._parts, self._columns = parts, columns
+        self._parts, self._columns, self._dtype = parts, columns, dtype
         num_rows = sum(part.share + part.padding for part in parts)
-        self.values = empty_parameter(num_rows, columns.share, dtype=dtype, device=device)
+        self.values = empty_parameter(num_rows, columns.share, dtype=kept_as or dtype, device=device)
         if parts[-1].padding:
             self.values[num_rows - parts[-1].padding :] = 0
 
@@ -75,7 +84,7 @@ class PlainWeight(nn.Module):
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows by their numbers, int64 [T]: [T, columns]."""
-        return F.embedding(numbers, self.values)
+        return F.embedding(numbers, self.values).to(self._dtype)
 
     def named_slots(self, name: str) -> dict[SlotName, Slot]:
         """What fills the matrix, which the layer calls `name`."""
@@ -148,13 +157,15 @@ Weight = PlainWeight | BlockWeight
 def make_weight(
     parts: Sequence[Part], columns: Columns, forms: Forms, *, dtype: torch.dtype, device: torch.device
 ) -> Weight:
-    """This rank's part of a matrix. It is plain unless all parts have a form whose blocks the rank's columns do not
+    """This rank's part of a matrix. It is in blocks where all parts have a form whose blocks the rank's columns do not
     cut; the loader decodes what a plain matrix has in blocks."""
     found = [forms.get(part.shard) or forms.get(None) for part in parts]
-    whole = [form for form in found if form is not None and columns.in_blocks(form) is not None]
-    if len(whole) < len(parts):
-        return PlainWeight(parts, columns, dtype=dtype, device=device)
-    return BlockWeight(parts, columns, whole, dtype=dtype, device=device)
+    blocks = [form for form in found if isinstance(form, BlockForm) and columns.in_blocks(form) is not None]
+    if len(blocks) == len(parts):
+        return BlockWeight(parts, columns, blocks, dtype=dtype, device=device)
+    (kind, *others) = set(found)
+    kept_as = kind if isinstance(kind, torch.dtype) and not others else None
+    return PlainWeight(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
 
 
 def _slot(destination: Tensor, part: Part, columns: Columns, form: BlockForm | None = None) -> Slot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 
@@ -44,16 +45,19 @@ def load_model(
     """Build the model of `arch` on the context's device and fill it from `source`; it is ready for inference.
 
     `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. With
-    `as_stored`, matrices that a GGUF file has in blocks stay in them where the device has kernels for it; else they are
-    decoded to `dtype`. `fill` is tried first and may fill the model from elsewhere; it says whether it has.
+    `as_stored`, matrices stay in the blocks of a GGUF file, or in 16 bits where `dtype` is float32, if the device has
+    kernels that read them so; else they are converted to `dtype`. `fill` is tried first and may fill the model from
+    elsewhere; it says whether it has.
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
+    names = family_of(arch.architecture).names
+    read = cache(partial(read_checkpoint, source, arch, load_format))
     with _too_large(source):
         scheme = AS_NUMBERS
-        if as_stored and source.kind == "gguf" and load_format != "dummy":
-            tensors, stored = read_checkpoint(source, arch, load_format)
-            scheme = read_scheme(tensors, stored, family_of(arch.architecture).names, arch, context.device)
+        # Elsewhere there are no such kernels, and a peer may have the weights.
+        if as_stored and context.device.type == "cpu" and load_format != "dummy":
+            scheme = read_scheme(*read(), names, arch, dtype, context.device)
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme))
     if fill(model):
         return model
@@ -67,14 +71,13 @@ def load_model(
                 arch.quantisation,
                 dtype_name(dtype),
             )
-        tensors, stored = read_checkpoint(source, arch, load_format)
-        WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(tensors, stored)
+        WeightLoader(model, names, progress=progress).load(*read())
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
     if forms := stored_forms(model):
         found = ", ".join(f"{count} in {name}" for name, count in sorted(forms.items()))
-        logger.info("weights: matrices that are computed with as they are stored: %s", found)
+        logger.info("weights: computed with as they are stored, activations in %s: %s", dtype_name(dtype), found)
     return model
 
 

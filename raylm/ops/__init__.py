@@ -201,6 +201,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, frozen: boo
     return _linear(x, weight, bias, frozen)
 
 
+def takes_narrow_weights(x: Tensor) -> bool:
+    """Whether linear has a kernel for such an x and weights of 16 bits: for float32 on a CPU, the extension's."""
+    is_wide = x.dtype == torch.float32 and x.device.type == "cpu"
+    return is_wide and "linear" in extension.load().ops.get("cpu", ())
+
+
 def linear_rows(weight: Tensor) -> int:
     """Up to how many rows linear has kernels of raylm's for weights of this type on this device; 0: none."""
     return _linear_rows(weight)

@@ -1,4 +1,4 @@
-"""Matrices that stay in a GGUF file's blocks: the right blocks in the right places, and the same model."""
+"""Matrices that stay as their file has them: the right blocks in the right places, and the same model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
+from safetensors.torch import load_file, save_file
 
 from raylm import ops
 from raylm.errors import ConfigError
@@ -96,6 +97,25 @@ def test_one_plain_part_makes_the_matrix_plain(tmp_path: Path) -> None:
     attention = model.layers["1"].self_attn
     assert isinstance(attention.qkv_proj.weight, PlainWeight)
     assert isinstance(attention.o_proj.weight, BlockWeight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_matrices_of_16_bits_stay_so(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "takes_narrow_weights", lambda like: like.dtype == torch.float32)
+    folder = checkpoints.FAMILIES[family](tmp_path)
+    path = folder / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+    stored, plain = load(folder, as_stored=True), load(folder)
+    assert stored_forms(stored) == {str(dtype).removeprefix("torch."): len(matrices(stored))}
+    assert stored_forms(load(folder, as_stored=True, dtype=dtype)) == {}
+    texts, logits = generate(PagedRun(stored), PROMPTS, num_tokens=4)
+    expected_texts, expected = generate(PagedRun(plain), PROMPTS, num_tokens=4)
+    assert texts == expected_texts
+    for name in PROMPTS:
+        torch.testing.assert_close(logits[name], expected[name], atol=1e-4, rtol=1e-4)
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
