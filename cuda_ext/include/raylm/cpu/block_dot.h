@@ -193,12 +193,13 @@ __attribute__((noinline)) void dot_tiles(Tile* tiles, int count, const Quantised
 // The same for one row of x and `count` blocks of kWidth rows of a weight: what is decoded stays in registers where it
 // fits.
 template <typename Kind>
-RAYLM_INLINE void dot_row(const uint8_t* const* lines, int64_t first, int count, const QuantisedRows& x, int64_t row,
-                          float* results) {
+RAYLM_INLINE void dot_row(const uint8_t* const* lines, int64_t first, int count, BlocksAhead ahead,
+                          const QuantisedRows& x, int64_t row, float* results) {
   using C = typename Reader<Kind>::Like;
   constexpr int kPerBlock = Kind::kValues / kQuantised;
   Vec sums[1][1] = {{load(results)}};
   for (int64_t b = first; b < first + count; ++b) {
+    ahead.step();
     VecU codes[Kind::kValues / 4];
     Vec scale[Kind::kValues / C::kPart], min[Kind::kValues / C::kPart];
     Reader<Kind>::decode({lines, b * Kind::kBytes}, {codes, scale, min});

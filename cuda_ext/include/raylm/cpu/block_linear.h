@@ -80,9 +80,9 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
     const int count = static_cast<int>((blocks - first + num_tiles - t - 1) / (num_tiles - t));
     for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
       const uint8_t* const* of_tile = lines + n * kWidth;
-      prefetch_blocks<Kind>(of_tile, first, count, kLinearColumns * stride);
-      if (rows == 1) dot_row<Kind>(of_tile, first, count, a.x, row, results + n * kWidth);
-      else decode_tile<Kind>(of_tile, first, count, tiles[n]);
+      const BlocksAhead ahead(of_tile, first * Kind::kBytes + kLinearColumns * stride, count * Kind::kBytes, count);
+      if (rows == 1) dot_row<Kind>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
+      else decode_tile<Kind>(of_tile, first, count, ahead, tiles[n]);
     }
     if (rows > 1) {
       dot_tiles<typename Reader<Kind>::Like>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
