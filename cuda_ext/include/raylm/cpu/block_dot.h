@@ -126,8 +126,8 @@ struct RowsOfX {
         codes_stride(x.size), scales_stride(x.size / kQuantised * 4) {}
 };
 
-// sums[t][m] += row m of x times the rows of tile t, for M rows, N tiles and `count` times kQuantised values. The order of
-// additions is the same for every M, so that a row's result does not depend on the rows beside it.
+// sums[t][m] += row m of x times the rows of tile t, for M rows, N tiles and `count` times kQuantised values. The order
+// of additions is the same for every M, so that a row's result does not depend on the rows beside it.
 template <typename C, int M, int N>
 RAYLM_INLINE void add_blocks(const TileBlock (&tiles)[N], int count, RowsOfX x, Vec (&sums)[N][M]) {
   constexpr int kParts = kQuantised / C::kPart, kWords = C::kPart / 4;

@@ -64,8 +64,8 @@ inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
 
 // Rows `row` up to row + rows of x times kLinearColumns rows of a weight, from `column` on, into `results`.
 template <typename Kind>
-__attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
-                          float* results) {
+__attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row,
+                                             int64_t rows, float* results) {
   constexpr int kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
   const int64_t blocks = a.x.size / Kind::kValues, stride = a.blocks_stride[weight];
   const int64_t num_tiles = (blocks + kInTile - 1) / kInTile;
@@ -91,7 +91,7 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
   }
 }
 
-__attribute__((noinline)) void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
+inline void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
                              float* results) {
   with_kind(a.kinds[weight], [&](auto kind) { block_columns<decltype(kind)>(a, weight, column, row, rows, results); });
 }

@@ -414,8 +414,8 @@ struct Reader<IQ4_XS> : Codes<32, 255> {
   }
 };
 
-// Asks for `count` blocks of every row, `ahead` bytes behind those from `first` on: a share of their lines at each step, as
-// a core has room for few requests to memory at a time.
+// Asks for the `bytes` of every row from `start` on, in `count` steps: a core has room for few requests to memory at a
+// time.
 class BlocksAhead {
  public:
   RAYLM_INLINE BlocksAhead(const uint8_t* const* lines, int64_t start, int64_t bytes, int count)
