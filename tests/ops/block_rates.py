@@ -2,7 +2,7 @@
 
 python -m tests.ops.block_rates --shape 3072x576 --shape 6144x4096 --kinds Q4_1,Q8_0 --rows 1,16,512 --threads 1
 
-Weights come from memory: each call takes the next of several copies, 96 MB in all. The sides take turns, and a figure is
+Weights come from memory: each call takes the next of several copies, 96 MB in all. The sides take turns. A figure is
 the best of all turns.
 """
 

@@ -122,8 +122,10 @@ struct RowsOfX {
   int64_t codes_stride, scales_stride;
 
   RAYLM_INLINE RowsOfX(const QuantisedRows& x, int64_t row, int64_t block)
-      : codes(x.codes + row * x.size + block * kQuantised), scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
-        codes_stride(x.size), scales_stride(x.size / kQuantised * 4) {}
+      : codes(x.codes + row * x.size + block * kQuantised),
+        scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
+        codes_stride(x.size),
+        scales_stride(x.size / kQuantised * 4) {}
 };
 
 // sums[t][m] += row m of x times the rows of tile t, for M rows, N tiles and `count` times kQuantised values. The order
