@@ -1,6 +1,6 @@
 // Runs every reader of quantised blocks over heap buffers of exactly the size that it may read and write, filled with
-// random bytes. With the number of a kind and "read" or "product" instead, that reader of this kind gets blocks of which
-// the last byte is missing. Compiled with the address sanitizer by test_block_bounds.py.
+// random bytes. With the number of a kind and "read" or "product" the reader of this kind gets blocks without their
+// last byte. Compiled with the address sanitizer by test_block_bounds.py.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

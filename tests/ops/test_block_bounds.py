@@ -50,4 +50,4 @@ def test_within_their_buffers(isa, tmp_path):
     for kind in KINDS:
         for reader in ("read", "product"):
             truncated = subprocess.run([program, str(int(kind)), reader], capture_output=True, text=True)
-            assert truncated.returncode != 0 and "heap-buffer-overflow" in truncated.stderr, (kind, reader)
+            assert "ERROR: AddressSanitizer" in truncated.stderr, (kind, reader)

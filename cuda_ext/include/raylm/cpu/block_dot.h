@@ -7,21 +7,32 @@
 namespace raylm {
 namespace {
 
-// Rows of x at once: two vectors for each, beside a vector of codes and a few more.
+// Rows of x at once, and tiles beside each other: as many sums as the registers hold.
 #if defined(__AVX2__)
 constexpr int kBlockRows = 4;
 #else
 constexpr int kBlockRows = 2;
 #endif
+#if defined(__AVX2__)
+constexpr int kTilesAtOnce = kLinearColumns / kWidth;
+#else
+constexpr int kTilesAtOnce = 1;
+#endif
 
-// dot[m] += for each lane the sum of the products of Count words of codes with as many of row m of x.
+// dot[t][m] += for each lane the sum of the products of Count words of codes of tile t with as many of row m of x.
 #if defined(__AVX512VNNI__)
-template <typename C, int Count, int M>
-RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t stride, VecI dot[M]) {
+template <typename C, int Count, int M, int N>
+RAYLM_INLINE void add_products(const VecU* const codes[N], const int8_t* x, int64_t stride, VecI (&dot)[N][M]) {
+#pragma GCC unroll 8
   for (int g = 0; g < Count; ++g) {
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const __m512i four = _mm512_set1_epi32(static_cast<int>(load_u32(x + m * stride + 4 * g)));
-      dot[m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<__m512i>(dot[m]), bit_cast<__m512i>(codes[g]), four));
+#pragma GCC unroll 2
+      for (int t = 0; t < N; ++t) {
+        const __m512i sum = bit_cast<__m512i>(dot[t][m]);
+        dot[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(sum, bit_cast<__m512i>(codes[t][g]), four));
+      }
     }
   }
 }
@@ -53,39 +64,51 @@ RAYLM_INLINE void in_this_order(Wide& sum) { asm("" : "+v"(sum)); }
 
 // Sums of products of bytes saturate at 16 bits, so only as many are added there as cannot reach the limit: codes of x
 // are at most 127. Signed weights go by their size, at most 128, and give their sign to x.
-template <typename C, int Count, int M>
-RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t stride, VecI dot[M]) {
+template <typename C, int Count, int M, int N>
+RAYLM_INLINE void add_products(const VecU* const codes[N], const int8_t* x, int64_t stride, VecI (&dot)[N][M]) {
   constexpr int kSize = C::kSigned ? 128 : C::kMost;
   constexpr int kFit = 32767 / (2 * kSize * 127), kRun = kFit >= Count ? Count : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
   static_assert(kFit >= 1 && Count % kRun == 0);
   for (int first = 0; first < Count; first += kRun) {
-    Wide sums[M];
+    Wide sums[N][M];
 #pragma GCC unroll 8
     for (int g = first; g < first + kRun; ++g) {
-      const Wide code = bit_cast<Wide>(codes[g]);
-      const Wide size = C::kSigned ? size_of(code) : code;
+      Wide code[N], size[N];
+#pragma GCC unroll 2
+      for (int t = 0; t < N; ++t) {
+        code[t] = bit_cast<Wide>(codes[t][g]);
+        size[t] = C::kSigned ? size_of(code[t]) : code[t];
+      }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const Wide four = same(load_u32(x + m * stride + 4 * g));
-        const Wide product = multiply_bytes(size, C::kSigned ? with_sign(four, code) : four);
-        sums[m] = g == first ? product : add_pairs16(sums[m], product);
-        in_this_order(sums[m]);
+#pragma GCC unroll 2
+        for (int t = 0; t < N; ++t) {
+          const Wide product = multiply_bytes(size[t], C::kSigned ? with_sign(four, code[t]) : four);
+          sums[t][m] = g == first ? product : add_pairs16(sums[t][m], product);
+          in_this_order(sums[t][m]);
+        }
       }
     }
+#pragma GCC unroll 2
+    for (int t = 0; t < N; ++t) {
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) dot[m] += bit_cast<VecI>(multiply_pairs(sums[m], ones()));
+      for (int m = 0; m < M; ++m) dot[t][m] += bit_cast<VecI>(multiply_pairs(sums[t][m], ones()));
+    }
   }
 }
 #else
-template <typename C, int Count, int M>
-RAYLM_INLINE void add_products(const VecU* codes, const int8_t* x, int64_t stride, VecI dot[M]) {
+template <typename C, int Count, int M, int N>
+RAYLM_INLINE void add_products(const VecU* const codes[N], const int8_t* x, int64_t stride, VecI (&dot)[N][M]) {
   for (int g = 0; g < Count; ++g) {
-    uint8_t code[4 * kWidth];
-    std::memcpy(code, &codes[g], sizeof(code));
-    for (int m = 0; m < M; ++m) {
-      const int8_t* four = x + m * stride + 4 * g;
-      for (int i = 0; i < 4 * kWidth; ++i) {
-        dot[m][i / 4] += (C::kSigned ? static_cast<int8_t>(code[i]) : code[i]) * four[i % 4];
+    for (int t = 0; t < N; ++t) {
+      uint8_t code[4 * kWidth];
+      std::memcpy(code, &codes[t][g], sizeof(code));
+      for (int m = 0; m < M; ++m) {
+        const int8_t* four = x + m * stride + 4 * g;
+        for (int i = 0; i < 4 * kWidth; ++i) {
+          dot[t][m][i / 4] += (C::kSigned ? static_cast<int8_t>(code[i]) : code[i]) * four[i % 4];
+        }
       }
     }
   }
@@ -99,28 +122,35 @@ struct RowsOfX {
   int64_t codes_stride, scales_stride;
 
   RAYLM_INLINE RowsOfX(const QuantisedRows& x, int64_t row, int64_t block)
-      : codes(x.codes + row * x.size + block * kQuantised), scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
-        codes_stride(x.size), scales_stride(x.size / kQuantised * 4) {}
+      : codes(x.codes + row * x.size + block * kQuantised),
+        scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
+        codes_stride(x.size),
+        scales_stride(x.size / kQuantised * 4) {}
 };
 
-// sums[m] += row m of x times the rows of a tile, for M rows and `count` times kQuantised values. The order of additions
-// is the same for every M, so that a row's result does not depend on the rows beside it.
-template <typename C, int M>
-RAYLM_INLINE void add_blocks(const TileBlock& tile, int count, RowsOfX x, Vec sums[M]) {
+// sums[t][m] += row m of x times the rows of tile t, for M rows, N tiles and `count` times kQuantised values. The order
+// of additions is the same for every M, so that a row's result does not depend on the rows beside it.
+template <typename C, int M, int N>
+RAYLM_INLINE void add_blocks(const TileBlock (&tiles)[N], int count, RowsOfX x, Vec (&sums)[N][M]) {
   constexpr int kParts = kQuantised / C::kPart, kWords = C::kPart / 4;
   for (int b = 0; b < count; ++b, x.codes += kQuantised, x.scales += 4) {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       const int s = b * kParts + part;
-      VecI dot[M] = {};
-      add_products<C, kWords, M>(tile.codes + s * kWords, x.codes + part * C::kPart, x.codes_stride, dot);
-      const Vec scale = tile.scale[s];
+      const VecU* codes[N];
+      for (int t = 0; t < N; ++t) codes[t] = tiles[t].codes + s * kWords;
+      VecI dot[N][M] = {};
+      add_products<C, kWords, M, N>(codes, x.codes + part * C::kPart, x.codes_stride, dot);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const float* of_row = x.scales + m * x.scales_stride;
-        Vec product = __builtin_convertvector(dot[m], Vec) * (scale * of_row[0]);
-        if constexpr (!C::kSigned) product += tile.min[s] * of_row[kParts == 1 ? 1 : 2 + part];
-        sums[m] += product;
+        const float scale = of_row[0], sum = of_row[kParts == 1 ? 1 : 2 + part];
+#pragma GCC unroll 2
+        for (int t = 0; t < N; ++t) {
+          Vec product = __builtin_convertvector(dot[t][m], Vec) * (tiles[t].scale[s] * scale);
+          if constexpr (!C::kSigned) product += tiles[t].min[s] * sum;
+          sums[t][m] += product;
+        }
       }
     }
   }
@@ -131,15 +161,24 @@ RAYLM_INLINE void add_blocks(const TileBlock& tile, int count, RowsOfX x, Vec su
 template <typename C>
 __attribute__((noinline)) void dot_tiles(Tile* tiles, int count, const QuantisedRows& x, int64_t row,
                                          int64_t rows, int64_t first, float* results) {
+  constexpr int N = kTilesAtOnce;
   const auto dot = [&]<int M>(int64_t m) __attribute__((always_inline)) {
-    for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
-      float* to = results + m * kLinearColumns + n * kWidth;
-      Vec sums[M];
+    for (int64_t n = 0; n < kLinearColumns / kWidth; n += N) {
+      const auto at = [&](int t, int i) { return results + (m + i) * kLinearColumns + (n + t) * kWidth; };
+      TileBlock blocks[N];
+      Vec sums[N][M];
+#pragma GCC unroll 2
+      for (int t = 0; t < N; ++t) {
+        blocks[t] = tiles[n + t].begin();
 #pragma GCC unroll 8
-      for (int i = 0; i < M; ++i) sums[i] = load(to + i * kLinearColumns);
-      add_blocks<C, M>(tiles[n].begin(), count, RowsOfX(x, row + m, first), sums);
+        for (int i = 0; i < M; ++i) sums[t][i] = load(at(t, i));
+      }
+      add_blocks<C, M, N>(blocks, count, RowsOfX(x, row + m, first), sums);
+#pragma GCC unroll 2
+      for (int t = 0; t < N; ++t) {
 #pragma GCC unroll 8
-      for (int i = 0; i < M; ++i) store(to + i * kLinearColumns, sums[i]);
+        for (int i = 0; i < M; ++i) store(at(t, i), sums[t][i]);
+      }
     }
   };
   int64_t m = 0;
@@ -156,18 +195,20 @@ __attribute__((noinline)) void dot_tiles(Tile* tiles, int count, const Quantised
 // The same for one row of x and `count` blocks of kWidth rows of a weight: what is decoded stays in registers where it
 // fits.
 template <typename Kind>
-RAYLM_INLINE void dot_row(const uint8_t* const* lines, int64_t first, int count, const QuantisedRows& x, int64_t row,
-                          float* results) {
+RAYLM_INLINE void dot_row(const uint8_t* const* lines, int64_t first, int count, BlocksAhead ahead,
+                          const QuantisedRows& x, int64_t row, float* results) {
   using C = typename Reader<Kind>::Like;
   constexpr int kPerBlock = Kind::kValues / kQuantised;
-  Vec sums[1] = {load(results)};
+  Vec sums[1][1] = {{load(results)}};
   for (int64_t b = first; b < first + count; ++b) {
+    ahead.step();
     VecU codes[Kind::kValues / 4];
     Vec scale[Kind::kValues / C::kPart], min[Kind::kValues / C::kPart];
     Reader<Kind>::decode({lines, b * Kind::kBytes}, {codes, scale, min});
-    add_blocks<C, 1>({codes, scale, min}, kPerBlock, RowsOfX(x, row, b * kPerBlock), sums);
+    const TileBlock blocks[1] = {{codes, scale, min}};
+    add_blocks<C, 1, 1>(blocks, kPerBlock, RowsOfX(x, row, b * kPerBlock), sums);
   }
-  store(results, sums[0]);
+  store(results, sums[0][0]);
 }
 
 }  // namespace

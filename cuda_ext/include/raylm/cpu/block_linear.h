@@ -11,10 +11,22 @@ constexpr int64_t kResultRows = 128;  // of x, whose sums are kept while the wei
 
 RAYLM_INLINE Vec rounded(Vec v) { return v + 0x1.8p23f - 0x1.8p23f; }  // to an integer, below 2^22
 
+// The lowest byte of every number.
+RAYLM_INLINE void store_bytes(int8_t* p, VecI v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
+#elif defined(__AVX2__)
+  const __m256i all = bit_cast<__m256i>(v);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+#else
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<int8_t>(v[i]);
+#endif
+}
+
 // Codes and scales of kQuantised values.
 RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes, float* scales) {
   constexpr int kVectors = kQuantised / kWidth;
-  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
   Vec largest{}, not_finite{};
   for (int i = 0; i < kVectors; ++i) {
     largest = max(largest, max(v[i], -v[i]));
@@ -22,20 +34,19 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes
   }
   // NaN where a value is not finite: the row's results are NaN. Below 2^-100 all codes are zero, so that the inverse is
   // finite.
-  const float most = max_element(largest), scale = most / 127.0f + sum(not_finite);
+  const float most = max_element(largest);
   const float inverse = most > 0x1p-100f ? 127.0f / most : 0.0f;
   Vec halves[2] = {};
   for (int i = 0; i < kVectors; ++i) {
     // In this order NaN becomes a number.
     const Vec code = min(splat(127.0f), max(rounded(v[i] * inverse), splat(-127.0f)));
     halves[2 * i / kVectors] += code;
-    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(code, VecI), Bytes);
-    std::memcpy(codes + i * kWidth, &bytes, sizeof(bytes));
+    store_bytes(codes + i * kWidth, __builtin_convertvector(code, VecI));
   }
+  const Vec sums = sum4(not_finite, halves[0] + halves[1], halves[0], halves[1]);
+  const float scale = most / 127.0f + sums[0];
   scales[0] = scale;
-  scales[2] = scale * sum(halves[0]);
-  scales[3] = scale * sum(halves[1]);
-  scales[1] = scales[2] + scales[3];
+  for (int i = 1; i < 4; ++i) scales[i] = scale * sums[i];
 }
 
 template <typename T>
@@ -53,8 +64,8 @@ inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
 
 // Rows `row` up to row + rows of x times kLinearColumns rows of a weight, from `column` on, into `results`.
 template <typename Kind>
-__attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
-                          float* results) {
+__attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row,
+                                             int64_t rows, float* results) {
   constexpr int kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
   const int64_t blocks = a.x.size / Kind::kValues, stride = a.blocks_stride[weight];
   const int64_t num_tiles = (blocks + kInTile - 1) / kInTile;
@@ -69,9 +80,9 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
     const int count = static_cast<int>((blocks - first + num_tiles - t - 1) / (num_tiles - t));
     for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
       const uint8_t* const* of_tile = lines + n * kWidth;
-      prefetch_blocks<Kind>(of_tile, first, count, kLinearColumns * stride);
-      if (rows == 1) dot_row<Kind>(of_tile, first, count, a.x, row, results + n * kWidth);
-      else decode_tile<Kind>(of_tile, first, count, tiles[n]);
+      const BlocksAhead ahead(of_tile, first * Kind::kBytes + kLinearColumns * stride, count * Kind::kBytes, count);
+      if (rows == 1) dot_row<Kind>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
+      else decode_tile<Kind>(of_tile, first, count, ahead, tiles[n]);
     }
     if (rows > 1) {
       dot_tiles<typename Reader<Kind>::Like>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
@@ -80,7 +91,7 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
   }
 }
 
-__attribute__((noinline)) void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
+inline void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
                              float* results) {
   with_kind(a.kinds[weight], [&](auto kind) { block_columns<decltype(kind)>(a, weight, column, row, rows, results); });
 }

@@ -120,9 +120,10 @@ RAYLM_INLINE VecU spread_bits(VecU v, int g) {
   const __m256i mask = _mm256_set1_epi32(g % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
   const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(bit_cast<__m256i>(v), which), mask);
   return bit_cast<VecU>(_mm256_cmpeq_epi8(found, mask)) & every_byte(16);
-#endif
+#else
   const VecU bits = (v >> (4 * g)) & 15u;
   return (bits << 4 | bits << 11 | bits << 18 | bits << 25) & every_byte(16);
+#endif
 }
 
 // The bits of every byte that `mask` has once they have moved from bit `from` to bit `to`.
@@ -413,19 +414,31 @@ struct Reader<IQ4_XS> : Codes<32, 255> {
   }
 };
 
-// Asks for `count` blocks of every row, `ahead` bytes behind those from `first` on.
-template <typename Kind>
-RAYLM_INLINE void prefetch_blocks(const uint8_t* const* lines, int64_t first, int count, int64_t ahead) {
-  for (int r = 0; r < kWidth; ++r) {
-    const uint8_t* next = lines[r] + first * Kind::kBytes + ahead;
-    for (int64_t byte = 0; byte < count * Kind::kBytes; byte += 64) prefetch(next + byte);
+// Asks for the `bytes` of every row from `start` on, in `count` steps: a core has room for few requests to memory at a
+// time.
+class BlocksAhead {
+ public:
+  RAYLM_INLINE BlocksAhead(const uint8_t* const* lines, int64_t start, int64_t bytes, int count)
+      : lines_(lines), start_(start), each_(static_cast<int>((bytes + 63) / 64 * kWidth + count - 1) / count) {}
+
+  RAYLM_INLINE void step() {
+    for (const int end = next_ + each_; next_ < end; ++next_) {
+      prefetch(lines_[next_ % kWidth] + start_ + next_ / kWidth * 64);
+    }
   }
-}
+
+ private:
+  const uint8_t* const* lines_;
+  int64_t start_;
+  int each_;
+  int next_ = 0;
+};
 
 template <typename Kind>
-RAYLM_INLINE void decode_tile(const uint8_t* const* lines, int64_t first, int count, Tile& tile) {
+RAYLM_INLINE void decode_tile(const uint8_t* const* lines, int64_t first, int count, BlocksAhead ahead, Tile& tile) {
   constexpr int kParts = Kind::kValues / Reader<Kind>::kPart;
   for (int b = 0; b < count; ++b) {
+    ahead.step();
     Reader<Kind>::decode({lines, (first + b) * Kind::kBytes},
                          {tile.codes + b * (Kind::kValues / 4), tile.scale + b * kParts, tile.min + b * kParts});
   }
