@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     read, written = found.read_bytes / 1e9, found.written_bytes / 1e9
     what = f"{found.num_quantised} matrices in {args.quantization}, " if found.num_quantised else ""
     print(
-        f"{args.out}: {what}{found.num_kept} tensors not quantised; {written:.2f} GB of {read:.2f} GB "
-        f"in {found.seconds:.1f} s ({found.read_bytes / 1e6 / max(found.seconds, 1e-9):.0f} MB/s read)"
+        f"{args.out}: {what}{found.num_kept} tensors not quantised; {read:.2f} GB became {written:.2f} GB in "
+        f"{found.seconds:.1f} s ({found.read_bytes / 1e6 / max(found.seconds, 1e-9):.0f} MB/s read)"
     )
     return 0

@@ -129,6 +129,8 @@ def _read(source: ModelSource) -> tuple[ArchConfig, list[FileTensor], Stored]:
         raise ConfigError(f"{source.path}: is stored as {arch.quantisation}, which cannot be converted")
     names = family_of(arch.architecture).names
     tensors, stored = own_tensors(source, arch, files.format)
+    if arch.quantisation is not None:
+        tensors = [*_without_zero_biases(tensors, arch, stored, names)]
     if files.format == "pt":
         from raylm.models.torch_files import torch_file_tensors as file_tensors
     else:
@@ -136,8 +138,6 @@ def _read(source: ModelSource) -> tuple[ArchConfig, list[FileTensor], Stored]:
     for path in files.paths:
         tensors += file_tensors(path, ignored=lambda name: not name.startswith(names.ignored))
     _check(source, tensors, names)
-    if arch.quantisation is not None and not arch.transformers_config:
-        tensors = [*_without_zero_biases(tensors, arch, stored, names)]
     return arch, tensors, stored
 
 
@@ -163,15 +163,19 @@ def _without_zero_biases(
     tensors: Iterable[FileTensor], arch: ArchConfig, stored: Stored, names: TensorNames
 ) -> Iterator[FileTensor]:
     """AutoGPTQ gave every layer a bias of zeros. The loader drops those only from quantised checkpoints."""
+    if arch.transformers_config:
+        from raylm.models.transformers_names import renamed
+
     (stage,) = outline(arch, ParallelConfig(), torch.bfloat16)
     known = {name for name, _ in stage.model.slots()}
     for tensor in tensors:
-        is_needless = (
-            tensor.name.endswith(".bias") and slot_name(tensor.name, stored.table, names.prefixes)[0] not in known
-        )
-        if is_needless and not any(bool(piece.count_nonzero()) for _, piece in tensor.pieces(0, tensor.shape[0])):
-            continue
-        yield tensor
+        is_zero = False
+        if tensor.name.endswith(".bias"):
+            module = renamed([tensor], arch.transformers_config)[0] if arch.transformers_config else tensor
+            if slot_name(module.name, stored.table, names.prefixes)[0] not in known:
+                is_zero = not any(bool(piece.count_nonzero()) for _, piece in tensor.pieces(0, tensor.shape[0]))
+        if not is_zero:
+            yield tensor
 
 
 def _plan(
@@ -189,7 +193,7 @@ def _plan(
             items.append(_quantised(tensor, encoder))
             num_quantised += 1
             continue
-        if len(tensor.shape) == 2 and tensor.name.endswith(_WEIGHT):
+        if len(tensor.shape) > 1:
             ignored.append(tensor.name.removesuffix(_WEIGHT))
         if isinstance(tensor, CheckpointTensor):
             own = tensor.encoding.dtype

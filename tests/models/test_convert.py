@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raylm import LLM, EngineConfig, SamplingParams
 from raylm.errors import ConfigError
-from raylm.model_files.aside import MARKER, SUFFIX
+from raylm.model_files.aside import MARKER, SUFFIX, written_aside
 from raylm.model_files.source import locate
 from raylm.models.convert import Converted, convert
 from raylm.models.quantised.encode import METHODS, Method
@@ -30,6 +30,10 @@ from tests.support.quantised import FILE, KINDS, change_config, is_linear, write
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
 GROUP = 32
+
+
+HELIUM = {"num_hidden_layers": 1, "head_dim": 16}
+"""A model without a family of raylm's."""
 
 
 def run(folder: Path, out: Path, method: Method | None, **more: object) -> Converted:
@@ -135,6 +139,14 @@ def test_what_the_configuration_says(tmp_path: Path) -> None:
     assert (weight.dtype, scale.dtype, scale.shape) == (torch.float8_e4m3fn, torch.float32, (len(weight), 1))
 
 
+def test_experts_in_one_tensor_stay_and_are_ignored(tmp_path: Path) -> None:
+    plain = checkpoints.FAMILIES["granitemoe"](tmp_path / "plain", num_hidden_layers=1)
+    assert run(plain, tmp_path / "out", "int8").num_quantised == 4
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {f"model.layers.0.block_sparse_moe.{name}_linear" for name in ("input", "output")} <= set(section["ignore"])
+    assert_same(tmp_path / "out", twin_of(plain, tmp_path, "int8"))
+
+
 def answers(folder: Path, prompt: list[int]) -> list[int]:
     sections = {"path": str(folder), "dtype": "float32", "max_model_len": 64}
     config = EngineConfig.model_validate({"model": sections, "cache": {"num_blocks": 64}, "runtime": {"device": "cpu"}})
@@ -153,6 +165,33 @@ def test_tokens_are_those_of_the_rounded_weights(tmp_path: Path, family: str, me
     run(plain, tmp_path / "out", method)
     prompt = [(5 * i + 3) % 300 + 3 for i in range(20)]
     assert_greedy(checkpoints.reference(twin_of(plain, tmp_path, method)), prompt, answers(tmp_path / "out", prompt))
+
+
+def test_zero_biases_that_gptq_added_are_dropped_through_transformers_too(tmp_path: Path) -> None:
+    plain = checkpoints.of_transformers("HeliumForCausalLM", tmp_path / "plain", **HELIUM)
+    biases = {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}
+    packed, twin = write_both(plain, tmp_path, KINDS["gptq_4"], changes=biases)
+    run(packed, tmp_path / "out", None)
+    assert_same(tmp_path / "out", twin)
+    run(twin, tmp_path / "rounded", "int4")
+    assert_same(tmp_path / "rounded", twin_of(twin, tmp_path / "rounded", "int4"))
+
+
+def test_an_image_encoder_is_kept_as_it_is(tmp_path: Path) -> None:
+    """raylm does not load it; other programs do. Its zero biases are its own."""
+    plain = checkpoints.FAMILIES["gemma3"](tmp_path / "plain")
+    encoder = {
+        "vision_tower.layers.0.q_proj.weight": torch.randn(4, 4),
+        "vision_tower.layers.0.q_proj.bias": torch.zeros(4),
+    }
+    change_config(plain, architectures=["Gemma3ForConditionalGeneration"])
+    packed, _ = write_both(plain, tmp_path, KINDS["ct_int8"], changes=encoder)
+    for method in (None, "fp8"):
+        run(packed, tmp_path / f"out-{method}", method)
+        stored = load_file(tmp_path / f"out-{method}" / FILE)
+        assert all(torch.equal(stored[name], tensor) for name, tensor in encoder.items())
+    section = json.loads((tmp_path / "out-fp8" / "config.json").read_text())["quantization_config"]
+    assert "vision_tower.layers.0.q_proj" in section["ignore"]
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "awq"), ("llama", "gptq_4"), ("qwen3_moe", "fp8_blocks")])
@@ -304,6 +343,15 @@ def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
     assert (aside / "thesis.txt").exists()
     with pytest.raises(ConfigError, match="the folder .*missing does not exist"):
         run(plain, tmp_path / "missing" / "out", "fp8")
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    plain, out = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path / "out"
+    with written_aside(out) as aside:
+        (aside / "file").write_text("of the first")
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            run(plain, out, "fp8")
+    assert os.listdir(out) == ["file"]
 
 
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
