@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 import raylm
-from raylm.cli import batch, bench, chat, doctor, front, generate, serve, simulate, top
+from raylm.cli import batch, bench, chat, convert, doctor, front, generate, serve, simulate, top
 from raylm.cli.options import LateParser
 from raylm.errors import RaylmError
 from raylm.log import configure
 
-_COMMANDS = (serve, generate, chat, top, batch, bench, simulate, doctor, front)
+_COMMANDS = (serve, generate, chat, top, batch, bench, simulate, convert, doctor, front)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

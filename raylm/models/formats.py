@@ -14,17 +14,22 @@ def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> 
     """Every tensor, unread, and how the files have them. Parts of quantised weights are joined. Weights of a remote
     model are brought here first.
     Raises ConfigError where a file is missing or damaged."""
-    read, stored = _read(source, arch, load_format)
-    tensors: list[FileTensor] = [*read]
-    if (quantisation := arch.quantisation) is not None and quantisation.has_parts:
-        from raylm.models.quantised.join import join
-
-        tensors = join(read, quantisation)
+    tensors, stored = own_tensors(source, arch, load_format)
     if arch.transformers_config:
         from raylm.models.transformers_names import renamed
 
         tensors = renamed(tensors, arch.transformers_config)
     return tensors, stored
+
+
+def own_tensors(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[FileTensor], Stored]:
+    """The same by the names that the files have, whatever the modules are called."""
+    read, stored = _read(source, arch, load_format)
+    if (quantisation := arch.quantisation) is not None and quantisation.has_parts:
+        from raylm.models.quantised.join import join
+
+        return join(read, quantisation), stored
+    return [*read], stored
 
 
 def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[CheckpointTensor], Stored]:

@@ -29,6 +29,8 @@ _QUANTISED = {
     **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
 }
 """What quantised weights are stored as."""
+TYPE_NAMES = {dtype: name for name, dtype in {**_FLOATS, **_QUANTISED}.items()}
+"""A type of torch -> what files call it."""
 
 
 def folder_tensors(source: ModelSource, *, integers: bool = False) -> list[CheckpointTensor]:

@@ -39,7 +39,7 @@ def test_version_and_help(capsys):
         assert exit_.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"raylm {raylm.__version__}\n")
-    assert all(command in out for command in ("serve", "generate", "chat", "bench", "doctor"))
+    assert all(command in out for command in ("serve", "generate", "chat", "bench", "convert", "doctor"))
 
 
 def test_starting_the_command_imports_nothing_heavy():
@@ -65,6 +65,11 @@ def test_starting_the_command_imports_nothing_heavy():
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1"], "did not answer"),
         (["bench", "serve", "--api-key-file", "no/keys"], "--api-key-file is 'no/keys', which cannot be read"),
         (["bench", "latency", "m", "--plot", "x.txt"], "must end with .png"),
+        (["convert", "./nothing/here", "out", "--quantization", "fp8"], "MODEL './nothing/here' does not exist"),
+        (
+            ["convert", "m", "out", "--quantization", "fp8", "--group-size", "32"],
+            "--group-size is for --quantization int4",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, problem, capsys):

@@ -20,9 +20,9 @@ from raylm.models.quantised.scheme import MXFP4, Quantisation
 from raylm.models.read_json import read_json
 
 FIELD = "quantization_config"
-_OLD_FIELD = "compression_config"
+OLD_FIELD = "compression_config"
 """llm-compressor's first name for it."""
-_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files beside config.json that say it where that does not, and the method whose programs write them."""
 _METHODS: dict[str, Callable[[Fields], Quantisation]] = {
     "fp8": read_fp8,
@@ -57,13 +57,13 @@ def read_quantisation(fields: Fields, folder: Path, *, mxfp4: bool) -> Quantisat
     Raises ConfigError for a method or a packing that raylm does not read.
     """
     section = fields.section(FIELD)
-    if not section.values and fields.get(_OLD_FIELD) is not None:
-        section = fields.section(_OLD_FIELD).having(quant_method="compressed-tensors")
+    if not section.values and fields.get(OLD_FIELD) is not None:
+        section = fields.section(OLD_FIELD).having(quant_method="compressed-tensors")
     if not section.values:
-        name = next((name for name in _FILES if (folder / name).is_file()), None)
+        name = next((name for name in FILES if (folder / name).is_file()), None)
         if name is None:
             return None
-        section = Fields({"quant_method": _FILES[name], **read_json(folder / name)}, str(folder / name))
+        section = Fields({"quant_method": FILES[name], **read_json(folder / name)}, str(folder / name))
     found = _read(section, mxfp4=mxfp4)
     try:
         Schemes(found)
