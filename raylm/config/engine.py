@@ -62,9 +62,9 @@ class ModelConfig(FrozenConfig):
     Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
     the right shapes from the model's configuration alone."""
     weights: Weights = "decoded"
-    """decoded: all matrices become numbers of `dtype` while loading. stored: a GGUF file's quantised matrices stay in its
-    blocks, and matrices of 16 bits stay so beside a `dtype` of float32, where there are kernels that compute with them
-    (on CPUs, with the extension): faster, in less memory, and for GGUF blocks a little less exact."""
+    """decoded: all matrices become numbers of `dtype` while loading. stored: a GGUF file's quantised matrices stay in
+    its blocks, and matrices of 16 bits stay so beside a `dtype` of float32, where there are kernels that compute with
+    them (on CPUs, with the extension): faster, in less memory, and for GGUF blocks a little less exact."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""
