@@ -199,8 +199,8 @@ def test_bad_arguments_are_named(needs_extension):
     x, weight = _inputs(3, 16, 8, torch.float32)
     with pytest.raises(RuntimeError, match="linear: weight has size 15 in dimension 1, must have 16"):
         ops.gated_linear(x, _random(16, 15), "silu")
-    with pytest.raises(RuntimeError, match="linear: weight is float16, must be float32"):
-        ops.gated_linear(x, weight.half(), "silu")
+    with pytest.raises(RuntimeError, match="linear: weight is float32, must be float16"):
+        ops.gated_linear(x.half(), weight, "silu")
     with pytest.raises(RuntimeError, match="linear: bias has size 7 in dimension 0, must have 16"):
         ops.gated_linear(x, weight, "silu", _random(7))
     with pytest.raises(RuntimeError, match="x has 15 columns, must be an even number"):
