@@ -23,6 +23,12 @@ from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
+from raylm.ops.scaled import ScaledRows as ScaledRows
+from raylm.ops.scaled import scale_rows as scale_rows
+from raylm.ops.scaled import scaled_gated as scaled_gated
+from raylm.ops.scaled import scaled_linear as scaled_linear
+from raylm.ops.scaled import scaled_rms_norm as scaled_rms_norm
+from raylm.ops.scaled import takes_scaled as takes_scaled
 from raylm.ops.tokens import Placed as Placed
 
 extension.load()

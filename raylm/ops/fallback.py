@@ -20,6 +20,7 @@ from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
 from raylm.ops.penalties import penalize
 from raylm.ops.sampling import sample
+from raylm.ops.scaled_fallback import scale_rows, scaled_linear
 from raylm.ops.tokens import accept, place
 
 _QUERY_CHUNK = 256
@@ -185,6 +186,14 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool
     return out
 
 
+def scaled_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return scale_rows(rms_norm(x, weight, eps) if residual is None else add_rms_norm(x, residual, weight, eps))
+
+
+def scaled_gated(x: Tensor, gelu_tanh: bool) -> tuple[Tensor, Tensor]:
+    return scale_rows(gelu_tanh_mul(x) if gelu_tanh else silu_mul(x))
+
+
 def sample_columns(like: Tensor) -> int:
     return 0
 
@@ -274,6 +283,10 @@ _KERNELS = (
     block_gated_linear,
     decode_blocks,
     block_kernels,
+    scale_rows,
+    scaled_rms_norm,
+    scaled_gated,
+    scaled_linear,
     route,
     experts,
     experts_kernels,

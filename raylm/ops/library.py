@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.library import Library
 
 from raylm.ops.block_fallback import block_size
+from raylm.ops.scaled_fallback import CODES
 from raylm.ops.tokens import Placed
 
 NAMESPACE = "raylm"
@@ -41,6 +42,13 @@ SCHEMAS = {
     "block_gated_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias, bool gelu_tanh) -> Tensor",
     "decode_blocks": "(Tensor blocks, int kind) -> Tensor",
     "block_kernels": "(Tensor like, int kind) -> bool",
+    "scale_rows": "(Tensor x) -> (Tensor, Tensor)",
+    "scaled_rms_norm": "(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "scaled_gated": "(Tensor x, bool gelu_tanh) -> (Tensor, Tensor)",
+    "scaled_linear": (
+        "(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType dtype, "
+        "bool frozen=False) -> Tensor"
+    ),
     "route": (
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
@@ -127,6 +135,20 @@ def _decode_blocks(blocks: Tensor, kind: int) -> Tensor:
     return blocks.new_empty(blocks.shape[0], blocks.shape[1] // num_bytes * values, dtype=torch.float32)
 
 
+def _scaled(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=CODES), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _scaled_gated(x: Tensor, gelu_tanh: bool) -> tuple[Tensor, Tensor]:
+    return _scaled(_half_width(x))
+
+
+def _scaled_linear(
+    x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *_: object
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
 def _routed(logits: Tensor, bias: Tensor | None, per_token: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], per_token)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
@@ -186,6 +208,10 @@ _FAKES = {
     "block_gated_linear": _block_gated_linear,
     "decode_blocks": _decode_blocks,
     "block_kernels": lambda *_: False,
+    "scale_rows": _scaled,
+    "scaled_rms_norm": _scaled,
+    "scaled_gated": _scaled_gated,
+    "scaled_linear": _scaled_linear,
     "route": _routed,
     "experts": _like,
     "experts_kernels": lambda *_: False,

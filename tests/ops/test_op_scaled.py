@@ -1,0 +1,142 @@
+"""Products of rows and weights in 8-bit floats, and what quantises rows on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylm.ops.scaled import CODES
+
+Pick = Callable[[str], Callable[..., Any]]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SPACING = 2.0**-3
+"""Between neighbouring codes, of the lower one."""
+
+
+def _rows(rows: int, size: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(-3, 3, rows).unsqueeze(1)
+    return (torch.randn(rows, size, generator=generator) * spread).to(device, dtype)
+
+
+def _read(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.double() * scales.double().unsqueeze(-1)
+
+
+def _nearest(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Each number is read back as the code nearest to it, or one as near up to the last bits of x / scale."""
+    wide = x.double()
+    assert codes.dtype == CODES and scales.dtype == torch.float32
+    torch.testing.assert_close(scales.double(), wide.abs().amax(-1) / 448, rtol=1e-6, atol=1e-37)
+    error = (_read(codes, scales) - wide).abs()
+    half_step = torch.maximum(wide.abs() * SPACING / 2, scales.double().unsqueeze(-1) * 2.0**-10)
+    assert (error <= half_step * 1.0001).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 8), (3, 576), (64, 4096), (2, 100), (5, 14336)])
+def test_rows_are_rounded_to_the_nearest_codes(op: Pick, device: str, rows: int, size: int, dtype: torch.dtype) -> None:
+    x = _rows(rows, size, device, dtype)
+    _nearest(x, *op("scale_rows")(x))
+
+
+def test_a_row_of_zeros_stays_zeros(op: Pick, device: str) -> None:
+    x = torch.zeros(2, 64, device=device, dtype=torch.bfloat16)
+    x[1] = 1.0
+    codes, scales = op("scale_rows")(x)
+    assert torch.equal(_read(codes, scales)[0].cpu(), torch.zeros(64, dtype=torch.float64))
+    torch.testing.assert_close(_read(codes, scales)[1].cpu(), torch.ones(64, dtype=torch.float64))
+
+
+def test_rows_may_be_strided(op: Pick, device: str) -> None:
+    x = _rows(6, 96, device, torch.bfloat16)
+    codes, scales = op("scale_rows")(x[:, :64])
+    expected = op("scale_rows")(x[:, :64].contiguous())
+    assert torch.equal(codes.float(), expected[0].float()) and torch.equal(scales, expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 1024), (9, 4096), (70, 576), (2000, 512), (3, 100)])
+def test_a_norm_and_its_rounding_are_those_of_two_operators(
+    op: Pick, device: str, rows: int, size: int, dtype: torch.dtype
+) -> None:
+    x, weight = _rows(rows, size, device, dtype), torch.rand(size).to(device, dtype)
+    for residual in (None, _rows(rows, size, device, dtype, seed=1)):
+        if residual is None:
+            normed = op("rms_norm")(x, weight, 1e-5)
+            codes, scales = op("scaled_rms_norm")(x, None, weight, 1e-5)
+        else:
+            kept = residual.clone()
+            normed = op("add_rms_norm")(x, kept, weight, 1e-5)
+            codes, scales = op("scaled_rms_norm")(x, residual, weight, 1e-5)
+            assert torch.equal(residual, kept)
+        expected = op("scale_rows")(normed)
+        assert torch.equal(codes.float(), expected[0].float()) and torch.equal(scales, expected[1])
+
+
+@pytest.mark.parametrize("gelu_tanh", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 14336), (9, 3072), (70, 1536), (2000, 256), (3, 100)])
+def test_a_gated_activation_and_its_rounding_are_those_of_two_operators(
+    op: Pick, device: str, rows: int, size: int, dtype: torch.dtype, gelu_tanh: bool
+) -> None:
+    x = _rows(rows, 2 * size, device, dtype)
+    codes, scales = op("scaled_gated")(x, gelu_tanh)
+    expected = op("scale_rows")(op("gelu_tanh_mul" if gelu_tanh else "silu_mul")(x))
+    assert torch.equal(codes.float(), expected[0].float()) and torch.equal(scales, expected[1])
+
+
+ROWS = [1, 2, 5, 8, 9, 16, 33, 64, 65, 128, 300]
+SHAPES = [(64, 64), (4096, 1024), (6144, 4096), (1024, 3072), (48, 16), (560, 272), (4096, 14336)]
+
+
+def _weight(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    codes = (torch.randn(n, k, generator=generator) * 100).clamp(-448, 448).to(CODES)
+    return codes.to(device), (torch.rand(n, generator=generator) / 100 + 1e-4).to(device)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_scaled_linear_is_the_product_of_what_is_stored(
+    op: Pick, device: str, n: int, k: int, dtype: torch.dtype, biased: bool
+) -> None:
+    weight, scales = _weight(n, k, device)
+    bias = torch.randn(n).to(device, dtype) if biased else None
+    for rows in ROWS if device == "cuda" or n * k < 1 << 20 else ROWS[:2]:
+        codes, x_scales = op("scale_rows")(_rows(rows, k, device, torch.float32))
+        got = op("scaled_linear")(codes, x_scales, weight, scales, bias, dtype)
+        x, w = _read(codes, x_scales), _read(weight, scales)
+        expected = x @ w.t() + (0 if bias is None else bias.double())
+        assert got.dtype == dtype and got.shape == (rows, n)
+        # The tensor cores' sums of 8-bit numbers keep 14 bits of the largest sum on the way.
+        size = x.abs() @ w.abs().t()
+        error = (got.double() - expected).abs()
+        assert (error <= expected.abs() * 2.0**-8 + size * 2.0**-11 + 1e-6).all(), (rows, n, k)
+
+
+def test_a_rows_result_does_not_depend_on_the_rows_beside_it(op: Pick, device: str) -> None:
+    weight, scales = _weight(512, 1024, device)
+    codes, x_scales = op("scale_rows")(_rows(8, 1024, device, torch.float32))
+    together = op("scaled_linear")(codes, x_scales, weight, scales, None, torch.bfloat16)
+    for row in range(8):
+        alone = op("scaled_linear")(codes[row : row + 1], x_scales[row : row + 1], weight, scales, None, torch.bfloat16)
+        if device == "cuda":
+            assert torch.equal(together[row], alone[0])
+        else:  # torch's products of float32 are not those of raylm
+            torch.testing.assert_close(together[row], alone[0], rtol=1e-2, atol=1e-2)
+
+
+def test_a_row_with_a_nan_or_an_infinity_is_nan_and_the_others_are_not(op: Pick, device: str) -> None:
+    x = _rows(4, 64, device, torch.bfloat16)
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    weight, scales = _weight(32, 64, device)
+    codes, x_scales = op("scale_rows")(x)
+    got = op("scaled_linear")(codes, x_scales, weight, scales, None, torch.bfloat16)
+    assert got[1].isnan().all() and got[2].isnan().all()
+    assert got[0].isfinite().all() and got[3].isfinite().all()
