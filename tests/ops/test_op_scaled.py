@@ -84,7 +84,7 @@ def test_a_norm_and_its_rounding_are_those_of_two_operators(
 def test_a_gated_activation_and_its_rounding_are_those_of_two_operators(
     op: Pick, device: str, rows: int, size: int, dtype: torch.dtype, gelu_tanh: bool
 ) -> None:
-    x = _rows(rows, 2 * size, device, dtype)
+    x = _rows(rows, 2 * size, device, dtype) / 30  # or products would pass float16's range
     codes, scales = op("scaled_gated")(x, gelu_tanh)
     expected = op("scale_rows")(op("gelu_tanh_mul" if gelu_tanh else "silu_mul")(x))
     assert torch.equal(codes.float(), expected[0].float()) and torch.equal(scales, expected[1])
