@@ -103,12 +103,16 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class _Column(ColumnParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+    def forward(self, x: ops.Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        found = super().forward(x.flatten(0, -2))
+        assert isinstance(found, Tensor)
+        return found.unflatten(0, x.shape[:-1])
 
 
 class _Row(RowParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: ops.Rows) -> Tensor:
+        assert isinstance(x, Tensor)
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
