@@ -21,7 +21,7 @@ from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, read_scheme, stored_forms
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, dummy_scheme, has_fp8, read_scheme, stored_forms
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -56,8 +56,13 @@ def load_model(
     names = family_of(arch.architecture).names
     read = cache(partial(read_checkpoint, source, arch, load_format))
     with _too_large(source):
-        scheme = AS_FP8 if quantise else AS_NUMBERS
-        if as_stored and not quantise and load_format != "dummy":
+        scheme = AS_NUMBERS
+        if quantise:
+            _check_fp8(context.device)
+            scheme = AS_FP8
+        elif as_stored and load_format == "dummy":
+            scheme = dummy_scheme(arch, context.device)
+        elif as_stored:
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme))
     if fill(model):
@@ -81,6 +86,14 @@ def load_model(
         how = "quantised while they were loaded" if quantise else "computed with as they are stored"
         logger.info("weights: %s, activations in %s: %s", how, dtype_name(dtype), found)
     return model
+
+
+def _check_fp8(device: torch.device) -> None:
+    if device.type == "cuda" and not has_fp8(device):
+        raise ConfigError(
+            f"model.quantization is fp8, but {torch.cuda.get_device_name(device)} ({device}) has no kernels for it: "
+            "those are raylm's extension's, for Hopper GPUs; allowed here: none"
+        )
 
 
 @contextmanager

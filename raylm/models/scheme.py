@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _MATRIX_DIMS = 2
 _LAYERS = "layers."
+_FP8_UNIT = 16
+"""Rows and columns of the smallest matrix that has kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,12 @@ class Scheme:
 
     def forms(self, name: str) -> Forms:
         """A matrix's; PLAIN where it has the model's dtype."""
-        if self.linears is not None and name.startswith(_LAYERS) and name not in self.matrices:
-            return {None: self.linears}
-        return self.matrices.get(name, PLAIN)
+        return self.matrices.get(name, self.of_linears if name.startswith(_LAYERS) else PLAIN)
+
+    @property
+    def of_linears(self) -> Forms:
+        """Of a linear layer that `matrices` does not name."""
+        return PLAIN if self.linears is None else {None: self.linears}
 
     @property
     def is_plain(self) -> bool:
@@ -54,6 +59,17 @@ AS_NUMBERS = Scheme({})
 AS_FP8 = Scheme({}, linears=ops.CODES)
 """The linear layers within the layers are quantised while they are loaded. Embedding, head, routers and experts have
 the model's dtype."""
+
+
+def dummy_scheme(arch: ArchConfig, device: torch.device) -> Scheme:
+    """What read_scheme would find in a checkpoint of which there is the configuration alone."""
+    is_scaled = arch.quantisation is not None and arch.quantisation.scales_rows
+    return AS_FP8 if is_scaled and has_fp8(device) else AS_NUMBERS
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device has kernels for products of codes with a scale a row."""
+    return ops.takes_scaled(_FP8_UNIT, _FP8_UNIT, device)
 
 
 def read_scheme(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.models.quantised.codes import Values
 from raylm.models.quantised.grid import Scales
 from raylm.models.quantised.joined import Grouped, QuantisedTensor
 from raylm.models.quantised.matrix import Span
@@ -24,17 +23,7 @@ if TYPE_CHECKING:
 
 def is_scaled(tensor: QuantisedTensor) -> bool:
     """Whether the weight is codes of ops.CODES, each row of which has one scale."""
-    decoder = tensor.decoder
-    return (
-        isinstance(decoder, Grouped)
-        and isinstance(decoder.codes, Values)
-        and decoder.codes.tensor.encoding.dtype == ops.CODES
-        and isinstance(decoder.scales, Scales)
-        and decoder.zeros is None
-        and decoder.groups is None
-        and decoder.columns == 0
-        and decoder.rows in (0, 1)
-    )
+    return tensor.scheme.scales_rows and tensor.main.encoding.dtype == ops.CODES
 
 
 @dataclass(frozen=True, slots=True)
