@@ -141,12 +141,10 @@ class Sizing:
         )
 
     def _is_fp8(self, config: ResolvedEngine) -> bool:
-        """Whether the GPU would keep linear layers as FP8. Modules that the checkpoint leaves out count as quantised."""
+        """Whether linear layers are FP8 on the GPU. Modules that the checkpoint leaves out count as quantised."""
         if quantises(self._arch, config.model):
             if self._gpu.fp8_tflops is None:
-                raise ConfigError(
-                    "model.quantization is fp8, which raylm has kernels for on Hopper GPUs; --gpu is none"
-                )
+                raise ConfigError("model.quantization is fp8, which needs a Hopper GPU; --gpu is another kind")
             return True
         stored = self._arch.quantisation
         is_stored = stored is not None and stored.scales_rows and not self._arch.transformers_config
