@@ -118,7 +118,11 @@ def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
 
 
 def _needs(plan: Plan) -> dict[str, str]:
-    decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})" if plan.quantisation is not None else ""
+    decoded = ""
+    if plan.is_fp8:
+        decoded = " (linear layers in FP8" + (f", as stored: {plan.quantisation})" if plan.quantisation else ")")
+    elif plan.quantisation is not None:
+        decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})"
     return {
         "parallel": f"tensor {plan.tensor}, pipeline {plan.pipeline}",
         "weights": f"{plan.weight_bytes / 1e9:.2f} GB in all, {plan.weight_bytes_gpu / 1e9:.2f} GB a GPU{decoded}",

@@ -20,7 +20,7 @@ from raylm.plugins import plugin_names
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "raylm", "transformers"]
-Weights = Literal["stored", "decoded"]
+Weights = Literal["auto", "stored", "decoded"]
 BlockHash = Literal["xxhash", "sha256"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -61,16 +61,20 @@ class ModelConfig(FrozenConfig):
     """auto takes the first that is there: safetensors (model*.safetensors), mistral (consolidated*.safetensors, as
     Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
     the right shapes from the model's configuration alone."""
-    weights: Weights = "decoded"
-    """decoded: all matrices become numbers of `dtype` while loading. stored: a GGUF file's quantised matrices stay in
-    its blocks, and matrices of 16 bits stay so beside a `dtype` of float32, where there are kernels that compute with
-    them (on CPUs, with the extension): faster, in less memory, and for GGUF blocks a little less exact."""
+    weights: Weights = "auto"
+    """decoded: all matrices become numbers of `dtype` while loading. stored: matrices stay as the checkpoint stores
+    them where there are kernels that compute with them: faster, in less memory, and a little less exact, since
+    activations are quantised too. On Hopper GPUs those are FP8 with a scale a row or a tensor; on CPUs with the
+    extension a GGUF file's quantised blocks, and matrices of 16 bits beside a `dtype` of float32. auto: stored on GPUs,
+    decoded on CPUs."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""
     quantization: Quantization | None = None
     """How the checkpoint must be quantised, or the start fails. By default it may be quantised in any of these ways, or
-    not at all. raylm quantises nothing itself: quantised weights are decoded to `dtype` while they are loaded."""
+    not at all. fp8: a checkpoint that is not quantised is quantised while it is loaded, all linear layers within its
+    layers but experts and routers: 8-bit floats with a scale a row, activations with a scale a token. It takes about
+    half the memory of bfloat16. Needs a Hopper GPU; CPUs compute it for tests, slowly."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     chat_template: str | None = None

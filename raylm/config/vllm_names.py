@@ -177,7 +177,7 @@ _GROUPS: dict[str, str] = {
     "preempted requests go to the host's memory: swap_gib": "kv_offloading_backend kv_offloading_size",
     "the KV cache is sized by gpu_memory_utilization or num_blocks": "kv_cache_memory_bytes watermark",
     "the KV cache has the model's type": "kv_cache_dtype_skip_layers",
-    "raylm quantises nothing itself; how a checkpoint is quantised is read from its own files": """
+    "raylm quantises to fp8 alone (quantization); how a checkpoint is quantised is read from its own files": """
         allow_deprecated_quantization quantization_config""",
     "files are found by their names and read by several threads": """ignore_patterns model_loader_extra_config
         model_weights pt_load_map_location safetensors_prefetch_block_size safetensors_prefetch_num_threads""",

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from raylm import ops
 from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.layers.weight import PLAIN, Columns, Forms, Part, make_weight
@@ -43,7 +44,7 @@ class _FusedColumnLinear(nn.Module):
         out_size = sum(part.share for part in parts)
         self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: ops.Rows) -> ops.Rows:
         return self.weight.matmul(x, self.bias)
 
     def slots(self) -> dict[SlotName, Slot]:
@@ -96,13 +97,17 @@ class GatedParallelLinear(_FusedColumnLinear):
         context: ParallelContext,
         dtype: torch.dtype,
         forms: Forms = PLAIN,
+        scales: bool = False,
     ) -> None:
+        """`scales`: return ScaledRows, as the product behind takes them."""
         share = context.split(out_size, "intermediate_size")
         parts = [Part(shard, out_size, share, context.tensor_rank * share) for shard in ("gate", "up")]
         super().__init__(in_size, parts, bias=bias, context=context, dtype=dtype, forms=forms)
-        self._activation = activation
+        self._activation, self._scales = activation, scales
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: ops.Rows) -> ops.Rows:
+        if self._scales:
+            return ops.scaled_gated(self.weight.matmul(x, self.bias), self._activation)
         return self.weight.gated_matmul(x, self._activation, self.bias)
 
 
@@ -165,20 +170,21 @@ class RowParallelLinear(nn.Module):
         # Only one rank adds the bias, or the sum would hold it once a rank.
         self._adds_bias = context.tensor_rank == 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: ops.Rows) -> Tensor:
         """The product, summed over the ranks unless the norm behind it does that."""
         return collectives.all_reduce_or_leave(self.partial(x), self._context, norm_follows=self._norm_follows)
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: ops.Rows) -> Tensor:
         """This rank's share of the sum."""
         return self.weight.matmul(x, self.bias if self._adds_bias else None)
 
-    def add_product(self, residual: Tensor, x: Tensor, multiplier: float) -> bool:
+    def add_product(self, residual: Tensor, x: ops.Rows, multiplier: float) -> bool:
         """Add multiplier * product to `residual` [T, out_size] where that spares writing and reading it again; whether
         it was. Few rows are for raylm's own product and norm."""
         plain = self.weight.plain
         if (
             plain is None
+            or not isinstance(x, Tensor)
             or not x.is_cuda
             or len(x) < MIN_ROWS_TO_ADD
             or not self._norm_follows

@@ -15,7 +15,8 @@ from raylm.parallel.context import ParallelContext
 
 class RMSNorm(nn.Module):
     """Norm over the last dimension. `offset` is added to the checkpoint's weights: some families store weight - 1.
-    With `sums` it follows a RowParallelLinear, and does the sum over the tensor ranks that this left to it."""
+    With `sums` it follows a RowParallelLinear, and does the sum over the tensor ranks that this left to it. With
+    `scales` it returns ScaledRows."""
 
     def __init__(
         self,
@@ -26,29 +27,40 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype,
         offset: float = 0.0,
         sums: bool = False,
+        scales: bool = False,
     ) -> None:
         super().__init__()
         self._context = context
         self._sums = sums
+        self._scales = scales
         self._eps = eps
         self._offset = offset
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> ops.Rows:
         """The norm of x [..., size]; with a delta (of x's shape), this is added to x in place first."""
+        if self._scales:
+            return self._scaled(x, delta)
         if delta is None:
             return ops.rms_norm(x, self.weight, self._eps)
         if self._sums:
             return collectives.add_rms_norm(delta, x, self.weight, self._eps, self._context)
         return ops.add_rms_norm(delta, x, self.weight, self._eps)
 
+    def _scaled(self, x: Tensor, delta: Tensor | None) -> ops.ScaledRows:
+        if delta is None:
+            return ops.scaled_rms_norm(x, self.weight, self._eps)
+        if self._sums and collectives.norm_sums(delta, self._context):
+            return ops.scale_rows(collectives.add_rms_norm(delta, x, self.weight, self._eps, self._context))
+        return ops.scaled_rms_norm(delta, self.weight, self._eps, x)
+
     def slots(self) -> dict[SlotName, Slot]:
         return {("weight", None): Slot(self.weight, tuple(self.weight.shape), offset=self._offset)}
 
 
 class LayerNorm(nn.Module):
-    """Norm over the last dimension by mean and variance; `offset` is as in RMSNorm. What it follows is summed over
-    the tensor ranks."""
+    """Norm over the last dimension by mean and variance; `offset` and `scales` are as in RMSNorm. What it follows is
+    summed over the tensor ranks."""
 
     def __init__(
         self,
@@ -59,18 +71,21 @@ class LayerNorm(nn.Module):
         dtype: torch.dtype,
         bias: bool = True,
         offset: float = 0.0,
+        scales: bool = False,
     ) -> None:
         super().__init__()
+        self._scales = scales
         self._eps = eps
         self._offset = offset
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
         self.bias = empty_parameter(size, dtype=dtype, device=context.device) if bias else None
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> ops.Rows:
         """As RMSNorm.forward."""
         if delta is not None:
             x.add_(delta)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+        normed = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+        return ops.scale_rows(normed) if self._scales else normed
 
     def slots(self) -> dict[SlotName, Slot]:
         slots: dict[SlotName, Slot] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from raylm import ops
 from raylm.layers.linear import RowParallelLinear
 from raylm.layers.norm import LayerNorm, RMSNorm
 from raylm.parallel import collectives
@@ -30,17 +31,23 @@ class ResidualStream:
         self._waiting: Tensor | None = None
 
     def normed(self, norm: RMSNorm | LayerNorm) -> Tensor:
-        """The norm of the stream."""
+        """The norm of the stream; `norm` was made without `scales`."""
         waiting, self._waiting = self._waiting, None
         normed: Tensor = norm(self._hidden, waiting)
         return normed
+
+    def rows(self, norm: RMSNorm | LayerNorm) -> ops.Rows:
+        """The norm of the stream as the products behind it take it."""
+        waiting, self._waiting = self._waiting, None
+        rows: ops.Rows = norm(self._hidden, waiting)
+        return rows
 
     def add(self, delta: Tensor) -> None:
         """Add `delta`, which may be overwritten. Where norms sum, it is what a RowParallelLinear returned."""
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = delta if self._multiplier == 1.0 else delta.mul_(self._multiplier)
 
-    def add_product(self, linear: RowParallelLinear, x: Tensor) -> None:
+    def add_product(self, linear: RowParallelLinear, x: ops.Rows) -> None:
         """Add linear(x): of many rows without another pass over the stream."""
         if not linear.add_product(self._hidden, x, self._multiplier):
             self.add(linear(x))

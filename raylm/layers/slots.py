@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from raylm import ops
+
 SlotName = tuple[str, str | None]
 """A parameter's name and the shard of it, or None where the slot is the whole parameter."""
 
@@ -31,7 +33,8 @@ class Slot:
     """Where one checkpoint tensor goes: its elements start..start+length-1 along `dim` belong into `destination`.
 
     `shape` is that of the whole checkpoint tensor; `offset` is added to every element. A slot with a `form` takes the
-    tensor's blocks as they are, as uint8: its elements are bytes.
+    tensor's blocks as they are, as uint8: its elements are bytes. A slot with `scales`, float32, one for each row of
+    `destination`, takes rows as codes of 8 bits with a scale each: they are quantised where they are not stored so.
     """
 
     destination: Tensor
@@ -40,10 +43,29 @@ class Slot:
     start: int = 0
     offset: float = 0.0
     form: BlockForm | None = None
+    scales: Tensor | None = None
 
     @property
     def length(self) -> int:
         return self.destination.shape[self.dim]
+
+    def converts(self, dtype: torch.dtype) -> bool:
+        """Whether `put` computes: numbers of this type are not just copied."""
+        return bool(self.offset) or dtype != self.destination.dtype
+
+    def put(self, row: int, piece: ops.Rows) -> None:
+        """Write whole rows of the destination, from `row` on. Numbers that it `converts` are on the destination's
+        device already, or both are on the CPU."""
+        rows = slice(row, row + len(piece))
+        if self.scales is None:
+            assert isinstance(piece, Tensor)
+            # In float32: 1 + a small bfloat16 would lose the small one before it is rounded.
+            shifted = piece.float().add_(self.offset) if self.offset else piece
+            self.destination[rows].copy_(shifted, non_blocking=True)
+            return
+        scaled = piece if isinstance(piece, ops.ScaledRows) else ops.scale_rows(piece.float())
+        self.destination[rows].copy_(scaled.codes, non_blocking=True)
+        self.scales[rows].copy_(scaled.scales, non_blocking=True)
 
 
 @runtime_checkable

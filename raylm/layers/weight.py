@@ -17,7 +17,8 @@ from raylm import ops
 from raylm.layers.slots import BlockForm, Slot, SlotName, empty_parameter
 
 Forms = Mapping[str | None, BlockForm | torch.dtype]
-"""How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype."""
+"""How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype. ops.CODES
+stands for codes of 8 bits with a scale a row (ScaledWeight)."""
 PLAIN: Forms = {}
 
 
@@ -52,6 +53,8 @@ class Columns(NamedTuple):
 class PlainWeight(nn.Module):
     """One tensor [rows, columns] of floating-point numbers."""
 
+    takes_scaled_rows = False
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -74,12 +77,15 @@ class PlainWeight(nn.Module):
         """The matrix as one tensor, for kernels that read it directly."""
         return self.values
 
-    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, columns] times the transpose, plus the bias: [T, rows]."""
+    def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
+        """x [T, columns] times the transpose, plus the bias: [T, rows]. Only a weight that `takes_scaled_rows` takes
+        ScaledRows."""
+        assert isinstance(x, Tensor)
         return ops.linear(x, self.values, bias, frozen=True)
 
-    def gated_matmul(self, x: Tensor, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+    def gated_matmul(self, x: ops.Rows, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
         """act(first half of matmul) * second half: [T, rows / 2]."""
+        assert isinstance(x, Tensor)
         return ops.gated_linear(x, self.values, activation, bias, frozen=True)
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -103,6 +109,7 @@ class BlockWeight(nn.Module):
     """
 
     plain = None
+    takes_scaled_rows = False
 
     def __init__(
         self,
@@ -130,12 +137,14 @@ class BlockWeight(nn.Module):
         self.blocks = nn.ParameterList(self._tensors)
         self._kinds = [form.kind for form in forms]
 
-    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
         """As PlainWeight.matmul."""
+        assert isinstance(x, Tensor)
         return ops.block_linear(x, self._tensors, self._kinds, bias)
 
-    def gated_matmul(self, x: Tensor, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+    def gated_matmul(self, x: ops.Rows, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
         """As PlainWeight.gated_matmul, of two parts."""
+        assert isinstance(x, Tensor)
         return ops.block_gated_linear(x, self._tensors, self._kinds, activation, bias)
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -151,25 +160,82 @@ class BlockWeight(nn.Module):
         }
 
 
-Weight = PlainWeight | BlockWeight
+class ScaledWeight(nn.Module):
+    """A matrix of 8-bit floating-point codes (FP8) with one scale a row, which is over this rank's columns alone where
+    ranks split columns.
+
+    Activations are quantised to FP8 too, each row by itself: behind a norm or a gated activation where one stands in
+    front, else in `matmul`.
+    """
+
+    plain = None
+    takes_scaled_rows = True
+
+    def __init__(self, parts: Sequence[Part], columns: Columns, *, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype`: of results."""
+        super().__init__()
+        self._parts, self._columns, self._dtype = parts, columns, dtype
+        num_rows = sum(part.share + part.padding for part in parts)
+        self.codes = empty_parameter(num_rows, columns.share, dtype=ops.CODES, device=device)
+        self.scales = empty_parameter(num_rows, dtype=torch.float32, device=device)
+        if padding := parts[-1].padding:
+            self.codes[num_rows - padding :] = 0
+            self.scales[num_rows - padding :] = 1
+
+    def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.matmul."""
+        rows = x if isinstance(x, ops.ScaledRows) else ops.scale_rows(x)
+        return ops.scaled_linear(rows, self.codes, self.scales, bias, dtype=self._dtype, frozen=True)
+
+    def gated_matmul(self, x: ops.Rows, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.gated_matmul."""
+        product = self.matmul(x, bias)
+        return ops.silu_mul(product) if activation == "silu" else ops.gelu_tanh_mul(product)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """As PlainWeight.rows."""
+        scales = self.scales.index_select(0, numbers).unsqueeze(-1)
+        return (self.codes.index_select(0, numbers).float() * scales).to(self._dtype)
+
+    def named_slots(self, name: str) -> dict[SlotName, Slot]:
+        """As PlainWeight.named_slots."""
+        slots: dict[SlotName, Slot] = {}
+        row = 0
+        for part in self._parts:
+            rows = slice(row, row + part.share)
+            slots[name, part.shard] = _slot(self.codes[rows], part, self._columns, scales=self.scales[rows])
+            row += part.share
+        return slots
+
+
+Weight = PlainWeight | BlockWeight | ScaledWeight
 
 
 def make_weight(
     parts: Sequence[Part], columns: Columns, forms: Forms, *, dtype: torch.dtype, device: torch.device
 ) -> Weight:
     """This rank's part of a matrix. It is in blocks where all parts have a form whose blocks the rank's columns do not
-    cut; the loader decodes what a plain matrix has in blocks."""
+    cut, and in codes with scales where all parts are and the device has kernels for its size; the loader decodes what
+    a plain matrix is stored as."""
     found = [forms.get(part.shard) or forms.get(None) for part in parts]
     blocks = [form for form in found if isinstance(form, BlockForm) and columns.in_blocks(form) is not None]
     if len(blocks) == len(parts):
         return BlockWeight(parts, columns, blocks, dtype=dtype, device=device)
     (kind, *others) = set(found)
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None
+    if kept_as == ops.CODES:
+        num_rows = sum(part.share + part.padding for part in parts)
+        # Where there is no GPU, torch's operators compute with codes too; on one they would be far too slow.
+        if device.type != "cuda" or ops.takes_scaled(num_rows, columns.share, device):
+            return ScaledWeight(parts, columns, dtype=dtype, device=device)
+        kept_as = None
     return PlainWeight(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
 
 
-def _slot(destination: Tensor, part: Part, columns: Columns, form: BlockForm | None = None) -> Slot:
+def _slot(
+    destination: Tensor, part: Part, columns: Columns, form: BlockForm | None = None, scales: Tensor | None = None
+) -> Slot:
     shape = (part.size, columns.size)
     if columns.share < columns.size:
-        return Slot(destination, shape, dim=1, start=columns.start, form=form)
-    return Slot(destination, shape, start=part.start, form=form)
+        return Slot(destination, shape, dim=1, start=columns.start, form=form, scales=scales)
+    return Slot(destination, shape, start=part.start, form=form, scales=scales)

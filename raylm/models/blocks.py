@@ -67,8 +67,8 @@ class Build:
         arch = self.arch
         return ResidualStream(hidden, self.context, norms_sum=arch.norms_sum, multiplier=arch.residual_multiplier)
 
-    def norm(self, *, sums: bool = False) -> RMSNorm | LayerNorm:
-        """A norm over the hidden size; `sums` as RMSNorm takes it."""
+    def norm(self, *, sums: bool = False, scales: bool = False) -> RMSNorm | LayerNorm:
+        """A norm over the hidden size; `sums` and `scales` as RMSNorm takes them."""
         arch = self.arch
         if arch.norm == "layer":
             return LayerNorm(
@@ -78,8 +78,9 @@ class Build:
                 dtype=self.dtype,
                 bias=arch.norm_bias,
                 offset=arch.norm_offset,
+                scales=scales,
             )
-        return self._rms_norm(arch.hidden_size, sums=sums)
+        return self._rms_norm(arch.hidden_size, sums=sums, scales=scales)
 
     def head_norm(self, num_heads: int) -> RMSNorm | EachHeadNorm | AllHeadsNorm | None:
         """What queries or keys are normed with, of which the whole model has `num_heads`."""
@@ -89,9 +90,17 @@ class Build:
             return norm(num_heads, size, eps, context=self.context, dtype=self.dtype)
         return None if kind is None else self._rms_norm(size)
 
-    def _rms_norm(self, size: int, *, sums: bool = False) -> RMSNorm:
+    def _rms_norm(self, size: int, *, sums: bool = False, scales: bool = False) -> RMSNorm:
         arch = self.arch
-        return RMSNorm(size, arch.norm_eps, context=self.context, dtype=self.dtype, offset=arch.norm_offset, sums=sums)
+        return RMSNorm(
+            size,
+            arch.norm_eps,
+            context=self.context,
+            dtype=self.dtype,
+            offset=arch.norm_offset,
+            sums=sums,
+            scales=scales,
+        )
 
 
 class SelfAttention(nn.Module):
@@ -111,6 +120,7 @@ class SelfAttention(nn.Module):
             dtype=build.dtype,
             forms=build.forms("qkv_proj"),
         )
+        self.takes_scaled_rows = self.qkv_proj.weight.takes_scaled_rows
         self.o_proj = RowParallelLinear(
             arch.num_heads * arch.head_dim,
             arch.hidden_size,
@@ -146,22 +156,22 @@ class SelfAttention(nn.Module):
             return {}
         return {("sinks", None): Slot(self.sinks, (self._num_heads,), start=self._first_head)}
 
-    def forward(self, x: Tensor, step: LayerInput) -> Tensor:
-        """x, output: [T, hidden_size]."""
+    def forward(self, x: ops.Rows, step: LayerInput) -> Tensor:
+        """x, output: [T, hidden_size]. Only where it `takes_scaled_rows` x may be ScaledRows."""
         return self.o_proj.forward(self._attend(x, step))
 
-    def partial(self, x: Tensor, step: LayerInput) -> Tensor:
+    def partial(self, x: ops.Rows, step: LayerInput) -> Tensor:
         """This rank's share of the sum over the ranks."""
         return self.o_proj.partial(self._attend(x, step))
 
-    def add_to(self, stream: ResidualStream, x: Tensor, step: LayerInput) -> None:
+    def add_to(self, stream: ResidualStream, x: ops.Rows, step: LayerInput) -> None:
         """Add the output to the stream."""
         stream.add_product(self.o_proj, self._attend(x, step))
 
-    def _attend(self, x: Tensor, step: LayerInput) -> Tensor:
+    def _attend(self, x: ops.Rows, step: LayerInput) -> Tensor:
         return self._attention(self.store(x, step), step.cache, step.meta).view(len(x), -1)
 
-    def store(self, x: Tensor, step: LayerInput) -> Tensor:
+    def store(self, x: ops.Rows, step: LayerInput) -> Tensor:
         """Write keys and values into the cache. Returns the queries, [T, num_heads, head_dim]."""
         fused: Tensor = self.qkv_proj(x)
         # Views: the operators take strides.
@@ -189,19 +199,7 @@ class MLP(nn.Module):
     def __init__(self, build: Build, mlp: MLPSpec, *, norm_follows: bool) -> None:
         super().__init__()
         context, dtype, hidden = build.context, build.dtype, build.arch.hidden_size
-        if mlp.gated:
-            self.gate_up_proj = GatedParallelLinear(
-                *(hidden, mlp.size, mlp.activation),
-                bias=mlp.bias,
-                context=context,
-                dtype=dtype,
-                forms=build.forms("gate_up_proj"),
-            )
-        else:
-            self.up_proj = ColumnParallelLinear(
-                hidden, mlp.size, bias=mlp.bias, context=context, dtype=dtype, forms=build.forms("up_proj")
-            )
-        self.down_proj = RowParallelLinear(
+        down_proj = RowParallelLinear(
             mlp.size,
             hidden,
             bias=mlp.bias,
@@ -210,20 +208,36 @@ class MLP(nn.Module):
             norm_follows=norm_follows,
             forms=build.forms("down_proj"),
         )
+        if mlp.gated:
+            self.gate_up_proj = GatedParallelLinear(
+                *(hidden, mlp.size, mlp.activation),
+                bias=mlp.bias,
+                context=context,
+                dtype=dtype,
+                forms=build.forms("gate_up_proj"),
+                scales=down_proj.weight.takes_scaled_rows,
+            )
+            self.takes_scaled_rows = self.gate_up_proj.weight.takes_scaled_rows
+        else:
+            self.up_proj = ColumnParallelLinear(
+                hidden, mlp.size, bias=mlp.bias, context=context, dtype=dtype, forms=build.forms("up_proj")
+            )
+            self.takes_scaled_rows = self.up_proj.weight.takes_scaled_rows
+        self.down_proj = down_proj
         self._activate = None if mlp.gated else _ACTIVATIONS[mlp.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x, output: [T, hidden_size]."""
+    def forward(self, x: ops.Rows) -> Tensor:
+        """x, output: [T, hidden_size]. Only where it `takes_scaled_rows` x may be ScaledRows."""
         return self.down_proj.forward(self._widen(x))
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: ops.Rows) -> Tensor:
         """This rank's share of the sum over the ranks."""
         return self.down_proj.partial(self._widen(x))
 
-    def add_to(self, stream: ResidualStream, x: Tensor) -> None:
+    def add_to(self, stream: ResidualStream, x: ops.Rows) -> None:
         """Add the output to the stream."""
         stream.add_product(self.down_proj, self._widen(x))
 
-    def _widen(self, x: Tensor) -> Tensor:
-        widened: Tensor = self.gate_up_proj(x) if self._activate is None else self._activate(self.up_proj(x))
+    def _widen(self, x: ops.Rows) -> ops.Rows:
+        widened: ops.Rows = self.gate_up_proj(x) if self._activate is None else self._activate(self.up_proj(x))
         return widened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from raylm.config.engine import EngineConfig
+from raylm.config.engine import EngineConfig, ModelConfig
 from raylm.config.speculation import SpeculationConfig
 from raylm.errors import ConfigError
 from raylm.model_files.source import ModelSource, locate
@@ -37,15 +37,26 @@ def target_arch(arch: ArchConfig, config: EngineConfig) -> ArchConfig:
     """The architecture for sequences of model.max_model_len, with what speculative decoding loads of it. Raises
     ConfigError where it cannot draft so, what is to draft for it is nowhere or not for it, or it is not quantised as
     model.quantization says."""
-    _check_quantisation(arch, config.model.quantization)
+    _check_quantisation(arch, config.model)
     return _with_drafting(_up_to(arch, config.model.max_model_len), config.speculation)
 
 
-def _check_quantisation(arch: ArchConfig, wanted: str | None) -> None:
+def quantises(arch: ArchConfig, config: ModelConfig) -> bool:
+    """Whether linear layers are quantised to FP8 while they are loaded: the checkpoint's are not quantised."""
+    return config.quantization == "fp8" and arch.quantisation is None
+
+
+def _check_quantisation(arch: ArchConfig, config: ModelConfig) -> None:
+    wanted = config.quantization
     found = arch.quantisation.method if arch.quantisation is not None else None
-    if wanted is not None and wanted != found:
-        allowed = "nothing: the checkpoint is not quantised, and raylm quantises none" if found is None else found
+    if wanted is not None and wanted != found and not quantises(arch, config):
+        allowed = found or "fp8, to which raylm quantises it while it is loaded: the checkpoint is not quantised"
         raise ConfigError(f"model.quantization is {wanted}; allowed for this model: {allowed}")
+    if quantises(arch, config) and config.weights != "auto":
+        raise ConfigError(
+            f"model.weights is {config.weights}, but model.quantization is fp8, which quantises this model's weights "
+            "while they are loaded; allowed with it: auto"
+        )
 
 
 def _up_to(arch: ArchConfig, wanted: int | None) -> ArchConfig:

@@ -54,6 +54,8 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """A router, its experts, and where the family has it an MLP that every token goes through."""
 
+    takes_scaled_rows = False
+
     def __init__(self, build: Build, spec: ExpertsSpec, *, norm_follows: bool) -> None:
         super().__init__()
         hidden, context, dtype = build.arch.hidden_size, build.context, build.dtype
@@ -77,18 +79,19 @@ class MoE(nn.Module):
         self._context = context
         self._norm_follows = norm_follows
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: ops.Rows) -> Tensor:
         """x, output: [T, hidden_size]; summed over the ranks unless the norm behind it does that."""
         return collectives.all_reduce_or_leave(self.partial(x), self._context, norm_follows=self._norm_follows)
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: ops.Rows) -> Tensor:
         """This rank's share of the sum."""
+        assert isinstance(x, Tensor)
         out: Tensor = self.experts(x, *self.gate(x))
         if self.shared_expert is not None:
             shared = self.shared_expert.partial(x)
             out += F.sigmoid(self.shared_expert_gate(x)) * shared if self._is_gated else shared
         return out
 
-    def add_to(self, stream: ResidualStream, x: Tensor) -> None:
+    def add_to(self, stream: ResidualStream, x: ops.Rows) -> None:
         """Add the output to the stream."""
         stream.add(self(x))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from raylm import ops
 from raylm.layers.attention import LayerInput
+from raylm.layers.dtypes import dtype_name
 from raylm.models.arch import ArchConfig, MLPSpec
 from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
@@ -28,8 +29,8 @@ class FewRows:
         arch, context = build.arch, build.context
         self.most_rows = 0
         reason = why_not(arch, context, block_size)
-        if reason is None and build.scheme.matrices:
-            reason = "weights are computed with as their file stores them"
+        if reason is None and not build.scheme.is_plain:
+            reason = f"it reads weights of {dtype_name(build.dtype)} alone, and some are kept in another form"
         if reason is None:
             assert arch.layers[0].rope is not None
             self._table = build.rotary_table(arch.layers[0].rope)

@@ -14,22 +14,25 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
+from raylm import ops
 from raylm.layers.slots import Slot
 from raylm.models.checkpoint import Room, Source
-from raylm.models.staging import Staging, with_offset
+from raylm.models.quantised.scaled import ScaledTensor
+from raylm.models.staging import Staging
 
 _PART_VALUES = 1 << 24
 """Values of a part at most, so that one large tensor keeps all threads busy."""
 MAX_THREADS = 8
+Filler = Source | ScaledTensor
+"""What a slot is filled from."""
 
 
 class _Part(NamedTuple):
     """Rows `start`..`stop`-1 of a tensor's share that belongs into the slot."""
 
-    tensor: Source
+    tensor: Filler
     slot: Slot
     start: int
     stop: int
@@ -40,7 +43,7 @@ class _Part(NamedTuple):
         return self.slot.destination[:rows].nbytes if rows else 0
 
 
-def fill(jobs: Sequence[tuple[Source, Slot]], *, progress: bool, num_threads: int | None = None) -> None:
+def fill(jobs: Sequence[tuple[Filler, Slot]], *, progress: bool, num_threads: int | None = None) -> None:
     """Copy of each tensor what its slot takes. Raises ConfigError where a file ends too early."""
     parts = [part for tensor, slot in sorted(jobs, key=_place) for part in _parts(tensor, slot)]
     num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -81,13 +84,13 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _place(job: tuple[Source, Slot]) -> tuple[str, int]:
+def _place(job: tuple[Filler, Slot]) -> tuple[str, int]:
     """In the files' order, which is what disks read ahead."""
     tensor, _ = job
     return str(tensor.path), tensor.offset
 
 
-def _parts(tensor: Source, slot: Slot) -> Iterator[_Part]:
+def _parts(tensor: Filler, slot: Slot) -> Iterator[_Part]:
     rows = slot.length if slot.dim == 0 else tensor.shape[0]
     unit = tensor.row_unit
     step = max(1, _PART_VALUES // max(1, prod(tensor.shape[1:])) // unit) * unit
@@ -99,24 +102,23 @@ def _parts(tensor: Source, slot: Slot) -> Iterator[_Part]:
 def _copy(part: _Part, idle: list[Staging]) -> None:
     """Copy piece by piece, to a GPU with one of the `idle`, of which there are as many as threads."""
     if part.slot.destination.device.type != "cuda":
-        for piece, to in _pieces(part, None):
-            to.copy_(with_offset(piece, part.slot.offset))
+        for row, piece in _pieces(part, None):
+            part.slot.put(row, piece)
         return
     staging = idle.pop()
     try:
-        for piece, to in _pieces(part, staging):
-            staging.copy(piece, to, offset=part.slot.offset)
+        for row, piece in _pieces(part, staging):
+            staging.copy(piece, part.slot, row)
     finally:
         idle.append(staging)
 
 
-def _pieces(part: _Part, room: Room | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces, and where each belongs."""
+def _pieces(part: _Part, room: Room | None) -> Iterator[tuple[int, ops.Rows]]:
+    """Whole rows of the slot's part, and the slot's row that each piece begins at."""
     tensor, slot, start, stop = part
     if slot.dim == 0:
         pieces, first = tensor.pieces(slot.start + start, slot.start + stop, room=room), slot.start
     else:
         pieces, first = tensor.pieces(start, stop, (slot.start, slot.start + slot.length), room), 0
     for row, piece in pieces:
-        at = row - first
-        yield piece, slot.destination[at : at + piece.shape[0]]
+        yield row - first, piece

@@ -27,13 +27,13 @@ class DecoderLayer(nn.Module):
         sums = build.arch.norms_sum
         self.self_attn = self.ATTENTION(build.at("self_attn"), spec, norm_follows=sums)
         self.mlp = make_mlp(build.at("mlp"), spec, norm_follows=sums)
-        self.input_layernorm = build.norm(sums=sums)
-        self.post_attention_layernorm = build.norm(sums=sums)
+        self.input_layernorm = build.norm(sums=sums, scales=self.self_attn.takes_scaled_rows)
+        self.post_attention_layernorm = build.norm(sums=sums, scales=self.mlp.takes_scaled_rows)
 
     def forward(self, stream: ResidualStream, step: LayerInput) -> None:
         """Adds to the stream what the layer makes of it."""
-        self.self_attn.add_to(stream, stream.normed(self.input_layernorm), step)
-        self.mlp.add_to(stream, stream.normed(self.post_attention_layernorm))
+        self.self_attn.add_to(stream, stream.rows(self.input_layernorm), step)
+        self.mlp.add_to(stream, stream.rows(self.post_attention_layernorm))
 
 
 class SandwichNormLayer(DecoderLayer):
@@ -41,13 +41,14 @@ class SandwichNormLayer(DecoderLayer):
 
     def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__(build, spec)
-        self.pre_feedforward_layernorm = build.norm()
+        self.post_attention_layernorm = build.norm()  # here it is no product that reads it
+        self.pre_feedforward_layernorm = build.norm(scales=self.mlp.takes_scaled_rows)
         self.post_feedforward_layernorm = build.norm()
 
     def forward(self, stream: ResidualStream, step: LayerInput) -> None:
-        attended = self.self_attn(stream.normed(self.input_layernorm), step)
+        attended = self.self_attn(stream.rows(self.input_layernorm), step)
         stream.add(self.post_attention_layernorm(attended))
-        stream.add(self.post_feedforward_layernorm(self.mlp(stream.normed(self.pre_feedforward_layernorm))))
+        stream.add(self.post_feedforward_layernorm(self.mlp(stream.rows(self.pre_feedforward_layernorm))))
 
 
 class PostNormLayer(nn.Module):
@@ -73,15 +74,17 @@ class ParallelLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(build.at("self_attn"), spec, norm_follows=False)
         self.mlp = make_mlp(build.at("mlp"), spec, norm_follows=False)
-        self.input_layernorm = build.norm()
-        self.post_attention_layernorm = None if build.arch.shared_norm else build.norm()
+        of_attention, of_mlp = self.self_attn.takes_scaled_rows, self.mlp.takes_scaled_rows
+        shared = build.arch.shared_norm
+        self.input_layernorm = build.norm(scales=of_attention and (of_mlp or not shared))
+        self.post_attention_layernorm = None if shared else build.norm(scales=of_mlp)
         self._context = build.context
 
     def forward(self, stream: ResidualStream, step: LayerInput) -> None:
         """As DecoderLayer.forward."""
-        x = normed = stream.normed(self.input_layernorm)
+        x = normed = stream.rows(self.input_layernorm)
         if self.post_attention_layernorm is not None:
-            normed = stream.normed(self.post_attention_layernorm)
+            normed = stream.rows(self.post_attention_layernorm)
         added = self.self_attn.partial(x, step)
         added += self.mlp.partial(normed)
         stream.add(collectives.all_reduce(added, self._context))

@@ -21,7 +21,7 @@ from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
-from raylm.models.scheme import AS_NUMBERS, read_scheme, stored_forms
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, dummy_scheme, has_fp8, read_scheme, stored_forms
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -38,6 +38,7 @@ def load_model(
     *,
     attention: AttentionBackend = RAYLM,
     as_stored: bool = False,
+    quantise: bool = False,
     seed: int = 0,
     progress: bool = True,
     fill: Callable[[DecoderModel], bool] = lambda model: False,
@@ -45,9 +46,10 @@ def load_model(
     """Build the model of `arch` on the context's device and fill it from `source`; it is ready for inference.
 
     `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. With
-    `as_stored`, matrices stay in the blocks of a GGUF file, or in 16 bits where `dtype` is float32, if the device has
-    kernels that read them so; else they are converted to `dtype`. `fill` is tried first and may fill the model from
-    elsewhere; it says whether it has.
+    `as_stored`, matrices stay in the blocks of a GGUF file, in 8-bit floats with a scale a row or a tensor, or in 16
+    bits where `dtype` is float32, if the device has kernels that read them so; else they are converted to `dtype`.
+    With `quantise`, linear layers are quantised to FP8 while they are loaded. `fill` is tried first and may fill the
+    model from elsewhere; it says whether it has.
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
@@ -55,8 +57,12 @@ def load_model(
     read = cache(partial(read_checkpoint, source, arch, load_format))
     with _too_large(source):
         scheme = AS_NUMBERS
-        # Elsewhere there are no such kernels, and a peer may have the weights.
-        if as_stored and context.device.type == "cpu" and load_format != "dummy":
+        if quantise:
+            _check_fp8(context.device)
+            scheme = AS_FP8
+        elif as_stored and load_format == "dummy":
+            scheme = dummy_scheme(arch, context.device)
+        elif as_stored:
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme))
     if fill(model):
@@ -65,7 +71,7 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        if arch.quantisation is not None and arch.quantisation.of_weights:
+        if arch.quantisation is not None and arch.quantisation.of_weights and not stored_forms(model):
             logger.info(
                 "weights: stored as %s, decoded to %s while they are loaded: they take the memory of the latter",
                 arch.quantisation,
@@ -77,8 +83,17 @@ def load_model(
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
     if forms := stored_forms(model):
         found = ", ".join(f"{count} in {name}" for name, count in sorted(forms.items()))
-        logger.info("weights: computed with as they are stored, activations in %s: %s", dtype_name(dtype), found)
+        how = "quantised while they were loaded" if quantise else "computed with as they are stored"
+        logger.info("weights: %s, activations in %s: %s", how, dtype_name(dtype), found)
     return model
+
+
+def _check_fp8(device: torch.device) -> None:
+    if device.type == "cuda" and not has_fp8(device):
+        raise ConfigError(
+            f"model.quantization is fp8, but {torch.cuda.get_device_name(device)} ({device}) has no kernels for it: "
+            "those are raylm's extension's, for Hopper GPUs; allowed here: none"
+        )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
 from raylm.models.registry import model_class
+from raylm.models.scheme import AS_NUMBERS, Scheme
 from raylm.parallel.context import ParallelContext
 
 
@@ -22,7 +23,9 @@ class StageOutline(NamedTuple):
     model: DecoderModel
 
 
-def outline(arch: ArchConfig, parallel: ParallelConfig, dtype: torch.dtype) -> list[StageOutline]:
+def outline(
+    arch: ArchConfig, parallel: ParallelConfig, dtype: torch.dtype, scheme: Scheme = AS_NUMBERS
+) -> list[StageOutline]:
     """The stages as their first tensor ranks have them; of all ranks these hold most. Raises ConfigError, as the
     workers would, when the model cannot be split so."""
     # The rotary tables take time to compute.
@@ -40,5 +43,6 @@ def outline(arch: ArchConfig, parallel: ParallelConfig, dtype: torch.dtype) -> l
             stage_layers=sizes,
         )
         with torch.inference_mode():
-            stages.append(StageOutline(context, model_class(arch.architecture)(Build(arch, context, dtype))))
+            build = Build(arch, context, dtype, scheme=scheme)
+            stages.append(StageOutline(context, model_class(arch.architecture)(build)))
     return stages

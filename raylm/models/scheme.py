@@ -1,4 +1,5 @@
-"""Which matrices of a model are computed with as their file stores them, and in what form."""
+"""Which matrices of a model are kept in another form than numbers of its dtype: as their file stores them, or quantised
+while they are loaded."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from torch import Tensor
 from raylm import ops
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.slots import BlockForm
-from raylm.layers.weight import PLAIN, BlockWeight, Forms, PlainWeight
+from raylm.layers.weight import PLAIN, BlockWeight, Forms, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored, TensorNames, slot_name
+from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.scaled import is_scaled
 
 if TYPE_CHECKING:
     from raylm.models.decoder import DecoderModel
 
 
 _MATRIX_DIMS = 2
+_LAYERS = "layers."
+_FP8_UNIT = 16
+"""Rows and columns of the smallest matrix that has kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +36,40 @@ class Scheme:
     """The forms of matrices by their names in the model, such as "layers.0.mlp.down_proj.weight"."""
 
     matrices: Mapping[str, Forms]
+    linears: torch.dtype | None = None
+    """The form of all linear layers within the model's layers that `matrices` does not name."""
 
     def forms(self, name: str) -> Forms:
-        """A matrix's; PLAIN where it is decoded while loading."""
-        return self.matrices.get(name, PLAIN)
+        """A matrix's; PLAIN where it has the model's dtype."""
+        return self.matrices.get(name, self.of_linears if name.startswith(_LAYERS) else PLAIN)
+
+    @property
+    def of_linears(self) -> Forms:
+        """Of a linear layer that `matrices` does not name."""
+        return PLAIN if self.linears is None else {None: self.linears}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all matrices have the model's dtype."""
+        return not self.matrices and self.linears is None
 
 
 AS_NUMBERS = Scheme({})
-"""All matrices are plain."""
+"""All matrices have the model's dtype."""
+AS_FP8 = Scheme({}, linears=ops.CODES)
+"""The linear layers within the layers are quantised while they are loaded. Embedding, head, routers and experts have
+the model's dtype."""
+
+
+def dummy_scheme(arch: ArchConfig, device: torch.device) -> Scheme:
+    """What read_scheme would find in a checkpoint of which there is the configuration alone."""
+    is_scaled = arch.quantisation is not None and arch.quantisation.scales_rows
+    return AS_FP8 if is_scaled and has_fp8(device) else AS_NUMBERS
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device has kernels for products of codes with a scale a row."""
+    return ops.takes_scaled(_FP8_UNIT, _FP8_UNIT, device)
 
 
 def read_scheme(
@@ -52,14 +84,20 @@ def read_scheme(
     like = torch.empty(0, dtype=dtype, device=device)
     matrices: defaultdict[str, dict[str | None, BlockForm | torch.dtype]] = defaultdict(dict)
     for tensor in tensors:
-        if not isinstance(tensor, CheckpointTensor) or len(tensor.shape) != _MATRIX_DIMS:
+        if len(tensor.shape) != _MATRIX_DIMS:
             continue
-        form = _form(tensor, like)
         name, shard = slot_name(tensor.name, stored.table, names.prefixes)
+        form = _form_of_parts(tensor, name, device) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
         # The loader norms the rows of such a head.
         if form is not None and not (arch.norm_head and name == "lm_head.weight"):
             matrices[name][shard] = form
     return Scheme(matrices)
+
+
+def _form_of_parts(tensor: QuantisedTensor, name: str, device: torch.device) -> torch.dtype | None:
+    """The same of a weight that is stored in parts. A head and an embedding are decoded."""
+    fits = name.startswith(_LAYERS) and is_scaled(tensor) and ops.takes_scaled(tensor.shape[0], tensor.shape[1], device)
+    return ops.CODES if fits else None
 
 
 def _form(tensor: CheckpointTensor, like: Tensor) -> BlockForm | torch.dtype | None:
@@ -79,4 +117,6 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
             found.update(form.name for form in module.forms)
         elif isinstance(module, PlainWeight) and module.values.dtype != model.dtype:
             found[dtype_name(module.values.dtype)] += 1
+        elif isinstance(module, ScaledWeight):
+            found[f"{dtype_name(module.codes.dtype)} with a scale a row"] += 1
     return found

@@ -6,7 +6,9 @@ from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from raylm import ops
+from raylm.layers.slots import Slot
 
 
 class Staging:
@@ -35,19 +37,14 @@ class Staging:
         self._gone[self._half].synchronize()
         return self._halves[self._half][:num_bytes]
 
-    def copy(self, piece: Tensor, to: Tensor, *, offset: float = 0.0) -> None:
-        """Copy what `take` gave, or any other tensor of the CPU, and add `offset`; the device changes the type."""
+    def copy(self, piece: ops.Rows, slot: Slot, row: int) -> None:
+        """Copy what `take` gave, or other rows on the CPU, into the slot's rows from `row` on; the device converts."""
         with torch.cuda.stream(self._stream):
-            if offset or piece.dtype != to.dtype:
-                piece = piece.to(to.device, non_blocking=True)
-            to.copy_(with_offset(piece, offset), non_blocking=True)
+            if not isinstance(piece, ops.ScaledRows) and slot.converts(piece.dtype):
+                piece = piece.to(slot.destination.device, non_blocking=True)
+            slot.put(row, piece)
             self._gone[self._half].record()
 
     def finish(self) -> None:
         """Wait until everything is there."""
         self._stream.synchronize()
-
-
-def with_offset(piece: Tensor, offset: float) -> Tensor:
-    """In float32: 1 + a small bfloat16 would lose the small one before it is rounded."""
-    return piece.float().add_(offset) if offset else piece

@@ -10,7 +10,7 @@ from raylm.errors import ConfigError
 from raylm.layers.attention import LayerInput
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.slots import Loadable, Slot, SlotName, empty_parameter, slots_of
-from raylm.layers.weight import PlainWeight
+from raylm.layers.weight import Weight
 from raylm.log import get_logger
 from raylm.models.blocks import Build
 from raylm.models.decoder import DecoderModel
@@ -142,7 +142,7 @@ class TransformersModel(DecoderModel):
         for top in (self.backbone, self.causal):
             slots |= slots_of(top)
             for path, module in top.named_modules():
-                if isinstance(module, Loadable | PlainWeight):
+                if isinstance(module, Loadable | Weight):
                     continue
                 stored = [
                     (name, x) for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set

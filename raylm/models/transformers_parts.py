@@ -22,12 +22,15 @@ from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.experts import ParallelExperts
 from raylm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from raylm.layers.slots import Slot, SlotName
+from raylm.layers.weight import PLAIN
 from raylm.models.blocks import Build
 from raylm.parallel import collectives
 
 ATTENTION = "raylm_paged"
 """The name that transformers knows `attend` by."""
 _SPLITS = ("colwise", "rowwise")
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""What transformers calls linear layers that choose experts or weigh them; such layers are not quantised."""
 _ACTIVATIONS: dict[type, Literal["silu", "gelu_tanh"]] = {
     nn.SiLU: "silu",
     SiLUActivation: "silu",
@@ -103,12 +106,16 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class _Column(ColumnParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+    def forward(self, x: ops.Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        found = super().forward(x.flatten(0, -2))
+        assert isinstance(found, Tensor)
+        return found.unflatten(0, x.shape[:-1])
 
 
 class _Row(RowParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: ops.Rows) -> Tensor:
+        assert isinstance(x, Tensor)
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
@@ -219,6 +226,7 @@ def split_linears(backbone: nn.Module, plan: Mapping[str, str] | None, build: Bu
                 bias=module.bias is not None,
                 context=context if way in _SPLITS else whole,
                 dtype=build.dtype,
+                forms=PLAIN if path.rpartition(".")[2] in _ROUTERS else build.scheme.of_linears,
             ),
         )
 

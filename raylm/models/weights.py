@@ -15,10 +15,12 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import Slot, SlotName
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
-from raylm.models.filling import fill
+from raylm.models.filling import Filler, fill
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.quantised.join import drop_zero_biases
+from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
 
@@ -58,7 +60,7 @@ class WeightLoader:
         """
         fill(self._assign(tensors, stored), progress=self._progress)
 
-    def _assign(self, tensors: Iterable[FileTensor], stored: Stored) -> list[tuple[Source, Slot]]:
+    def _assign(self, tensors: Iterable[FileTensor], stored: Stored) -> list[tuple[Filler, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
         found: defaultdict[SlotName, list[Source]] = defaultdict(list)
         for tensor in tensors:
@@ -89,7 +91,8 @@ class WeightLoader:
             ],
         }
         _raise(self._model.arch.architecture, problems)
-        return [(self._rearranged(name, found[name][0], stored.pairs), slot) for name, slot in slots.items()]
+        taken = ((slot, self._rearranged(name, found[name][0], stored.pairs)) for name, slot in slots.items())
+        return [(_in_codes(tensor) if slot.scales is not None else tensor, slot) for slot, tensor in taken]
 
     def _by_experts(self, name: SlotName, tensor: FileTensor) -> Iterator[tuple[SlotName, FileTensor]]:
         """Of a tensor of all experts of a layer, one for each."""
@@ -148,12 +151,15 @@ class WeightLoader:
 
 def fill_dummy(model: Fillable, *, seed: int) -> None:
     """Random weights: norms 1, integers 0, everything else normal with a deviation of 0.02, the same for the same seed
-    and rank."""
+    and rank. They are quantised where the model's weights are."""
     context = model.context
     generator = torch.Generator(context.device).manual_seed(seed + context.rank)
     for (name, _), slot in model.slots().items():
         if name.endswith("norm.weight"):
             slot.destination.fill_(1.0)
+        elif slot.scales is not None:
+            values = torch.empty(slot.destination.shape, dtype=torch.float32, device=context.device)
+            slot.put(0, values.normal_(std=_DUMMY_STD, generator=generator))
         elif not slot.destination.is_floating_point():
             slot.destination.zero_()
         else:
@@ -186,6 +192,11 @@ def _as_taken(tensor: Source, slot: Slot) -> Source:
         return tensor.in_blocks()
     # GGUF files have no dimensions of 1: a vector may be a matrix of one row.
     return replace(tensor, shape=slot.shape) if (1, *tensor.shape) == slot.shape else tensor
+
+
+def _in_codes(tensor: Source) -> Filler:
+    """The tensor with codes and scales as its file has them; other tensors are quantised by their slot."""
+    return ScaledTensor(tensor) if isinstance(tensor, QuantisedTensor) and is_scaled(tensor) else tensor
 
 
 def _pair_halves(piece: torch.Tensor, *, head_dim: int, rotated: int, dim: int) -> torch.Tensor:

@@ -23,6 +23,8 @@ from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
+from raylm.ops.scaled import CODES as CODES
+from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows
 from raylm.ops.scaled import scale_rows as scale_rows
 from raylm.ops.scaled import scaled_gated as scaled_gated

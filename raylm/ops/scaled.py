@@ -38,6 +38,10 @@ class ScaledRows:
         return len(self.codes)
 
 
+Rows = Tensor | ScaledRows
+"""What a linear layer multiplies its weight by."""
+
+
 def scale_rows(x: Tensor) -> ScaledRows:
     """The rows of x [T, K], rounded to the nearest codes. A row that holds a NaN or an infinity is NaN after a
     product."""

@@ -15,6 +15,8 @@ class Gpu(NamedTuple):
     """Of its memory, in 10^9 bytes a second."""
     bf16_tflops: float
     """Dense products of bfloat16, in 10^12 operations a second."""
+    fp8_tflops: float | None = None
+    """The same of FP8; None where raylm has no kernels for it."""
 
 
 GPUS = {
@@ -22,8 +24,8 @@ GPUS = {
     "L40S": Gpu(44.4, 864, 362),
     "A100-40": Gpu(39.4, 1555, 312),
     "A100-80": Gpu(79.1, 2039, 312),
-    "H100": Gpu(79.1, 3350, 989),
-    "H200": Gpu(139.8, 4800, 989),
+    "H100": Gpu(79.1, 3350, 989, 1979),
+    "H200": Gpu(139.8, 4800, 989, 1979),
     "B200": Gpu(178.3, 8000, 2250),
 }
 """The SXM variants where there are several."""

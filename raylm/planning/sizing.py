@@ -14,8 +14,9 @@ from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.cache_spec import CacheSpec, cache_specs
-from raylm.models.check import target_arch
+from raylm.models.check import quantises, target_arch
 from raylm.models.outline import StageOutline, outline
+from raylm.models.scheme import AS_FP8, AS_NUMBERS
 from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_dtype
@@ -34,8 +35,8 @@ class _Stage(NamedTuple):
     """The weights, those of a model that drafts among them."""
     read: int
     """The model's weights that a large decode step reads: of an embedding that is no head, only a few rows."""
-    layers: int
-    """The layers' weights."""
+    values: int
+    """How many values the layers' weights are."""
     experts: int
     """Those of their experts."""
     groups: CacheGroups
@@ -50,7 +51,9 @@ class Plan:
 
     dtype: str
     quantisation: str | None
-    """How the checkpoint stores its weights. They are decoded while they are loaded: all bytes here are of `dtype`."""
+    """How the checkpoint stores its weights."""
+    is_fp8: bool
+    """Whether linear layers are FP8: as stored, or quantised while they are loaded. Other weights have `dtype`."""
     tensor: int
     pipeline: int
     context: int
@@ -96,6 +99,7 @@ class Sizing:
         self._config = config
         self._arch = arch
         self._gpu = gpu
+        self._scheme = AS_FP8 if self._is_fp8(config) else AS_NUMBERS
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
         self._limit = limit
@@ -114,6 +118,7 @@ class Sizing:
         return Plan(
             dtype=dtype_name(self._dtype),
             quantisation=self._quantisation(),
+            is_fp8=self._scheme is AS_FP8,
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,
@@ -132,8 +137,18 @@ class Sizing:
             decode_tokens_s=self._gpu.bandwidth_gb_s * 1e9 / sum(self._read(stage, 1) for stage in stages),
             batch=batch,
             batch_tokens_s=self._batch_tokens_s(stages, batch),
-            prefill_tokens_s=self._prefill_tokens_s(whole.layers - self._unread(whole, 1), parallel.num_workers),
+            prefill_tokens_s=self._prefill_tokens_s(whole, parallel.num_workers),
         )
+
+    def _is_fp8(self, config: ResolvedEngine) -> bool:
+        """Whether linear layers are FP8 on the GPU. Modules that the checkpoint leaves out count as quantised."""
+        if quantises(self._arch, config.model):
+            if self._gpu.fp8_tflops is None:
+                raise ConfigError("model.quantization is fp8, which needs a Hopper GPU; --gpu is another kind")
+            return True
+        stored = self._arch.quantisation
+        is_stored = stored is not None and stored.scales_rows and not self._arch.transformers_config
+        return is_stored and self._gpu.fp8_tflops is not None and config.model.weights != "decoded"
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation
@@ -157,7 +172,7 @@ class Sizing:
 
     def _stages(self, parallel: ParallelConfig) -> list[_Stage]:
         """The stages of a pipeline, each as its fullest rank has it. Raises ConfigError where it cannot be split so."""
-        return [self._stage(stage) for stage in outline(self._arch, parallel, self._dtype)]
+        return [self._stage(stage) for stage in outline(self._arch, parallel, self._dtype, self._scheme)]
 
     def _stage(self, stage: StageOutline) -> _Stage:
         """Measured on the model itself, built without memory."""
@@ -175,7 +190,8 @@ class Sizing:
             groups = groups._replace(drafts=drafting.layers)
         kv = sum(self._seen_bytes(specs[layer]) for layer in model.layer_numbers)
         experts = sum(_bytes(module) for module in model.modules() if isinstance(module, ParallelExperts))
-        return _Stage(held, read, _bytes(model.layers), experts, groups, kv)
+        values = sum(parameter.numel() for parameter in model.layers.parameters())
+        return _Stage(held, read, values, experts, groups, kv)
 
     def _seen_bytes(self, spec: CacheSpec) -> int:
         """What a layer reads of its cache for the next token of one request of `context` tokens."""
@@ -212,10 +228,14 @@ class Sizing:
             part * self._gpu.bandwidth_gb_s * 1e9 / max(self._read(stage, part) + part * stage.kv for stage in stages)
         )
 
-    def _prefill_tokens_s(self, layer_bytes: int, num_gpus: int) -> float | None:
+    def _prefill_tokens_s(self, whole: _Stage, num_gpus: int) -> float | None:
+        """Experts have the model's dtype, and their products its rate."""
         if self._dtype.itemsize != 2:
             return None
-        return num_gpus * self._gpu.bf16_tflops * 1e12 / (2 * layer_bytes / self._dtype.itemsize)
+        of_experts = (whole.experts - self._unread(whole, 1)) / self._dtype.itemsize
+        others = whole.values - whole.experts / self._dtype.itemsize
+        fast = (self._gpu.fp8_tflops if self._scheme is AS_FP8 else None) or self._gpu.bf16_tflops
+        return num_gpus * 1e12 / (2 * others / fast + 2 * of_experts / self._gpu.bf16_tflops)
 
     def _problem(self, held: int, left: int, fitting: int, concurrency: float) -> str | None:
         utilization, num_blocks = self._config.cache.gpu_memory_utilization, self._config.cache.num_blocks

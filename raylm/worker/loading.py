@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from raylm.config.engine import RuntimeConfig
+from raylm.config.engine import RuntimeConfig, Weights
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import TransferError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
@@ -18,7 +18,7 @@ from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
 from raylm.model_files.source import ModelSource, locate
 from raylm.models.arch import ArchConfig
-from raylm.models.check import target_arch
+from raylm.models.check import quantises, target_arch
 from raylm.models.coverage import slow_parts
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
@@ -102,7 +102,8 @@ def load(
             dtype,
             model_config.load_format,
             attention=attention,
-            as_stored=model_config.weights == "stored",
+            as_stored=stays_stored(model_config.weights, device),
+            quantise=quantises(arch, model_config),
             seed=model_config.seed,
             progress=progress,
             fill=lambda model: digest is not None and _receive(config, model, digest, peer),
@@ -111,6 +112,11 @@ def load(
     captures = captures_graphs(config.runtime, device, attention)
     drafting = _load_drafting(config, model, device, progress=progress)
     return Loaded(model, arch, dtype, device, captures, drafting, sender)
+
+
+def stays_stored(weights: Weights, device: torch.device) -> bool:
+    """Whether weights stay as their file has them where the device has kernels for it."""
+    return weights == "stored" or (weights == "auto" and device.type == "cuda")
 
 
 def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:
@@ -159,7 +165,7 @@ def _load_drafting(
         speculation.model,
         dummy=config.model.load_format == "dummy",
         seed=config.model.seed,
-        as_stored=config.model.weights == "stored",
+        as_stored=stays_stored(config.model.weights, device),
         # A graph's padding may be more than the budget.
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         block_size=config.cache.block_size,

@@ -39,6 +39,32 @@ def test_a_quantised_model_is_planned_as_its_decoded_weights(capsys, tmp_path):
     assert choice["value"] == stored and "they take the memory of float32" in choice["reason"]
 
 
+def test_linear_layers_in_fp8_take_half(capsys, tmp_path):
+    _, plain = plan(capsys, "llama-3.1-8b", "--gpu", "H200")
+    _, found = plan(capsys, "llama-3.1-8b", "--gpu", "H200", "--quantization", "fp8")
+    rows, values = 32 * (6144 + 4096 + 28672 + 4096), 32 * 218_103_808
+    assert plain["is_fp8"] is False and found["is_fp8"] is True
+    assert found["weight_bytes"] == plain["weight_bytes"] - values + 4 * rows
+    assert found["prefill_tokens_s"] == pytest.approx(2 * plain["prefill_tokens_s"], rel=0.01)
+    assert main(["doctor", "--plan", "llama-3.1-8b", "--gpu", "H200", "--quantization", "fp8"]) == 0
+    assert "GB a GPU (linear layers in FP8)" in capsys.readouterr().out
+    path = checkpoints.llama(tmp_path / "llama")
+    for words, expected in (([], True), (["--weights", "decoded"], False)):
+        change_config(path, quantization_config={"quant_method": "fbgemm_fp8"})
+        _, found = plan(capsys, str(path), "--gpu", "H100", "--dtype", "bfloat16", *words)
+        assert found["is_fp8"] is expected
+    _, found = plan(capsys, str(path), "--gpu", "A100-80", "--dtype", "bfloat16")
+    assert found["is_fp8"] is False
+    assert main(["doctor", "--plan", "llama-3.1-8b", "--gpu", "L4", "--quantization", "fp8"]) == 2
+    assert "model.quantization is fp8, which needs a Hopper GPU" in capsys.readouterr().err
+
+
+def test_the_doctor_says_what_is_quantised_while_it_is_loaded(capsys, tmp_path):
+    assert main(["doctor", str(checkpoints.llama(tmp_path)), "--quantization", "fp8", "--json"]) == 0
+    (choice,) = [each for each in json.loads(capsys.readouterr().out)["choices"] if each["name"] == "quantization"]
+    assert choice["value"] == "fp8" and "quantised while they are loaded" in choice["reason"]
+
+
 @pytest.mark.usefixtures("demo")
 def test_names_are_known_in_any_case_and_a_serve_file_has_an_engine(capsys, tmp_path):
     _, found = plan(capsys, "LLaMA-3.1-8B", "--gpu", "h200")

@@ -27,12 +27,15 @@ def load(
     dtype: torch.dtype = torch.float32,
     implementation: Implementation = "auto",
     as_stored: bool = False,
+    quantise: bool = False,
+    seed: int = 0,
 ) -> DecoderModel:
     """A model on the CPU."""
     source = locate(str(path))
     context = context or ParallelContext.single(CPU)
     arch = ArchConfig.from_source(source, implementation)
-    return load_model(source, arch, context, dtype, load_format, as_stored=as_stored, progress=False)
+    how = {"as_stored": as_stored, "quantise": quantise, "seed": seed, "progress": False}
+    return load_model(source, arch, context, dtype, load_format, **how)
 
 
 class PagedRun:

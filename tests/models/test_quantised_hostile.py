@@ -364,8 +364,11 @@ def test_the_quantisation_that_is_asked_for(packed: Any, plain: Path, tmp_path: 
         check(folder, name)
     with pytest.raises(ConfigError, match="model.quantization is awq; allowed for this model: gptq"):
         check(folder, "awq_marlin")
-    with pytest.raises(ConfigError, match="quantization is fp8; allowed for this model: nothing: .* is not quantised"):
-        check(plain, "fp8")
+    check(plain, "fp8")  # it is quantised while it is loaded
+    with pytest.raises(ConfigError, match="quantization is gptq; allowed for this model: fp8, .* is not quantised"):
+        check(plain, "gptq")
+    with pytest.raises(ConfigError, match="model.quantization is fp8; allowed for this model: gptq"):
+        check(folder, "fp8")
 
 
 def test_all_methods_can_be_asked_for(tmp_path: Path) -> None:

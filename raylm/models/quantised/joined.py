@@ -134,12 +134,16 @@ class QuantisedTensor:
     ) -> Iterator[tuple[int, Tensor]]:
         """As CheckpointTensor.pieces, in float32. Of the parts only what the rows and columns need is read."""
         columns = columns or (0, self.shape[1])
+        for row, stretches in self.stretches(start, stop, columns):
+            piece = torch.cat([self.decoder.decode(rows, columns) for rows in stretches])
+            yield row, piece if self.rearrange is None else self.rearrange(piece)
+
+    def stretches(self, start: int, stop: int, columns: Span) -> Iterator[tuple[int, list[Span]]]:
+        """The pieces' first rows, and which rows of the whole weight each piece is, as stretches of neighbours."""
         usual = max(_CHUNK_VALUES // max(1, columns[1] - columns[0]), self.decoder.least_rows)
         step = max(1, usual // self.row_unit) * self.row_unit
         for row in range(start, stop, step):
-            end = min(row + step, stop)
-            piece = torch.cat([self.decoder.decode(rows, columns) for rows in self._stored(row, end)])
-            yield row, piece if self.rearrange is None else self.rearrange(piece)
+            yield row, list(self._stored(row, min(row + step, stop)))
 
     def _stored(self, start: int, stop: int) -> Iterator[Span]:
         """Rows of the whole weight that are rows start..stop-1 here, as stretches of neighbours."""

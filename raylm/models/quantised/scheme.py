@@ -38,6 +38,12 @@ class Scheme:
     """Scales of 8 bits are scaled by one number of the whole weight (NVFP4)."""
 
     @property
+    def scales_rows(self) -> bool:
+        """Whether codes are floats of 8 bits, and each row has one scale; in all rows it may be the same one."""
+        floats = self.layout == "values" and self.numbers == "float" and self.bits == 8 and not self.two_scales
+        return floats and self.zero == "none" and self.rows in (0, 1) and self.columns == 0
+
+    @property
     def symmetric(self) -> bool:
         return self.zero in ("none", "middle")
 
@@ -87,6 +93,11 @@ class Quantisation:
     def schemes(self) -> tuple[Scheme, ...]:
         """All of them, each once."""
         return tuple(dict.fromkeys(group.scheme for group in self.groups if group.scheme is not None))
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether all its schemes do."""
+        return bool(self.schemes) and all(scheme.scales_rows for scheme in self.schemes)
 
     def __str__(self) -> str:
         schemes = "; ".join(map(str, self.schemes))

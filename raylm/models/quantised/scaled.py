@@ -1,0 +1,75 @@
+"""Weights of 8-bit floats with one scale a row, or one in all, read as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.errors import ConfigError
+from raylm.models.quantised.grid import Scales
+from raylm.models.quantised.joined import Grouped, QuantisedTensor
+from raylm.models.quantised.matrix import Span
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from raylm.models.checkpoint import Room
+
+
+def is_scaled(tensor: QuantisedTensor) -> bool:
+    """Whether the weight is codes of ops.CODES, each row of which has one scale."""
+    return tensor.scheme.scales_rows and tensor.main.encoding.dtype == ops.CODES
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTensor:
+    """A QuantisedTensor that `is_scaled`, with the interface of CheckpointTensor: pieces are codes and scales as the
+    file has them. A scale of the whole weight is repeated for each row."""
+
+    source: QuantisedTensor
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def offset(self) -> int:
+        return self.source.offset
+
+    @property
+    def row_unit(self) -> int:
+        return self.source.row_unit
+
+    def pieces(
+        self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
+    ) -> Iterator[tuple[int, ops.ScaledRows]]:
+        """As CheckpointTensor.pieces. Raises ConfigError for scales that are not numbers above 0."""
+        columns = columns or (0, self.shape[1])
+        for row, stretches in self.source.stretches(start, stop, columns):
+            read = [self._read(rows, columns) for rows in stretches]
+            codes, scales = (torch.cat(parts) for parts in zip(*read, strict=True))
+            if (rearrange := self.source.rearrange) is not None:
+                codes, scales = rearrange(codes), rearrange(scales)
+            yield row, ops.ScaledRows(codes, scales)
+
+    def _read(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+        decoder = self.source.decoder
+        assert isinstance(decoder, Grouped) and isinstance(decoder.scales, Scales)
+        scales = decoder.scales.read(rows if decoder.rows else (0, 1), (0, 1)).flatten()
+        if not bool((scales > 0).all()):
+            tensor = decoder.scales.tensor
+            raise ConfigError(f"{tensor.path}: tensor {tensor.name} holds scales of 0; allowed: numbers above 0")
+        return decoder.codes.read(rows, columns), scales.expand(rows[1] - rows[0])
