@@ -20,6 +20,8 @@ Forms = Mapping[str | None, BlockForm | torch.dtype]
 """How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype. ops.CODES
 stands for codes of 8 bits with a scale a row (ScaledWeight)."""
 PLAIN: Forms = {}
+_HALF = 2
+"""Bytes of a number of 16 bits: GPUs' kernels for codes give such numbers alone."""
 
 
 class Part(NamedTuple):
@@ -225,8 +227,9 @@ def make_weight(
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None
     if kept_as == ops.CODES:
         num_rows = sum(part.share + part.padding for part in parts)
-        # Where there is no GPU, torch's operators compute with codes too; on one they would be far too slow.
-        if device.type != "cuda" or ops.takes_scaled(num_rows, columns.share, device):
+        # Elsewhere than on a GPU torch's operators compute with codes; there they would be far too slow.
+        has_kernels = dtype.itemsize == _HALF and ops.takes_scaled(num_rows, columns.share, device)
+        if device.type != "cuda" or has_kernels:
             return ScaledWeight(parts, columns, dtype=dtype, device=device)
         kept_as = None
     return PlainWeight(parts, columns, dtype=dtype, device=device, kept_as=kept_as)

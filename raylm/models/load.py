@@ -58,7 +58,7 @@ def load_model(
     with _too_large(source):
         scheme = AS_NUMBERS
         if quantise:
-            _check_fp8(context.device)
+            _check_fp8(context.device, dtype)
             scheme = AS_FP8
         elif as_stored and load_format == "dummy":
             scheme = dummy_scheme(arch, context.device)
@@ -88,7 +88,11 @@ def load_model(
     return model
 
 
-def _check_fp8(device: torch.device) -> None:
+def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ConfigError(
+            "model.quantization is fp8, but model.dtype is float32; allowed with it on GPUs: bfloat16, float16"
+        )
     if device.type == "cuda" and not has_fp8(device):
         raise ConfigError(
             f"model.quantization is fp8, but {torch.cuda.get_device_name(device)} ({device}) has no kernels for it: "

@@ -16,18 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raylm import LLM, EngineConfig, SamplingParams, ops
+from raylm.config.engine import Weights
 from raylm.errors import ConfigError
 from raylm.layers.attention import LayerInput
 from raylm.layers.weight import Columns, Part, PlainWeight, ScaledWeight, make_weight
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
-from raylm.models.check import check_model
+from raylm.models.check import check_model, with_mtp
 from raylm.models.decoder import DecoderModel
 from raylm.models.few_rows import FewRows
 from raylm.models.from_peer import WeightSender, receive_weights
+from raylm.models.load import load_model
 from raylm.models.scheme import stored_forms
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
+from raylm.worker.loading import stays_stored
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.models.test_through_transformers import CASES
 from tests.models.test_weight_loading import NormReducer, SplitReducer
@@ -240,6 +243,29 @@ def test_models_through_transformers(case: str, tmp_path: Path) -> None:
     assert_near(logits, expected, most=0.03)
 
 
+@pytest.mark.parametrize(("family", "alone"), [("llama", 1), ("gemma3", 1), ("cohere", 1), ("gpt2", 2), ("olmo2", 3)])
+def test_rows_are_quantised_where_they_are_made(
+    family: str, alone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`alone`: a layer's quantisations by themselves: what attention gives, GPT-2's activation, OLMo 2's inputs."""
+    model = load(checkpoints.FAMILIES[family](tmp_path), quantise=True)
+    if model.arch.norm == "layer":
+        alone += 1 if model.arch.shared_norm else 2  # norms by mean and variance quantise in a second step
+    scaled: list[int] = []
+    scale_rows = ops.scale_rows
+    monkeypatch.setattr(ops, "scale_rows", lambda x: scaled.append(len(x)) or scale_rows(x))
+    PagedRun(model).step({"a": [1, 2, 3]})
+    assert scaled == [3] * alone * model.arch.num_layers
+
+
+def test_a_layer_that_drafts_stays_plain(tmp_path: Path) -> None:
+    source = locate(str(checkpoints.mimo(tmp_path)))
+    arch = with_mtp(ArchConfig.from_source(source))
+    context = ParallelContext.single(CPU)
+    model = load_model(source, arch, context, torch.float32, "auto", quantise=True, progress=False)
+    assert len(weights(model)) == 4 * arch.num_layers and not weights(model.mtp)
+
+
 def test_a_table_gives_its_rows() -> None:
     weight = make_weight([Part(None, 5, 4, 0, padding=2)], Columns.whole(8), {None: ops.CODES}, dtype=torch.float32,
                          device=CPU)  # fmt: skip
@@ -384,7 +410,17 @@ def test_a_gpu_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     context = ParallelContext.single(torch.device("cuda:0"))
     with pytest.raises(ConfigError, match=r"quantization is fp8, but NVIDIA L4 \(cuda:0\) has no kernels .*: none"):
+        load(source.path, context=context, quantise=True, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="but model.dtype is float32; allowed with it on GPUs: bfloat16, float16"):
         load(source.path, context=context, quantise=True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "device", "expected"),
+    [("auto", "cuda", True), ("auto", "cpu", False), ("stored", "cpu", True), ("decoded", "cuda", False)],
+)
+def test_where_weights_stay_as_stored(weights: Weights, device: str, expected: bool) -> None:
+    assert stays_stored(weights, torch.device(device)) is expected
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

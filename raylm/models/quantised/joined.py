@@ -138,9 +138,12 @@ class QuantisedTensor:
             piece = torch.cat([self.decoder.decode(rows, columns) for rows in stretches])
             yield row, piece if self.rearrange is None else self.rearrange(piece)
 
-    def stretches(self, start: int, stop: int, columns: Span) -> Iterator[tuple[int, list[Span]]]:
-        """The pieces' first rows, and which rows of the whole weight each piece is, as stretches of neighbours."""
-        usual = max(_CHUNK_VALUES // max(1, columns[1] - columns[0]), self.decoder.least_rows)
+    def stretches(
+        self, start: int, stop: int, columns: Span, values: int = _CHUNK_VALUES
+    ) -> Iterator[tuple[int, list[Span]]]:
+        """Pieces of some `values` values each: their first rows, and which rows of the whole weight each piece is, as
+        stretches of neighbours."""
+        usual = max(values // max(1, columns[1] - columns[0]), self.decoder.least_rows)
         step = max(1, usual // self.row_unit) * self.row_unit
         for row in range(start, stop, step):
             yield row, list(self._stored(row, min(row + step, stop)))

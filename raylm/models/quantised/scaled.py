@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from raylm.models.checkpoint import Room
 
+_CHUNK_VALUES = 1 << 22
+"""Read at a time: as nothing is computed with codes, larger pieces than those that are decoded."""
+
 
 def is_scaled(tensor: QuantisedTensor) -> bool:
     """Whether the weight is codes of ops.CODES, each row of which has one scale."""
@@ -58,7 +61,7 @@ class ScaledTensor:
     ) -> Iterator[tuple[int, ops.ScaledRows]]:
         """As CheckpointTensor.pieces. Raises ConfigError for scales that are not numbers above 0."""
         columns = columns or (0, self.shape[1])
-        for row, stretches in self.source.stretches(start, stop, columns):
+        for row, stretches in self.source.stretches(start, stop, columns, _CHUNK_VALUES):
             read = [self._read(rows, columns) for rows in stretches]
             codes, scales = (torch.cat(parts) for parts in zip(*read, strict=True))
             if (rearrange := self.source.rearrange) is not None:
