@@ -14,6 +14,7 @@ target_sources(raylm_kernels PRIVATE
   csrc/cuda/gated_linear.cu csrc/cuda/linear.cu csrc/cuda/logits.cu csrc/cuda/logprobs.cu csrc/cuda/norm.cu
   csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu
   csrc/cuda/prefill_attention.cu csrc/cuda/prefill_hopper.cu csrc/cuda/rope_store.cu csrc/cuda/rotary.cu csrc/cuda/route.cu
+  csrc/cuda/scaled_linear.cu csrc/cuda/scaled_rows.cu
   csrc/cuda/sample.cu csrc/cuda/split_linear.cu csrc/cuda/store_kv.cu csrc/cuda/tile_linear.cu
   csrc/cuda/tokens.cu)
 # wgmma's operands are written out one by one, for each type and width: a script does that.

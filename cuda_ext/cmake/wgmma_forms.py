@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 TYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
+CODES = {"__nv_fp8_e4m3": "e4m3"}
+"""Of 8 bits, for products whose left side lies in shared memory: the summed dimension is innermost in both."""
+CODES_SHARED = (48, 64, 96, 128)
 SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 192, 256)
 """Widths of products whose left side lies in shared memory."""
 REGISTERS = (64, 80, 96, 128, 192, 256)
@@ -18,7 +21,7 @@ def names(first, count):
     return ", ".join(f"%{number}" for number in range(first, first + count))
 
 
-def form(signature, width, kind, left, operands, accumulates, flags):
+def form(signature, width, kind, left, operands, accumulates, flags, depth=16):
     """One specialisation. `left`: how the text names the left side; `operands`: C expressions after the sums."""
     sums = width // 2
     outputs = ", ".join(f'"+f"(c[{number}])' for number in range(sums))
@@ -30,7 +33,7 @@ def form(signature, width, kind, left, operands, accumulates, flags):
         f"__device__ __forceinline__ void {signature} {{",
         '  asm volatile("{\\n.reg .pred p;\\n"',
         f'               "setp.ne.b32 p, {condition}, 0;\\n"',
-        f'               "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} "',
+        f'               "wgmma.mma_async.sync.aligned.m64n{width}k{depth}.f32.{kind}.{kind} "',
         f'               "{{{names(0, sums)}}}, "',
         f'               "{left}, {right}, p, {flags};\\n}}"',
         f"               : {outputs}",
@@ -40,21 +43,28 @@ def form(signature, width, kind, left, operands, accumulates, flags):
     return "\n".join(lines) + "\n"
 
 
+def shared(name, kind, width, flags, depth=16):
+    """That of a product whose sides both lie in shared memory."""
+    sums = width // 2
+    signature = f"multiply_transposed<{name}, {width}>(float (&c)[{sums}], uint64_t a, uint64_t b, int accumulate)"
+    operands = ['"l"(a)', '"l"(b)', '"r"(accumulate)']
+    return form(signature, width, kind, f"%{sums}", operands, True, flags, depth)
+
+
 def header():
     """The header's text."""
     forms = []
     for name, kind in TYPES.items():
         for width in SHARED:
-            sums = width // 2
-            given = "uint64_t a, uint64_t b, int accumulate"
-            signature = f"multiply_transposed<{name}, {width}>(float (&c)[{sums}], {given})"
-            operands = ['"l"(a)', '"l"(b)', '"r"(accumulate)']
-            forms.append(form(signature, width, kind, f"%{sums}", operands, True, "1, 1, 0, 0"))
+            forms.append(shared(name, kind, width, "1, 1, 0, 0"))
         for width in REGISTERS:
             sums = width // 2
             signature = f"multiply<{name}, {width}>(float (&c)[{sums}], const uint32_t* a, uint64_t b)"
             operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
             forms.append(form(signature, width, kind, f"{{{names(sums, 4)}}}", operands, False, "1, 1, 1"))
+    for name, kind in CODES.items():
+        for width in CODES_SHARED:
+            forms.append(shared(name, kind, width, "1, 1", depth=32))
     begin = "// Written by cmake/wgmma_forms.py.\n#pragma once\n\nnamespace raylm::cuda {\n"
     return "\n".join([begin, *forms, "}  // namespace raylm::cuda\n"])
 

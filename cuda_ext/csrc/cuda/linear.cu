@@ -21,10 +21,10 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<T
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Among how many warps k is split: by k alone, because the order of each sum follows from it. Each has as few blocks of
-// k as 8 warps allow.
-int split_of(int64_t k) {
-  const int64_t blocks = divide_up(k, kSkinnyBlock);
+// Among how many warps k is split: by the bytes of a row of W alone, because the order of each sum follows from it. Each
+// has as few blocks of k as 8 warps allow.
+int split_of(int64_t depth) {
+  const int64_t blocks = divide_up(depth, kSkinnyBytes);
   const int64_t each = divide_up(blocks, kWarpsOfBlock);
   const int64_t warps = divide_up(blocks, each);
   return static_cast<int>(warps <= 1 ? 1 : warps <= 2 ? 2 : warps <= 4 ? 4 : warps);
@@ -35,22 +35,30 @@ struct Plan {
   int tiles;   // groups of 8 rows of weight that a team takes at a time
 };
 
-int shared_bytes(Plan plan, int64_t rows, int64_t k) {
-  const int split = split_of(k), warps = kWarpsOfBlock / split * split;
-  return skinny_shared_bytes(plan.groups, plan.tiles, kStages, warps, static_cast<int>(rows), static_cast<int>(k));
+int shared_bytes(bool scaled, Plan plan, int64_t rows, int64_t k) {
+  const int split = split_of(scaled ? k : 2 * k), warps = kWarpsOfBlock / split * split;
+  return skinny_shared_bytes(scaled, plan.groups, plan.tiles, kStages, warps, static_cast<int>(rows),
+                             static_cast<int>(k));
 }
 
-bool is_small(int64_t n, int64_t k) { return n * k * 2 < kSmallWeight; }
+bool is_small(int64_t n, int64_t depth) { return n * depth < kSmallWeight; }
 
 // Where the kernel was measured to be faster than torch's library (H200). Two groups of weight rows at a time halve the
 // reading of x, and bring more of a small weight with the first copies.
 Plan plan_for(int64_t rows, int64_t n, int64_t k) {
   constexpr Plan kTorch{0, 0};
   if (rows < 1 || rows > 16 || n < 1 || k < 8 || k % 8 != 0 || k > (1 << 20) || n > (1 << 30)) return kTorch;
-  const Plan plan{rows <= 8 ? 1 : 2, is_small(n, k) || (rows > 8 && k <= 1024) ? 2 : 1};
+  const Plan plan{rows <= 8 ? 1 : 2, is_small(n, 2 * k) || (rows > 8 && k <= 1024) ? 2 : 1};
   const bool many_columns = n >= 65536, square = n <= 4096 && k < 4096;
   if (rows > 8 && !many_columns && !square) return kTorch;
-  return shared_bytes(plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kTorch;
+  return shared_bytes(false, plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kTorch;
+}
+
+// Of 8-bit numbers: tiles of as many bytes as large weights of 16 bits have.
+Plan scaled_plan_for(int64_t rows, int64_t n, int64_t k) {
+  constexpr Plan kNone{0, 0}, plan{1, 2};
+  if (rows < 1 || rows > 8 || n < 1 || k < 16 || k % 16 != 0 || k > (1 << 20) || n > (1 << 30)) return kNone;
+  return shared_bytes(true, plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kNone;
 }
 
 struct Grid {
@@ -70,23 +78,24 @@ Grid grid_of(bool small, int shared, int blocks, int multiprocessors) {
   return {divide_up(blocks, turns), shared};
 }
 
-template <typename T, typename Results, int Groups, int Tiles>
-void launch(SkinnyArgs<T> args, int32_t device, cudaStream_t stream) {
-  constexpr auto* kernel = skinny_linear_kernel<T, Results, Groups, Tiles, kStages, kWarpsOfBlock>;
-  args.split = split_of(args.k);
+template <typename N, typename Results, int Groups, int Tiles>
+void launch(SkinnyArgs<N> args, int32_t device, cudaStream_t stream) {
+  constexpr auto* kernel = skinny_linear_kernel<N, Results, Groups, Tiles, kStages, kWarpsOfBlock>;
+  const int64_t depth = args.k * static_cast<int64_t>(sizeof(typename N::Stored));
+  args.split = split_of(depth);
   args.tiles = divide_up(Results::outputs(args.n), Results::outputs(8 * Tiles));
   const int teams = kWarpsOfBlock / args.split;
-  const Grid grid = grid_of(is_small(args.n, args.k), shared_bytes({Groups, Tiles}, args.rows, args.k),
+  const Grid grid = grid_of(is_small(args.n, depth), shared_bytes(N::kScaled, {Groups, Tiles}, args.rows, args.k),
                             divide_up(args.tiles, teams), device_attribute(cudaDevAttrMultiProcessorCount, device));
   allow_shared<kernel>("linear", device, kDynamicOfBlock);
   const dim3 block(teams * args.split * kWarp);
   launch_dependent(kernel, {dim3(grid.blocks), block, stream, static_cast<size_t>(grid.shared)}, args);
 }
 
-template <typename T, typename Results, int Groups>
-void launch(Plan plan, const SkinnyArgs<T>& args, int32_t device, cudaStream_t stream) {
-  plan.tiles == 1 ? launch<T, Results, Groups, 1>(args, device, stream)
-                  : launch<T, Results, Groups, 2>(args, device, stream);
+template <typename N, typename Results, int Groups>
+void launch(Plan plan, const SkinnyArgs<N>& args, int32_t device, cudaStream_t stream) {
+  plan.tiles == 1 ? launch<N, Results, Groups, 1>(args, device, stream)
+                  : launch<N, Results, Groups, 2>(args, device, stream);
 }
 
 bool has_aligned_rows(const Tensor& tensor, int64_t stride) {
@@ -100,13 +109,14 @@ bool fits(const Product& p) {
          compute_major(p.x.get_device_index()) == 9;
 }
 
-template <typename T>
-SkinnyArgs<T> args_of(const Product& p, const Tensor& out) {
-  SkinnyArgs<T> args{};
-  args.x = data<T>(p.x);
-  args.weight = data<T>(p.weight);
-  args.bias = p.bias.has_value() ? data<T>(*p.bias) : nullptr;
-  args.out = data<T>(out);
+template <typename N>
+SkinnyArgs<N> args_of(const Product& p, const Tensor& out) {
+  SkinnyArgs<N> args{};
+  args.x = data<typename N::Stored>(p.x);
+  args.weight = data<typename N::Stored>(p.weight);
+  args.bias = p.bias.has_value() ? data<typename N::Result>(*p.bias) : nullptr;
+  args.out = data<typename N::Result>(out);
+  if (p.scales) args.x_scales = data<float>(*p.x_scales), args.scales = data<float>(*p.scales);
   args.x_stride = p.x_stride;
   args.weight_stride = p.weight.stride(0);
   args.rows = static_cast<int>(p.rows);
@@ -120,18 +130,18 @@ template <typename T>
 void run_plain(const Product& product, Plan plan, const Tensor& out) {
   const int32_t device = product.x.get_device_index();
   const cudaStream_t stream = current_stream(product.x);
-  const SkinnyArgs<T> args = args_of<T>(product, out);
-  plan.groups == 1 ? launch<T, SkinnyPlain, 1>(plan, args, device, stream)
-                   : launch<T, SkinnyPlain, 2>(plan, args, device, stream);
+  const SkinnyArgs<Plain<T>> args = args_of<Plain<T>>(product, out);
+  plan.groups == 1 ? launch<Plain<T>, SkinnyPlain, 1>(plan, args, device, stream)
+                   : launch<Plain<T>, SkinnyPlain, 2>(plan, args, device, stream);
 }
 
 template <typename T>
 void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& out) {
   const int32_t device = product.x.get_device_index();
   const cudaStream_t stream = current_stream(product.x);
-  const SkinnyArgs<T> args = args_of<T>(product, out);
-  gelu_tanh ? launch<T, SkinnyGated<GeluTanh>, 1>(plan, args, device, stream)
-            : launch<T, SkinnyGated<Silu>, 1>(plan, args, device, stream);
+  const SkinnyArgs<Plain<T>> args = args_of<Plain<T>>(product, out);
+  gelu_tanh ? launch<Plain<T>, SkinnyGated<GeluTanh>, 1>(plan, args, device, stream)
+            : launch<Plain<T>, SkinnyGated<Silu>, 1>(plan, args, device, stream);
 }
 
 }  // namespace
@@ -167,6 +177,21 @@ std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh)
   x.scalar_type() == ScalarType::Half ? run_gated<__half>(product, plan, gelu_tanh, out)
                                       : run_gated<__nv_bfloat16>(product, plan, gelu_tanh, out);
   check_launch("gated_linear");
+  return out;
+}
+
+std::optional<Tensor> few_scaled_linear(const Product& product) {
+  const Plan plan = scaled_plan_for(product.rows, product.n, product.k);
+  if (plan.groups == 0) return std::nullopt;
+  const int32_t device = product.x.get_device_index();
+  const Guard guard(device);
+  const Tensor out = new_rows(product.x, product.n, product.result);
+  const auto run = [&](auto numbers) {
+    using N = decltype(numbers);
+    launch<N, SkinnyPlain, 1, 2>(args_of<N>(product, out), device, current_stream(product.x));
+  };
+  product.result == ScalarType::Half ? run(Scaled<__half>{}) : run(Scaled<__nv_bfloat16>{});
+  check_launch("scaled_linear");
   return out;
 }
 

@@ -1,5 +1,8 @@
-#include "launch.h"
+#include <optional>
+#include <tuple>
+
 #include "raylm/cuda/norm.cuh"
+#include "scaled_rows.h"
 #include "shapes.h"
 
 namespace raylm::cuda {
@@ -14,8 +17,8 @@ void launch_any(const NormParams<T>& params, cudaStream_t stream) {
 
 // One access a thread is fastest for a few rows, two where many long rows wait: more bytes are under way. Short rows share
 // a block.
-template <typename T>
-void launch_vec(const NormParams<T>& params, cudaStream_t stream) {
+template <bool kIsScaled, typename T>
+void launch_vec(const NormParams<T>& params, const ScaledOut& scaled, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>;
   int64_t each = vecs >= 512 && params.rows >= 1024 ? 2 : 1;
   while (each < kMaxVecs && divide_up(vecs, each) > 1024) each *= 2;
@@ -23,9 +26,9 @@ void launch_vec(const NormParams<T>& params, cudaStream_t stream) {
   const unsigned rows = threads >= 256 || params.rows < 512 ? 1 : 256 / threads;
   const dim3 grid(divide_up(params.rows, rows)), block(threads, rows);
   switch (each) {
-    case 1: return launch_dependent(rms_norm_kernel<T, 1>, grid, block, stream, params);
-    case 2: return launch_dependent(rms_norm_kernel<T, 2>, grid, block, stream, params);
-    default: return launch_dependent(rms_norm_kernel<T, 4>, grid, block, stream, params);
+    case 1: return launch_dependent(rms_norm_kernel<T, 1, kIsScaled>, grid, block, stream, params, scaled);
+    case 2: return launch_dependent(rms_norm_kernel<T, 2, kIsScaled>, grid, block, stream, params, scaled);
+    default: return launch_dependent(rms_norm_kernel<T, 4, kIsScaled>, grid, block, stream, params, scaled);
   }
 }
 
@@ -39,19 +42,24 @@ bool fits_vectors(const NormParams<T>& p) {
 }
 
 // Up to two leading dimensions of x may be strided: the heads of a fused projection.
-Tensor run(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps) {
-  Tensor out = torch::stable::new_empty(x, x.sizes());
-  if (x.numel() == 0) return out;
+template <typename T>
+NormParams<T> params_of(const Tensor& x, const Tensor* residual, const Tensor& weight, T* out, double eps) {
   const int64_t hidden = weight.size(0), rows = x.numel() / hidden;
   const int64_t inner = x.dim() == 3 ? x.size(1) : 1, inner_stride = x.dim() == 3 ? x.stride(1) : 0;
   const int64_t outer_stride = x.dim() == 2 || x.dim() == 3 ? x.stride(0) : hidden;
+  return {data<T>(x), rows, inner, outer_stride, inner_stride,
+          residual ? data<T>(*residual) : nullptr, residual ? residual->stride(0) : 0,
+          data<T>(weight), out, hidden, static_cast<float>(eps)};
+}
+
+Tensor run(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps) {
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  if (x.numel() == 0) return out;
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
-    const NormParams<T> params{data<T>(x), rows, inner, outer_stride, inner_stride,
-                               residual ? data<T>(*residual) : nullptr, residual ? residual->stride(0) : 0,
-                               data<T>(weight), data<T>(out), hidden, static_cast<float>(eps)};
-    fits_vectors(params) ? launch_vec(params, current_stream(x)) : launch_any(params, current_stream(x));
+    const NormParams<T> params = params_of(x, residual, weight, data<T>(out), eps);
+    fits_vectors(params) ? launch_vec<false>(params, {}, current_stream(x)) : launch_any(params, current_stream(x));
   });
   check_launch(op);
   return out;
@@ -71,11 +79,33 @@ Tensor add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps) {
   return run("add_rms_norm", x, &residual, weight, eps);
 }
 
+std::tuple<Tensor, Tensor> scaled_rms_norm(Tensor x, std::optional<Tensor> residual, Tensor weight, double eps) {
+  const char* op = "scaled_rms_norm";
+  const Tensor* added = residual ? &*residual : nullptr;
+  Arg(op, "x", x).dim(2);
+  check_norm(op, x, added, weight);
+  if (added) Arg(op, "residual", *added).on_device_of(x);
+  Arg(op, "weight", weight).on_device_of(x);
+  const ScaledTensors out(x, x.size(1));
+  if (x.numel() == 0) return out.both();
+  bool fits = false;
+  const Guard guard(x.get_device_index());
+  by_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    const NormParams<T> params = params_of<T>(x, added, weight, nullptr, eps);
+    fits = fits_vectors(params);
+    if (fits) launch_vec<true>(params, out.pointers(), current_stream(x));
+  });
+  check_launch(op);
+  return fits ? out.both() : scale_rows(run(op, x, added, weight, eps));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  m.impl("scaled_rms_norm", TORCH_BOX(&scaled_rms_norm));
 }
 
 }  // namespace raylm::cuda

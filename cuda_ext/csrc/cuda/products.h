@@ -24,13 +24,18 @@ struct Product {
   bool frozen;  // weight and bias may be read while the kernels ahead still run
   int64_t n = weight.size(0), k = weight.size(1), rows = k ? x.numel() / k : 0;
   int64_t x_stride = x.dim() == 2 ? x.stride(0) : k;  // elements from row to row
+  ScalarType result = x.scalar_type();
+  const Tensor *x_scales = nullptr, *scales = nullptr;  // of rows of x and weight, where these hold 8-bit numbers
 };
 
 // linear by the kernel for up to 64 rows; nothing where it does not take the shape. The caller has checked that x and
 // weight hold 16-bit numbers, that their rows are 16-byte aligned, and that this is Hopper.
 std::optional<Tensor> split_linear(const Product& product);
 
-// linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
+// scaled_linear for up to 8 rows; nothing where the kernel does not take the shape. The caller has checked its arguments.
+std::optional<Tensor> few_scaled_linear(const Product& product);
+
+// linear and scaled_linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
 // not take the shape or was measured to be slower. The caller has checked the same.
 std::optional<Tensor> tile_linear(const Product& product);
 std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh);
@@ -39,10 +44,10 @@ std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh);
 std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh);
 
 // For a result that has x's rows, of so many columns.
-inline Tensor new_rows(const Tensor& x, int64_t columns) {
+inline Tensor new_rows(const Tensor& x, int64_t columns, std::optional<ScalarType> dtype = std::nullopt) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = columns;
-  return torch::stable::new_empty(x, shape);
+  return torch::stable::new_empty(x, shape, dtype);
 }
 
 }  // namespace raylm::cuda

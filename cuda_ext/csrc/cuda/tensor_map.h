@@ -22,7 +22,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Sizes and strides in elements, from the innermost dimension (which has the stride 1) on. Boxes are 64 elements wide
+// Sizes and strides in elements, from the innermost dimension (which has the stride 1) on. Boxes are 128 bytes wide
 // and lie in shared memory with 128-byte swizzling. False where the copy engine cannot address the tensor: strides must
 // be multiples of 16 bytes.
 template <typename T, int Rank>
@@ -32,8 +32,9 @@ bool make_map(CUtensorMap* map, const T* data, const int64_t (&sizes)[Rank], con
   cuuint32_t box_dims[Rank], steps[Rank];
   for (int i = 0; i < Rank; ++i) dims[i] = sizes[i], box_dims[i] = static_cast<cuuint32_t>(box[i]), steps[i] = 1;
   for (int i = 0; i < Rank - 1; ++i) bytes[i] = strides[i] * sizeof(T);
-  constexpr auto kType =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr auto kType = sizeof(T) == 1             ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                         : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto encode = tensor_map_encoder();
   return encode && encode(map, kType, Rank, const_cast<T*>(data), dims, bytes, box_dims, steps,
                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

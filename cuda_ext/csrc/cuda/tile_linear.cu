@@ -17,38 +17,38 @@ struct Variant {
   void (*kernel)(TileParams, TileAct);
 };
 
-template <typename T, typename Shape, bool Gated>
+template <typename N, typename Shape, bool Gated>
 int resident(int device) {
   static DeviceNumber known;
   return known.of(device, [] {
-    const auto* kernel = reinterpret_cast<const void*>(tile_linear_kernel<T, Shape, Gated>);
+    const auto* kernel = reinterpret_cast<const void*>(tile_linear_kernel<N, Shape, Gated>);
     return resident_clusters(kernel, Shape::kSplit, Shape::kThreads, kDynamicOfBlock);
   });
 }
 
-template <typename T, bool Gated, int Rows, int Width, int Split>
+template <typename N, bool Gated, int Rows, int Width, int Split>
 constexpr Variant variant() {
   using Shape = TileShape<Rows, Width, Split>;
   return {Rows, Width, Split, Shape::kDepth, Shape::kStageBytes, Shape::kThreads, Shape::shared_bytes,
-          resident<T, Shape, Gated>, tile_linear_kernel<T, Shape, Gated>};
+          resident<N, Shape, Gated>, tile_linear_kernel<N, Shape, Gated>};
 }
 
-template <typename T>
+template <typename N>
 constexpr std::array kPlain{
-    variant<T, false, 32, 48, 1>(),  variant<T, false, 32, 64, 1>(), variant<T, false, 32, 96, 1>(),
-    variant<T, false, 32, 128, 1>(), variant<T, false, 32, 64, 2>(), variant<T, false, 32, 96, 2>(),
-    variant<T, false, 64, 48, 1>(),  variant<T, false, 64, 64, 1>(), variant<T, false, 64, 96, 1>(),
-    variant<T, false, 64, 128, 1>(), variant<T, false, 64, 64, 2>(), variant<T, false, 64, 96, 2>()};
+    variant<N, false, 32, 48, 1>(),  variant<N, false, 32, 64, 1>(), variant<N, false, 32, 96, 1>(),
+    variant<N, false, 32, 128, 1>(), variant<N, false, 32, 64, 2>(), variant<N, false, 32, 96, 2>(),
+    variant<N, false, 64, 48, 1>(),  variant<N, false, 64, 64, 1>(), variant<N, false, 64, 96, 1>(),
+    variant<N, false, 64, 128, 1>(), variant<N, false, 64, 64, 2>(), variant<N, false, 64, 96, 2>()};
 
-template <typename T>
+template <typename N>
 constexpr std::array kGated{
-    variant<T, true, 32, 64, 1>(),   variant<T, true, 32, 96, 1>(),   variant<T, true, 32, 112, 1>(),
-    variant<T, true, 32, 128, 1>(),  variant<T, true, 64, 64, 1>(),   variant<T, true, 64, 96, 1>(),
-    variant<T, true, 64, 112, 1>(),  variant<T, true, 64, 128, 1>(),  variant<T, true, 256, 96, 1>(),
-    variant<T, true, 256, 112, 1>(), variant<T, true, 256, 128, 1>()};
+    variant<N, true, 32, 64, 1>(),   variant<N, true, 32, 96, 1>(),   variant<N, true, 32, 112, 1>(),
+    variant<N, true, 32, 128, 1>(),  variant<N, true, 64, 64, 1>(),   variant<N, true, 64, 96, 1>(),
+    variant<N, true, 64, 112, 1>(),  variant<N, true, 64, 128, 1>(),  variant<N, true, 256, 96, 1>(),
+    variant<N, true, 256, 112, 1>(), variant<N, true, 256, 128, 1>()};
 
 struct Size {
-  int64_t rows, columns, k;  // columns: of the result
+  int64_t rows, columns, depth;  // columns: of the result; depth: bytes of a row of x and of W
   bool gated;
 };
 
@@ -59,13 +59,13 @@ struct Plan {
 };
 
 // Cycles of a block for its tiles, about, fitted to an H200: of the products of Llama-3.1-8B and Qwen3-0.6B with 12 to 64
-// rows, the variant of least cost was the fastest, or at most 2.4 % slower. A step of 64 of k takes what is longest:
+// rows, the variant of least cost was the fastest, or at most 2.4 % slower. A step of 128 bytes of k takes what is longest:
 // multiplying, its bytes' way from the L2 cache, and all blocks' weights' way from memory.
 double cycles(const Variant& v, const Size& size, int tiles, int resident) {
   constexpr double kFromCache = 45, kFromMemory = 3400, kLeast = 300;  // bytes a cycle, of a block and of all; cycles
   constexpr double kMultiply = 1.19 / 32, kTile = 750, kWrite = 0.1, kMeet = 1500, kMeetWord = 0.2;
   const double area = std::max(v.rows, 64) * static_cast<double>(v.width);
-  const double steps = divide_up(divide_up(size.k, 64), v.split);
+  const double steps = divide_up(divide_up(size.depth, 128), v.split);
   double sum = v.split > 1 ? kMeet + area * kMeetWord : 0;
   for (int left = tiles; left > 0; left -= resident) {
     const double weights = v.width * 128.0 * v.split * std::min(left, resident);
@@ -82,7 +82,7 @@ bool takes(const Variant& v, const Size& size) {
   constexpr int64_t kLargeWeight = 32 << 20;  // bytes
   if (size.rows <= 64) return size.rows <= v.rows && v.rows <= 64;
   return size.gated && v.rows == 256 && 4 * size.rows >= 3 * divide_up(size.rows, 256) * 256 &&
-         4 * size.columns * size.k >= kLargeWeight;
+         2 * size.columns * size.depth >= kLargeWeight;
 }
 
 template <size_t N>
@@ -96,7 +96,7 @@ Plan plan_for(const std::array<Variant, N>& variants, const Size& size, int devi
     const int columns = v.width / (size.gated ? 2 : 1);
     const int64_t tiles = row_tiles * divide_up(size.columns, columns);
     if (resident == 0 || tiles > (1 << 20) || tiles < kFilled * resident) continue;
-    const int64_t steps = divide_up(size.k, v.depth);
+    const int64_t steps = divide_up(size.depth, v.depth);
     if (v.split > 1 && (tiles > resident || (v.split - 1) * divide_up(steps, v.split) >= steps)) continue;
     const double cost = cycles(v, size, static_cast<int>(tiles), resident);
     if (best.variant && best.cost <= cost) continue;
@@ -106,7 +106,7 @@ Plan plan_for(const std::array<Variant, N>& variants, const Size& size, int devi
 }
 
 // The rest of the parameters. False where the copy engine cannot address a tensor.
-template <typename T>
+template <typename N>
 bool fill(TileParams& params, const Plan& plan, const Size& size, const Product& p) {
   const Variant& v = *plan.variant;
   const int64_t box = size.gated ? v.width / 2 : v.width;
@@ -114,29 +114,41 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Product&
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles;
   const int64_t even = divide_up(size.rows, plan.row_tiles);
   params.tile_rows = static_cast<int>(plan.row_tiles == 1 ? even : divide_up(even, 8) * 8);
-  params.steps = static_cast<int>(divide_up(size.k, v.depth)), params.slice_steps = divide_up(params.steps, v.split);
+  params.steps = static_cast<int>(divide_up(size.depth, v.depth)), params.slice_steps = divide_up(params.steps, v.split);
   const int steps = params.slice_steps * divide_up(plan.tiles, plan.clusters);
   params.stages = std::min({steps, kMostTileStages, (kDynamicOfBlock - 1024) / v.stage_bytes});
   params.early = p.frozen;
-  return make_map<T, 2>(&params.x, data<T>(p.x), {size.k, size.rows}, {p.x_stride}, {64, params.tile_rows}) &&
-         make_map<T, 2>(&params.weight, data<T>(p.weight), {size.k, p.n}, {p.weight.stride(0)}, {64, box});
+  using Stored = typename N::Stored;
+  constexpr int64_t kWide = 128 / sizeof(Stored);
+  const auto* x = data<Stored>(p.x);
+  const auto* weight = data<Stored>(p.weight);
+  return make_map<Stored, 2>(&params.x, x, {p.k, size.rows}, {p.x_stride}, {kWide, params.tile_rows}) &&
+         make_map<Stored, 2>(&params.weight, weight, {p.k, p.n}, {p.weight.stride(0)}, {kWide, box});
 }
 
-template <typename T>
+template <typename N>
+Plan plan_of(const Size& size, int device) {
+  if constexpr (!N::kScaled) {
+    if (size.gated) return plan_for(kGated<N>, size, device);
+  }
+  return plan_for(kPlain<N>, size, device);
+}
+
+template <typename N>
 std::optional<Tensor> run(const Product& p, const Size& size, TileAct act) {
-  const int device = p.x.get_device_index();
-  const Plan plan = size.gated ? plan_for(kGated<T>, size, device) : plan_for(kPlain<T>, size, device);
+  const Plan plan = plan_of<N>(size, p.x.get_device_index());
   TileParams params{};
-  if (!plan.variant || !fill<T>(params, plan, size, p)) return std::nullopt;
+  if (!plan.variant || !fill<N>(params, plan, size, p)) return std::nullopt;
   const Variant& v = *plan.variant;
-  const Tensor out = new_rows(p.x, size.columns);
-  params.bias = p.bias ? data<T>(*p.bias) : nullptr;
-  params.out = data<T>(out);
+  const Tensor out = new_rows(p.x, size.columns, p.result);
+  params.bias = p.bias ? p.bias->data_ptr() : nullptr;
+  params.out = out.data_ptr();
+  if (p.scales) params.x_scales = data<float>(*p.x_scales), params.scales = data<float>(*p.scales);
   launch_dependent(v.kernel,
                    {dim3(plan.clusters * v.split), dim3(v.threads), current_stream(p.x),
                     static_cast<size_t>(v.shared_bytes(params.stages)), static_cast<unsigned>(v.split)},
                    params, act);
-  check_launch(size.gated ? "gated_linear" : "linear");
+  check_launch(size.gated ? "gated_linear" : p.scales ? "scaled_linear" : "linear");
   return out;
 }
 
@@ -144,11 +156,14 @@ std::optional<Tensor> run(const Product& p, TileAct act) {
   constexpr int64_t kMost = 1 << 24;
   const bool gated = act != TileAct::kNone;
   const int64_t columns = gated ? p.n / 2 : p.n;
-  const bool fits = columns >= 8 && columns % 8 == 0 && p.n <= kMost && p.k >= 128 && p.k % 8 == 0 && p.k <= kMost;
+  const int64_t depth = p.k * (p.scales ? 1 : 2);
+  const bool fits = columns >= 8 && columns % 8 == 0 && p.n <= kMost && depth >= 256 && depth % 16 == 0 && p.k <= kMost;
   if (!kHopperKernels || p.rows < 1 || p.rows >= 1024 || !fits) return std::nullopt;
   const Guard guard(p.x.get_device_index());
-  const Size size{p.rows, columns, p.k, gated};
-  return p.x.scalar_type() == ScalarType::Half ? run<__half>(p, size, act) : run<__nv_bfloat16>(p, size, act);
+  const Size size{p.rows, columns, depth, gated};
+  const bool half = p.result == ScalarType::Half;
+  if (p.scales) return half ? run<Scaled<__half>>(p, size, act) : run<Scaled<__nv_bfloat16>>(p, size, act);
+  return half ? run<Plain<__half>>(p, size, act) : run<Plain<__nv_bfloat16>>(p, size, act);
 }
 
 }  // namespace

@@ -184,10 +184,10 @@ class FewBlock {
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
       if (writes) besides = ask_besides(layer, phase, row, column);
-      SkinnySums<T, 1, 1> sums;
+      SkinnySums<Plain<T>, 1, 1> sums;
       sums.clear();
 #pragma unroll 1
-      for (int k = team.warp * kSkinnyBlock; k < product.k; k += team.split * kSkinnyBlock) {
+      for (int k = team.warp * kFewBlock; k < product.k; k += team.split * kFewBlock) {
         sums.template add<true>(x + k * 2, x_rows, reader_.next() + w_lane, 0);
       }
       float* const parts = meeting + (turn & 1) * (kFewWarps * 64);

@@ -6,6 +6,8 @@
 namespace raylm::cuda {
 
 constexpr int kFewWarps = 8;
+constexpr int kFewBlock = 256;  // of k: what a warp takes at a time, as the kernel for few rows does
+static_assert(kFewBlock * 2 == kSkinnyBytes);
 constexpr int kFewThreads = kFewWarps * kWarp;
 constexpr int kFewRows = 4;
 constexpr int kFewMostLayers = 128;
@@ -67,7 +69,7 @@ struct FewLayersArgs {
 
   // Bytes of a row of x in shared memory, which has room for whole blocks of k.
   __host__ __device__ static int x_pitch(int k) {
-    return skinny_x_pitch((k + kSkinnyBlock - 1) / kSkinnyBlock * kSkinnyBlock);
+    return skinny_x_pitch(false, (k + kFewBlock - 1) / kFewBlock * kFewBlock);
   }
   __host__ __device__ int x_bytes() const {
     int widest = 0;
@@ -83,7 +85,7 @@ struct FewTeam {
   int split, index, warp, first_tile, tile_step;
 
   __device__ FewTeam(int k, int warp_of_block) {
-    const int teams_log2 = k > 4 * kSkinnyBlock ? 0 : 1;
+    const int teams_log2 = k > 4 * kFewBlock ? 0 : 1;
     split = kFewWarps >> teams_log2;
     index = teams_log2 ? warp_of_block / (kFewWarps / 2) : 0, warp = warp_of_block - index * split;
     first_tile = (blockIdx.x << teams_log2) + index, tile_step = gridDim.x << teams_log2;
@@ -169,9 +171,9 @@ class FewReader {
       const T* row = (i < 4 ? from_ : from_ + half_) + i % 4 * product_.k;
       copy_async_once(to + i * kSkinnyPitch, row, inside, policy_);
     }
-    const int step = team_.split * kSkinnyBlock;
+    const int step = team_.split * kFewBlock;
     k_ += step, from_ += step;
-    if (k_ >= product_.k) k_ = team_.warp * kSkinnyBlock, from_ += next_tile_;
+    if (k_ >= product_.k) k_ = team_.warp * kFewBlock, from_ += next_tile_;
   }
 
   // Keys up to the token's own one, which is not in the cache yet; zeros from there on.
@@ -217,8 +219,8 @@ class FewReader {
     product_ = args_.products[phase_];
     team_ = FewTeam(product_.k, warp_);
     const bool gated = phase_ == kFewGateUp;
-    const int step_log2 = team_.split == kFewWarps ? 11 : 10;  // of team_.split * kSkinnyBlock
-    k_ = team_.warp * kSkinnyBlock;
+    const int step_log2 = team_.split == kFewWarps ? 11 : 10;  // of team_.split * kFewBlock
+    k_ = team_.warp * kFewBlock;
     if (k_ >= product_.k || team_.first_tile >= product_.tiles) return 0;
     const int each = ((product_.k - k_ - 1) >> step_log2) + 1;
     const int tiles = (product_.tiles - team_.first_tile - 1) / team_.tile_step + 1;

@@ -1,8 +1,7 @@
 // Root-mean-square norm (arXiv:1910.07467), with the residual added first where there is one.
 #pragma once
 
-#include "raylm/cuda/ptx/grid.cuh"
-#include "raylm/cuda/tile/vec.cuh"
+#include "raylm/cuda/scaled_rows.cuh"
 
 namespace raylm::cuda {
 
@@ -34,8 +33,9 @@ __device__ inline float row_sum(float x) {
 }
 
 // A row stays in registers, kVecs times 16 bytes a thread, so that everything is read once. threadIdx.y: rows of a block.
-template <typename T, int kVecs>
-__global__ void __launch_bounds__(1024) rms_norm_kernel(NormParams<T> p) {
+// With kIsScaled, `scaled` gets the rows instead of p.out.
+template <typename T, int kVecs, bool kIsScaled>
+__global__ void __launch_bounds__(1024) rms_norm_kernel(NormParams<T> p, ScaledOut scaled) {
   constexpr int kSize = kVec<T>;
   start_dependents();
   wait_for_dependencies();
@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormParams<T> p) {
     const int64_t at = (threadIdx.x + static_cast<int64_t>(j) * blockDim.x) * kSize;
     if (!inside || at >= p.hidden) continue;
     for (int i = 0; i < kSize; ++i) held[j].set(i, held[j][i] * scale * weight[j][i]);
-    held[j].store(p.out + row * p.hidden + at);
+    if constexpr (!kIsScaled) held[j].store(p.out + row * p.hidden + at);
   }
+  if constexpr (kIsScaled) write_scaled<T>(scaled, held, row, inside);
 }
 
 // Rows of any size and alignment: one block a row, which reads it twice.

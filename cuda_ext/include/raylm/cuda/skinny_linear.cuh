@@ -11,6 +11,10 @@
 // bytes of a row and feeds them to two instructions. The warps' sums of a tile meet in shared memory, where one warp
 // adds them in the order of the warps while the others are at the next tile. All these orders depend on k only, so a
 // row's result depends neither on the rows beside it nor on timing. What is made of the sums is said by `Results`.
+//
+// Numbers may be of 8 bits, with a scale for each row of x and of W. The chip's own product of these takes them apart into
+// halves each time, x too; so x lies in shared memory as halves, which hold all its codes exactly, and a lane's 16 bytes of
+// W become halves for four instructions.
 #pragma once
 
 #include "raylm/cuda/gated.cuh"
@@ -18,15 +22,17 @@
 #include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/ptx/matrix.cuh"
+#include "raylm/cuda/tile/numbers.cuh"
 
 namespace raylm::cuda {
 
-template <typename T>
+template <typename N>
 struct SkinnyArgs {
-  const T* x;
-  const T* weight;
-  const T* bias;  // or null
-  T* out;
+  const typename N::Stored* x;
+  const typename N::Stored* weight;
+  const typename N::Result* bias;  // or null
+  typename N::Result* out;
+  const float *x_scales, *scales;  // of rows of x and of W, where numbers have them
   int64_t x_stride;
   int64_t weight_stride;
   int rows;
@@ -37,13 +43,21 @@ struct SkinnyArgs {
   bool early;  // W is read while the kernel ahead may still run; x never is
 };
 
-constexpr int kSkinnyStep = 32;  // of k: 16 bytes for each of the 4 lanes of a row
-constexpr int kSkinnyBlock = 256;
 constexpr int kSkinnySlots = 2;  // tiles of a team whose sums may wait to be added
+constexpr int kSkinnyBytes = 512;  // of a row of W: what a warp takes at a time
 
-// Rows lie 16 banks apart, so that the two rows that a quarter of a warp reads at once share no bank.
-constexpr int kSkinnyPitch = kSkinnyBlock * 2 + 64;
-__host__ __device__ constexpr int skinny_x_pitch(int k) { return (k * 2 + 127) / 128 * 128 + 64; }
+// Numbers of k: 16 bytes for each of the 4 lanes of a row, and what a warp takes at a time.
+template <typename N>
+inline constexpr int kSkinnyStep = 64 / sizeof(typename N::Stored);
+template <typename N>
+inline constexpr int kSkinnyBlock = kSkinnyBytes / sizeof(typename N::Stored);
+
+// Two rows that a quarter of a warp reads at once share no bank: a lane reads 16 bytes beside its neighbour's, or, of
+// halves that were 8-bit numbers, every other 16.
+constexpr int kSkinnyPitch = kSkinnyBytes + 64;
+__host__ __device__ constexpr int skinny_x_pitch(bool scaled, int k) {
+  return (k * 2 + 127) / 128 * 128 + (scaled ? 16 : 64);
+}
 
 // y = x W^T. Of a tile of `width` rows of W, `weight_row` is its row number i, and sum(i) the product with it.
 struct SkinnyPlain {
@@ -85,13 +99,14 @@ struct SkinnyTeam {
 };
 
 // A warp's ring of copies of W: stage after stage in the order in which it uses them.
-template <typename T, typename Results, int Tiles, int Stages>
+template <typename N, typename Results, int Tiles, int Stages>
 class SkinnyRing {
  public:
   static constexpr int kStageBytes = 8 * Tiles * kSkinnyPitch;
+  static constexpr int kBlock = kSkinnyBlock<N>;
 
-  __device__ SkinnyRing(const SkinnyArgs<T>& args, const SkinnyTeam& team, char* stages, uint32_t full)
-      : args_(args), team_(team), stages_(stages), full_(full), tile_(team.first_tile), k_(team.warp * kSkinnyBlock),
+  __device__ SkinnyRing(const SkinnyArgs<N>& args, const SkinnyTeam& team, char* stages, uint32_t full)
+      : args_(args), team_(team), stages_(stages), full_(full), tile_(team.first_tile), k_(team.warp * kBlock),
         policy_(evict_first_policy()) {
     for (int i = 0; i < Stages; ++i) load();
   }
@@ -113,7 +128,7 @@ class SkinnyRing {
   __device__ void load() {
     if (k_ >= args_.k || tile_ >= args_.tiles) return;
     const int lane = threadIdx.x % kWarp;
-    const int bytes = min(kSkinnyBlock, args_.k - k_) * 2;
+    const int bytes = min(kBlock, args_.k - k_) * static_cast<int>(sizeof(typename N::Stored));
     const uint32_t barrier = full_ + 8 * write_;
     if (lane == 0) barrier_arrive_expecting(barrier, bytes * 8 * Tiles);
     __syncwarp();
@@ -123,13 +138,13 @@ class SkinnyRing {
       bulk_copy_once(to, args_.weight + row * args_.weight_stride + k_, bytes, barrier, policy_);
     }
     if (++write_ == Stages) write_ = 0;
-    k_ += args_.split * kSkinnyBlock;
+    k_ += args_.split * kBlock;
     if (k_ < args_.k) return;
-    k_ = team_.warp * kSkinnyBlock;
+    k_ = team_.warp * kBlock;
     tile_ += team_.tile_step;
   }
 
-  const SkinnyArgs<T>& args_;
+  const SkinnyArgs<N>& args_;
   const SkinnyTeam& team_;
   char* const stages_;
   const uint32_t full_;
@@ -140,7 +155,7 @@ class SkinnyRing {
 };
 
 // One warp's sums of a tile: Groups groups of 8 rows of x (1, 2 or 4) by Tiles groups of 8 rows of W.
-template <typename T, int Groups, int Tiles>
+template <typename N, int Groups, int Tiles>
 class SkinnySums {
  public:
   static constexpr int kBlocks16 = (Groups + 1) / 2;
@@ -156,25 +171,25 @@ class SkinnySums {
     }
   }
 
-  // Adds a block of k; x and w are this lane's first 16 bytes of it. Beyond `left` elements, both count as 0.
+  // Adds a block of k; x and w are this lane's first bytes of it. Beyond `left` elements, both count as 0.
   template <bool Whole>
   __device__ void add(const char* x, const int (&x_rows)[Groups], const char* w, int left) {
+    constexpr int kStep = kSkinnyStep<N>, kOfLane = kStep / 4;
 #pragma unroll
-    for (int j = 0; j < kSkinnyBlock / kSkinnyStep; ++j) {
-      if (!Whole && j * kSkinnyStep >= left) break;
-      const bool valid = Whole || j * kSkinnyStep + static_cast<int>(threadIdx.x) % 4 * 8 < left;
-      uint4 a[2 * kBlocks16] = {};
+    for (int j = 0; j < kSkinnyBlock<N> / kStep; ++j) {
+      if (!Whole && j * kStep >= left) break;
+      const bool valid = Whole || j * kStep + static_cast<int>(threadIdx.x) % 4 * kOfLane < left;
+      uint4 a[2 * kBlocks16][kReads] = {};
 #pragma unroll
-      for (int g = 0; g < Groups; ++g) a[g] = read(x + x_rows[g] + j * kSkinnyStep * 2, valid);
+      for (int g = 0; g < Groups; ++g) {
+#pragma unroll
+        for (int i = 0; i < kReads; ++i) a[g][i] = read(x + x_rows[g] + j * kStep * 2 + i * 16, valid);
+      }
 #pragma unroll
       for (int t = 0; t < Tiles; ++t) {
-        const uint4 b = read(w + 8 * t * kSkinnyPitch + j * kSkinnyStep * 2, valid);
+        const uint4 b = read(w + 8 * t * kSkinnyPitch + j * 64, valid);
 #pragma unroll
-        for (int m = 0; m < kBlocks16; ++m) {
-          const uint4 low = a[2 * m], high = a[2 * m + 1];
-          multiply_add<T>(sums_[m][t][0], {low.x, high.x, low.y, high.y}, b.x, b.y);
-          multiply_add<T>(sums_[m][t][1], {low.z, high.z, low.w, high.w}, b.z, b.w);
-        }
+        for (int m = 0; m < kBlocks16; ++m) add(sums_[m][t], a[2 * m], a[2 * m + 1], b);
       }
     }
   }
@@ -197,6 +212,24 @@ class SkinnySums {
   }
 
  private:
+  static constexpr int kReads = N::kScaled ? 2 : 1;  // of x, for one of W
+
+  // What a lane has of x's rows lane / 4 and lane / 4 + 8 times what it has of W.
+  __device__ static void add(float (&sums)[2][4], const uint4 (&low)[kReads], const uint4 (&high)[kReads], uint4 b) {
+    if constexpr (N::kScaled) {
+      add(sums, low[0], high[0], make_uint4(halves_of<0>(b.x), halves_of<1>(b.x), halves_of<0>(b.y), halves_of<1>(b.y)));
+      add(sums, low[1], high[1], make_uint4(halves_of<0>(b.z), halves_of<1>(b.z), halves_of<0>(b.w), halves_of<1>(b.w)));
+    } else {
+      add(sums, low[0], high[0], b);
+    }
+  }
+
+  __device__ static void add(float (&sums)[2][4], uint4 low, uint4 high, uint4 b) {
+    using T = std::conditional_t<N::kScaled, __half, typename N::Stored>;
+    multiply_add<T>(sums[0], {low.x, high.x, low.y, high.y}, b.x, b.y);
+    multiply_add<T>(sums[1], {low.z, high.z, low.w, high.w}, b.z, b.w);
+  }
+
   __device__ static uint4 read(const char* from, bool valid) {
     return valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   }
@@ -205,15 +238,16 @@ class SkinnySums {
 };
 
 // Where the sums of a team's warps meet: `kSkinnySlots` tiles, each filled by all warps and emptied by one of them.
-template <typename T, typename Results, int Groups, int Tiles>
+template <typename N, typename Results, int Groups, int Tiles>
 class SkinnyMeeting {
  public:
+  using T = typename N::Result;
   static constexpr int kWidth = 8 * Tiles;
   static constexpr int kSums = Groups * 8 * kWidth;  // floats
 
   static __host__ __device__ constexpr int bytes(int split) { return kSkinnySlots * split * kSums * 4; }
 
-  __device__ SkinnyMeeting(const SkinnyArgs<T>& args, const SkinnyTeam& team, float* parts, uint32_t barriers)
+  __device__ SkinnyMeeting(const SkinnyArgs<N>& args, const SkinnyTeam& team, float* parts, uint32_t barriers)
       : args_(args), team_(team), parts_(parts), filled_(barriers), emptied_(barriers + 8 * kSkinnySlots) {}
 
   static __device__ void init(uint32_t barriers, int split) {
@@ -224,7 +258,7 @@ class SkinnyMeeting {
   }
 
   // Brings this warp's sums of its next tile; one warp then writes the tile before, which the others have left by now.
-  __device__ void bring(const SkinnySums<T, Groups, Tiles>& sums) {
+  __device__ void bring(const SkinnySums<N, Groups, Tiles>& sums) {
     const int slot = count_ % kSkinnySlots, use = count_ / kSkinnySlots;
     barrier_wait(emptied_ + 8 * slot, (use & 1) ^ 1);
     sums.store(parts_ + (slot * args_.split + team_.warp) * kSums);
@@ -256,13 +290,15 @@ class SkinnyMeeting {
         const float* part = parts + row * kWidth + of;
         float sum = part[0];
         for (int w = 1; w < args_.split; ++w) sum += part[w * kSums];
-        return args_.bias ? sum + to_float(args_.bias[Results::weight_row(args_.n, tile, kWidth, of)]) : sum;
+        const int weight_row = Results::weight_row(args_.n, tile, kWidth, of);
+        if constexpr (N::kScaled) sum *= args_.x_scales[row] * args_.scales[weight_row];
+        return args_.bias ? sum + to_float(args_.bias[weight_row]) : sum;
       };
       args_.out[static_cast<int64_t>(row) * outputs + column] = Results::template result<T>(sum, i % kOutputs, kWidth);
     }
   }
 
-  const SkinnyArgs<T>& args_;
+  const SkinnyArgs<N>& args_;
   const SkinnyTeam& team_;
   float* const parts_;
   const uint32_t filled_, emptied_;
@@ -270,27 +306,41 @@ class SkinnyMeeting {
 };
 
 // x goes to shared memory by bulk copies, one a row.
-template <typename T>
-__device__ void skinny_copy_x(const SkinnyArgs<T>& args, char* to, uint32_t barrier) {
+template <typename N>
+__device__ void skinny_copy_x(const SkinnyArgs<N>& args, char* to, uint32_t barrier) {
   if (threadIdx.x == 0) barrier_arrive_expecting(barrier, args.rows * args.k * 2);
   __syncwarp();
   for (int row = threadIdx.x; row < args.rows; row += kWarp) {
-    bulk_copy(shared_address(to) + row * skinny_x_pitch(args.k), args.x + row * args.x_stride, args.k * 2, barrier);
+    const uint32_t at = shared_address(to) + row * skinny_x_pitch(false, args.k);
+    bulk_copy(at, args.x + row * args.x_stride, args.k * 2, barrier);
+  }
+}
+
+// x's 8-bit numbers go to shared memory as halves, by all threads of the block.
+template <typename N>
+__device__ void skinny_widen_x(const SkinnyArgs<N>& args, char* to) {
+  const int each = args.k / 16;
+  for (int i = threadIdx.x; i < args.rows * each; i += blockDim.x) {
+    const int row = i / each, at = i % each * 16;
+    const uint4 c = *reinterpret_cast<const uint4*>(args.x + row * args.x_stride + at);
+    uint4* const place = reinterpret_cast<uint4*>(to + row * skinny_x_pitch(true, args.k) + at * 2);
+    place[0] = make_uint4(halves_of<0>(c.x), halves_of<1>(c.x), halves_of<0>(c.y), halves_of<1>(c.y));
+    place[1] = make_uint4(halves_of<0>(c.z), halves_of<1>(c.z), halves_of<0>(c.w), halves_of<1>(c.w));
   }
 }
 
 __host__ __device__ constexpr int skinny_ring_bytes(int tiles, int stages) { return stages * 8 * tiles * kSkinnyPitch; }
 
 // Shared memory of a block: the warps' rings, the teams' meetings, x.
-constexpr int skinny_shared_bytes(int groups, int tiles, int stages, int warps, int rows, int k) {
+constexpr int skinny_shared_bytes(bool scaled, int groups, int tiles, int stages, int warps, int rows, int k) {
   const int meetings = kSkinnySlots * warps * groups * 8 * 8 * tiles * 4;
-  return warps * skinny_ring_bytes(tiles, stages) + meetings + rows * skinny_x_pitch(k);
+  return warps * skinny_ring_bytes(tiles, stages) + meetings + rows * skinny_x_pitch(scaled, k);
 }
 
-template <typename T, typename Results, int Groups, int Tiles, int Stages, int MaxWarps>
-__global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __grid_constant__ SkinnyArgs<T> args) {
+template <typename N, typename Results, int Groups, int Tiles, int Stages, int MaxWarps>
+__global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __grid_constant__ SkinnyArgs<N> args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Meeting = SkinnyMeeting<T, Results, Groups, Tiles>;
+  using Meeting = SkinnyMeeting<N, Results, Groups, Tiles>;
   constexpr int kRing = skinny_ring_bytes(Tiles, Stages);
   extern __shared__ char shared[] __attribute__((aligned(128)));
   __shared__ uint64_t ring_barriers[MaxWarps * Stages], meeting_barriers[MaxWarps * 2 * kSkinnySlots], x_barrier;
@@ -307,26 +357,31 @@ __global__ void __launch_bounds__(MaxWarps* kWarp) skinny_linear_kernel(const __
   }
   __syncwarp();
   if (!args.early) wait_for_dependencies();
-  SkinnyRing<T, Results, Tiles, Stages> ring(args, team, shared + warp * kRing, full);
+  SkinnyRing<N, Results, Tiles, Stages> ring(args, team, shared + warp * kRing, full);
   if (args.early) wait_for_dependencies();
   char* const meetings = shared + warps * kRing;
   char* const x = meetings + Meeting::bytes(warps);
   Meeting meeting(args, team, reinterpret_cast<float*>(meetings + team.index * Meeting::bytes(args.split)), meet);
-  if (warp == 0) skinny_copy_x(args, x, x_full);
+  if constexpr (N::kScaled) {
+    skinny_widen_x(args, x);
+  } else if (warp == 0) {
+    skinny_copy_x(args, x, x_full);
+  }
   __syncthreads();
 
   int x_rows[Groups];
 #pragma unroll
-  for (int g = 0; g < Groups; ++g) x_rows[g] = min(8 * g + team.lane / 4, args.rows - 1) * skinny_x_pitch(args.k);
-  const char* const x_lane = x + team.lane % 4 * 16;
+  for (int g = 0; g < Groups; ++g) x_rows[g] = min(8 * g + team.lane / 4, args.rows - 1) * skinny_x_pitch(N::kScaled, args.k);
+  const char* const x_lane = x + team.lane % 4 * (N::kScaled ? 32 : 16);
   const int w_lane = team.lane / 4 * kSkinnyPitch + team.lane % 4 * 16;
-  barrier_wait(x_full, 0);
-  SkinnySums<T, Groups, Tiles> sums;
+  if constexpr (!N::kScaled) barrier_wait(x_full, 0);
+  SkinnySums<N, Groups, Tiles> sums;
+  constexpr int kBlock = kSkinnyBlock<N>;
   for (int tile = team.first_tile; tile < args.tiles; tile += team.tile_step) {
     sums.clear();
-    for (int k = team.warp * kSkinnyBlock; k < args.k; k += args.split * kSkinnyBlock) {
+    for (int k = team.warp * kBlock; k < args.k; k += args.split * kBlock) {
       const char* w = ring.wait() + w_lane;
-      if (k + kSkinnyBlock <= args.k) {
+      if (k + kBlock <= args.k) {
         sums.template add<true>(x_lane + k * 2, x_rows, w, 0);
       } else {
         sums.template add<false>(x_lane + k * 2, x_rows, w, args.k - k);

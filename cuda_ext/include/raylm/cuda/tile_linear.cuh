@@ -8,6 +8,9 @@
 // Where n is too small for that, the Split blocks of a cluster take a slice of k each, of one tile. Their sums meet in the
 // cluster's shared memory, where each block adds those of its part of the rows, in the slices' order.
 //
+// The numbers are of 16 bits, or of 8 with a scale for each row of x and of W, which the results are multiplied by: what
+// follows counts in bytes, so that both are the same to it. The chip keeps some 14 bits of its sums of 8-bit numbers.
+//
 // A row's result depends neither on the rows beside it nor on timing.
 #pragma once
 
@@ -20,14 +23,16 @@
 #include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
+#include "raylm/cuda/tile/numbers.cuh"
 
 namespace raylm::cuda {
 
 struct TileParams {
   CUtensorMap x;       // [rows, k], boxes of tile_rows rows: the copy engine takes longer for what lies outside of a tensor
   CUtensorMap weight;  // [n, k], boxes of Width rows, or of half as many where they are gate's and up's
-  const void* bias;    // of T, or null
-  void* out;           // of T, [rows, columns]
+  const void* bias;    // of results' type, or null
+  void* out;           // [rows, columns]
+  const float *x_scales, *scales;  // of rows of x and of W, where numbers have them
   int rows, columns;
   int tile_rows;           // of x, at most Rows
   int row_tiles, tiles;    // below each other; in all
@@ -47,8 +52,8 @@ struct TileShape {
   static constexpr int kGroups = kRows <= 64 ? 1 : 2;  // of four warps that multiply
   static constexpr int kTall = (kRows + 63) / 64 / kGroups;  // products of 64 rows below each other, of a group
   static constexpr int kSums = kWidth / 2;  // of a thread, each of these
-  static constexpr int kBoxes = kRows <= 64 ? 2 : 1;  // of 64 columns, in a stage
-  static constexpr int kDepth = 64 * kBoxes;
+  static constexpr int kBoxes = kRows <= 64 ? 2 : 1;  // of 128 bytes of a row, in a stage
+  static constexpr int kDepth = 128 * kBoxes;         // bytes of a row in a stage
   static constexpr int kXBytes = kRows * 128, kWeightBytes = kWidth * 128;  // of a box
   static constexpr int kStageBytes = kBoxes * (kXBytes + kWeightBytes);
   static constexpr int kThreads = 128 * kGroups + kWarp;
@@ -68,9 +73,12 @@ struct TileBarriers {
 };
 
 // Of one block: where everything is, and its part of the work.
-template <typename T, typename Shape, bool Gated>
+template <typename N, typename Shape, bool Gated>
 struct TileBlock {
-  static_assert(!Gated || Shape::kSplit == 1);
+  static_assert(!Gated || (Shape::kSplit == 1 && !N::kScaled));
+  using Stored = typename N::Stored;
+  using T = typename N::Result;
+  static constexpr int kBox = 128 / sizeof(Stored);  // numbers of a row in a box
   using Sums = float[Shape::kTall][Shape::kSums];
   static constexpr int kBoxRows = Gated ? Shape::kWidth / 2 : Shape::kWidth;
   const TileParams& params;
@@ -109,7 +117,7 @@ struct TileBlock {
 #pragma unroll
     for (int box = 0; box < Shape::kBoxes; ++box) {
       const uint32_t to = weights(i) + box * Shape::kWeightBytes;
-      const int k = (from + step) * Shape::kDepth + box * 64;
+      const int k = ((from + step) * Shape::kBoxes + box) * kBox;
       load_box_once(to, params.weight, full + 8 * i, {k, column(tile)}, policy);
       if constexpr (Gated) {
         load_box_once(to + kBoxRows * 128, params.weight, full + 8 * i, {k, params.columns + column(tile)}, policy);
@@ -120,7 +128,7 @@ struct TileBlock {
   __device__ void load_x(int tile, int step, int i) const {
 #pragma unroll
     for (int box = 0; box < Shape::kBoxes; ++box) {
-      const int k = (from + step) * Shape::kDepth + box * 64;
+      const int k = ((from + step) * Shape::kBoxes + box) * kBox;
       load_box(stage(i) + box * Shape::kXBytes, params.x, full + 8 * i, {k, row(tile)});
     }
   }
@@ -155,13 +163,13 @@ struct TileBlock {
   __device__ __forceinline__ void multiply(Sums& sums, int i, int group, bool first) const {
     wgmma_fence();
 #pragma unroll
-    for (int d = 0; d < Shape::kDepth / 16; ++d) {
+    for (int d = 0; d < Shape::kDepth / 32; ++d) {
       const int box = d / 4, inside = d % 4 * 2;
       const uint64_t w = matrix_descriptor(weights(i) + box * Shape::kWeightBytes, 1024, 0) + inside;
 #pragma unroll
       for (int t = 0; t < Shape::kTall; ++t) {
         const uint32_t x = stage(i) + box * Shape::kXBytes + (group * Shape::kTall + t) * 64 * 128;
-        multiply_transposed<T, Shape::kWidth>(sums[t], matrix_descriptor(x, 1024, 0) + inside, w, d != 0 || !first);
+        multiply_transposed<Stored, Shape::kWidth>(sums[t], matrix_descriptor(x, 1024, 0) + inside, w, d != 0 || !first);
       }
     }
     wgmma_commit();
@@ -187,19 +195,31 @@ struct TileBlock {
     return params.bias ? to_float(static_cast<const T*>(params.bias)[column]) : 0.0f;
   }
 
+  // A sum's share of row and column, 1 where numbers have no scales.
+  __device__ float x_scale(int row) const {
+    if constexpr (N::kScaled) return row < params.rows ? params.x_scales[row] : 0.0f;
+    return 1.0f;
+  }
+  __device__ float scaled(float sum, float x_scale, int column) const {
+    if constexpr (N::kScaled) return column < params.columns ? sum * x_scale * params.scales[column] : 0.0f;
+    return sum;
+  }
+
   __device__ float gated(float gate, float up) const {
     return (act == TileAct::kSilu ? Silu{}(gate) : GeluTanh{}(gate)) * up;
   }
 
   // What number j of 8 columns beside each other makes of row lane / 4 (half 0) or that row + 8: two neighbours.
-  __device__ __forceinline__ uint32_t result(const float (&sums)[Shape::kSums], int j, int half, int column) const {
+  __device__ __forceinline__ uint32_t result(const float (&sums)[Shape::kSums], int j, int half, float x_scale,
+                                             int column) const {
     const float* s = sums + 4 * j + 2 * half;
     if constexpr (Gated) {
       const float* up = s + Shape::kSums / 2;
       return pack<T>(gated(s[0], up[0]), gated(s[1], up[1]));
     } else {
       const bool biased = params.bias && column < params.columns;
-      return pack<T>(s[0] + (biased ? bias_at(column) : 0), s[1] + (biased ? bias_at(column + 1) : 0));
+      return pack<T>(scaled(s[0], x_scale, column) + (biased ? bias_at(column) : 0),
+                     scaled(s[1], x_scale, column + 1) + (biased ? bias_at(column + 1) : 0));
     }
   }
 
@@ -213,11 +233,12 @@ struct TileBlock {
                                              int column) const {
     const int lane = threadIdx.x % 4;
     constexpr int kEights = kBoxRows / 8, kWhole = kEights / 4 * 4;
+    const float of_row = x_scale(row);
 #pragma unroll
     for (int j = 0; j < kWhole; j += 4) {
       uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) packed[i] = result(sums, j + i, half, column + 8 * (j + i) + 2 * lane);
+      for (int i = 0; i < 4; ++i) packed[i] = result(sums, j + i, half, of_row, column + 8 * (j + i) + 2 * lane);
       transpose4(packed);
       const int first = column + 8 * (j + lane);
       if (row >= end || first >= params.columns) continue;
@@ -226,7 +247,7 @@ struct TileBlock {
 #pragma unroll
     for (int j = kWhole; j < kEights; ++j) {
       const int first = column + 8 * j + 2 * lane;
-      const uint32_t pair = result(sums, j, half, first);
+      const uint32_t pair = result(sums, j, half, of_row, first);
       if (row < end && first < params.columns) *reinterpret_cast<uint32_t*>(at(row, first)) = pair;
     }
   }
@@ -275,6 +296,9 @@ struct TileBlock {
       const int inside = slice * kPart + i / kQuads, quad = i % kQuads * 4;
       const int first = column(tile) + quad;
       float4 sum = sum_of_slices(inside, quad);
+      const float of_row = x_scale(row(tile) + inside);
+      sum.x = scaled(sum.x, of_row, first), sum.y = scaled(sum.y, of_row, first + 1);
+      sum.z = scaled(sum.z, of_row, first + 2), sum.w = scaled(sum.w, of_row, first + 3);
       if (params.bias && first < params.columns) {
         sum.x += bias_at(first), sum.y += bias_at(first + 1);
         sum.z += bias_at(first + 2), sum.w += bias_at(first + 3);
@@ -300,14 +324,14 @@ struct TileBlock {
   }
 };
 
-template <typename T, typename Shape, bool Gated>
+template <typename N, typename Shape, bool Gated>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     tile_linear_kernel(const __grid_constant__ TileParams params, TileAct act) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   __shared__ TileBarriers barriers;
   start_dependents();
-  const TileBlock<T, Shape, Gated> block(params, dynamic, barriers, act);
+  const TileBlock<N, Shape, Gated> block(params, dynamic, barriers, act);
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
   const bool fetches = threadIdx.x == 128 * Shape::kGroups;
   if (fetches) block.begin();

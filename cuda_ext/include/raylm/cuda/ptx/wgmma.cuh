@@ -5,13 +5,14 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
 namespace raylm::cuda {
 
-// Where wgmma finds a matrix of 16-bit elements in shared memory, as the copy engine writes it with 128-byte swizzling:
-// rows of 64 elements, in groups of 8 rows. Distances are in bytes: from one group of rows to the next, and from 64
+// Where wgmma finds a matrix in shared memory, as the copy engine writes it with 128-byte swizzling: rows of 128 bytes,
+// 64 elements of 16 bits, in groups of 8 rows. Distances are in bytes: from one group of rows to the next, and from 64
 // columns to the next 64, which is looked at only where the rows are the summed dimension.
 __device__ inline uint64_t matrix_descriptor(uint32_t address, int row_groups, int column_groups) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -35,7 +36,7 @@ __device__ __forceinline__ void settle(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// c (+)= a b^T for 64 rows of a and N rows of b, 16 products; both in shared memory with the summed dimension innermost.
+// c (+)= a b^T for 64 rows of a and N rows of b, 16 products, or 32 of 8-bit numbers; both in shared memory with the summed dimension innermost.
 template <typename T, int N>
 __device__ void multiply_transposed(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate);
 

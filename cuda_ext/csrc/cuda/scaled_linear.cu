@@ -1,0 +1,63 @@
+#include <optional>
+
+#include "products.h"
+
+namespace raylm::cuda {
+namespace {
+
+constexpr const char* kOp = "scaled_linear";
+
+void check(const Product& p) {
+  Arg(kOp, "x", p.x).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous();
+  Arg(kOp, "weight", p.weight).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous().on_device_of(p.x);
+  Arg(kOp, "weight", p.weight).size(1, p.x.size(1), "the last dimension of x");
+  Arg(kOp, "x_scales", *p.x_scales).dtype({ScalarType::Float}).dim(1).size(0, p.rows, "the rows of x").contiguous();
+  Arg(kOp, "scales", *p.scales).dtype({ScalarType::Float}).dim(1).size(0, p.n, "the rows of weight").contiguous();
+  Arg(kOp, "x_scales", *p.x_scales).on_device_of(p.x);
+  Arg(kOp, "scales", *p.scales).on_device_of(p.x);
+  if (p.result != ScalarType::BFloat16 && p.result != ScalarType::Half) {
+    fail(kOp, "dtype is ", dtype_name(p.result), ", must be bfloat16 or float16");
+  }
+  if (p.bias) {
+    Arg(kOp, "bias", *p.bias).dtype({p.result}).dim(1).size(0, p.n, "the rows of weight").contiguous().on_device_of(p.x);
+  }
+  if (p.n % 16 != 0 || p.k % 16 != 0) {
+    fail(kOp, "weight has ", p.n, " rows and ", p.k, " columns, must have multiples of 16");
+  }
+  if (!is_aligned(p.x.data_ptr()) || !is_aligned(p.weight.data_ptr())) fail(kOp, "x or weight is not 16-byte aligned");
+}
+
+// torch's library, whose results are of bfloat16.
+Tensor torch_scaled_linear(const Product& p) {
+  using torch::stable::detail::from;
+  const Tensor by_columns = torch::stable::transpose(p.weight, 0, 1);
+  const Tensor x_scales = torch::stable::unsqueeze(*p.x_scales, 1), scales = torch::stable::unsqueeze(*p.scales, 0);
+  const std::optional<Tensor> none;
+  StableIValue stack[8] = {from(p.x), from(by_columns), from(x_scales), from(scales),
+                           from(none), from(none), from(std::optional<ScalarType>(ScalarType::BFloat16)), from(true)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack, TORCH_ABI_VERSION));
+  Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
+  if (p.bias) {
+    StableIValue sum[3] = {from(out), from(*p.bias), from(1.0)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::add_", "Tensor", sum, TORCH_ABI_VERSION));
+  }
+  return p.result == ScalarType::BFloat16 ? out : torch::stable::to(out, p.result);
+}
+
+}  // namespace
+
+// Up to 64 rows have kernels here; more are for torch's library.
+Tensor scaled_linear(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, std::optional<Tensor> bias,
+                     ScalarType dtype, bool frozen) {
+  Product product{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
+  product.result = dtype, product.x_scales = &x_scales, product.scales = &scales;
+  check(product);
+  if (product.rows == 0 || product.k == 0) return torch::stable::new_zeros(x, {product.rows, product.n}, dtype);
+  std::optional<Tensor> out = few_scaled_linear(product);
+  if (!out && product.rows <= 64) out = tile_linear(product);
+  return out ? *out : torch_scaled_linear(product);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("scaled_linear", TORCH_BOX(&scaled_linear)); }
+
+}  // namespace raylm::cuda

@@ -1,0 +1,28 @@
+// Rows of 8-bit numbers with a scale each, as operators return them.
+#pragma once
+
+#include <tuple>
+
+#include "launch.h"
+#include "raylm/cuda/scaled_rows.cuh"
+
+namespace raylm::cuda {
+
+// It checks its argument.
+std::tuple<Tensor, Tensor> scale_rows(Tensor x);
+
+// Room for as many rows as x has, of so many columns.
+struct ScaledTensors {
+  Tensor codes, scales;
+  int64_t columns;
+
+  ScaledTensors(const Tensor& x, int64_t columns)
+      : codes(torch::stable::new_empty(x, {x.size(0), columns}, ScalarType::Float8_e4m3fn)),
+        scales(torch::stable::new_empty(x, {x.size(0)}, ScalarType::Float)),
+        columns(columns) {}
+
+  ScaledOut pointers() const { return {data<Code>(codes), data<float>(scales), columns}; }
+  std::tuple<Tensor, Tensor> both() const { return {codes, scales}; }
+};
+
+}  // namespace raylm::cuda

@@ -1,0 +1,41 @@
+// What a product multiplies, and what its results are.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "raylm/cuda/common.cuh"
+
+namespace raylm::cuda {
+
+using Code = __nv_fp8_e4m3;
+
+// Both matrices and the result hold T.
+template <typename T>
+struct Plain {
+  using Stored = T;
+  using Result = T;
+  static constexpr bool kScaled = false;
+};
+
+// Both matrices hold codes, each row with a scale; results are of T.
+template <typename T>
+struct Scaled {
+  using Stored = Code;
+  using Result = T;
+  static constexpr bool kScaled = true;
+};
+
+// The numbers of the codes in the lower (0) or upper (1) half of a register, exactly.
+template <int Half>
+__device__ inline uint32_t halves_of(uint32_t codes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes >> 16 * Half), __NV_E4M3);
+  return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
+}
+
+// The codes nearest to x; what is past the largest becomes that, and a NaN stays one.
+__device__ inline uint32_t codes_of(float a, float b, float c, float d) {
+  const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  return low | static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
+}
+
+}  // namespace raylm::cuda
