@@ -106,9 +106,7 @@ class GatedParallelLinear(_FusedColumnLinear):
         self._activation, self._scales = activation, scales
 
     def forward(self, x: ops.Rows) -> ops.Rows:
-        if self._scales:
-            return ops.scaled_gated(self.weight.matmul(x, self.bias), self._activation)
-        return self.weight.gated_matmul(x, self._activation, self.bias)
+        return self.weight.gated_matmul(x, self._activation, self.bias, scales=self._scales)
 
 
 class QKVParallelLinear(_FusedColumnLinear):

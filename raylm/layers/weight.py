@@ -85,10 +85,18 @@ class PlainWeight(nn.Module):
         assert isinstance(x, Tensor)
         return ops.linear(x, self.values, bias, frozen=True)
 
-    def gated_matmul(self, x: ops.Rows, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
-        """act(first half of matmul) * second half: [T, rows / 2]."""
+    def gated_matmul(
+        self,
+        x: ops.Rows,
+        activation: Literal["silu", "gelu_tanh"],
+        bias: Tensor | None = None,
+        *,
+        scales: bool = False,
+    ) -> ops.Rows:
+        """act(first half of matmul) * second half: [T, rows / 2], as ScaledRows with `scales`."""
         assert isinstance(x, Tensor)
-        return ops.gated_linear(x, self.values, activation, bias, frozen=True)
+        gated = ops.gated_linear(x, self.values, activation, bias, frozen=True)
+        return ops.scale_rows(gated) if scales else gated
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows by their numbers, int64 [T]: [T, columns]."""
@@ -144,10 +152,18 @@ class BlockWeight(nn.Module):
         assert isinstance(x, Tensor)
         return ops.block_linear(x, self._tensors, self._kinds, bias)
 
-    def gated_matmul(self, x: ops.Rows, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+    def gated_matmul(
+        self,
+        x: ops.Rows,
+        activation: Literal["silu", "gelu_tanh"],
+        bias: Tensor | None = None,
+        *,
+        scales: bool = False,
+    ) -> ops.Rows:
         """As PlainWeight.gated_matmul, of two parts."""
         assert isinstance(x, Tensor)
-        return ops.block_gated_linear(x, self._tensors, self._kinds, activation, bias)
+        gated = ops.block_gated_linear(x, self._tensors, self._kinds, activation, bias)
+        return ops.scale_rows(gated) if scales else gated
 
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows, of one part."""
@@ -189,9 +205,21 @@ class ScaledWeight(nn.Module):
         rows = x if isinstance(x, ops.ScaledRows) else ops.scale_rows(x)
         return ops.scaled_linear(rows, self.codes, self.scales, bias, dtype=self._dtype, frozen=True)
 
-    def gated_matmul(self, x: ops.Rows, activation: Literal["silu", "gelu_tanh"], bias: Tensor | None = None) -> Tensor:
+    def gated_matmul(
+        self,
+        x: ops.Rows,
+        activation: Literal["silu", "gelu_tanh"],
+        bias: Tensor | None = None,
+        *,
+        scales: bool = False,
+    ) -> ops.Rows:
         """As PlainWeight.gated_matmul."""
-        product = self.matmul(x, bias)
+        rows = x if isinstance(x, ops.ScaledRows) else ops.scale_rows(x)
+        if scales:
+            return ops.scaled_gated_linear(
+                rows, self.codes, self.scales, activation, bias, dtype=self._dtype, frozen=True
+            )
+        product = self.matmul(rows, bias)
         return ops.silu_mul(product) if activation == "silu" else ops.gelu_tanh_mul(product)
 
     def rows(self, numbers: Tensor) -> Tensor:

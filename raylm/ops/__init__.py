@@ -28,6 +28,7 @@ from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows
 from raylm.ops.scaled import scale_rows as scale_rows
 from raylm.ops.scaled import scaled_gated as scaled_gated
+from raylm.ops.scaled import scaled_gated_linear as scaled_gated_linear
 from raylm.ops.scaled import scaled_linear as scaled_linear
 from raylm.ops.scaled import scaled_rms_norm as scaled_rms_norm
 from raylm.ops.scaled import takes_scaled as takes_scaled

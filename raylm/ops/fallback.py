@@ -194,6 +194,19 @@ def scaled_gated(x: Tensor, gelu_tanh: bool) -> tuple[Tensor, Tensor]:
     return scale_rows(gelu_tanh_mul(x) if gelu_tanh else silu_mul(x))
 
 
+def scaled_gated_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    gelu_tanh: bool,
+    frozen: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return scaled_gated(scaled_linear(x, x_scales, weight, scales, bias, dtype), gelu_tanh)
+
+
 def sample_columns(like: Tensor) -> int:
     return 0
 
@@ -287,6 +300,7 @@ _KERNELS = (
     scaled_rms_norm,
     scaled_gated,
     scaled_linear,
+    scaled_gated_linear,
     route,
     experts,
     experts_kernels,

@@ -49,6 +49,10 @@ SCHEMAS = {
         "(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType dtype, "
         "bool frozen=False) -> Tensor"
     ),
+    "scaled_gated_linear": (
+        "(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType dtype, bool gelu_tanh, "
+        "bool frozen=False) -> (Tensor, Tensor)"
+    ),
     "route": (
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
@@ -149,6 +153,10 @@ def _scaled_linear(
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
+def _scaled_gated_linear(x: Tensor, x_scales: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _scaled(x.new_empty(x.shape[0], weight.shape[0] // 2))
+
+
 def _routed(logits: Tensor, bias: Tensor | None, per_token: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], per_token)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
@@ -212,6 +220,7 @@ _FAKES = {
     "scaled_rms_norm": _scaled,
     "scaled_gated": _scaled_gated,
     "scaled_linear": _scaled_linear,
+    "scaled_gated_linear": _scaled_gated_linear,
     "route": _routed,
     "experts": _like,
     "experts_kernels": lambda *_: False,

@@ -19,6 +19,7 @@ from raylm.ops.scaled_fallback import CODES as CODES
 _scale_rows: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.scale_rows.default
 _scaled_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.scaled_rms_norm.default
 _scaled_gated: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.scaled_gated.default
+_scaled_gated_linear: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.scaled_gated_linear.default
 _scaled_linear: Callable[..., Tensor] = torch.ops.raylm.scaled_linear.default
 
 _SIZE_UNIT = 16
@@ -73,6 +74,22 @@ def scaled_linear(
     bits of them. `frozen`: as in linear, of the weight, its scales and the bias.
     """
     return _scaled_linear(x.codes, x.scales, weight, scales, bias, dtype, frozen)
+
+
+def scaled_gated_linear(
+    x: ScaledRows,
+    weight: Tensor,
+    scales: Tensor,
+    activation: Literal["silu", "gelu_tanh"],
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    frozen: bool = False,
+) -> ScaledRows:
+    """scaled_gated of scaled_linear, where one kernel may do the product with its activation: T rows of N / 2 numbers.
+    Gate and up are rounded to `dtype` before the activation, but for many rows, as in gated_linear."""
+    gelu_tanh = activation == "gelu_tanh"
+    return ScaledRows(*_scaled_gated_linear(x.codes, x.scales, weight, scales, bias, dtype, gelu_tanh, frozen))
 
 
 def takes_scaled(rows: int, columns: int, device: torch.device) -> bool:

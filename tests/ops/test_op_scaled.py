@@ -94,6 +94,11 @@ ROWS = [1, 2, 5, 8, 9, 16, 33, 64, 65, 128, 300]
 SHAPES = [(64, 64), (4096, 1024), (6144, 4096), (1024, 3072), (48, 16), (560, 272), (4096, 14336)]
 
 
+def _size(n: int, k: int, device: str) -> tuple[int, int]:
+    """On a CPU, where torch's own product is looked at, a part of it is enough."""
+    return (n, k) if device == "cuda" else (min(n, 512), min(k, 512))
+
+
 def _weight(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     codes = (torch.randn(n, k, generator=generator) * 100).clamp(-448, 448).to(CODES)
@@ -106,9 +111,10 @@ def _weight(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
 def test_scaled_linear_is_the_product_of_what_is_stored(
     op: Pick, device: str, n: int, k: int, dtype: torch.dtype, biased: bool
 ) -> None:
+    n, k = _size(n, k, device)
     weight, scales = _weight(n, k, device)
     bias = torch.randn(n).to(device, dtype) if biased else None
-    for rows in ROWS if device == "cuda" or n * k < 1 << 20 else ROWS[:2]:
+    for rows in ROWS if device == "cuda" else ROWS[:6]:
         codes, x_scales = op("scale_rows")(_rows(rows, k, device, torch.float32) / 1000)
         got = op("scaled_linear")(codes, x_scales, weight, scales, bias, dtype)
         x, w = _read(codes, x_scales), _read(weight, scales)
@@ -118,6 +124,30 @@ def test_scaled_linear_is_the_product_of_what_is_stored(
         size = x.abs() @ w.abs().t()
         error = (got.double() - expected).abs()
         assert (error <= expected.abs() * 2.0**-8 + size * 2.0**-11 + 1e-7).all(), (rows, n, k)
+
+
+@pytest.mark.parametrize("gelu_tanh", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(128, 64), (6144, 1024), (28672, 4096), (512, 256), (96, 48)])
+def test_scaled_gated_linear_is_the_activation_of_the_product(
+    op: Pick, device: str, n: int, k: int, biased: bool, gelu_tanh: bool
+) -> None:
+    n, k = _size(n, k, device)
+    weight, scales = _weight(n, k, device)
+    bias = torch.randn(n).to(device, torch.bfloat16) if biased else None
+    for rows in [*ROWS, 192, 1024, 1100] if device == "cuda" else ROWS[:6]:
+        codes, x_scales = op("scale_rows")(torch.randn(rows, k).to(device) / k**0.5)
+        made = op("scaled_gated_linear")(codes, x_scales, weight, scales, bias, torch.bfloat16, gelu_tanh)
+        both = _read(codes, x_scales) @ _read(weight, scales).t() + (0 if bias is None else bias.double())
+        gate, up = both.chunk(2, dim=-1)
+        act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu_tanh else torch.nn.functional.silu(gate)
+        expected = act * up
+        assert made[0].shape == (rows, n // 2)
+        # A code's half step, gate's and up's bfloat16, and the sums' 14 bits.
+        size = (_read(codes, x_scales).abs() @ _read(weight, scales).abs().t()).chunk(2, dim=-1)
+        rounding = expected.abs() * 2.0**-3.9 + expected.abs().amax(-1, keepdim=True) * 2.0**-18
+        sums = (size[0] * up.abs() + size[1] * gate.abs() + size[0] * size[1] * 2.0**-9) * 2.0**-9
+        assert ((_read(*made) - expected).abs() <= rounding + sums + 1e-6).all(), (rows, n, k)
 
 
 def test_a_rows_result_does_not_depend_on_the_rows_beside_it(op: Pick, device: str) -> None:

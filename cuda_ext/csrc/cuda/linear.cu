@@ -144,6 +144,22 @@ void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& 
             : launch<Plain<T>, SkinnyGated<Silu>, 1>(plan, args, device, stream);
 }
 
+template <typename Results>
+std::optional<Tensor> run_scaled(const Product& product) {
+  const Plan plan = scaled_plan_for(product.rows, product.n, product.k);
+  if (plan.groups == 0) return std::nullopt;
+  const int32_t device = product.x.get_device_index();
+  const Guard guard(device);
+  const Tensor out = new_rows(product.x, Results::outputs(static_cast<int>(product.n)), product.result);
+  const auto run = [&](auto numbers) {
+    using N = decltype(numbers);
+    launch<N, Results, 1, 2>(args_of<N>(product, out), device, current_stream(product.x));
+  };
+  product.result == ScalarType::Half ? run(Scaled<__half>{}) : run(Scaled<__nv_bfloat16>{});
+  check_launch("scaled_linear");
+  return out;
+}
+
 }  // namespace
 
 // Up to 64 rows of 16-bit numbers have kernels here; all else goes to torch, whose library is made for it.
@@ -180,19 +196,10 @@ std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh)
   return out;
 }
 
-std::optional<Tensor> few_scaled_linear(const Product& product) {
-  const Plan plan = scaled_plan_for(product.rows, product.n, product.k);
-  if (plan.groups == 0) return std::nullopt;
-  const int32_t device = product.x.get_device_index();
-  const Guard guard(device);
-  const Tensor out = new_rows(product.x, product.n, product.result);
-  const auto run = [&](auto numbers) {
-    using N = decltype(numbers);
-    launch<N, SkinnyPlain, 1, 2>(args_of<N>(product, out), device, current_stream(product.x));
-  };
-  product.result == ScalarType::Half ? run(Scaled<__half>{}) : run(Scaled<__nv_bfloat16>{});
-  check_launch("scaled_linear");
-  return out;
+std::optional<Tensor> few_scaled_linear(const Product& product) { return run_scaled<SkinnyPlain>(product); }
+
+std::optional<Tensor> few_scaled_gated_linear(const Product& product, bool gelu_tanh) {
+  return gelu_tanh ? run_scaled<SkinnyGated<GeluTanh>>(product) : run_scaled<SkinnyGated<Silu>>(product);
 }
 
 // Up to how many rows of x the products with such a weight have kernels here, on its device; 0: none.

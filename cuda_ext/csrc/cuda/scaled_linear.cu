@@ -1,6 +1,7 @@
 #include <optional>
 
 #include "products.h"
+#include "scaled_rows.h"
 
 namespace raylm::cuda {
 namespace {
@@ -32,32 +33,53 @@ Tensor torch_scaled_linear(const Product& p) {
   using torch::stable::detail::from;
   const Tensor by_columns = torch::stable::transpose(p.weight, 0, 1);
   const Tensor x_scales = torch::stable::unsqueeze(*p.x_scales, 1), scales = torch::stable::unsqueeze(*p.scales, 0);
-  const std::optional<Tensor> none;
-  StableIValue stack[8] = {from(p.x), from(by_columns), from(x_scales), from(scales),
-                           from(none), from(none), from(std::optional<ScalarType>(ScalarType::BFloat16)), from(true)};
+  std::optional<Tensor> bias, none;
+  if (p.bias) bias = torch::stable::to(*p.bias, ScalarType::BFloat16);
+  StableIValue stack[8] = {from(p.x),  from(by_columns), from(x_scales), from(scales),
+                           from(bias), from(none), from(std::optional<ScalarType>(ScalarType::BFloat16)), from(true)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack, TORCH_ABI_VERSION));
-  Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
-  if (p.bias) {
-    StableIValue sum[3] = {from(out), from(*p.bias), from(1.0)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::add_", "Tensor", sum, TORCH_ABI_VERSION));
-  }
+  const Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
   return p.result == ScalarType::BFloat16 ? out : torch::stable::to(out, p.result);
 }
 
-}  // namespace
+// Up to 256 rows have kernels here; more are for torch's library.
+Tensor run(const Product& product) {
+  std::optional<Tensor> out = few_scaled_linear(product);
+  if (!out) out = tile_linear(product);
+  return out ? *out : torch_scaled_linear(product);
+}
 
-// Up to 64 rows have kernels here; more are for torch's library.
 Tensor scaled_linear(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, std::optional<Tensor> bias,
                      ScalarType dtype, bool frozen) {
   Product product{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
   product.result = dtype, product.x_scales = &x_scales, product.scales = &scales;
   check(product);
   if (product.rows == 0 || product.k == 0) return torch::stable::new_zeros(x, {product.rows, product.n}, dtype);
-  std::optional<Tensor> out = few_scaled_linear(product);
-  if (!out && product.rows <= 64) out = tile_linear(product);
-  return out ? *out : torch_scaled_linear(product);
+  return run(product);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("scaled_linear", TORCH_BOX(&scaled_linear)); }
+// Where no kernel does both: the product, and then the activation with the rounding.
+std::tuple<Tensor, Tensor> scaled_gated_linear(Tensor x, Tensor x_scales, Tensor weight, Tensor scales,
+                                               std::optional<Tensor> bias, ScalarType dtype, bool gelu_tanh,
+                                               bool frozen) {
+  Product product{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
+  product.result = dtype, product.x_scales = &x_scales, product.scales = &scales;
+  check(product);
+  if (product.n % 2 != 0) fail(kOp, "weight has ", product.n, " rows, must have an even number: gate and up");
+  if (product.rows == 0 || product.k == 0) {
+    return scale_rows(torch::stable::new_zeros(x, {product.rows, product.n / 2}, dtype));
+  }
+  std::optional<Tensor> out = few_scaled_gated_linear(product, gelu_tanh);
+  if (!out) out = many_gated_linear(product, gelu_tanh);
+  if (!out && !bias) out = tile_gated_linear(product, gelu_tanh);
+  return out ? scale_rows(*out) : scaled_gated(run(product), gelu_tanh);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("scaled_linear", TORCH_BOX(&scaled_linear));
+  m.impl("scaled_gated_linear", TORCH_BOX(&scaled_gated_linear));
+}
 
 }  // namespace raylm::cuda

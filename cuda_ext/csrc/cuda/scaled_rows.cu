@@ -41,14 +41,6 @@ std::tuple<Tensor, Tensor> run(const char* op, const Tensor& x, int64_t columns,
   return out.both();
 }
 
-std::tuple<Tensor, Tensor> scaled_gated(Tensor x, bool gelu_tanh) {
-  check_gated("scaled_gated", x);
-  return run("scaled_gated", x, x.size(1) / 2, [&](auto type) {
-    using T = decltype(type);
-    return GatedRows<T>{data<T>(x), x.stride(0), gelu_tanh};
-  });
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> scale_rows(Tensor x) {
@@ -56,6 +48,14 @@ std::tuple<Tensor, Tensor> scale_rows(Tensor x) {
   return run("scale_rows", x, x.size(1), [&](auto type) {
     using T = decltype(type);
     return RowsAsTheyAre<T>{data<T>(x), x.stride(0)};
+  });
+}
+
+std::tuple<Tensor, Tensor> scaled_gated(Tensor x, bool gelu_tanh) {
+  check_gated("scaled_gated", x);
+  return run("scaled_gated", x, x.size(1) / 2, [&](auto type) {
+    using T = decltype(type);
+    return GatedRows<T>{data<T>(x), x.stride(0), gelu_tanh};
   });
 }
 

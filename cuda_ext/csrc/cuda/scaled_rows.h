@@ -8,8 +8,9 @@
 
 namespace raylm::cuda {
 
-// It checks its argument.
+// These check their arguments.
 std::tuple<Tensor, Tensor> scale_rows(Tensor x);
+std::tuple<Tensor, Tensor> scaled_gated(Tensor x, bool gelu_tanh);
 
 // Room for as many rows as x has, of so many columns.
 struct ScaledTensors {

@@ -75,7 +75,7 @@ struct TileBarriers {
 // Of one block: where everything is, and its part of the work.
 template <typename N, typename Shape, bool Gated>
 struct TileBlock {
-  static_assert(!Gated || (Shape::kSplit == 1 && !N::kScaled));
+  static_assert(!Gated || Shape::kSplit == 1);
   using Stored = typename N::Stored;
   using T = typename N::Result;
   static constexpr int kBox = 128 / sizeof(Stored);  // numbers of a row in a box
@@ -195,13 +195,14 @@ struct TileBlock {
     return params.bias ? to_float(static_cast<const T*>(params.bias)[column]) : 0.0f;
   }
 
-  // A sum's share of row and column, 1 where numbers have no scales.
+  // A sum times what its rows of x and of W have as scales, where numbers have them. Columns: rows of W.
   __device__ float x_scale(int row) const {
     if constexpr (N::kScaled) return row < params.rows ? params.x_scales[row] : 0.0f;
     return 1.0f;
   }
   __device__ float scaled(float sum, float x_scale, int column) const {
-    if constexpr (N::kScaled) return column < params.columns ? sum * x_scale * params.scales[column] : 0.0f;
+    constexpr int kParts = Gated ? 2 : 1;
+    if constexpr (N::kScaled) return column < kParts * params.columns ? sum * x_scale * params.scales[column] : 0.0f;
     return sum;
   }
 
@@ -215,7 +216,9 @@ struct TileBlock {
     const float* s = sums + 4 * j + 2 * half;
     if constexpr (Gated) {
       const float* up = s + Shape::kSums / 2;
-      return pack<T>(gated(s[0], up[0]), gated(s[1], up[1]));
+      const int of_up = params.columns + column;
+      return pack<T>(gated(scaled(s[0], x_scale, column), scaled(up[0], x_scale, of_up)),
+                     gated(scaled(s[1], x_scale, column + 1), scaled(up[1], x_scale, of_up + 1)));
     } else {
       const bool biased = params.bias && column < params.columns;
       return pack<T>(scaled(s[0], x_scale, column) + (biased ? bias_at(column) : 0),
