@@ -84,7 +84,7 @@ def load_model(
     if forms := stored_forms(model):
         found = ", ".join(f"{count} in {name}" for name, count in sorted(forms.items()))
         how = "quantised while they were loaded" if quantise else "computed with as they are stored"
-        logger.info("weights: %s, activations in %s: %s", how, dtype_name(dtype), found)
+        logger.info("weights: %s: %s; activations and all other weights are %s", how, found, dtype_name(dtype))
     return model
 
 

@@ -339,10 +339,11 @@ def test_the_log_says_what_is_computed_with(tmp_path: Path, caplog: pytest.LogCa
         load(packed, "dummy", as_stored=True)
         load(tmp_path / "plain", quantise=True)
     lines = [message for message in caplog.messages if FORM in message]
-    assert [line.partition(",")[0] for line in lines] == [
-        "weights: computed with as they are stored",
-        "weights: computed with as they are stored",
-        "weights: quantised while they were loaded",
+    rest = f"4 in {FORM}; activations and all other weights are float32"
+    assert lines == [
+        f"weights: computed with as they are stored: {rest}",
+        f"weights: computed with as they are stored: {rest}",
+        f"weights: quantised while they were loaded: {rest}",
     ]
     assert "decoded to" not in caplog.text
 
