@@ -87,7 +87,7 @@ def scaled_gated_linear(
     frozen: bool = False,
 ) -> ScaledRows:
     """scaled_gated of scaled_linear, where one kernel may do the product with its activation: T rows of N / 2 numbers.
-    Gate and up are rounded to `dtype` before the activation, but for many rows, as in gated_linear."""
+    Gate and up are rounded to `dtype` before the activation, or not where they have it in one kernel."""
     gelu_tanh = activation == "gelu_tanh"
     return ScaledRows(*_scaled_gated_linear(x.codes, x.scales, weight, scales, bias, dtype, gelu_tanh, frozen))
 

@@ -1,5 +1,7 @@
 """What products of 8-bit numbers take, beside torch's library, and what quantises their rows.
 
+Gate and up are with their activation and what quantises that.
+
 python -m tests.gpu.scaled_linear_times [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
 
 In a CUDA graph, with weights that come from memory. `of_bandwidth` is the reading of the weight alone as a share of
@@ -39,10 +41,13 @@ def main() -> None:
         codes = torch.randn(n, k, device="cuda").mul_(100).clamp_(-448, 448).to(ops.CODES)
         weights = [codes.clone() for _ in range(cold_copies(n * k))]
         scales = torch.rand(n, device="cuda") / 1000
+        first = ops.scale_rows(torch.ones(1, k, dtype=torch.bfloat16, device="cuda"))
+        graph_us([partial(_product, first, weight, scales) for weight in weights])  # what is timed first reads high
         for rows in [int(rows) for rows in sys.argv[1:]] or ROWS:
             x = ops.scale_rows(torch.randn(rows, k, dtype=torch.bfloat16, device="cuda"))
-            us = graph_us([partial(_ours, x, weight, scales) for weight in weights])
-            library_us = graph_us([partial(_library, x, weight, scales) for weight in weights])
+            ours, library = (_gated, _library_gated) if name.endswith("gate, up") else (_product, _library)
+            us = graph_us([partial(ours, x, weight, scales) for weight in weights])
+            library_us = graph_us([partial(library, x, weight, scales) for weight in weights])
             line = {"bench": "scaled_linear", "name": name, "n": n, "k": k, "rows": rows, "us": round(us, 2)}
             shares = {"of_bandwidth": round(n * k / us / most, 3), "tflops": round(2e-6 * rows * n * k / us, 1)}
             print(json.dumps({**line, "library_us": round(library_us, 2), **shares}), flush=True)
@@ -58,8 +63,16 @@ def main() -> None:
             print(json.dumps({"bench": op, "rows": rows, "us": round(graph_us([call] * 20), 2)}), flush=True)
 
 
-def _ours(x: ops.ScaledRows, weight: Tensor, scales: Tensor) -> Tensor:
+def _product(x: ops.ScaledRows, weight: Tensor, scales: Tensor) -> Tensor:
     return ops.scaled_linear(x, weight, scales, dtype=torch.bfloat16, frozen=True)
+
+
+def _gated(x: ops.ScaledRows, weight: Tensor, scales: Tensor) -> ops.ScaledRows:
+    return ops.scaled_gated_linear(x, weight, scales, "silu", dtype=torch.bfloat16, frozen=True)
+
+
+def _library_gated(x: ops.ScaledRows, weight: Tensor, scales: Tensor) -> ops.ScaledRows:
+    return ops.scaled_gated(_library(x, weight, scales), "silu")
 
 
 def _library(x: ops.ScaledRows, weight: Tensor, scales: Tensor) -> Tensor:

@@ -37,9 +37,6 @@ std::optional<Tensor> split_linear(const Product& product);
 std::optional<Tensor> few_scaled_linear(const Product& product);
 std::optional<Tensor> few_scaled_gated_linear(const Product& product, bool gelu_tanh);
 
-// gated_linear without a bias for 1,024 rows and more, of both kinds of numbers; nothing where it does not take the shape.
-std::optional<Tensor> many_gated_linear(const Product& product, bool gelu_tanh);
-
 // linear and scaled_linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
 // not take the shape or was measured to be slower. The caller has checked the same.
 std::optional<Tensor> tile_linear(const Product& product);

@@ -42,7 +42,7 @@ Tensor torch_scaled_linear(const Product& p) {
   return p.result == ScalarType::BFloat16 ? out : torch::stable::to(out, p.result);
 }
 
-// Up to 256 rows have kernels here; more are for torch's library.
+// Up to 64 rows have kernels here; more are for torch's library.
 Tensor run(const Product& product) {
   std::optional<Tensor> out = few_scaled_linear(product);
   if (!out) out = tile_linear(product);
@@ -70,7 +70,6 @@ std::tuple<Tensor, Tensor> scaled_gated_linear(Tensor x, Tensor x_scales, Tensor
     return scale_rows(torch::stable::new_zeros(x, {product.rows, product.n / 2}, dtype));
   }
   std::optional<Tensor> out = few_scaled_gated_linear(product, gelu_tanh);
-  if (!out) out = many_gated_linear(product, gelu_tanh);
   if (!out && !bias) out = tile_gated_linear(product, gelu_tanh);
   return out ? scale_rows(*out) : scaled_gated(run(product), gelu_tanh);
 }

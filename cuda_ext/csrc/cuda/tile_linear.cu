@@ -40,11 +40,6 @@ constexpr std::array kPlain{
     variant<N, false, 64, 48, 1>(),  variant<N, false, 64, 64, 1>(), variant<N, false, 64, 96, 1>(),
     variant<N, false, 64, 128, 1>(), variant<N, false, 64, 64, 2>(), variant<N, false, 64, 96, 2>()};
 
-// For more rows, of 8-bit numbers.
-template <typename N>
-constexpr std::array kTall{variant<N, false, 128, 128, 4>(), variant<N, false, 256, 128, 4>(),
-                           variant<N, false, 256, 128, 2>()};
-
 template <typename N>
 constexpr std::array kGated{
     variant<N, true, 32, 64, 1>(),   variant<N, true, 32, 96, 1>(),   variant<N, true, 32, 112, 1>(),
@@ -86,7 +81,6 @@ double cycles(const Variant& v, const Size& size, int tiles, int resident) {
 bool takes(const Variant& v, const Size& size) {
   constexpr int64_t kLargeWeight = 32 << 20;  // bytes
   if (size.rows <= 64) return size.rows <= v.rows && v.rows <= 64;
-  if (!size.gated) return size.rows <= v.rows && size.rows > v.rows / 2;
   return size.gated && v.rows == 256 && 4 * size.rows >= 3 * divide_up(size.rows, 256) * 256 &&
          2 * size.columns * size.depth >= kLargeWeight;
 }
@@ -134,11 +128,7 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Product&
 
 template <typename N>
 Plan plan_of(const Size& size, int device) {
-  if (size.gated) return plan_for(kGated<N>, size, device);
-  if constexpr (N::kScaled) {
-    if (size.rows > 64) return plan_for(kTall<N>, size, device);
-  }
-  return plan_for(kPlain<N>, size, device);
+  return size.gated ? plan_for(kGated<N>, size, device) : plan_for(kPlain<N>, size, device);
 }
 
 template <typename N>
@@ -164,7 +154,6 @@ std::optional<Tensor> run(const Product& p, TileAct act) {
   const bool gated = act != TileAct::kNone;
   const int64_t columns = gated ? p.n / 2 : p.n;
   const int64_t depth = p.k * (p.scales ? 1 : 2);
-  if (!gated && p.rows > (p.scales ? 256 : 64)) return std::nullopt;
   const bool fits = columns >= 8 && columns % 8 == 0 && p.n <= kMost && depth >= 256 && depth % 16 == 0 && p.k <= kMost;
   if (!kHopperKernels || p.rows < 1 || p.rows >= 1024 || !fits) return std::nullopt;
   const Guard guard(p.x.get_device_index());

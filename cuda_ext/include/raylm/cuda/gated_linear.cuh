@@ -17,15 +17,14 @@
 #include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
-#include "raylm/cuda/tile/numbers.cuh"
 
 namespace raylm::cuda {
 
 struct GatedShape {
-  static constexpr int kRows = 128, kColumns = 128, kDepth = 128;  // depth: bytes of a row in a stage
+  static constexpr int kRows = 128, kColumns = 128, kDepth = 64;  // depth: of the summed dimension, a stage
   static constexpr int kStages = 4, kGroups = 2, kThreads = 128 * (kGroups + 1);
   static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
-  static constexpr int kMatrixBytes = 128 * kDepth, kStageBytes = 3 * kMatrixBytes;  // x, gate, up
+  static constexpr int kMatrixBytes = 128 * kDepth * 2, kStageBytes = 3 * kMatrixBytes;  // x, gate, up
   static constexpr int kHalfBytes = 64 * 64 * 2;  // of a group's results, 64 columns: what one box stores
   static constexpr int kGroupBytes = 2 * kHalfBytes;
   static constexpr int kTileBytes = kStages * kStageBytes + kGroups * kGroupBytes;
@@ -36,7 +35,6 @@ struct GatedLinearParams {
   CUtensorMap x;       // [rows, depth], boxes of 128 rows
   CUtensorMap weight;  // [2 * columns, depth], boxes of 128 rows
   CUtensorMap out;     // [rows, columns], boxes of 64 rows
-  const float *x_scales, *scales;  // of rows of x and of weight, where numbers have them
   int rows, columns, steps;  // steps: stages of the summed dimension
   int band;                  // clusters' tiles above each other that are taken before the next columns
 };
@@ -104,10 +102,9 @@ struct GatedLayout {
 };
 
 // The one thread that fetches.
-template <typename N, int Cluster>
+template <int Cluster>
 struct GatedFetcher {
   using Shape = GatedShape;
-  static constexpr int kDepth = Shape::kDepth / sizeof(typename N::Stored);  // numbers
   const GatedLinearParams& params;
   const GatedLayout& at;
   Ring<Shape::kStages> ring{};
@@ -133,8 +130,8 @@ struct GatedFetcher {
         const uint32_t stage = at.stage(ring.stage), full = at.full_barrier(ring.stage);
         barrier_wait(at.empty_barrier(ring.stage), ring.parity ^ 1);
         barrier_arrive_expecting(full, Shape::kStageBytes);
-        load_box(stage, params.x, full, {step * kDepth, tile.row});
-        load_weights(tile, step * kDepth, stage, full);
+        load_box(stage, params.x, full, {step * Shape::kDepth, tile.row});
+        load_weights(tile, step * Shape::kDepth, stage, full);
       }
     }
   }
@@ -142,10 +139,9 @@ struct GatedFetcher {
 
 // One of the groups that compute: 64 rows of the tile. Sums are as wgmma leaves them: of each 8 columns a thread has two
 // neighbours of row lane / 4 of its warp's 16, and the same two of row lane / 4 + 8; first all of gate, then all of up.
-template <typename N, typename Act, int Cluster>
+template <typename T, typename Act, int Cluster>
 struct GatedComputer {
   using Shape = GatedShape;
-  using T = typename N::Result;
   static constexpr int kSums = Shape::kColumns;  // gate and up of 64 rows, over 128 threads
   using Sums = float[kSums];
   const GatedLinearParams& params;
@@ -160,8 +156,8 @@ struct GatedComputer {
     const uint64_t weight = matrix_descriptor(stage + Shape::kMatrixBytes, 1024, 0);
     wgmma_fence();
 #pragma unroll
-    for (int d = 0; d < Shape::kDepth / 32; ++d) {
-      multiply_transposed<typename N::Stored, 2 * Shape::kColumns>(sums, x + 2 * d, weight + 2 * d, d != 0 || !first);
+    for (int d = 0; d < Shape::kDepth / 16; ++d) {
+      multiply_transposed<T, 2 * Shape::kColumns>(sums, x + 2 * d, weight + 2 * d, d != 0 || !first);
     }
     wgmma_commit();
   }
@@ -197,8 +193,6 @@ struct GatedComputer {
     asm volatile("" : "+r"(column), "+r"(first_row));  // known before the one thread that stores has to wait for it
     // Of the four 8 x 8 matrices of a store, the second and the fourth are 8 rows lower, the last two 8 columns further.
     const uint32_t row = results + (thread / kWarp * 16 + lane % 16) * 128;
-    const int own_row = first_row + thread / kWarp * 16 + lane / 4, own_column = column + lane % 4 * 2;
-    const float row_scales[2] = {row_scale(own_row), row_scale(own_row + 8)};
     if (thread == 0) store_wait_read();
     sync_some(1 + group, 128);
 #pragma unroll
@@ -206,8 +200,8 @@ struct GatedComputer {
       uint32_t packed[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int first = 8 * n + 2 * i, of = own_column + 8 * (2 * n + i / 2);
-        packed[i] = pack<T>(gated(sums, first, row_scales[i % 2], of), gated(sums, first + 1, row_scales[i % 2], of + 1));
+        const int first = 8 * n + 2 * i;
+        packed[i] = pack<T>(gated(sums, first), gated(sums, first + 1));
       }
       const int vector = (n % 4 * 2 + lane / 16) ^ lane % 8;
       store_matrices(row + n / 4 * Shape::kHalfBytes + vector * 16, packed);
@@ -221,18 +215,8 @@ struct GatedComputer {
     }
   }
 
-  __device__ float row_scale(int row) const {
-    if constexpr (N::kScaled) return row < params.rows ? params.x_scales[row] : 0.0f;
-    return 1.0f;
-  }
-
-  __device__ __forceinline__ float gated(const Sums& sums, int i, float row_scale, int column) const {
-    float gate = sums[i], up = sums[kSums / 2 + i];
-    if constexpr (N::kScaled) {
-      gate *= row_scale * params.scales[column];
-      up *= row_scale * params.scales[params.columns + column];
-    }
-    return Act{}(gate) * up;
+  static __device__ __forceinline__ float gated(const Sums& sums, int i) {
+    return Act{}(sums[i]) * sums[kSums / 2 + i];
   }
 
   __device__ __forceinline__ void run() {
@@ -246,7 +230,7 @@ struct GatedComputer {
 };
 
 // Clusters of `Cluster` blocks, one block for each SM.
-template <typename N, typename Act, int Cluster>
+template <typename T, typename Act, int Cluster>
 __global__ void __launch_bounds__(GatedShape::kThreads, 1)
     gated_linear_kernel(const __grid_constant__ GatedLinearParams params) {
   static_assert(Cluster == 1 || Cluster == 2);
@@ -264,10 +248,10 @@ __global__ void __launch_bounds__(GatedShape::kThreads, 1)
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
   if (group == 0) {
     give_registers_back<Shape::kFetchRegisters>();
-    if (threadIdx.x == 0) GatedFetcher<N, Cluster>{params, at}.run();
+    if (threadIdx.x == 0) GatedFetcher<Cluster>{params, at}.run();
   } else {
     take_registers<Shape::kComputeRegisters>();
-    GatedComputer<N, Act, Cluster>{params, at, group - 1}.run();
+    GatedComputer<T, Act, Cluster>{params, at, group - 1}.run();
   }
   // A block of a cluster stays until the other one arrives at its barriers no more.
   if constexpr (Cluster > 1) cluster_sync();
