@@ -23,8 +23,13 @@ from raylm.worker.device import choose_dtype
 from raylm.worker.drafting import outline_drafting
 
 GIB = 1 << 30
-CUDA_BYTES = 2 * GIB
-"""Set aside for CUDA itself, the libraries' workspaces and the CUDA graphs. A worker measures it; a plan cannot."""
+CUDA_BYTES = 5 * GIB // 4
+"""Set aside for CUDA itself, the libraries' workspaces and the CUDA graphs. A worker measures it; a plan cannot. On an
+H100 that was 0.74 GiB, and 0.39 to 0.56 for the graphs of 256 to 512 sequences of a model of 8 billion parameters."""
+NCCL_BYTES = 3 * GIB // 4
+"""The same for NCCL and the memory that GPUs read of each other, where there are several."""
+_ONE_KERNEL_ROWS = 1024
+"""From here on gate and up have their activation in one kernel on Hopper GPUs."""
 TENSOR_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -109,7 +114,8 @@ class Sizing:
         stages, whole = self._stages(parallel), self._stages(ParallelConfig())[0]
         budget = int(self._gpu.memory_gib * GIB * self._config.cache.gpu_memory_utilization)
         step = self._step_bytes(parallel.tensor)
-        left = [budget - stage.held - step - CUDA_BYTES for stage in stages]
+        beside = CUDA_BYTES + (NCCL_BYTES if parallel.num_workers > 1 else 0)
+        left = [budget - stage.held - step - beside for stage in stages]
         fitting = min(here // stage.groups.block_bytes for here, stage in zip(left, stages, strict=True))
         num_blocks = self._config.cache.num_blocks or max(fitting, 0)
         per_request = whole.groups.layout.blocks_for(self._context, chunk=self._chunk)
@@ -128,7 +134,7 @@ class Sizing:
             kv_bytes_token_gpu=max(self._token_bytes(stage.groups) for stage in stages),
             memory_bytes=budget,
             step_bytes=step,
-            cuda_bytes=CUDA_BYTES,
+            cuda_bytes=beside,
             cache_bytes=min(left),
             num_blocks=num_blocks,
             cache_tokens=int(concurrency * self._context),
@@ -212,14 +218,26 @@ class Sizing:
 
     def _step_bytes(self, tensor: int) -> int:
         arch, item = self._arch, self._dtype.itemsize
-        mlp = max(_mlp_columns(layer.mlp, arch.hidden_size, tensor) for layer in arch.layers)
+        mlp = max(self._mlp_columns(layer.mlp, tensor) for layer in arch.layers)
         heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
-        hidden = 3 * arch.hidden_size
-        # Logits in the model's type, and twice in float32 while they are sampled from.
-        logits = self._config.scheduler.max_num_seqs * arch.vocab_size * (item + 8)
+        hidden = 2 * arch.hidden_size
+        # Twice while they are sampled from, when the layers' activations are gone.
+        logits = 2 * item * self._config.scheduler.max_num_seqs * arch.vocab_size
         ropes = {layer.rope for layer in arch.layers if layer.rope is not None}
         rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
-        return self._chunk * (max(mlp, heads) + hidden) * item + logits + rotary
+        return max(self._chunk * (max(mlp, heads) + hidden) * item, logits) + rotary
+
+    def _mlp_columns(self, mlp: MLPSpec | ExpertsSpec, tensor: int) -> int:
+        """Numbers a token that are there at once."""
+        size, hidden = mlp.size // tensor, self._arch.hidden_size
+        if isinstance(mlp, ExpertsSpec):
+            # Each token's copies, what its experts make of them, and that in float32.
+            return mlp.per_token * (3 * size + 3 * hidden)
+        if self._scheme is AS_FP8:
+            return 5 * size // 2  # gate and up, and a byte for each number of their activation
+        is_hopper = self._gpu.fp8_tflops is not None
+        in_one = mlp.gated and not mlp.bias and self._dtype.itemsize == 2 and self._chunk >= _ONE_KERNEL_ROWS
+        return size if is_hopper and in_one else 3 * size
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
         """Every stage is busy with its part of the batch; the slowest sets the pace."""
@@ -256,14 +274,6 @@ class Sizing:
                 f"less than one request of {self._context:,}"
             )
         return None
-
-
-def _mlp_columns(mlp: MLPSpec | ExpertsSpec, hidden: int, tensor: int) -> int:
-    """Numbers a token that are there at once."""
-    if isinstance(mlp, MLPSpec):
-        return 3 * mlp.size // tensor
-    # Each token's copies, what its experts make of them, and that in float32.
-    return mlp.per_token * (3 * mlp.size // tensor + 3 * hidden)
 
 
 def _bytes(module: torch.nn.Module) -> int:

@@ -54,10 +54,13 @@ Plan plan_for(int64_t rows, int64_t n, int64_t k) {
   return shared_bytes(false, plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kTorch;
 }
 
-// Of 8-bit numbers: tiles of as many bytes as large weights of 16 bits have.
+// Of 8-bit numbers: tiles of as many bytes as large weights of 16 bits have. Weights neither small nor very large were
+// measured to be read faster by the kernel of tiles, from two rows on or where k is long (H100).
 Plan scaled_plan_for(int64_t rows, int64_t n, int64_t k) {
+  constexpr int64_t kLargeWeight = 64 << 20, kLong = 8192;
   constexpr Plan kNone{0, 0}, plan{1, 2};
   if (rows < 1 || rows > 8 || n < 1 || k < 16 || k % 16 != 0 || k > (1 << 20) || n > (1 << 30)) return kNone;
+  if (!is_small(n, k) && n * k < kLargeWeight && (rows > 1 || k > kLong)) return kNone;
   return shared_bytes(true, plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kNone;
 }
 
@@ -144,22 +147,6 @@ void run_gated(const Product& product, Plan plan, bool gelu_tanh, const Tensor& 
             : launch<Plain<T>, SkinnyGated<Silu>, 1>(plan, args, device, stream);
 }
 
-template <typename Results>
-std::optional<Tensor> run_scaled(const Product& product) {
-  const Plan plan = scaled_plan_for(product.rows, product.n, product.k);
-  if (plan.groups == 0) return std::nullopt;
-  const int32_t device = product.x.get_device_index();
-  const Guard guard(device);
-  const Tensor out = new_rows(product.x, Results::outputs(static_cast<int>(product.n)), product.result);
-  const auto run = [&](auto numbers) {
-    using N = decltype(numbers);
-    launch<N, Results, 1, 2>(args_of<N>(product, out), device, current_stream(product.x));
-  };
-  product.result == ScalarType::Half ? run(Scaled<__half>{}) : run(Scaled<__nv_bfloat16>{});
-  check_launch("scaled_linear");
-  return out;
-}
-
 }  // namespace
 
 // Up to 64 rows of 16-bit numbers have kernels here; all else goes to torch, whose library is made for it.
@@ -196,10 +183,19 @@ std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh)
   return out;
 }
 
-std::optional<Tensor> few_scaled_linear(const Product& product) { return run_scaled<SkinnyPlain>(product); }
-
-std::optional<Tensor> few_scaled_gated_linear(const Product& product, bool gelu_tanh) {
-  return gelu_tanh ? run_scaled<SkinnyGated<GeluTanh>>(product) : run_scaled<SkinnyGated<Silu>>(product);
+std::optional<Tensor> few_scaled_linear(const Product& product) {
+  const Plan plan = scaled_plan_for(product.rows, product.n, product.k);
+  if (plan.groups == 0) return std::nullopt;
+  const int32_t device = product.x.get_device_index();
+  const Guard guard(device);
+  const Tensor out = new_rows(product.x, product.n, product.result);
+  const auto run = [&](auto numbers) {
+    using N = decltype(numbers);
+    launch<N, SkinnyPlain, 1, 2>(args_of<N>(product, out), device, current_stream(product.x));
+  };
+  product.result == ScalarType::Half ? run(Scaled<__half>{}) : run(Scaled<__nv_bfloat16>{});
+  check_launch("scaled_linear");
+  return out;
 }
 
 // Up to how many rows of x the products with such a weight have kernels here, on its device; 0: none.
