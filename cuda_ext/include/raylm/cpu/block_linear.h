@@ -11,8 +11,8 @@ constexpr int64_t kResultRows = 128;  // of x, whose sums are kept while the wei
 
 RAYLM_INLINE Vec rounded(Vec v) { return v + 0x1.8p23f - 0x1.8p23f; }  // to an integer, below 2^22
 
-// The lowest byte of every number.
-RAYLM_INLINE void store_bytes(int8_t* p, VecI v) {
+// Every number in 8 bits, which hold it.
+RAYLM_INLINE void store_codes(int8_t* p, VecI v) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
 #elif defined(__AVX2__)
@@ -24,9 +24,25 @@ RAYLM_INLINE void store_bytes(int8_t* p, VecI v) {
 #endif
 }
 
+// Every number in 16 bits, each four in the order of QuantisedRows.
+RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
+#if defined(__AVX512F__)
+  const __m256i words = _mm512_cvtepi32_epi16(bit_cast<__m512i>(v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+#elif defined(__AVX2__)
+  const __m256i all = bit_cast<__m256i>(v);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
+#else
+  for (int i = 0; i < kWidth; ++i) p[place_of(i, p)] = static_cast<int16_t>(v[i]);
+#endif
+}
+
 // Codes and scales of kQuantised values.
-RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes, float* scales) {
+template <typename X>
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], X* codes, float* scales) {
   constexpr int kVectors = kQuantised / kWidth;
+  constexpr float kMost = sizeof(X) == 1 ? 127.0f : 32767.0f;
   Vec largest{}, not_finite{};
   for (int i = 0; i < kVectors; ++i) {
     largest = max(largest, max(v[i], -v[i]));
@@ -35,35 +51,41 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes
   // NaN where a value is not finite: the row's results are NaN. Below 2^-100 all codes are zero, so that the inverse is
   // finite.
   const float most = max_element(largest);
-  const float inverse = most > 0x1p-100f ? 127.0f / most : 0.0f;
+  const float inverse = most > 0x1p-100f ? kMost / most : 0.0f;
   Vec halves[2] = {};
   for (int i = 0; i < kVectors; ++i) {
     // In this order NaN becomes a number.
-    const Vec code = min(splat(127.0f), max(rounded(v[i] * inverse), splat(-127.0f)));
+    const Vec code = min(splat(kMost), max(rounded(v[i] * inverse), splat(-kMost)));
     halves[2 * i / kVectors] += code;
-    store_bytes(codes + i * kWidth, __builtin_convertvector(code, VecI));
+    store_codes(codes + i * kWidth, __builtin_convertvector(code, VecI));
   }
   const Vec sums = sum4(not_finite, halves[0] + halves[1], halves[0], halves[1]);
-  const float scale = most / 127.0f + sums[0];
+  const float scale = most / kMost + sums[0];
   scales[0] = scale;
   for (int i = 1; i < 4; ++i) scales[i] = scale * sums[i];
+}
+
+template <typename X, typename T>
+RAYLM_INLINE void quantise_row(const T* x, int64_t row, const QuantisedRows& out) {
+  for (int64_t b = 0; b < out.size / kQuantised; ++b) {
+    Vec v[kQuantised / kWidth];
+    for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
+    quantise_block(v, static_cast<X*>(out.codes) + row * out.size + b * kQuantised,
+                   out.scales + (row * (out.size / kQuantised) + b) * 4);
+  }
 }
 
 template <typename T>
 inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    for (int64_t b = 0; b < a.out.size / kQuantised; ++b) {
-      Vec v[kQuantised / kWidth];
-      for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
-      quantise_block(v, a.out.codes + row * a.out.size + b * kQuantised,
-                     a.out.scales + (row * (a.out.size / kQuantised) + b) * 4);
-    }
+    if (a.out.wide) quantise_row<int16_t>(x, row, a.out);
+    else quantise_row<int8_t>(x, row, a.out);
   }
 }
 
 // Rows `row` up to row + rows of x times kLinearColumns rows of a weight, from `column` on, into `results`.
-template <typename Kind>
+template <typename Kind, typename X>
 __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row,
                                              int64_t rows, float* results) {
   constexpr int kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
@@ -81,11 +103,11 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
     for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
       const uint8_t* const* of_tile = lines + n * kWidth;
       const BlocksAhead ahead(of_tile, first * Kind::kBytes + kLinearColumns * stride, count * Kind::kBytes, count);
-      if (rows == 1) dot_row<Kind>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
+      if (rows == 1) dot_row<Kind, X>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
       else decode_tile<Kind>(of_tile, first, count, ahead, tiles[n]);
     }
     if (rows > 1) {
-      dot_tiles<typename Reader<Kind>::Like>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
+      dot_tiles<typename Reader<Kind>::Like, X>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
     }
     first += count;
   }
@@ -93,7 +115,11 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
 
 inline void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
                              float* results) {
-  with_kind(a.kinds[weight], [&](auto kind) { block_columns<decltype(kind)>(a, weight, column, row, rows, results); });
+  with_kind(a.kinds[weight], [&](auto kind) {
+    using Kind = decltype(kind);
+    if (a.x.wide) block_columns<Kind, int16_t>(a, weight, column, row, rows, results);
+    else block_columns<Kind, int8_t>(a, weight, column, row, rows, results);
+  });
 }
 
 // Calls body(first column, how many, first row, how many) for pieces of the result.
