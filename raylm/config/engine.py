@@ -20,7 +20,7 @@ from raylm.plugins import plugin_names
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "raylm", "transformers"]
-Weights = Literal["stored", "decoded"]
+Weights = Literal["auto", "stored", "decoded"]
 BlockHash = Literal["xxhash", "sha256"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -61,10 +61,11 @@ class ModelConfig(FrozenConfig):
     """auto takes the first that is there: safetensors (model*.safetensors), mistral (consolidated*.safetensors, as
     Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
     the right shapes from the model's configuration alone."""
-    weights: Weights = "decoded"
-    """decoded: all matrices become numbers of `dtype` while loading. stored: a GGUF file's quantised matrices stay in
-    its blocks, and matrices of 16 bits stay so beside a `dtype` of float32, where there are kernels that compute with
-    them (on CPUs, with the extension): faster, in less memory, and for GGUF blocks a little less exact."""
+    weights: Weights = "auto"
+    """decoded: all matrices become numbers of `dtype` while loading. stored: matrices stay as the file has them where
+    there are kernels that compute with them. On CPUs with the extension these are a GGUF file's quantised matrices, and
+    matrices of 16 bits beside a `dtype` of float32. auto: as stored where that is as exact as decoded and faster; on
+    CPUs that is wherever stored is possible."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""

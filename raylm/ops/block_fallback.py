@@ -1,6 +1,6 @@
 """Products with quantised GGUF weights in terms of numpy and torch.
 
-The gguf package decodes the blocks; products are in float32, whatever `x_bits` says. `kind` is GGML's number of a block type
+The gguf package decodes the blocks; products are in float32. `kind` is GGML's number of a block type
 (gguf.GGMLQuantizationType).
 """
 
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def block_linear(x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None, x_bits: int = 8) -> Tensor:
+def block_linear(x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None) -> Tensor:
     return _product(x, blocks, kinds, bias).to(x.dtype)
 
 
 def block_gated_linear(
-    x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None, gelu_tanh: bool, x_bits: int = 8
+    x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None, gelu_tanh: bool
 ) -> Tensor:
     gate, up = _product(x, blocks, kinds, bias).chunk(2, dim=-1)
     activated = F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)

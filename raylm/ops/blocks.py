@@ -2,8 +2,7 @@
 
 A weight [N, K] of a block type is a uint8 tensor [N, K / values * bytes]: the rows' blocks as in the file. Rows may be
 strided, their bytes are contiguous. `kind` is GGML's number of the type (gguf.GGMLQuantizationType). The compiled
-kernels quantise x to `x_bits` bits, with a scale for every 32 values; everything else is in float32. 16 bits are as
-exact as float32 for a model's purposes; 8 bits take less time. Without kernels x stays in float32.
+kernels quantise x to 16 bits with a scale for every 32 values; everything else is in float32.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ from torch import Tensor
 
 from raylm.ops import block_fallback, library  # noqa: F401  (registers the schemas)
 
-XBits = Literal[8, 16]
-
 _block_linear: Callable[..., Tensor] = torch.ops.raylm.block_linear.default
 _block_gated_linear: Callable[..., Tensor] = torch.ops.raylm.block_gated_linear.default
 _decode_blocks: Callable[..., Tensor] = torch.ops.raylm.decode_blocks.default
 _block_kernels: Callable[..., bool] = torch.ops.raylm.block_kernels.default
 
 
-def block_linear(
-    x: Tensor, blocks: Sequence[Tensor], kinds: Sequence[int], bias: Tensor | None = None, *, x_bits: XBits = 8
-) -> Tensor:
+def block_linear(x: Tensor, blocks: Sequence[Tensor], kinds: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """x [..., K] times the transposes of one or more weights, side by side, plus bias; returns [..., sum of N].
 
     `blocks` and `kinds` have an entry for each weight, for instance q, k and v: kinds may differ, and x is quantised
@@ -35,7 +30,7 @@ def block_linear(
     """
     if not _all_have_kernels(x, kinds):
         return block_fallback.block_linear(x, list(blocks), list(kinds), bias)
-    return _block_linear(x, blocks, kinds, bias, x_bits)
+    return _block_linear(x, blocks, kinds, bias)
 
 
 def block_gated_linear(
@@ -44,14 +39,12 @@ def block_gated_linear(
     kinds: Sequence[int],
     activation: Literal["silu", "gelu_tanh"],
     bias: Tensor | None = None,
-    *,
-    x_bits: XBits = 8,
 ) -> Tensor:
     """act(gate) * up, where gate and up are products of x [..., K] with the two weights [I, K] of `blocks`, gate first,
     and bias is [2I]; returns [..., I]. Gate and up stay in float32 until the result is rounded to x's type."""
     if not _all_have_kernels(x, kinds):
         return block_fallback.block_gated_linear(x, list(blocks), list(kinds), bias, activation == "gelu_tanh")
-    return _block_gated_linear(x, blocks, kinds, bias, activation == "gelu_tanh", x_bits)
+    return _block_gated_linear(x, blocks, kinds, bias, activation == "gelu_tanh")
 
 
 def decode_blocks(blocks: Tensor, kind: int) -> Tensor:

@@ -37,10 +37,8 @@ SCHEMAS = {
     "linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",
     "linear_rows": "(Tensor weight) -> int",
     "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, bool frozen=False) -> Tensor",
-    "block_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias, int x_bits=8) -> Tensor",
-    "block_gated_linear": (
-        "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias, bool gelu_tanh, int x_bits=8) -> Tensor"
-    ),
+    "block_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias) -> Tensor",
+    "block_gated_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias, bool gelu_tanh) -> Tensor",
     "decode_blocks": "(Tensor blocks, int kind) -> Tensor",
     "block_kernels": "(Tensor like, int kind) -> bool",
     "route": (

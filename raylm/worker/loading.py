@@ -102,7 +102,7 @@ def load(
             dtype,
             model_config.load_format,
             attention=attention,
-            as_stored=model_config.weights == "stored",
+            as_stored=model_config.weights != "decoded",
             seed=model_config.seed,
             progress=progress,
             fill=lambda model: digest is not None and _receive(config, model, digest, peer),
@@ -159,7 +159,7 @@ def _load_drafting(
         speculation.model,
         dummy=config.model.load_format == "dummy",
         seed=config.model.seed,
-        as_stored=config.model.weights == "stored",
+        as_stored=config.model.weights != "decoded",
         # A graph's padding may be more than the budget.
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         block_size=config.cache.block_size,

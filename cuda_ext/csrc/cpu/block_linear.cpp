@@ -13,11 +13,10 @@ using Tensors = std::vector<Tensor>;
 
 // Returns how many columns the weights have in all.
 int64_t check(const char* op, const Tensor& x, const Tensors& blocks, const std::vector<int64_t>& kinds,
-              const std::optional<Tensor>& bias, int64_t x_bits) {
+              const std::optional<Tensor>& bias) {
   Arg(op, "x", x).floating().last_contiguous().on_cpu();
   if (x.dim() < 1) fail(op, "x must have at least one dimension");
   if (x.dim() != 2) Arg(op, "x (not of 2 dimensions)", x).contiguous();
-  if (x_bits != 8 && x_bits != 16) fail(op, "x_bits is ", x_bits, ", must be 8 or 16");
   if (blocks.empty()) fail(op, "blocks has no tensors, must have at least 1");
   if (blocks.size() != kinds.size()) fail(op, "kinds has ", kinds.size(), " numbers for ", blocks.size(), " tensors");
   const int64_t size = x.size(x.dim() - 1);
@@ -42,24 +41,23 @@ int64_t check(const char* op, const Tensor& x, const Tensors& blocks, const std:
   return columns;
 }
 
-// x in 8 or 16 bits, and the memory that it is in.
+// x in 16 bits, and the memory that it is in.
 class Quantised {
  public:
-  Quantised(const Tensor& x, int64_t bits)
-      : wide_(bits == 16), size_(x.size(x.dim() - 1)), num_rows_(size_ == 0 ? 0 : x.numel() / size_),
-        codes_(std::make_unique_for_overwrite<int8_t[]>(num_rows_ * size_ * (wide_ ? 2 : 1))),
+  explicit Quantised(const Tensor& x)
+      : size_(x.size(x.dim() - 1)), num_rows_(size_ == 0 ? 0 : x.numel() / size_),
+        codes_(std::make_unique_for_overwrite<int16_t[]>(num_rows_ * size_)),
         scales_(std::make_unique_for_overwrite<float[]>(num_rows_ * size_ / kQuantised * 4)) {
     const QuantiseArgs args{dtype_of(x), x.const_data_ptr(), x.dim() == 2 ? x.stride(0) : size_, rows()};
     for_range(num_rows_, size_, [&](int64_t begin, int64_t end) { cpu_kernels().quantise(args, begin, end); });
   }
 
-  QuantisedRows rows() const { return {codes_.get(), scales_.get(), size_, wide_}; }
+  QuantisedRows rows() const { return {codes_.get(), scales_.get(), size_}; }
   int64_t num_rows() const { return num_rows_; }
 
  private:
-  bool wide_;
   int64_t size_, num_rows_;
-  std::unique_ptr<int8_t[]> codes_;
+  std::unique_ptr<int16_t[]> codes_;
   std::unique_ptr<float[]> scales_;
 };
 
@@ -93,14 +91,13 @@ const void* bias_from(const std::optional<Tensor>& bias, int64_t column) {
 
 int64_t groups_of(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
 
-// Operations on 8 bits are about four times as fast as those on floats, by which for_range judges.
-int64_t cost_of(const Quantised& x) { return kLinearColumns * x.rows().size * x.num_rows() / 16; }
+// As in linear: products of 16 bits take about as long as those of floats.
+int64_t cost_of(const Quantised& x) { return kLinearColumns * x.rows().size * x.num_rows() / 4; }
 
-Tensor block_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::optional<Tensor> bias,
-                    int64_t x_bits) {
-  Tensor out = empty_out(x, check("block_linear", x, blocks, kinds, bias, x_bits));
+Tensor block_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::optional<Tensor> bias) {
+  Tensor out = empty_out(x, check("block_linear", x, blocks, kinds, bias));
   if (out.numel() == 0) return out;
-  const Quantised quantised(x, x_bits);
+  const Quantised quantised(x);
   std::vector<BlockLinearArgs> parts;
   std::vector<int64_t> ends;  // in groups of columns, of all weights
   int64_t column = 0, groups = 0;
@@ -125,15 +122,15 @@ Tensor block_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::o
 }
 
 Tensor block_gated_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::optional<Tensor> bias,
-                          bool gelu_tanh, int64_t x_bits) {
+                          bool gelu_tanh) {
   const char* op = "block_gated_linear";
-  check(op, x, blocks, kinds, bias, x_bits);
+  check(op, x, blocks, kinds, bias);
   if (blocks.size() != 2) fail(op, "blocks has ", blocks.size(), " tensors, must have 2: gate and up");
   const int64_t width = blocks[0].size(0);
   Arg(op, "blocks[1]", blocks[1]).size(0, width, "as blocks[0]");
   Tensor out = empty_out(x, width);
   if (out.numel() == 0) return out;
-  const Quantised quantised(x, x_bits);
+  const Quantised quantised(x);
   BlockLinearArgs args = args_for(x, quantised, out);
   for (int i = 0; i < 2; ++i) set_weight(args, i, blocks[i], kinds[i], bias_from(bias, i * width));
   args.activation = gelu_tanh ? Activation::kGeluTanh : Activation::kSilu;

@@ -11,20 +11,7 @@ constexpr int64_t kResultRows = 128;  // of x, whose sums are kept while the wei
 
 RAYLM_INLINE Vec rounded(Vec v) { return v + 0x1.8p23f - 0x1.8p23f; }  // to an integer, below 2^22
 
-// Every number in 8 bits, which hold it.
-RAYLM_INLINE void store_codes(int8_t* p, VecI v) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
-#elif defined(__AVX2__)
-  const __m256i all = bit_cast<__m256i>(v);
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
-#else
-  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<int8_t>(v[i]);
-#endif
-}
-
-// Every number in 16 bits, each four in the order of QuantisedRows.
+// Every number in 16 bits, in the order of QuantisedRows.
 RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
 #if defined(__AVX512F__)
   const __m256i words = _mm512_cvtepi32_epi16(bit_cast<__m512i>(v));
@@ -34,15 +21,14 @@ RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
 #else
-  for (int i = 0; i < kWidth; ++i) p[place_of(i, p)] = static_cast<int16_t>(v[i]);
+  for (int i = 0; i < kWidth; ++i) p[place_of(i)] = static_cast<int16_t>(v[i]);
 #endif
 }
 
 // Codes and scales of kQuantised values.
-template <typename X>
-RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], X* codes, float* scales) {
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* codes, float* scales) {
   constexpr int kVectors = kQuantised / kWidth;
-  constexpr float kMost = sizeof(X) == 1 ? 127.0f : 32767.0f;
+  constexpr float kMost = 32767.0f;
   Vec largest{}, not_finite{};
   for (int i = 0; i < kVectors; ++i) {
     largest = max(largest, max(v[i], -v[i]));
@@ -65,27 +51,21 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], X* codes, flo
   for (int i = 1; i < 4; ++i) scales[i] = scale * sums[i];
 }
 
-template <typename X, typename T>
-RAYLM_INLINE void quantise_row(const T* x, int64_t row, const QuantisedRows& out) {
-  for (int64_t b = 0; b < out.size / kQuantised; ++b) {
-    Vec v[kQuantised / kWidth];
-    for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
-    quantise_block(v, static_cast<X*>(out.codes) + row * out.size + b * kQuantised,
-                   out.scales + (row * (out.size / kQuantised) + b) * 4);
-  }
-}
-
 template <typename T>
 inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    if (a.out.wide) quantise_row<int16_t>(x, row, a.out);
-    else quantise_row<int8_t>(x, row, a.out);
+    for (int64_t b = 0; b < a.out.size / kQuantised; ++b) {
+      Vec v[kQuantised / kWidth];
+      for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
+      quantise_block(v, a.out.codes + row * a.out.size + b * kQuantised,
+                     a.out.scales + (row * (a.out.size / kQuantised) + b) * 4);
+    }
   }
 }
 
 // Rows `row` up to row + rows of x times kLinearColumns rows of a weight, from `column` on, into `results`.
-template <typename Kind, typename X>
+template <typename Kind>
 __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weight, int64_t column, int64_t row,
                                              int64_t rows, float* results) {
   constexpr int kInTile = kTileValues / Kind::kValues, kPerBlock = Kind::kValues / kQuantised;
@@ -103,11 +83,11 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
     for (int64_t n = 0; n < kLinearColumns / kWidth; ++n) {
       const uint8_t* const* of_tile = lines + n * kWidth;
       const BlocksAhead ahead(of_tile, first * Kind::kBytes + kLinearColumns * stride, count * Kind::kBytes, count);
-      if (rows == 1) dot_row<Kind, X>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
+      if (rows == 1) dot_row<Kind>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
       else decode_tile<Kind>(of_tile, first, count, ahead, tiles[n]);
     }
     if (rows > 1) {
-      dot_tiles<typename Reader<Kind>::Like, X>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
+      dot_tiles<typename Reader<Kind>::Like>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
     }
     first += count;
   }
@@ -115,11 +95,7 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
 
 inline void block_columns_of(const BlockLinearArgs& a, int weight, int64_t column, int64_t row, int64_t rows,
                              float* results) {
-  with_kind(a.kinds[weight], [&](auto kind) {
-    using Kind = decltype(kind);
-    if (a.x.wide) block_columns<Kind, int16_t>(a, weight, column, row, rows, results);
-    else block_columns<Kind, int8_t>(a, weight, column, row, rows, results);
-  });
+  with_kind(a.kinds[weight], [&](auto kind) { block_columns<decltype(kind)>(a, weight, column, row, rows, results); });
 }
 
 // Calls body(first column, how many, first row, how many) for pieces of the result.
