@@ -185,11 +185,10 @@ def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: str, device: to
     """How weights are quantised; nothing where they are not."""
     from raylm.models.check import quantises
     from raylm.models.scheme import AS_FP8, dummy_scheme
-    from raylm.worker.loading import stays_stored
 
     if quantises(arch, config.model):
         return [Choice("quantization", "fp8", "model.quantization: linear layers are quantised while they are loaded")]
-    if dummy_scheme(arch, device) is AS_FP8 and stays_stored(config.model.weights, device):
+    if dummy_scheme(arch, device) is AS_FP8 and config.model.weights == "stored":
         return [Choice("stored weights", str(arch.quantisation), f"computed with as stored; all others are {dtype}")]
     if arch.quantisation is None or not arch.quantisation.of_weights:
         return []

@@ -20,7 +20,7 @@ from raylm.plugins import plugin_names
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "raylm", "transformers"]
-Weights = Literal["auto", "stored", "decoded"]
+Weights = Literal["stored", "decoded"]
 BlockHash = Literal["xxhash", "sha256"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -61,12 +61,11 @@ class ModelConfig(FrozenConfig):
     """auto takes the first that is there: safetensors (model*.safetensors), mistral (consolidated*.safetensors, as
     Mistral names tensors), pt (pytorch_model*.bin, without running code of it), or gguf. dummy makes random weights of
     the right shapes from the model's configuration alone."""
-    weights: Weights = "auto"
-    """decoded: all matrices become numbers of `dtype` while loading. stored: matrices stay as the checkpoint stores
-    them where there are kernels that compute with them: faster, in less memory, and a little less exact, since
-    activations are quantised too. On Hopper GPUs those are FP8 with a scale a row or a tensor; on CPUs with the
-    extension a GGUF file's quantised blocks, and matrices of 16 bits beside a `dtype` of float32. auto: stored on GPUs,
-    decoded on CPUs."""
+    weights: Weights = "stored"
+    """stored: matrices stay as the checkpoint stores them where there are kernels that compute with them. On Hopper
+    GPUs those are FP8 with a scale a row or a tensor, with activations quantised to FP8 too; on CPUs with the
+    extension a GGUF file's quantised blocks, and matrices of 16 bits beside a `dtype` of float32. decoded: all matrices
+    become numbers of `dtype` while loading."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""

@@ -115,7 +115,7 @@ class PlainWeight(nn.Module):
 class BlockWeight(nn.Module):
     """A matrix in a GGUF file's own blocks, a tensor for each part: parts may be of different forms.
 
-    Products are computed from the blocks, with activations quantised to 8 bits (raylm.ops.block_linear).
+    Products are computed from the blocks, with activations quantised to 16 bits (raylm.ops.block_linear).
     """
 
     plain = None

@@ -52,10 +52,10 @@ def _check_quantisation(arch: ArchConfig, config: ModelConfig) -> None:
     if wanted is not None and wanted != found and not quantises(arch, config):
         allowed = found or "fp8, to which raylm quantises it while it is loaded: the checkpoint is not quantised"
         raise ConfigError(f"model.quantization is {wanted}; allowed for this model: {allowed}")
-    if quantises(arch, config) and config.weights != "auto":
+    if quantises(arch, config) and config.weights == "decoded":
         raise ConfigError(
             f"model.weights is {config.weights}, but model.quantization is fp8, which quantises this model's weights "
-            "while they are loaded; allowed with it: auto"
+            "while they are loaded; allowed with it: stored"
         )
 
 

@@ -2,7 +2,7 @@
 
 A weight [N, K] of a block type is a uint8 tensor [N, K / values * bytes]: the rows' blocks as in the file. Rows may be
 strided, their bytes are contiguous. `kind` is GGML's number of the type (gguf.GGMLQuantizationType). The compiled
-kernels quantise x to 8 bits in blocks of 32 values; everything else is in float32.
+kernels quantise x to 16 bits with a scale for every 32 values; everything else is in float32.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from raylm.config.engine import RuntimeConfig, Weights
+from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import TransferError
 from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
@@ -102,7 +102,7 @@ def load(
             dtype,
             model_config.load_format,
             attention=attention,
-            as_stored=stays_stored(model_config.weights, device),
+            as_stored=model_config.weights != "decoded",
             quantise=quantises(arch, model_config),
             seed=model_config.seed,
             progress=progress,
@@ -112,11 +112,6 @@ def load(
     captures = captures_graphs(config.runtime, device, attention)
     drafting = _load_drafting(config, model, device, progress=progress)
     return Loaded(model, arch, dtype, device, captures, drafting, sender)
-
-
-def stays_stored(weights: Weights, device: torch.device) -> bool:
-    """Whether weights stay as their file has them where the device has kernels for it."""
-    return weights == "stored" or (weights == "auto" and device.type == "cuda")
 
 
 def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:
@@ -165,7 +160,7 @@ def _load_drafting(
         speculation.model,
         dummy=config.model.load_format == "dummy",
         seed=config.model.seed,
-        as_stored=stays_stored(config.model.weights, device),
+        as_stored=config.model.weights != "decoded",
         # A graph's padding may be more than the budget.
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         block_size=config.cache.block_size,

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raylm import LLM, EngineConfig, SamplingParams, ops
-from raylm.config.engine import Weights
 from raylm.errors import ConfigError
 from raylm.layers.attention import LayerInput
 from raylm.layers.weight import Columns, Part, PlainWeight, ScaledWeight, make_weight
@@ -30,7 +29,6 @@ from raylm.models.load import load_model
 from raylm.models.scheme import stored_forms
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
-from raylm.worker.loading import stays_stored
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.models.test_through_transformers import CASES
 from tests.models.test_weight_loading import NormReducer, SplitReducer
@@ -398,11 +396,10 @@ def checked(path: Path, **model: object) -> ArchConfig:
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     path = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1)
     checked(path, quantization="fp8")
-    for value in ("stored", "decoded"):
-        with pytest.raises(ConfigError, match=f"model.weights is {value}, but model.quantization is fp8, .*: auto"):
-            checked(path, quantization="fp8", weights=value)
+    with pytest.raises(ConfigError, match="model.weights is decoded, but model.quantization is fp8, .*: stored"):
+        checked(path, quantization="fp8", weights="decoded")
     packed, _ = write_both(path, tmp_path, KINDS["fp8"])
-    for value in ("auto", "stored", "decoded"):
+    for value in ("stored", "decoded"):
         assert checked(packed, quantization="fp8", weights=value).quantisation is not None
 
 
@@ -414,14 +411,6 @@ def test_a_gpu_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         load(source.path, context=context, quantise=True, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="but model.dtype is float32; allowed with it on GPUs: bfloat16, float16"):
         load(source.path, context=context, quantise=True)
-
-
-@pytest.mark.parametrize(
-    ("weights", "device", "expected"),
-    [("auto", "cuda", True), ("auto", "cpu", False), ("stored", "cpu", True), ("decoded", "cuda", False)],
-)
-def test_where_weights_stay_as_stored(weights: Weights, device: str, expected: bool) -> None:
-    assert stays_stored(weights, torch.device(device)) is expected
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -38,7 +38,7 @@ void multiply(int64_t out_size, int64_t num_blocks, int64_t rows, int64_t missin
   const std::vector<uint8_t> blocks = random_bytes(out_size * stride - missing);
   std::vector<float> x(rows * size), scales(rows * size / raylm::kQuantised * 4), out(rows * out_size), bias(out_size);
   for (float& value : x) value = static_cast<float>(next_byte()) - 100.0f;
-  std::vector<int8_t> codes(rows * size);
+  std::vector<int16_t> codes(rows * size);
   const raylm::QuantisedRows quantised{codes.data(), scales.data(), size};
   raylm::quantise<float>({raylm::DType::kFloat32, x.data(), size, quantised}, 0, rows);
   raylm::BlockLinearArgs args{};

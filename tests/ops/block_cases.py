@@ -1,4 +1,4 @@
-"""Blocks of quantised GGUF weights with random bytes, and rows of x that 8 bits hold exactly."""
+"""Blocks of quantised GGUF weights with random bytes, and rows of x that 16 bits hold exactly."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def decoded(blocks: Tensor, kind: Kind) -> Tensor:
 
 
 def exact_rows(rows: int, size: int, seed: int = 0) -> Tensor:
-    """float32 [rows, size] that quantisation to 8 bits keeps: of 32 values each is an integer of at most 127 times a
-    power of two, and one is 127 times it."""
+    """float32 [rows, size] that quantisation to 16 bits keeps: of 32 values each is an integer of at most 32,767 times
+    a power of two, and one is 32,767 times it."""
     generator = torch.Generator().manual_seed(seed + rows + size)
-    codes = torch.randint(-127, 128, (rows, size // 32, 32), generator=generator)
-    codes[..., 5] = 127
-    scales = torch.exp2(torch.randint(-16, -7, (rows, size // 32, 1), generator=generator).float())
+    codes = torch.randint(-32767, 32768, (rows, size // 32, 32), generator=generator)
+    codes[..., 5] = 32767
+    scales = torch.exp2(torch.randint(-24, -15, (rows, size // 32, 1), generator=generator).float())
     return (codes * scales).reshape(rows, size)
 
 
 def quantisation_bound(x: Tensor, weight: Tensor) -> Tensor:
-    """How far products of x with a weight may be off when each 32 values of x are rounded to 8 bits: half of a step,
-    a 127th of the largest, times the sum of the weights' sizes."""
-    steps = x.double().unflatten(-1, (-1, 32)).abs().amax(-1) / 127
+    """How far products of x with a weight may be off when each 32 values of x are rounded to 16 bits: half of a
+    step, a 32,767th of the largest, times the sum of the weights' sizes."""
+    steps = x.double().unflatten(-1, (-1, 32)).abs().amax(-1) / 32767
     return steps / 2 @ weight.unflatten(-1, (-1, 32)).abs().sum(-1).t()

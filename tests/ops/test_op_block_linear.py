@@ -27,8 +27,10 @@ def _close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
     sizes = x.double().abs() @ weight.abs().t()
     if bias is not None:
         expected, sizes = expected + bias.double(), sizes + bias.double().abs()
-    # A sum of offsets and codes is larger than the weights: up to 128 times for the 8-bit kinds on AVX-512 VNNI.
-    bound = 2e-5 * sizes + torch.finfo(out.dtype).eps * expected.abs()
+    # A sum of offsets and codes is larger than the weights. Rows in 16-bit floats are not exact in 16-bit integers.
+    bound = 2e-6 * sizes + torch.finfo(out.dtype).eps * expected.abs()
+    if x.dtype != torch.float32:
+        bound += quantisation_bound(x, weight)
     assert out.shape == expected.shape
     assert ((out.double() - expected).abs() <= bound).all()
 
@@ -54,8 +56,8 @@ def test_more_rows_and_longer_rows(op, device, kind, rows, size):
 
 
 @BY_NAME
-@pytest.mark.parametrize("code", [127, -127])
-def test_the_largest_codes_do_not_saturate(op, device, kind, code):
+@pytest.mark.parametrize("code", [32767, -32767])
+def test_the_largest_codes_do_not_overflow(op, device, kind, code):
     """All bits of all codes set, or none, and every x at its largest."""
     size = max(256, values_of(kind))
     blocks = random_blocks(kind, 2, size // values_of(kind)).reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
@@ -71,13 +73,14 @@ def test_the_largest_codes_do_not_saturate(op, device, kind, code):
 
 @BY_NAME
 @pytest.mark.parametrize("rows", [1, 6])
-def test_any_x_within_what_8_bits_cost(op, device, kind, rows):
+def test_any_x_within_what_16_bits_cost(op, device, kind, rows):
     blocks, x = random_blocks(kind, 33, 1536 // values_of(kind)), _random(rows, 1536)
     weight = decoded(blocks, kind)
     out = op("block_linear")(x.to(device), [blocks.to(device)], [kind], None).cpu()
     expected = x.double() @ weight.t()
-    assert ((out.double() - expected).abs() <= 1.001 * quantisation_bound(x, weight) + 1e-3).all()
-    assert (out.double() - expected).norm() / expected.norm() < 0.02
+    sizes = x.double().abs() @ weight.abs().t()
+    assert ((out.double() - expected).abs() <= 1.001 * quantisation_bound(x, weight) + 2e-6 * sizes).all()
+    assert (out.double() - expected).norm() / expected.norm() < 1e-4
 
 
 def test_several_weights_of_different_kinds_and_strided_rows(op, device):

@@ -25,7 +25,7 @@ def test_matches_reference(op, device, dtype, bias, out_size, rows, in_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "in_size"), [(0, 64), (1, 576), (5, 100), (150, 33)])
+@pytest.mark.parametrize(("rows", "in_size"), [(0, 64), (1, 576), (5, 100), (6, 40), (7, 72), (150, 33)])
 def test_weights_of_16_bits_for_float32(rows, in_size, dtype, op, device):
     if device != "cpu":
         pytest.skip("on a CPU alone")
@@ -34,8 +34,10 @@ def test_weights_of_16_bits_for_float32(rows, in_size, dtype, op, device):
     out = op("linear")(x, weight, bias)
     assert out.dtype == torch.float32
     close(out, exact, scale=in_size**0.5)
+    assert torch.equal(out, op("linear")(x, weight.float(), bias))
     gated = ops.gated_linear(x, weight, "silu", bias)
     close(gated, torch.nn.functional.silu(exact[:, :15]) * exact[:, 15:], scale=in_size**0.5)
+    assert torch.equal(gated, ops.gated_linear(x, weight.float(), "silu", bias))
 
 
 def test_strided_rows_and_leading_dimensions(op, device):

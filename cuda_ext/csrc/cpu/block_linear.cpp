@@ -41,12 +41,12 @@ int64_t check(const char* op, const Tensor& x, const Tensors& blocks, const std:
   return columns;
 }
 
-// x in 8 bits, and the memory that it is in.
+// x in 16 bits, and the memory that it is in.
 class Quantised {
  public:
   explicit Quantised(const Tensor& x)
       : size_(x.size(x.dim() - 1)), num_rows_(size_ == 0 ? 0 : x.numel() / size_),
-        codes_(std::make_unique_for_overwrite<int8_t[]>(num_rows_ * size_)),
+        codes_(std::make_unique_for_overwrite<int16_t[]>(num_rows_ * size_)),
         scales_(std::make_unique_for_overwrite<float[]>(num_rows_ * size_ / kQuantised * 4)) {
     const QuantiseArgs args{dtype_of(x), x.const_data_ptr(), x.dim() == 2 ? x.stride(0) : size_, rows()};
     for_range(num_rows_, size_, [&](int64_t begin, int64_t end) { cpu_kernels().quantise(args, begin, end); });
@@ -57,7 +57,7 @@ class Quantised {
 
  private:
   int64_t size_, num_rows_;
-  std::unique_ptr<int8_t[]> codes_;
+  std::unique_ptr<int16_t[]> codes_;
   std::unique_ptr<float[]> scales_;
 };
 
@@ -91,8 +91,8 @@ const void* bias_from(const std::optional<Tensor>& bias, int64_t column) {
 
 int64_t groups_of(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
 
-// Operations on 8 bits are about four times as fast as those on floats, by which for_range judges.
-int64_t cost_of(const Quantised& x) { return kLinearColumns * x.rows().size * x.num_rows() / 16; }
+// As in linear: products of 16 bits take about as long as those of floats.
+int64_t cost_of(const Quantised& x) { return kLinearColumns * x.rows().size * x.num_rows() / 4; }
 
 Tensor block_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::optional<Tensor> bias) {
   Tensor out = empty_out(x, check("block_linear", x, blocks, kinds, bias));

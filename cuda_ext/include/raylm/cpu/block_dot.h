@@ -1,4 +1,4 @@
-// Products of rows of x in 8 bits with a tile of decoded weights, in registers.
+// Products of rows of x in 16 bits with a tile of decoded weights, in registers.
 #pragma once
 
 #include "raylm/cpu/block_tile.h"
@@ -6,6 +6,9 @@
 
 namespace raylm {
 namespace {
+
+// Where the value i of a row of x has its code.
+constexpr int64_t place_of(int64_t i) { return (i & ~3) | (i & 1) << 1 | (i >> 1 & 1); }
 
 // Rows of x at once, and tiles beside each other: as many sums as the registers hold.
 #if defined(__AVX2__)
@@ -19,105 +22,92 @@ constexpr int kTilesAtOnce = kLinearColumns / kWidth;
 constexpr int kTilesAtOnce = 1;
 #endif
 
-// dot[t][m] += for each lane the sum of the products of Count words of codes of tile t with as many of row m of x.
-#if defined(__AVX512VNNI__)
-template <typename C, int Count, int M, int N>
-RAYLM_INLINE void add_products(const VecU* const codes[N], const int8_t* x, int64_t stride, VecI (&dot)[N][M]) {
-#pragma GCC unroll 8
-  for (int g = 0; g < Count; ++g) {
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const __m512i four = _mm512_set1_epi32(static_cast<int>(load_u32(x + m * stride + 4 * g)));
-#pragma GCC unroll 2
-      for (int t = 0; t < N; ++t) {
-        const __m512i sum = bit_cast<__m512i>(dot[t][m]);
-        dot[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(sum, bit_cast<__m512i>(codes[t][g]), four));
-      }
-    }
-  }
-}
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
 using Wide = __m512i;
 RAYLM_INLINE Wide same(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
-RAYLM_INLINE Wide ones() { return _mm512_set1_epi16(1); }
-RAYLM_INLINE Wide multiply_bytes(Wide a, Wide b) { return _mm512_maddubs_epi16(a, b); }
 RAYLM_INLINE Wide multiply_pairs(Wide a, Wide b) { return _mm512_madd_epi16(a, b); }
-RAYLM_INLINE Wide add_pairs16(Wide a, Wide b) { return _mm512_add_epi16(a, b); }
-RAYLM_INLINE Wide size_of(Wide a) { return _mm512_abs_epi8(a); }
-RAYLM_INLINE Wide with_sign(Wide a, Wide of) {
-  return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(of), _mm512_setzero_si512(), a);
-}
+RAYLM_INLINE Wide up_8_bits(Wide a) { return _mm512_slli_epi16(a, 8); }
+RAYLM_INLINE Wide down_8_bits(Wide a) { return _mm512_srli_epi16(a, 8); }
+RAYLM_INLINE Wide down_8_bits_signed(Wide a) { return _mm512_srai_epi16(a, 8); }
 #else
 using Wide = __m256i;
 RAYLM_INLINE Wide same(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
-RAYLM_INLINE Wide ones() { return _mm256_set1_epi16(1); }
-RAYLM_INLINE Wide multiply_bytes(Wide a, Wide b) { return _mm256_maddubs_epi16(a, b); }
 RAYLM_INLINE Wide multiply_pairs(Wide a, Wide b) { return _mm256_madd_epi16(a, b); }
-RAYLM_INLINE Wide add_pairs16(Wide a, Wide b) { return _mm256_add_epi16(a, b); }
-RAYLM_INLINE Wide size_of(Wide a) { return _mm256_abs_epi8(a); }
-RAYLM_INLINE Wide with_sign(Wide a, Wide of) { return _mm256_sign_epi8(a, of); }
+RAYLM_INLINE Wide up_8_bits(Wide a) { return _mm256_slli_epi16(a, 8); }
+RAYLM_INLINE Wide down_8_bits(Wide a) { return _mm256_srli_epi16(a, 8); }
+RAYLM_INLINE Wide down_8_bits_signed(Wide a) { return _mm256_srai_epi16(a, 8); }
 #endif
 
-// Keeps the compiler from turning a chain of additions into a tree, whose leaves would not fit the registers.
-RAYLM_INLINE void in_this_order(Wide& sum) { asm("" : "+v"(sum)); }
+struct Pairs {
+  Wide even, odd;
+};
 
-// Sums of products of bytes saturate at 16 bits, so only as many are added there as cannot reach the limit: codes of x
-// are at most 127. Signed weights go by their size, at most 128, and give their sign to x.
-template <typename C, int Count, int M, int N>
-RAYLM_INLINE void add_products(const VecU* const codes[N], const int8_t* x, int64_t stride, VecI (&dot)[N][M]) {
-  constexpr int kSize = C::kSigned ? 128 : C::kMost;
-  constexpr int kFit = 32767 / (2 * kSize * 127), kRun = kFit >= Count ? Count : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
-  static_assert(kFit >= 1 && Count % kRun == 0);
-  for (int first = 0; first < Count; first += kRun) {
-    Wide sums[N][M];
+// The bytes 0 and 2 of every word, and 1 and 3, as 16 bits each.
+template <bool Signed>
+RAYLM_INLINE Pairs widen(Wide codes) {
+  if constexpr (Signed) return {down_8_bits_signed(up_8_bits(codes)), down_8_bits_signed(codes)};
+  else return {down_8_bits(up_8_bits(codes)), down_8_bits(codes)};
+}
+
+// to += the sum of the two products in each word.
+RAYLM_INLINE void multiply_add(VecI& to, Wide a, Wide b) {
+#if defined(__AVX512VNNI__)
+  to = bit_cast<VecI>(_mm512_dpwssd_epi32(bit_cast<Wide>(to), a, b));
+#else
+  Wide sum = bit_cast<Wide>(to + bit_cast<VecI>(multiply_pairs(a, b)));
+  // Keeps the compiler from turning the chain of additions into a tree, whose leaves would not fit the registers.
+  asm("" : "+v"(sum));
+  to = bit_cast<VecI>(sum);
+#endif
+}
+#endif
+
+// dot[t][m] += for each lane the sum of the products of Count words of codes of tile t with as many of row m of x. Sums
+// fit 32 bits: codes of weights have at most 8.
+template <bool Signed, int Count, int M, int N>
+RAYLM_INLINE void add_products(const VecU* const codes[N], const int16_t* x, int64_t stride, VecI (&dot)[N][M]) {
+#if defined(__AVX2__)
+  const int16_t* rows[M];
 #pragma GCC unroll 8
-    for (int g = first; g < first + kRun; ++g) {
-      Wide code[N], size[N];
+  for (int m = 0; m < M; ++m) {
+    rows[m] = x + m * stride;
+    asm("" : "+r"(rows[m]));  // or the compiler keeps the address of every word, for which there are no registers
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < Count; ++g) {
+    Pairs pairs[N];
+#pragma GCC unroll 2
+    for (int t = 0; t < N; ++t) pairs[t] = widen<Signed>(bit_cast<Wide>(codes[t][g]));
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Wide even = same(load_u32(rows[m] + 4 * g)), odd = same(load_u32(rows[m] + 4 * g + 2));
 #pragma GCC unroll 2
       for (int t = 0; t < N; ++t) {
-        code[t] = bit_cast<Wide>(codes[t][g]);
-        size[t] = C::kSigned ? size_of(code[t]) : code[t];
+        multiply_add(dot[t][m], pairs[t].even, even);
+        multiply_add(dot[t][m], pairs[t].odd, odd);
       }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const Wide four = same(load_u32(x + m * stride + 4 * g));
-#pragma GCC unroll 2
-        for (int t = 0; t < N; ++t) {
-          const Wide product = multiply_bytes(size[t], C::kSigned ? with_sign(four, code[t]) : four);
-          sums[t][m] = g == first ? product : add_pairs16(sums[t][m], product);
-          in_this_order(sums[t][m]);
-        }
-      }
-    }
-#pragma GCC unroll 2
-    for (int t = 0; t < N; ++t) {
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) dot[t][m] += bit_cast<VecI>(multiply_pairs(sums[t][m], ones()));
     }
   }
-}
 #else
-template <typename C, int Count, int M, int N>
-RAYLM_INLINE void add_products(const VecU* const codes[N], const int8_t* x, int64_t stride, VecI (&dot)[N][M]) {
   for (int g = 0; g < Count; ++g) {
     for (int t = 0; t < N; ++t) {
       uint8_t code[4 * kWidth];
       std::memcpy(code, &codes[t][g], sizeof(code));
       for (int m = 0; m < M; ++m) {
-        const int8_t* four = x + m * stride + 4 * g;
+        const int16_t* four = x + m * stride + 4 * g;
         for (int i = 0; i < 4 * kWidth; ++i) {
-          dot[t][m][i / 4] += (C::kSigned ? static_cast<int8_t>(code[i]) : code[i]) * four[i % 4];
+          dot[t][m][i / 4] += (Signed ? static_cast<int8_t>(code[i]) : code[i]) * four[place_of(i % 4)];
         }
       }
     }
   }
-}
 #endif
+}
 
 // What the products need of M rows of x from a value on that a block of kQuantised begins with.
 struct RowsOfX {
-  const int8_t* codes;
+  const int16_t* codes;
   const float* scales;
   int64_t codes_stride, scales_stride;
 
@@ -140,7 +130,7 @@ RAYLM_INLINE void add_blocks(const TileBlock (&tiles)[N], int count, RowsOfX x, 
       const VecU* codes[N];
       for (int t = 0; t < N; ++t) codes[t] = tiles[t].codes + s * kWords;
       VecI dot[N][M] = {};
-      add_products<C, kWords, M, N>(codes, x.codes + part * C::kPart, x.codes_stride, dot);
+      add_products<C::kSigned, kWords, M, N>(codes, x.codes + part * C::kPart, x.codes_stride, dot);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const float* of_row = x.scales + m * x.scales_stride;

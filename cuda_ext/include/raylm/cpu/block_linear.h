@@ -11,22 +11,24 @@ constexpr int64_t kResultRows = 128;  // of x, whose sums are kept while the wei
 
 RAYLM_INLINE Vec rounded(Vec v) { return v + 0x1.8p23f - 0x1.8p23f; }  // to an integer, below 2^22
 
-// The lowest byte of every number.
-RAYLM_INLINE void store_bytes(int8_t* p, VecI v) {
+// Every number in 16 bits, in the order of QuantisedRows.
+RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
 #if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
+  const __m256i words = _mm512_cvtepi32_epi16(bit_cast<__m512i>(v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
 #elif defined(__AVX2__)
   const __m256i all = bit_cast<__m256i>(v);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
 #else
-  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<int8_t>(v[i]);
+  for (int i = 0; i < kWidth; ++i) p[place_of(i)] = static_cast<int16_t>(v[i]);
 #endif
 }
 
 // Codes and scales of kQuantised values.
-RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes, float* scales) {
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* codes, float* scales) {
   constexpr int kVectors = kQuantised / kWidth;
+  constexpr float kMost = 32767.0f;
   Vec largest{}, not_finite{};
   for (int i = 0; i < kVectors; ++i) {
     largest = max(largest, max(v[i], -v[i]));
@@ -35,16 +37,16 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int8_t* codes
   // NaN where a value is not finite: the row's results are NaN. Below 2^-100 all codes are zero, so that the inverse is
   // finite.
   const float most = max_element(largest);
-  const float inverse = most > 0x1p-100f ? 127.0f / most : 0.0f;
+  const float inverse = most > 0x1p-100f ? kMost / most : 0.0f;
   Vec halves[2] = {};
   for (int i = 0; i < kVectors; ++i) {
     // In this order NaN becomes a number.
-    const Vec code = min(splat(127.0f), max(rounded(v[i] * inverse), splat(-127.0f)));
+    const Vec code = min(splat(kMost), max(rounded(v[i] * inverse), splat(-kMost)));
     halves[2 * i / kVectors] += code;
-    store_bytes(codes + i * kWidth, __builtin_convertvector(code, VecI));
+    store_codes(codes + i * kWidth, __builtin_convertvector(code, VecI));
   }
   const Vec sums = sum4(not_finite, halves[0] + halves[1], halves[0], halves[1]);
-  const float scale = most / 127.0f + sums[0];
+  const float scale = most / kMost + sums[0];
   scales[0] = scale;
   for (int i = 1; i < 4; ++i) scales[i] = scale * sums[i];
 }

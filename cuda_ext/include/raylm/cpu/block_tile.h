@@ -175,34 +175,20 @@ RAYLM_INLINE void nibbles(Rows p, int offset, VecU* codes, const Decode& decode)
 
 constexpr auto kAsTheyAre = [](VecU v, int) __attribute__((always_inline)) { return v; };
 
-// How the codes of a kind are multiplied: parts of kPart values share scale and min, codes are at most kMost, or signed
-// ones of 8 bits where it is 255. Where the product of unsigned by signed bytes has 32 bits, signed codes are moved up.
-template <int Part, int Most>
+// How the codes of a kind are multiplied: parts of kPart values share scale and min; codes are bytes, signed or not.
+// Signed ones have no min.
+template <int Part, bool Signed = false>
 struct Codes {
   using Like = Codes;
-  static constexpr int kPart = Part, kMost = Most;
-#if defined(__AVX512VNNI__)
-  static constexpr bool kSigned = false;
-#else
-  static constexpr bool kSigned = Most == 255;
-#endif
+  static constexpr int kPart = Part;
+  static constexpr bool kSigned = Signed;
 };
-
-RAYLM_INLINE void put_signed(const TileBlock& to, int part, Vec scale, const VecU* codes, int count) {
-#if defined(__AVX512VNNI__)
-  for (int g = 0; g < count; ++g) to.codes[8 * part + g] = codes[g] ^ every_byte(128);
-  to.min[part] = -128.0f * scale;
-#else
-  for (int g = 0; g < count; ++g) to.codes[8 * part + g] = codes[g];
-#endif
-  to.scale[part] = scale;
-}
 
 template <typename Kind>
 struct Reader;  // derives from Codes
 
 template <>
-struct Reader<Q4_0> : Codes<32, 15> {
+struct Reader<Q4_0> : Codes<32> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     nibbles(p, 2, to.codes, kAsTheyAre);
     to.scale[0] = half_at(p, 0);
@@ -211,7 +197,7 @@ struct Reader<Q4_0> : Codes<32, 15> {
 };
 
 template <>
-struct Reader<Q4_1> : Codes<32, 15> {
+struct Reader<Q4_1> : Codes<32> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     nibbles(p, 4, to.codes, kAsTheyAre);
     const Halves both = halves(words(p, 0));
@@ -221,7 +207,7 @@ struct Reader<Q4_1> : Codes<32, 15> {
 };
 
 template <>
-struct Reader<Q5_0> : Codes<32, 31> {
+struct Reader<Q5_0> : Codes<32> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     const VecU high = words(p, 2);
     nibbles(p, 6, to.codes, [&](VecU v, int g) { return v | spread_bits(high, g); });
@@ -231,7 +217,7 @@ struct Reader<Q5_0> : Codes<32, 31> {
 };
 
 template <>
-struct Reader<Q5_1> : Codes<32, 31> {
+struct Reader<Q5_1> : Codes<32> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     const VecU high = words(p, 4);
     nibbles(p, 8, to.codes, [&](VecU v, int g) { return v | spread_bits(high, g); });
@@ -242,32 +228,28 @@ struct Reader<Q5_1> : Codes<32, 31> {
 };
 
 template <>
-struct Reader<Q8_0> : Codes<32, 255> {
+struct Reader<Q8_0> : Codes<32, true> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
-    VecU v[8];
-    words4(p, 2, v);
-    words4(p, 18, v + 4);
-    put_signed(to, 0, half_at(p, 0), v, 8);
+    words4(p, 2, to.codes);
+    words4(p, 18, to.codes + 4);
+    to.scale[0] = half_at(p, 0);
   }
 };
 
 template <>
-struct Reader<IQ4_NL> : Codes<32, 255> {
+struct Reader<IQ4_NL> : Codes<32, true> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
-    VecU v[8];
-    nibbles(p, 2, v, [](VecU nibble, int) { return look_up(kNonLinearValues, nibble); });
-    put_signed(to, 0, half_at(p, 0), v, 8);
+    nibbles(p, 2, to.codes, [](VecU nibble, int) { return look_up(kNonLinearValues, nibble); });
+    to.scale[0] = half_at(p, 0);
   }
 };
 
 template <>
-struct Reader<MXFP4> : Codes<32, 24> {
+struct Reader<MXFP4> : Codes<32, true> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
-    alignas(16) static constexpr int8_t kMovedUp[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    nibbles(p, 1, to.codes, [](VecU nibble, int) { return look_up(kMovedUp, nibble); });
+    nibbles(p, 1, to.codes, [](VecU nibble, int) { return look_up(kTwiceE2M1, nibble); });
     const VecU e = words(p, 0) & 255u, is_small = bit_cast<VecU>(e < 2u);
     to.scale[0] = bit_cast<Vec>((is_small & ((e + 1u) << 21)) | (~is_small & ((e - 1u) << 23)));
-    to.min[0] = -12.0f * to.scale[0];
   }
 };
 
@@ -283,7 +265,7 @@ RAYLM_INLINE void pairs_of_bits(Rows p, int offset, VecU* codes, const Decode& d
 }
 
 template <>
-struct Reader<Q2_K> : Codes<16, 3> {
+struct Reader<Q2_K> : Codes<16> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     VecU parts[4];
     words4(p, 0, parts);
@@ -298,7 +280,7 @@ struct Reader<Q2_K> : Codes<16, 3> {
 };
 
 template <>
-struct Reader<Q3_K> : Codes<16, 7> {
+struct Reader<Q3_K> : Codes<16> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     const VecU low[2] = {words(p, 96), words(p, 100)}, high = words(p, 104);
     const Vec d = half_before(p, 110);
@@ -347,7 +329,7 @@ RAYLM_INLINE void nibbles64(Rows p, int offset, VecU* codes, const Decode& decod
 }
 
 template <>
-struct Reader<Q4_K> : Codes<32, 15> {
+struct Reader<Q4_K> : Codes<32> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     six_bits(p, to);
     for (int j = 0; j < 4; ++j) {
@@ -357,7 +339,7 @@ struct Reader<Q4_K> : Codes<32, 15> {
 };
 
 template <>
-struct Reader<Q5_K> : Codes<32, 31> {
+struct Reader<Q5_K> : Codes<32> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     six_bits(p, to);
     VecU high[8];
@@ -372,7 +354,7 @@ struct Reader<Q5_K> : Codes<32, 31> {
 };
 
 template <>
-struct Reader<Q6_K> : Codes<16, 63> {
+struct Reader<Q6_K> : Codes<16> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     VecU parts[4];
     words4(p, 192, parts);
@@ -401,15 +383,14 @@ struct Reader<Q6_K> : Codes<16, 63> {
 };
 
 template <>
-struct Reader<IQ4_XS> : Codes<32, 255> {
+struct Reader<IQ4_XS> : Codes<32, true> {
   static RAYLM_INLINE void decode(Rows p, TileBlock to) {
     const VecU head = words(p, 0), low = words(p, 4), high = head >> 16;
     const Vec d = halves(head).low;
     for (int s = 0; s < 8; ++s) {
       const VecU six = ((low >> (4 * s)) & 15u) | ((high >> (2 * s)) & 3u) << 4;
-      VecU v[8];
-      nibbles(p, 8 + 16 * s, v, [](VecU nibble, int) { return look_up(kNonLinearValues, nibble); });
-      put_signed({to.codes, to.scale, to.min}, s, d * (to_float(six) - 32.0f), v, 8);
+      nibbles(p, 8 + 16 * s, to.codes + 8 * s, [](VecU nibble, int) { return look_up(kNonLinearValues, nibble); });
+      to.scale[s] = d * (to_float(six) - 32.0f);
     }
   }
 };

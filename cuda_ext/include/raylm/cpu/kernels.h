@@ -60,11 +60,11 @@ struct LinearArgs {
   int64_t num_rows, in_size, out_size;
 };
 
-// Rows of x in 8 bits: each kQuantised values are codes of -127 to 127 times a scale.
+// Rows of x in 16 bits: each kQuantised values are codes of -32767 to 32767 times a scale.
 struct QuantisedRows {
-  int8_t* codes;  // [rows, size]
-  float* scales;  // [rows, size / kQuantised, 4]: scale; scale times the sum of the codes; that of each half of them
-  int64_t size;   // of a row
+  int16_t* codes;  // [rows, size], of each four values in the order 0 2 1 3
+  float* scales;   // [rows, size / kQuantised, 4]: scale; scale times the sum of the codes; that of each half of them
+  int64_t size;    // of a row
 };
 
 struct QuantiseArgs {

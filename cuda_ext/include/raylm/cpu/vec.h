@@ -4,6 +4,10 @@
 // never merge a function of one with that of another.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -71,8 +75,7 @@ RAYLM_INLINE void store(BFloat16* p, Vec v) {
   store_u16(p, (is_nan & 0x7fc0u) | (~is_nan & rounded));
 }
 
-// Half precision through integer arithmetic, so that no instruction set needs a library call for it. The bits are below
-// 2^16.
+// Half precision through integer arithmetic, for instruction sets that would need a library call. The bits are below 2^16.
 RAYLM_INLINE Vec half_to_float(VecU h) {
   const VecU magnitude = (h & 0x7fffu) << 13;
   const VecU sign = (h & 0x8000u) << 16;
@@ -82,7 +85,15 @@ RAYLM_INLINE Vec half_to_float(VecU h) {
   return bit_cast<Vec>(sign | (special & (magnitude | 0x7f800000u)) | (~special & bit_cast<VecU>(scaled)));
 }
 
-RAYLM_INLINE Vec load(const Float16* p) { return half_to_float(load_u16(p)); }
+RAYLM_INLINE Vec load(const Float16* p) {
+#if defined(__AVX512F__)
+  return bit_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__AVX2__)
+  return bit_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  return half_to_float(load_u16(p));
+#endif
+}
 
 RAYLM_INLINE void store(Float16* p, Vec v) {
   const VecU bits = bit_cast<VecU>(v);
