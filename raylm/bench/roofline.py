@@ -26,7 +26,8 @@ _KINDS = (
     ("sums over ranks", ("all_reduce", "peer_", "nccl")),
     ("norms", ("norm_kernel", "norm_any")),
     ("rotary and cache", ("rope_store", "rotary", "store_kv")),
-    ("activation", ("gated_kernel", "gated_any")),
+    ("activation", ("gated_kernel", "gated_any", "gatedrows")),
+    ("rounding to 8 bits", ("scaled_rows",)),
     ("sampling", ("sample_kernel", "penalize", "logits_kernel", "logprobs", "row_strips")),
 )
 """By parts of kernels' names in small letters; the first that fits."""
@@ -80,8 +81,9 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), OTHER)
 
 
-def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
-    """What a step needs at least, by kind, on one device. `item`: bytes of a weight, an activation and a cached number.
+def needs(arch: ArchConfig, step: StepShape, *, item: int, layer_item: int | None = None) -> dict[str, Need]:
+    """What a step needs at least, by kind, on one device. `item`: bytes of a weight, an activation and a cached number;
+    `layer_item`: of a weight within the layers, where these are others.
 
     Products read their weights and inputs and write their outputs; attention reads queries and keys and values of its
     context and writes its outputs; the rest reads and writes activations. What stays in the second-level cache between
@@ -90,6 +92,7 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     products = layers * [_Product(hidden, q + 2 * kv, tokens), _Product(q, hidden, tokens)]
+    layer_item = layer_item or item
     products += [product for layer in arch.layers for product in _mlp_products(layer.mlp, hidden, tokens)]
     weights = sum(product.copies * product.k * product.n for product in products)
     flops = sum(2 * product.rows * product.k * product.n for product in products)
@@ -105,7 +108,7 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int) -> dict[str, Need]:
     logits = step.logit_rows
     head = Need(item * (head_weights + logits * (hidden + arch.vocab_size)), 2 * logits * head_weights)
     return {
-        "products": Need(item * (weights + moved) + head.bytes, flops + head.flops),
+        "products": Need(layer_item * weights + item * moved + head.bytes, flops + head.flops),
         "attention": attention,
         # A kernel that runs all layers does their products and attention: the head is the only product beside it.
         _TOGETHER: Need(item * weights + attention.bytes, flops + attention.flops),
@@ -136,16 +139,19 @@ def _mlp_products(mlp: MLPSpec | ExpertsSpec, hidden: int, tokens: float) -> lis
     return pair if mlp.shared is None else pair + _mlp_products(mlp.shared, hidden, tokens)
 
 
-def measure_peaks(dtype: torch.dtype) -> Peaks:
+def measure_peaks(dtype: torch.dtype, *, scaled: bool = False) -> Peaks:
     """On the current CUDA device: the fastest of a sum of 2 GiB and a product of one row with them, and a square
-    product of 8,192."""
+    product of 8,192, of 8-bit numbers where they are `scaled`."""
     weights = torch.zeros(_READ_BYTES // dtype.itemsize // _SIDE, _SIDE, dtype=dtype, device="cuda")
     row = torch.zeros(1, _SIDE, dtype=dtype, device="cuda")
     numbers = weights.view(torch.int32)
     read = min(_seconds(lambda: ops.linear(row, weights, frozen=True)), _seconds(lambda: numbers.max()))
     # Random numbers: a product of zeros takes less power, and so runs faster than a model ever does.
     square = torch.randn(_SIDE, _SIDE, device="cuda").to(dtype)
-    product = _seconds(lambda: square @ square)
+    codes = ops.scale_rows(square) if scaled else None
+    product = _seconds(
+        lambda: square @ square if codes is None else ops.scaled_linear(codes, codes.codes, codes.scales, dtype=dtype)
+    )
     return Peaks(_READ_BYTES / read, 2 * _SIDE**3 / product)
 
 

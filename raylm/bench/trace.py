@@ -37,6 +37,7 @@ from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
+from raylm.models.check import quantises
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WARMUP_STEPS = 8
@@ -79,14 +80,19 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
     try:
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
-        peaks = measure_peaks(getattr(torch, engine.info.dtype))
         arch = ArchConfig.from_source(locate(config.model.reference))
-        return [_trace(engine, config.model.served_name, batch, work, arch, peaks) for batch in batches]
+        scaled = quantises(arch, config.model)
+        peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scaled)
+        layer_item = 1 if scaled else None
+        return [_trace(engine, config.model.served_name, batch, work, arch, peaks, layer_item) for batch in batches]
     finally:
         engine.shutdown()
 
 
-def _trace(engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks) -> Traced:
+def _trace(
+    engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks, layer_item: int | None
+) -> Traced:
+    """`layer_item`: as needs takes it."""
     for attempt in range(2):  # First times are not what a trace is about.
         run_work(engine, batch, work, salt=attempt, watch=nullcontext())
     _, unprofiled = run_work(engine, batch, work, salt=2, watch=nullcontext())
@@ -97,7 +103,8 @@ def _trace(engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig,
         profiler.export_chrome_trace(str(path))
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
     result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
-    needed = needs(arch, _shape(batch, work, steps), item=getattr(torch, engine.info.dtype).itemsize)
+    item = getattr(torch, engine.info.dtype).itemsize
+    needed = needs(arch, _shape(batch, work, steps), item=item, layer_item=layer_item)
     kinds = kind_results(
         kinds_us(spans, steps),
         needed,

@@ -87,6 +87,13 @@ def test_a_kind_is_held_against_what_it_needs() -> None:
     assert (step.kind, step.kernels, step.mb, step.memory_idle_us) == ("the step", 5.0, 9.0, 3.75)
 
 
+def test_weights_of_the_layers_may_have_fewer_bytes_than_the_head(llama: ArchConfig) -> None:
+    halves, bytes_each = (needs(llama, decode_shape(1, 100), item=2, layer_item=item)["products"] for item in (None, 1))
+    head = 128256 * 4096
+    assert halves.flops == bytes_each.flops
+    assert bytes_each.bytes - 2 * head == pytest.approx((halves.bytes - 2 * head) / 2, rel=1e-2)
+
+
 def test_layers_in_one_kernel_leave_the_head(llama: ArchConfig) -> None:
     needed = needs(llama, decode_shape(1, 100), item=2)
     peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
