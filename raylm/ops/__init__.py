@@ -19,10 +19,14 @@ from raylm.ops.blocks import block_gated_linear as block_gated_linear
 from raylm.ops.blocks import block_kernels as block_kernels
 from raylm.ops.blocks import block_linear as block_linear
 from raylm.ops.blocks import decode_blocks as decode_blocks
+from raylm.ops.decode_layers import PLAIN as PLAIN
 from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
+from raylm.ops.stored_layers import StoredLayers as StoredLayers
+from raylm.ops.stored_layers import decode_layers as decode_layers
+from raylm.ops.stored_layers import has_decode_layers as has_decode_layers
 from raylm.ops.tokens import Placed as Placed
 
 extension.load()
