@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kOp = "decode_layers";
 constexpr int64_t kPlain = -1;            // kind of a weight that is not in blocks
-constexpr int64_t kPiecesPerThread = 6;  // of a product: threads that are held up leave theirs to others
+constexpr int64_t kPiecesPerThread = 16;  // of a product: a thread that is held up leaves its own to others
 constexpr int64_t kGroupsTogether = kQuantised / kLinearColumns;  // of a gated product: what shares a scale afterwards
 
 using Tensors = std::vector<Tensor>;
@@ -196,7 +196,6 @@ class Step {
     set_rope(given);
     set_attention(given, scale);
     set_layers(given);
-    threads_ = torch::stable::get_num_threads();
     for (const Layer& layer : layers_) add_phases(layer);
     phases_.add(m_.rows);
   }
@@ -207,7 +206,7 @@ class Step {
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) {
       float* mine = scratch.data() + next.fetch_add(1) * floats;
-      phases_.work([&](size_t phase, int64_t piece) { look_ahead(phase, piece); },
+      phases_.work([&](size_t phase, int64_t lane) { look_ahead(phase, lane); },
                    [&](size_t phase, int64_t piece) { run_piece(phase, piece, mine); });
     });
   }
@@ -344,11 +343,22 @@ class Step {
     }
   }
 
-  void look_ahead(size_t number, int64_t piece) const {
+  // Ahead of a phase: the weights that the thread of a lane begins with in the product that comes next.
+  void look_ahead(size_t number, int64_t lane) const {
     const size_t layer = number / kPhasesOfLayer;
     if (layer == layers_.size()) return;
-    const Product* product = product_of(layers_[layer], static_cast<int64_t>(number % kPhasesOfLayer));
-    if (product) product->prefetch(piece * piece_of(*product));
+    const Product* product = next_product(layers_[layer], static_cast<int64_t>(number % kPhasesOfLayer));
+    if (product) product->prefetch(phases_.first_of(lane, pieces_of(*product)) * piece_of(*product));
+  }
+
+  static const Product* next_product(const Layer& layer, int64_t phase) {
+    switch (phase) {
+      case kAttentionNorm: return &layer.qkv;
+      case kAttend: return &layer.o;
+      case kMlpNorm: return &layer.gate_up;
+      case kDown: return &layer.down;
+      default: return nullptr;
+    }
   }
 
   void run_piece(size_t number, int64_t piece, float* scratch) const {
@@ -454,8 +464,8 @@ class Step {
   std::vector<float> partials_;
   std::vector<int64_t> first_unit_;  // of each row, and behind the last
   std::vector<Layer> layers_;
-  int64_t threads_ = 1;
-  Phases phases_;
+  const int64_t threads_ = torch::stable::get_num_threads();
+  Phases phases_{threads_};
 };
 
 void decode_layers(Tensor residual, Tensors weights, Numbers kinds, Tensors norms, Tensors head_norms, Tensors biases,

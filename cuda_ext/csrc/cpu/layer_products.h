@@ -121,8 +121,8 @@ class Product {
     args.blocks_stride[at] = blocks.stride(0);
   }
 
-  // At most as much as waits for its turn without another line being driven out. Past the weight's end this asks for
-  // lines that nobody needs, which is allowed.
+  // At most as much as is not driven out before its turn. Past the weight's end this asks for lines that nobody needs, which
+  // is allowed.
   static void prefetch_lines(const void* weight, int64_t stride, int64_t group) {
     constexpr int64_t kLine = 64, kMostBytes = 16 * 1024;
     const char* first = static_cast<const char*>(weight) + group * kLinearColumns * stride;
