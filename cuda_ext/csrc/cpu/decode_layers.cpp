@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kOp = "decode_layers";
 constexpr int64_t kPlain = -1;            // kind of a weight that is not in blocks
-constexpr int64_t kPiecesPerThread = 16;  // of a product: a thread that is held up leaves its own to others
+constexpr int64_t kPiecesPerThread = 4;  // of a product: a thread that is held up leaves its own to others
 constexpr int64_t kGroupsTogether = kQuantised / kLinearColumns;  // of a gated product: what shares a scale afterwards
 
 using Tensors = std::vector<Tensor>;
@@ -309,15 +309,17 @@ class Step {
     product.gate(up, weights.kind(), activation_);
   }
 
-  // Groups of columns in a piece of a product.
-  int64_t piece_of(const Product& product) const {
-    const int64_t together = product.gated() ? kGroupsTogether : 1, pieces = kPiecesPerThread * threads_ * together;
-    return (product.groups() + pieces - 1) / pieces * together;
-  }
+  static int64_t groups_together(const Product& product) { return product.gated() ? kGroupsTogether : 1; }
 
   int64_t pieces_of(const Product& product) const {
-    const int64_t piece = piece_of(product);
-    return (product.groups() + piece - 1) / piece;
+    const int64_t together = groups_together(product);
+    return std::min((product.groups() + together - 1) / together, kPiecesPerThread * threads_);
+  }
+
+  // The group of columns that a piece of a product begins with; the pieces are of nearly the same size.
+  int64_t first_group(const Product& product, int64_t piece) const {
+    const int64_t together = groups_together(product), units = (product.groups() + together - 1) / together;
+    return std::min(units * piece / pieces_of(product) * together, product.groups());
   }
 
   void add_phases(const Layer& layer) {
@@ -348,7 +350,7 @@ class Step {
     const size_t layer = number / kPhasesOfLayer;
     if (layer == layers_.size()) return;
     const Product* product = next_product(layers_[layer], static_cast<int64_t>(number % kPhasesOfLayer));
-    if (product) product->prefetch(phases_.first_of(lane, pieces_of(*product)) * piece_of(*product));
+    if (product) product->prefetch(first_group(*product, phases_.first_of(lane, pieces_of(*product))));
   }
 
   static const Product* next_product(const Layer& layer, int64_t phase) {
@@ -435,7 +437,7 @@ class Step {
   }
 
   void multiply(const Product& product, int64_t piece, const Layer& layer) const {
-    const int64_t size = piece_of(product), begin = piece * size, end = std::min(begin + size, product.groups());
+    const int64_t begin = first_group(product, piece), end = first_group(product, piece + 1);
     product.run(begin, end);
     if (!product.gated() || !layer.down.in_blocks()) return;
     const int64_t column = begin * kLinearColumns, columns = std::min(end * kLinearColumns, m_.width) - column;
