@@ -78,8 +78,10 @@ class DecoderModel(nn.Module):
 
     def _few_rows_of(self, step: LayerInput) -> FewRows | None:
         """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
-        rows = len(step.meta.seq_lens)
-        if not self.runs_layers_together or step.meta.max_query_len > 1 or rows > self._most_few_rows:
+        rows, most = len(step.meta.seq_lens), self._most_few_rows
+        if not self.runs_layers_together or step.meta.max_query_len > 1 or rows > most:
+            return None
+        if len(step.positions) > rows:  # Tokens that are nobody's fill up a shape of a graph.
             return None
         if self._few_rows is None:  # By now the weights have their places.
             self._few_rows = FewRows(self._build, self._layer_list, block_size=step.cache[0].shape[1])

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 
 from raylm import ops
+from raylm.layers.attention import AttentionMetadata, LayerInput
 from raylm.models import few_rows
 from raylm.models.decoder import DecoderModel
 from raylm.models.few_rows import why_not
@@ -104,6 +105,19 @@ def test_taps_between_layers_keep_them_apart(few_layers: Mock, tmp_path: Path) -
     HiddenTaps(model, [1], max_tokens=20)
     tokens_of(model)
     assert not few_layers.called
+
+
+def test_tokens_of_no_sequence_keep_layers_apart(decode_layers: Mock, tmp_path: Path) -> None:
+    model = load(checkpoints.llama(tmp_path))
+    shape = (2, 16, model.arch.num_kv_heads, model.arch.head_dim)
+    one, starts = torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    for tokens in (3, 1):
+        meta = AttentionMetadata(starts, one, one.view(1, 1), torch.arange(16, 16 + tokens), 1, 1)
+        caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(model.arch.num_layers)]
+        positions = torch.zeros(tokens, dtype=torch.int64)
+        hidden = model(torch.arange(5, 5 + tokens), [LayerInput(positions, cache, meta) for cache in caches])
+        assert len(hidden) == tokens
+        assert decode_layers.called == (tokens == 1)
 
 
 def test_why_not(tmp_path: Path) -> None:
