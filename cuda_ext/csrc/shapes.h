@@ -1,6 +1,7 @@
 // The checks that an operator's CPU and CUDA launchers share: everything but the device.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 
 #include "checks.h"
@@ -110,6 +111,50 @@ inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   };
   check_of_heads("alibi_slopes", alibi_slopes);
   check_of_heads("sinks", sinks);
+}
+
+// token_ids [R, L] and a count of each of its rows.
+inline void check_table(const char* op, const Tensor& token_ids, const char* name, const Tensor& counts) {
+  Arg(op, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous();
+  Arg(op, name, counts).dtype({ScalarType::Long}).dim(1).size(0, token_ids.size(0), "the rows of token_ids");
+  Arg(op, name, counts).contiguous();
+  if (token_ids.size(0) == 0) fail(op, "token_ids has no rows");
+  if (token_ids.size(1) == 0) fail(op, "token_ids has no columns");
+  if (token_ids.size(1) > INT32_MAX) {
+    fail(op, "token_ids has ", token_ids.size(1), " columns, must have at most ", INT32_MAX);
+  }
+}
+
+// Where each of the sequences `rows` begins, and the last ends.
+inline void check_starts(const char* op, const Tensor& rows, const char* name, const Tensor& starts) {
+  Arg(op, name, starts).dtype({ScalarType::Int}).dim(1).size(0, rows.size(0) + 1, "one more than rows").contiguous();
+}
+
+inline void check_place(const Tensor& num_computed, const Tensor& token_ids, const Tensor& block_table,
+                        const Tensor& token_rows, const Tensor& offsets, const Tensor& rows, const Tensor& query_start,
+                        int64_t block_size) {
+  const char* op = "place";
+  check_table(op, token_ids, "num_computed", num_computed);
+  Arg(op, "block_table", block_table).dtype({ScalarType::Int}).dim(3).last_contiguous();
+  Arg(op, "block_table", block_table).size(1, token_ids.size(0), "the rows of token_ids");
+  if (block_table.size(2) == 0) fail(op, "block_table has no columns");
+  Arg(op, "token_rows", token_rows).dtype({ScalarType::Long}).dim(1).contiguous();
+  Arg(op, "offsets", offsets).dtype({ScalarType::Long}).dim(1).size(0, token_rows.size(0), "as token_rows").contiguous();
+  Arg(op, "rows", rows).dtype({ScalarType::Long}).dim(1).contiguous();
+  check_starts(op, rows, "query_start", query_start);
+  if (block_size < 1) fail(op, "block_size is ", block_size, ", must be at least 1");
+}
+
+inline void check_accept(const Tensor& token_ids, const Tensor& num_known, const Tensor& num_computed,
+                         const Tensor& rows, const Tensor& query_start, const Tensor& sample_start,
+                         const Tensor& sampled) {
+  const char* op = "accept";
+  check_table(op, token_ids, "num_known", num_known);
+  check_table(op, token_ids, "num_computed", num_computed);
+  Arg(op, "rows", rows).dtype({ScalarType::Long}).dim(1).contiguous();
+  check_starts(op, rows, "query_start", query_start);
+  check_starts(op, rows, "sample_start", sample_start);
+  Arg(op, "sampled", sampled).dtype({ScalarType::Long}).dim(1).contiguous();
 }
 
 }  // namespace raylm

@@ -79,6 +79,11 @@ class PlainWeight(nn.Module):
         """The matrix as one tensor, for kernels that read it directly."""
         return self.values
 
+    @property
+    def stored(self) -> tuple[list[Tensor], list[int]]:
+        """Tensors and kinds, as ops.StoredLayers has them."""
+        return [self.values], [ops.PLAIN]
+
     def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
         """x [T, columns] times the transpose, plus the bias: [T, rows]. Only a weight that `takes_scaled_rows` takes
         ScaledRows."""
@@ -146,6 +151,11 @@ class BlockWeight(nn.Module):
             self._columns.append(in_bytes)
         self.blocks = nn.ParameterList(self._tensors)
         self._kinds = [form.kind for form in forms]
+
+    @property
+    def stored(self) -> tuple[list[Tensor], list[int]]:
+        """As PlainWeight.stored."""
+        return self._tensors, self._kinds
 
     def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
         """As PlainWeight.matmul."""

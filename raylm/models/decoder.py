@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.blocks import Build
-from raylm.models.few_rows import FewRows
+from raylm.models.few_rows import FewRows, most_rows
 from raylm.models.layers import make_layer
 
 
@@ -47,6 +46,7 @@ class DecoderModel(nn.Module):
         self.runs_layers_together = build.attention is RAYLM
         """Whether one operator may run all layers of a step of few rows."""
         self._few_rows: FewRows | None = None
+        self._most_few_rows = most_rows(context.device)
         if context.is_last_stage:
             self.norm = build.norm(sums=arch.norms_sum)
             if not arch.tie_embeddings:
@@ -78,8 +78,10 @@ class DecoderModel(nn.Module):
 
     def _few_rows_of(self, step: LayerInput) -> FewRows | None:
         """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
-        rows = len(step.meta.seq_lens)
-        if not self.runs_layers_together or step.meta.max_query_len > 1 or rows > ops.FEW_ROWS:
+        rows, most = len(step.meta.seq_lens), self._most_few_rows
+        if not self.runs_layers_together or step.meta.max_query_len > 1 or rows > most:
+            return None
+        if len(step.positions) > rows:  # Tokens that are nobody's fill up a shape of a graph.
             return None
         if self._few_rows is None:  # By now the weights have their places.
             self._few_rows = FewRows(self._build, self._layer_list, block_size=step.cache[0].shape[1])

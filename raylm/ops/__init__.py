@@ -19,6 +19,7 @@ from raylm.ops.blocks import block_gated_linear as block_gated_linear
 from raylm.ops.blocks import block_kernels as block_kernels
 from raylm.ops.blocks import block_linear as block_linear
 from raylm.ops.blocks import decode_blocks as decode_blocks
+from raylm.ops.decode_layers import PLAIN as PLAIN
 from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
@@ -32,6 +33,9 @@ from raylm.ops.scaled import scaled_gated_linear as scaled_gated_linear
 from raylm.ops.scaled import scaled_linear as scaled_linear
 from raylm.ops.scaled import scaled_rms_norm as scaled_rms_norm
 from raylm.ops.scaled import takes_scaled as takes_scaled
+from raylm.ops.stored_layers import StoredLayers as StoredLayers
+from raylm.ops.stored_layers import decode_layers as decode_layers
+from raylm.ops.stored_layers import has_decode_layers as has_decode_layers
 from raylm.ops.tokens import Placed as Placed
 
 extension.load()

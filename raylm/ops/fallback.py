@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.ops.block_fallback import block_gated_linear, block_kernels, block_linear, decode_blocks
+from raylm.ops.decode_layers import decode_layers
 from raylm.ops.experts import experts, experts_kernels, route
 from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
@@ -306,6 +307,7 @@ _KERNELS = (
     experts_kernels,
     few_layers,
     few_layers_rows,
+    decode_layers,
     sample,
     sample_columns,
     penalize,

@@ -69,6 +69,11 @@ SCHEMAS = {
         "Tensor(e!) counters) -> ()"
     ),
     "few_layers_rows": ("(Tensor x, int width, int num_heads, int num_kv_heads, int head_dim, int num_layers) -> int"),
+    "decode_layers": (
+        "(Tensor(a!) residual, Tensor[] weights, int[] kinds, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "
+        "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, "
+        "Tensor block_table, Tensor cos_sin, float eps, float scale, bool gelu_tanh) -> ()"
+    ),
     "sample": (
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position) "
         "-> Tensor"
@@ -226,6 +231,7 @@ _FAKES = {
     "experts_kernels": lambda *_: False,
     "few_layers": _nothing,
     "few_layers_rows": lambda *_: 0,
+    "decode_layers": _nothing,
     "sample": _token_each,
     "sample_columns": lambda *_: 0,
     "penalize": _like,

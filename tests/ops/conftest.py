@@ -35,14 +35,29 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     if kind in ("fallback", "extension"):
         yield kind, device
         return
+    before = _use_isa(kind)
+    yield kind, device
+    _use_isa(before)
+
+
+@pytest.fixture
+def use_isa(needs_extension: None) -> Iterator[Callable[[str], None]]:
+    """Lets the CPU's kernels of an instruction set run until the end of the test."""
+    before: list[str] = []
+    yield lambda isa: before.append(_use_isa(isa))
+    for isa in reversed(before):
+        _use_isa(isa)
+
+
+def _use_isa(isa: str) -> str:
+    """Returns the instruction set that was in use. Skips the test where this machine or this build has not `isa`."""
     library = ctypes.CDLL(str(extension.load().path))
     library.raylm_cpu_isa.restype = ctypes.c_char_p
     library.raylm_use_cpu_isa.restype = ctypes.c_bool
-    before = library.raylm_cpu_isa()
-    if not library.raylm_use_cpu_isa(kind.encode()):
-        pytest.skip(f"this machine or this build has no {kind}")
-    yield kind, device
-    library.raylm_use_cpu_isa(before)
+    before: str = library.raylm_cpu_isa().decode()
+    if not library.raylm_use_cpu_isa(isa.encode()):
+        pytest.skip(f"this machine or this build has no {isa}")
+    return before
 
 
 @pytest.fixture

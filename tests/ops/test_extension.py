@@ -19,10 +19,10 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # What follows the logits is torch's on a CPU, as is where tokens go; a gated product is two operators, whole
-        # layers are many, and CPUs reduce through a process group.
-        logits = ("penalize", "sample", "accept", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
-        torchs = ("gated_linear", "few_layers", "place", "route", "experts", *logits)
+        # What is done with logits is torch's on a CPU; a gated product is two operators, whole layers have an operator
+        # of their own, and CPUs reduce through a process group.
+        logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
+        torchs = ("gated_linear", "few_layers", "route", "experts", *logits)
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
         elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith("peer_")}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
@@ -33,7 +33,7 @@ def test_a_build_for_cuda_has_every_kernel():
     status = extension.load()
     if not status.ops.get("cuda"):
         pytest.skip(f"built without CUDA: {status}")
-    cpus = {"block_linear", "block_gated_linear", "decode_blocks", "block_kernels"}
+    cpus = {"block_linear", "block_gated_linear", "decode_blocks", "block_kernels", "decode_layers"}
     assert set(status.ops["cuda"]) == set(SCHEMAS) - cpus
     library = status.path.read_bytes()
     for kernel in (

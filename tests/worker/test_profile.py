@@ -51,7 +51,8 @@ def test_a_trace_has_the_steps_between_start_and_stop(model: Path, tmp_path: Pat
     assert engine.step(), "requests go on"
     (path,) = folder.iterdir()
     assert str(path) == said and path.name.startswith("worker-0-")
-    assert any(name.startswith("raylm::paged_attention") for name in events(path))
+    found = set(events(path))
+    assert "raylm::decode_layers" in found or "raylm::paged_attention" in found
     engine.shutdown()
 
 
@@ -67,14 +68,8 @@ def test_a_profile_ends_by_itself_after_its_steps(model: Path, tmp_path: Path) -
         time.sleep(0.05)
     (path,) = paths
     assert engine.control(StopProfile()) == [str(path)]
-    layers = engine_layers(model)
-    assert events(path).count("raylm::paged_attention") == 2 * layers, "of two steps, no more"
+    assert events(path).count("raylm::place") == 2, "of two steps, no more"
     engine.shutdown()
-
-
-def engine_layers(model: Path) -> int:
-    layers: int = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    return layers
 
 
 def test_a_folder_that_cannot_be_written_costs_no_step(model: Path, tmp_path: Path) -> None:

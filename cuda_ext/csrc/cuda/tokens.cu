@@ -4,40 +4,15 @@
 #include <climits>
 
 #include "launch.h"
+#include "shapes.h"
 
 namespace raylm::cuda {
 namespace {
 
-// token_ids [R, L] and a count of each of its rows.
-void check_table(const char* op, const Tensor& token_ids, const char* name, const Tensor& counts) {
-  Arg(op, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous();
-  Arg(op, name, counts).dtype({ScalarType::Long}).dim(1).size(0, token_ids.size(0), "the rows of token_ids");
-  Arg(op, name, counts).contiguous();
-  if (token_ids.size(0) == 0) fail(op, "token_ids has no rows");
-  if (token_ids.size(1) == 0) fail(op, "token_ids has no columns");
-  if (token_ids.size(1) > INT32_MAX) {
-    fail(op, "token_ids has ", token_ids.size(1), " columns, must have at most ", INT32_MAX);
-  }
-}
-
-// Where each of the sequences `rows` begins, and the last ends.
-void check_starts(const char* op, const Tensor& rows, const char* name, const Tensor& starts) {
-  Arg(op, name, starts).dtype({ScalarType::Int}).dim(1).size(0, rows.size(0) + 1, "one more than rows").contiguous();
-}
-
-void check_place(const Tensor& num_computed, const Tensor& token_ids, const Tensor& block_table,
-                 const Tensor& token_rows, const Tensor& offsets, const Tensor& rows, const Tensor& query_start,
-                 int64_t block_size) {
+void check_place_on_device(const Tensor& num_computed, const Tensor& token_ids, const Tensor& block_table,
+                           const Tensor& token_rows, const Tensor& offsets, const Tensor& rows,
+                           const Tensor& query_start) {
   const char* op = "place";
-  check_table(op, token_ids, "num_computed", num_computed);
-  Arg(op, "block_table", block_table).dtype({ScalarType::Int}).dim(3).last_contiguous();
-  Arg(op, "block_table", block_table).size(1, token_ids.size(0), "the rows of token_ids");
-  if (block_table.size(2) == 0) fail(op, "block_table has no columns");
-  Arg(op, "token_rows", token_rows).dtype({ScalarType::Long}).dim(1).contiguous();
-  Arg(op, "offsets", offsets).dtype({ScalarType::Long}).dim(1).size(0, token_rows.size(0), "as token_rows").contiguous();
-  Arg(op, "rows", rows).dtype({ScalarType::Long}).dim(1).contiguous();
-  check_starts(op, rows, "query_start", query_start);
-  if (block_size < 1) fail(op, "block_size is ", block_size, ", must be at least 1");
   Arg(op, "token_ids", token_ids).on_device_of(num_computed);
   Arg(op, "block_table", block_table).on_device_of(num_computed);
   Arg(op, "token_rows", token_rows).on_device_of(num_computed);
@@ -60,6 +35,7 @@ using Placed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Placed place(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor token_rows, Tensor offsets, Tensor rows,
              Tensor query_start, int64_t block_size) {
   check_place(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start, block_size);
+  check_place_on_device(num_computed, token_ids, block_table, token_rows, offsets, rows, query_start);
   const int64_t num_tokens = token_rows.size(0), num_seqs = rows.size(0);
   const int64_t num_groups = block_table.size(0), columns = block_table.size(2);
   Tensor ids = torch::stable::new_empty(token_rows, {num_tokens});
@@ -89,12 +65,7 @@ Placed place(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor t
 Tensor accept(Tensor token_ids, Tensor num_known, Tensor num_computed, Tensor rows, Tensor query_start,
               Tensor sample_start, Tensor sampled) {
   const char* op = "accept";
-  check_table(op, token_ids, "num_known", num_known);
-  check_table(op, token_ids, "num_computed", num_computed);
-  Arg(op, "rows", rows).dtype({ScalarType::Long}).dim(1).contiguous();
-  check_starts(op, rows, "query_start", query_start);
-  check_starts(op, rows, "sample_start", sample_start);
-  Arg(op, "sampled", sampled).dtype({ScalarType::Long}).dim(1).contiguous();
+  check_accept(token_ids, num_known, num_computed, rows, query_start, sample_start, sampled);
   Arg(op, "num_known", num_known).on_device_of(token_ids);
   Arg(op, "num_computed", num_computed).on_device_of(token_ids);
   Arg(op, "rows", rows).on_device_of(token_ids);
