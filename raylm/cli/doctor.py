@@ -169,7 +169,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
             dtype_name(dtype),
             f"model.dtype is {config.model.dtype}, the checkpoint's is {arch.dtype}",
         ),
-        *_quantisation(arch, config, dtype_name(dtype), device),
+        *_quantisation(arch, config, dtype, device),
         Choice(
             "max_model_len",
             str(length or arch.max_position),
@@ -181,18 +181,21 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
     ]
 
 
-def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: str, device: torch.device) -> list[Choice]:
+def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> list[Choice]:
     """How weights are quantised; nothing where they are not."""
+    from raylm.layers.dtypes import dtype_name
     from raylm.models.check import quantises
     from raylm.models.scheme import AS_FP8, dummy_scheme
 
+    name = dtype_name(dtype)
+
     if quantises(arch, config.model):
         return [Choice("quantization", "fp8", "model.quantization: linear layers are quantised while they are loaded")]
-    if dummy_scheme(arch, device) is AS_FP8 and config.model.weights == "stored":
-        return [Choice("stored weights", str(arch.quantisation), f"computed with as stored; all others are {dtype}")]
+    if dummy_scheme(arch, dtype, device) is AS_FP8 and config.model.weights == "stored":
+        return [Choice("stored weights", str(arch.quantisation), f"computed with as stored; all others are {name}")]
     if arch.quantisation is None or not arch.quantisation.of_weights:
         return []
-    reason = f"decoded to {dtype} while they are loaded: they take the memory of {dtype}"
+    reason = f"decoded to {name} while they are loaded: they take the memory of {name}"
     return [Choice("stored weights", str(arch.quantisation), reason)]
 
 

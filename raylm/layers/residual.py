@@ -32,8 +32,8 @@ class ResidualStream:
 
     def normed(self, norm: RMSNorm | LayerNorm) -> Tensor:
         """The norm of the stream; `norm` was made without `scales`."""
-        waiting, self._waiting = self._waiting, None
-        normed: Tensor = norm(self._hidden, waiting)
+        normed = self.rows(norm)
+        assert isinstance(normed, Tensor)
         return normed
 
     def rows(self, norm: RMSNorm | LayerNorm) -> ops.Rows:

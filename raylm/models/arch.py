@@ -135,7 +135,7 @@ class ArchConfig:
     uses_mtp: bool = False
     """Whether the MTP layers are loaded: speculative decoding uses them, nothing else does."""
     quantisation: Quantisation | None = None
-    """How the checkpoint's weights are quantised; they are decoded while they are loaded."""
+    """How the checkpoint's weights are quantised."""
     transformers_config: str = ""
     """The text of config.json, where the model runs through transformers' modules; empty otherwise. Then the other
     fields describe the cache and the sizes alone, not what the layers compute."""

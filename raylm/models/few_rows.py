@@ -25,6 +25,8 @@ _FASTER_ON_CPUS = 64
 """Rows, as measured with one thread on an AMD EPYC. The layers of SmolLM2-135M in Q4_1 take 19 ms layer by layer and 12
 in one operator with one row, 155 and 145 with 64; with 200 one operator gains nothing."""
 
+_PRODUCTS = 4
+
 
 def most_rows(device: torch.device) -> int:
     """For how many rows FewRows is worth a try on the device."""
@@ -66,9 +68,10 @@ _Run = Callable[[Tensor, list[Tensor], list[Tensor], LayerInput], None]
 def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """What runs the layers, and how many rows at most; or why nothing does."""
     arch, table = build.arch, _rotary_table(build)
-    if not build.scheme.is_plain:
+    products = [weight.values for weight in _products(layers) if isinstance(weight, PlainWeight)]
+    if len(products) < _PRODUCTS * len(layers) or any(values.dtype != build.dtype for values in products):
         return f"it reads weights of {dtype_name(build.dtype)} alone, and some are kept in another form"
-    weights = _layer_weights(arch, layers)
+    weights = _layer_weights(arch, layers, products)
     taken = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
     if taken == 0:
         return f"there is no such kernel for these sizes on {build.context.device}"
@@ -87,11 +90,12 @@ def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
 def _on_cpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """As _on_gpu."""
     table = _rotary_table(build)
-    stored = _stored_layers(build.arch, layers)
-    if build.scheme.linears is not None:
+    products = [weight for weight in _products(layers) if isinstance(weight, PlainWeight | BlockWeight)]
+    if len(products) < _PRODUCTS * len(layers):
         return "some weights are kept in a form that it does not read"
     if build.dtype != torch.float32:
         return f"activations are {dtype_name(build.dtype)}; allowed on a CPU: float32"
+    stored = _stored_layers(build.arch, layers, products)
     if not ops.has_decode_layers(stored):
         return "the compiled extension has no such kernel, or not for these weights"
 
@@ -141,9 +145,9 @@ def _rotary_table(build: Build) -> Tensor:
     return build.rotary_table(rope)
 
 
-def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.LayerWeights:
+def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], products: list[Tensor]) -> ops.LayerWeights:
     return ops.LayerWeights(
-        products=[product.values for product in _products(layers) if isinstance(product, PlainWeight)],
+        products=products,
         norms=_norms(layers),
         head_norms=_head_norms(arch, layers),
         biases=_biases(arch, layers),
@@ -153,8 +157,10 @@ def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.LayerWe
     )
 
 
-def _stored_layers(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.StoredLayers:
-    stored = [product.stored for product in _products(layers)]
+def _stored_layers(
+    arch: ArchConfig, layers: Sequence[nn.Module], products: Sequence[PlainWeight | BlockWeight]
+) -> ops.StoredLayers:
+    stored = [product.stored for product in products]
     return ops.StoredLayers(
         weights=[tensor for tensors, _ in stored for tensor in tensors],
         kinds=[kind for _, kinds in stored for kind in kinds],
@@ -167,10 +173,10 @@ def _stored_layers(arch: ArchConfig, layers: Sequence[nn.Module]) -> ops.StoredL
     )
 
 
-def _products(layers: Sequence[nn.Module]) -> list[PlainWeight | BlockWeight]:
+def _products(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """_PRODUCTS weights a layer."""
     names = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight")
-    found = [layer.get_submodule(name) for layer in layers for name in names]
-    return [weight for weight in found if isinstance(weight, PlainWeight | BlockWeight)]
+    return [layer.get_submodule(name) for layer in layers for name in names]
 
 
 def _norms(layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -41,7 +41,7 @@ class SandwichNormLayer(DecoderLayer):
 
     def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__(build, spec)
-        self.post_attention_layernorm = build.norm()  # here it is no product that reads it
+        self.post_attention_layernorm = build.norm()  # what reads it is a norm, no product
         self.pre_feedforward_layernorm = build.norm(scales=self.mlp.takes_scaled_rows)
         self.post_feedforward_layernorm = build.norm()
 

@@ -61,8 +61,8 @@ def load_model(
             _check_fp8(context.device, dtype)
             scheme = AS_FP8
         elif as_stored and load_format == "dummy":
-            scheme = dummy_scheme(arch, context.device)
-        elif as_stored:
+            scheme = dummy_scheme(arch, dtype, context.device)
+        elif as_stored and (context.device.type == "cpu" or arch.quantisation is not None):
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme))
     if fill(model):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _MATRIX_DIMS = 2
 _LAYERS = "layers."
+_HALF_BYTES = 2
+"""Of a number, where products of FP8 have kernels."""
 _FP8_UNIT = 16
 """Rows and columns of the smallest matrix that has kernels."""
 
@@ -61,10 +63,11 @@ AS_FP8 = Scheme({}, linears=ops.CODES)
 the model's dtype."""
 
 
-def dummy_scheme(arch: ArchConfig, device: torch.device) -> Scheme:
+def dummy_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> Scheme:
     """What read_scheme would find in a checkpoint of which there is the configuration alone."""
-    is_scaled = arch.quantisation is not None and arch.quantisation.scales_rows
-    return AS_FP8 if is_scaled and has_fp8(device) else AS_NUMBERS
+    is_scaled = arch.quantisation is not None and arch.quantisation.scales_rows and not arch.transformers_config
+    fits = device.type != "cuda" or dtype.itemsize == _HALF_BYTES
+    return AS_FP8 if is_scaled and fits and has_fp8(device) else AS_NUMBERS
 
 
 def has_fp8(device: torch.device) -> bool:

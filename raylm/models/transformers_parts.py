@@ -226,7 +226,7 @@ def split_linears(backbone: nn.Module, plan: Mapping[str, str] | None, build: Bu
                 bias=module.bias is not None,
                 context=context if way in _SPLITS else whole,
                 dtype=build.dtype,
-                forms=PLAIN if path.rpartition(".")[2] in _ROUTERS else build.scheme.of_linears,
+                forms=PLAIN if set(path.split(".")) & set(_ROUTERS) else build.scheme.of_linears,
             ),
         )
 

@@ -70,8 +70,9 @@ def scaled_linear(
 ) -> Tensor:
     """x [T, K] times the transpose of the weight (float8_e4m3fn [N, K], `scales` float32 [N]), plus bias [N]: [T, N].
 
-    bias and result are of `dtype`. Sums are in float32; those of the tensor cores for more than 8 rows keep some 14
-    bits of them. `frozen`: as in linear, of the weight, its scales and the bias.
+    bias and result are of `dtype`. Sums are in float32; where wgmma adds up, which is everywhere but in the kernel for
+    few rows, some 14 bits of them are kept. Results of float16 and more than 64 rows pass through bfloat16.
+    `frozen`: as in linear, of the weight, its scales and the bias.
     """
     return _scaled_linear(x.codes, x.scales, weight, scales, bias, dtype, frozen)
 
@@ -98,4 +99,4 @@ def takes_scaled(rows: int, columns: int, device: torch.device) -> bool:
     if device.type != "cuda" or rows % _SIZE_UNIT or columns % _SIZE_UNIT:
         return False
     has_kernels = "scaled_linear" in extension.load().ops.get("cuda", ())
-    return has_kernels and torch.cuda.get_device_capability(device)[0] == 9
+    return has_kernels and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9

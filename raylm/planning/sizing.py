@@ -104,9 +104,9 @@ class Sizing:
         self._config = config
         self._arch = arch
         self._gpu = gpu
-        self._scheme = AS_FP8 if self._is_fp8(config) else AS_NUMBERS
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
+        self._scheme = AS_FP8 if self._is_fp8(config) else AS_NUMBERS
         self._limit = limit
 
     def plan(self, parallel: ParallelConfig) -> Plan:
@@ -151,10 +151,13 @@ class Sizing:
         if quantises(self._arch, config.model):
             if self._gpu.fp8_tflops is None:
                 raise ConfigError("model.quantization is fp8, which needs a Hopper GPU; --gpu is another kind")
+            if self._dtype.itemsize != 2:
+                raise ConfigError("model.quantization is fp8, but model.dtype is float32; allowed: bfloat16, float16")
             return True
         stored = self._arch.quantisation
         is_stored = stored is not None and stored.scales_rows and not self._arch.transformers_config
-        return is_stored and self._gpu.fp8_tflops is not None and config.model.weights != "decoded"
+        has_kernels = self._gpu.fp8_tflops is not None and self._dtype.itemsize == 2
+        return is_stored and has_kernels and config.model.weights == "stored"
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation

@@ -102,7 +102,7 @@ def load(
             dtype,
             model_config.load_format,
             attention=attention,
-            as_stored=model_config.weights != "decoded",
+            as_stored=model_config.weights == "stored",
             quantise=quantises(arch, model_config),
             seed=model_config.seed,
             progress=progress,
@@ -160,7 +160,7 @@ def _load_drafting(
         speculation.model,
         dummy=config.model.load_format == "dummy",
         seed=config.model.seed,
-        as_stored=config.model.weights != "decoded",
+        as_stored=config.model.weights == "stored",
         # A graph's padding may be more than the budget.
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         block_size=config.cache.block_size,

@@ -69,7 +69,8 @@ class RoundedInputs(nn.Module):
         scale = (x.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
         return F.linear((x * (1 / scale)).to(torch.float8_e4m3fn).float() * scale, self.values, bias)
 
-    def gated_matmul(self, x: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    def gated_matmul(self, x: Tensor, activation: str, bias: Tensor | None = None, *, scales: bool = False) -> Tensor:
+        assert not scales  # the twin's products take rows as they are
         gate, up = self.matmul(x, bias).chunk(2, -1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
@@ -316,7 +317,7 @@ def test_codes_and_scales_of_a_checkpoint_stay(family: str, kind: str, size: int
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["fp8_blocks", "ct_int8", "ct_mxfp8", "gptq_4"])
+@pytest.mark.parametrize("kind", ["fp8_blocks", "ct_fp8_weights", "ct_int8", "ct_mxfp8", "gptq_4"])
 def test_other_formats_are_decoded(kind: str, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, KINDS[kind])
     assert stored_forms(load(packed, as_stored=True)) == {}

@@ -91,7 +91,7 @@ def test_a_gated_activation_and_its_rounding_are_those_of_two_operators(
 
 
 ROWS = [1, 2, 5, 8, 9, 16, 33, 64, 65, 128, 300]
-SHAPES = [(64, 64), (4096, 1024), (6144, 4096), (1024, 3072), (48, 16), (560, 272), (4096, 14336)]
+SHAPES = [(64, 64), (4096, 1024), (6144, 4096), (1024, 3072), (48, 16), (560, 272), (4096, 14336), (8208, 1040)]
 
 
 def _size(n: int, k: int, device: str) -> tuple[int, int]:
@@ -130,7 +130,7 @@ def test_scaled_linear_is_the_product_of_what_is_stored(
 
 @pytest.mark.parametrize("gelu_tanh", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(128, 64), (6144, 1024), (28672, 4096), (512, 256), (96, 48)])
+@pytest.mark.parametrize(("n", "k"), [(128, 64), (6144, 1024), (28672, 4096), (512, 256), (96, 48), (16416, 1040)])
 def test_scaled_gated_linear_is_the_activation_of_the_product(
     op: Pick, device: str, n: int, k: int, biased: bool, gelu_tanh: bool
 ) -> None:
@@ -152,12 +152,28 @@ def test_scaled_gated_linear_is_the_activation_of_the_product(
         assert ((_read(*made) - expected).abs() <= rounding + sums + 1e-6).all(), (rows, n, k)
 
 
-def test_a_rows_result_does_not_depend_on_the_rows_beside_it(op: Pick, device: str) -> None:
-    weight, scales = _weight(512, 1024, device)
-    codes, x_scales = op("scale_rows")(_rows(8, 1024, device, torch.float32))
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (2064, 1040), (8208, 1040), (4096, 14336)])
+def test_no_element_is_left_out(op: Pick, device: str, n: int, k: int) -> None:
+    """Sums of small integers are exact, in 14 bits too."""
+    n, k = _size(n, k, device)
+    weight = torch.randint(-1, 2, (n, k)).to(device, torch.float32)
+    ones = torch.ones(n, device=device)
+    for rows in ROWS[:9]:
+        x = torch.randint(-1, 2, (rows, k)).to(device, torch.float32)
+        codes, x_scales = x.to(CODES), torch.ones(rows, device=device)
+        got = op("scaled_linear")(codes, x_scales, weight.to(CODES), ones, None, torch.bfloat16, True)
+        assert torch.equal(got, (x.double() @ weight.double().t()).to(torch.bfloat16)), rows
+
+
+@pytest.mark.parametrize(("n", "first"), [(512, 0), (8192, 16)])
+def test_a_rows_result_does_not_depend_on_the_rows_beside_it(op: Pick, device: str, n: int, first: int) -> None:
+    """Within the rows that one kernel takes: the one for few rows, and that of tiles."""
+    weight, scales = _weight(n, 1024, device)
+    codes, x_scales = op("scale_rows")(_rows(first + 8, 1024, device, torch.float32))
     together = op("scaled_linear")(codes, x_scales, weight, scales, None, torch.bfloat16)
     for row in range(8):
-        alone = op("scaled_linear")(codes[row : row + 1], x_scales[row : row + 1], weight, scales, None, torch.bfloat16)
+        part = slice(row, row + first + 1)
+        alone = op("scaled_linear")(codes[part], x_scales[part], weight, scales, None, torch.bfloat16)
         if device == "cuda":
             assert torch.equal(together[row], alone[0])
         else:  # torch's products of float32 are not those of raylm

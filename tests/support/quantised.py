@@ -255,8 +255,9 @@ def bnb8(random: torch.Generator, n: int, k: int) -> Packed:
 
 
 def compressed(stored: str, **weights: object) -> dict[str, object]:
-    """compressed-tensors' quantization_config of one group."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    """compressed-tensors' quantization_config of one group; with floats of 8 bits, activations are such too."""
+    activations = _float(8, strategy="token", dynamic=True) if stored == "float-quantized" else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
@@ -267,8 +268,21 @@ def compressed(stored: str, **weights: object) -> dict[str, object]:
     }
 
 
+def weights_only(config: dict[str, object]) -> dict[str, object]:
+    """The same of a checkpoint that leaves activations as they are."""
+    group = {**config["config_groups"]["group_0"], "input_activations": None}
+    return {**config, "config_groups": {"group_0": group}}
+
+
 def quark(**weight: object) -> dict[str, object]:
-    whole = {"weight": {"is_dynamic": False, **weight}, "input_tensors": None, "output_tensors": None, "bias": None}
+    rows = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+    activations = rows if weight["dtype"] == "fp8_e4m3" else None
+    whole = {
+        "weight": {"is_dynamic": False, **weight},
+        "input_tensors": activations,
+        "output_tensors": None,
+        "bias": None,
+    }
     return {
         "quant_method": "quark",
         "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
@@ -322,6 +336,9 @@ KINDS: dict[str, Kind] = {
     ),
     "fbgemm": Kind({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, fp8(1, 0)),
     "ct_fp8": Kind(compressed("float-quantized", **_float(8, strategy="tensor")), fp8(0, 0, shape="vector")),
+    "ct_fp8_weights": Kind(
+        weights_only(compressed("float-quantized", **_float(8, strategy="tensor"))), fp8(0, 0, shape="vector")
+    ),
     "ct_fp8_channel": Kind(compressed("float-quantized", **_float(8, strategy="channel")), fp8(1, 0)),
     "ct_fp8_blocks": Kind(
         compressed("float-quantized", **_float(8, strategy="block", block_structure=[24, 32])), fp8(24, 32)

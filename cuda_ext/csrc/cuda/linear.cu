@@ -56,11 +56,12 @@ Plan plan_for(int64_t rows, int64_t n, int64_t k) {
 
 // Of 8-bit numbers: tiles of as many bytes as large weights of 16 bits have. Weights neither small nor very large were
 // measured to be read faster by the kernel of tiles, from two rows on or where k is long (H100).
-Plan scaled_plan_for(int64_t rows, int64_t n, int64_t k) {
+Plan scaled_plan_for(int64_t rows, int64_t n, int64_t k, bool anyway) {
   constexpr int64_t kLargeWeight = 64 << 20, kLong = 8192;
   constexpr Plan kNone{0, 0}, plan{1, 2};
   if (rows < 1 || rows > 8 || n < 1 || k < 16 || k % 16 != 0 || k > (1 << 20) || n > (1 << 30)) return kNone;
-  if (!is_small(n, k) && n * k < kLargeWeight && (rows > 1 || k > kLong)) return kNone;
+  const bool prefers_tiles = !is_small(n, k) && n * k < kLargeWeight && (rows > 1 || k > kLong);
+  if (prefers_tiles && !anyway) return kNone;
   return shared_bytes(true, plan, rows, k) + kSharedBesides <= kSharedOfBlock ? plan : kNone;
 }
 
@@ -183,8 +184,8 @@ std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh)
   return out;
 }
 
-std::optional<Tensor> few_scaled_linear(const Product& product) {
-  const Plan plan = scaled_plan_for(product.rows, product.n, product.k);
+std::optional<Tensor> few_scaled_linear(const Product& product, bool anyway) {
+  const Plan plan = scaled_plan_for(product.rows, product.n, product.k, anyway);
   if (plan.groups == 0) return std::nullopt;
   const int32_t device = product.x.get_device_index();
   const Guard guard(device);

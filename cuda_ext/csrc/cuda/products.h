@@ -32,9 +32,9 @@ struct Product {
 // weight hold 16-bit numbers, that their rows are 16-byte aligned, and that this is Hopper.
 std::optional<Tensor> split_linear(const Product& product);
 
-// scaled_linear for up to 8 rows; nothing where the kernel does not take the shape or was measured to be slower than that
-// of tiles. The caller has checked its arguments.
-std::optional<Tensor> few_scaled_linear(const Product& product);
+// scaled_linear for up to 8 rows; nothing where the kernel does not take the shape or, unless `anyway`, was measured to be
+// slower than that of tiles. The caller has checked its arguments.
+std::optional<Tensor> few_scaled_linear(const Product& product, bool anyway);
 
 // linear and scaled_linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
 // not take the shape or was measured to be slower. The caller has checked the same.

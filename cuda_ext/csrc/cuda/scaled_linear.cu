@@ -8,7 +8,11 @@ namespace {
 
 constexpr const char* kOp = "scaled_linear";
 
-void check(const Product& p) {
+// The arguments, checked.
+Product product_of(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
+                   const std::optional<Tensor>& bias, ScalarType dtype, bool frozen) {
+  Product p{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
+  p.result = dtype, p.x_scales = &x_scales, p.scales = &scales;
   Arg(kOp, "x", p.x).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous();
   Arg(kOp, "weight", p.weight).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous().on_device_of(p.x);
   Arg(kOp, "weight", p.weight).size(1, p.x.size(1), "the last dimension of x");
@@ -25,7 +29,9 @@ void check(const Product& p) {
   if (p.n % 16 != 0 || p.k % 16 != 0) {
     fail(kOp, "weight has ", p.n, " rows and ", p.k, " columns, must have multiples of 16");
   }
+  if (p.k == 0) fail(kOp, "x has rows of 0 numbers, must have some");
   if (!is_aligned(p.x.data_ptr()) || !is_aligned(p.weight.data_ptr())) fail(kOp, "x or weight is not 16-byte aligned");
+  return p;
 }
 
 // torch's library, whose results are of bfloat16.
@@ -44,17 +50,16 @@ Tensor torch_scaled_linear(const Product& p) {
 
 // Up to 64 rows have kernels here; more are for torch's library.
 Tensor run(const Product& product) {
-  std::optional<Tensor> out = few_scaled_linear(product);
-  if (!out) out = tile_linear(product);
+  std::optional<Tensor> out = few_scaled_linear(product, false);
+  if (!out && product.rows <= 64) out = tile_linear(product);
+  if (!out) out = few_scaled_linear(product, true);
   return out ? *out : torch_scaled_linear(product);
 }
 
 Tensor scaled_linear(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, std::optional<Tensor> bias,
                      ScalarType dtype, bool frozen) {
-  Product product{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
-  product.result = dtype, product.x_scales = &x_scales, product.scales = &scales;
-  check(product);
-  if (product.rows == 0 || product.k == 0) return torch::stable::new_zeros(x, {product.rows, product.n}, dtype);
+  const Product product = product_of(x, x_scales, weight, scales, bias, dtype, frozen);
+  if (product.rows == 0) return torch::stable::new_zeros(x, {0, product.n}, dtype);
   return run(product);
 }
 
@@ -62,13 +67,8 @@ Tensor scaled_linear(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, st
 std::tuple<Tensor, Tensor> scaled_gated_linear(Tensor x, Tensor x_scales, Tensor weight, Tensor scales,
                                                std::optional<Tensor> bias, ScalarType dtype, bool gelu_tanh,
                                                bool frozen) {
-  Product product{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
-  product.result = dtype, product.x_scales = &x_scales, product.scales = &scales;
-  check(product);
-  if (product.n % 2 != 0) fail(kOp, "weight has ", product.n, " rows, must have an even number: gate and up");
-  if (product.rows == 0 || product.k == 0) {
-    return scale_rows(torch::stable::new_zeros(x, {product.rows, product.n / 2}, dtype));
-  }
+  const Product product = product_of(x, x_scales, weight, scales, bias, dtype, frozen);
+  if (product.rows == 0) return scale_rows(torch::stable::new_zeros(x, {0, product.n / 2}, dtype));
   // Of fewer and of more rows, the product and then both others in one kernel took less in a model (H100).
   std::optional<Tensor> out;
   if (!bias && product.rows > 8 && product.rows <= 64) out = tile_gated_linear(product, gelu_tanh);

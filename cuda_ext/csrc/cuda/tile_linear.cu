@@ -40,6 +40,14 @@ constexpr std::array kPlain{
     variant<N, false, 64, 48, 1>(),  variant<N, false, 64, 64, 1>(), variant<N, false, 64, 96, 1>(),
     variant<N, false, 64, 128, 1>(), variant<N, false, 64, 64, 2>(), variant<N, false, 64, 96, 2>()};
 
+// Of 8-bit numbers the caller asks for up to 64 rows alone.
+template <typename T>
+constexpr std::array kScaledGated{
+    variant<Scaled<T>, true, 32, 64, 1>(),  variant<Scaled<T>, true, 32, 96, 1>(),
+    variant<Scaled<T>, true, 32, 112, 1>(), variant<Scaled<T>, true, 32, 128, 1>(),
+    variant<Scaled<T>, true, 64, 64, 1>(),  variant<Scaled<T>, true, 64, 96, 1>(),
+    variant<Scaled<T>, true, 64, 112, 1>(), variant<Scaled<T>, true, 64, 128, 1>()};
+
 template <typename N>
 constexpr std::array kGated{
     variant<N, true, 32, 64, 1>(),   variant<N, true, 32, 96, 1>(),   variant<N, true, 32, 112, 1>(),
@@ -128,7 +136,12 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Product&
 
 template <typename N>
 Plan plan_of(const Size& size, int device) {
-  return size.gated ? plan_for(kGated<N>, size, device) : plan_for(kPlain<N>, size, device);
+  if (!size.gated) return plan_for(kPlain<N>, size, device);
+  if constexpr (N::kScaled) {
+    return plan_for(kScaledGated<typename N::Result>, size, device);
+  } else {
+    return plan_for(kGated<N>, size, device);
+  }
 }
 
 template <typename N>

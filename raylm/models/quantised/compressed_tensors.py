@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raylm.models.fields import Fields
 from raylm.models.quantised.fields import bits_of, block_of, choice, group_of, names_of
 from raylm.models.quantised.scheme import Group, Quantisation, Scheme
@@ -35,6 +37,8 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
             if stored == _MIXED:
                 raise group.error("format", None, f"one of {', '.join(_FORMATS)}: the whole is {_MIXED}")
             scheme = _scheme(group.section("weights"), stored)
+            if scheme.numbers == "float" and group.get("input_activations") is None:
+                scheme = replace(scheme, weights_only=True)
             groups.append(Group(targets=names_of(group, "targets"), scheme=scheme))
     return Quantisation(method="compressed-tensors", groups=tuple(groups), ignored=names_of(fields, "ignore"))
 

@@ -44,4 +44,6 @@ def _group(targets: tuple[str, ...], fields: Fields) -> Group:
         raise weight.error("ch_axis", weight.get("ch_axis"), "0")
     rows, columns = block_of(weight, "block_size") if shared == "per_block" else (int(shared == "per_channel"), 0)
     numbers: Literal["int", "float"] = "int" if kind == "int8" else "float"
-    return Group(targets=targets, scheme=Scheme(layout="values", numbers=numbers, bits=8, rows=rows, columns=columns))
+    alone = numbers == "float" and fields.get("input_tensors") is None
+    scheme = Scheme(layout="values", numbers=numbers, bits=8, rows=rows, columns=columns, weights_only=alone)
+    return Group(targets=targets, scheme=scheme)

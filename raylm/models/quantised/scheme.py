@@ -36,12 +36,15 @@ class Scheme:
     """Which group a column is of is stored (g_idx), not told by its place."""
     two_scales: bool = False
     """Scales of 8 bits are scaled by one number of the whole weight (NVFP4)."""
+    weights_only: bool = False
+    """Activations are not to be quantised."""
 
     @property
     def scales_rows(self) -> bool:
-        """Whether codes are floats of 8 bits, and each row has one scale; in all rows it may be the same one."""
+        """Whether codes are floats of 8 bits, each row has one scale, which may be that of all rows, and activations
+        are such rows too."""
         floats = self.layout == "values" and self.numbers == "float" and self.bits == 8 and not self.two_scales
-        return floats and self.zero == "none" and self.rows in (0, 1) and self.columns == 0
+        return floats and not self.weights_only and self.zero == "none" and self.rows in (0, 1) and self.columns == 0
 
     @property
     def symmetric(self) -> bool:
