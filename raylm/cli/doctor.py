@@ -184,7 +184,7 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
 def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: str, device: torch.device) -> list[Choice]:
     """How weights are quantised; nothing where they are not."""
     from raylm.models.check import quantises
-    from raylm.models.scheme import AS_FP8, dummy_scheme
+    from raylm.models.scheme import AS_FP8, dummy_scheme, may_repack
 
     if quantises(arch, config.model):
         return [Choice("quantization", "fp8", "model.quantization: linear layers are quantised while they are loaded")]
@@ -193,6 +193,8 @@ def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: str, device: to
     if arch.quantisation is None or not arch.quantisation.of_weights:
         return []
     reason = f"decoded to {dtype} while they are loaded: they take the memory of {dtype}"
+    if config.model.weights == "stored" and may_repack(arch, device):
+        reason = f"matrices stay where blocks of GGUF files hold the same numbers; all others are {reason}"
     return [Choice("stored weights", str(arch.quantisation), reason)]
 
 
