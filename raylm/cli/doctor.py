@@ -185,7 +185,7 @@ def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: torch.dtype, de
     """How weights are quantised; nothing where they are not."""
     from raylm.layers.dtypes import dtype_name
     from raylm.models.check import quantises
-    from raylm.models.scheme import AS_FP8, dummy_scheme
+    from raylm.models.scheme import AS_FP8, dummy_scheme, may_repack
 
     name = dtype_name(dtype)
 
@@ -196,6 +196,8 @@ def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: torch.dtype, de
     if arch.quantisation is None or not arch.quantisation.of_weights:
         return []
     reason = f"decoded to {name} while they are loaded: they take the memory of {name}"
+    if config.model.weights == "stored" and may_repack(arch, device):
+        reason = f"matrices stay where blocks of GGUF files hold the same numbers; all others are {reason}"
     return [Choice("stored weights", str(arch.quantisation), reason)]
 
 

@@ -64,8 +64,8 @@ class ModelConfig(FrozenConfig):
     weights: Weights = "stored"
     """stored: matrices stay as the checkpoint stores them where there are kernels that compute with them. On Hopper
     GPUs those are FP8 with a scale a row or a tensor, with activations quantised to FP8 too; on CPUs with the
-    extension a GGUF file's quantised blocks, and matrices of 16 bits beside a `dtype` of float32. decoded: all matrices
-    become numbers of `dtype` while loading."""
+    extension a GGUF file's quantised blocks, matrices of integers that such blocks hold exactly, and matrices of 16
+    bits beside a `dtype` of float32. decoded: all matrices become numbers of `dtype` while loading."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""

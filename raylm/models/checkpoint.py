@@ -21,6 +21,7 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import BlockForm
 from raylm.models.mxfp4 import BYTES, VALUES, decode
 from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.repacked import RepackedTensor
 
 _CHUNK_VALUES = 1 << 19
 """Values decoded at a time: a piece stays in the CPU's cache between reading, decoding and copying."""
@@ -316,7 +317,7 @@ class SteppedTensor:
 
 FileTensor = CheckpointTensor | QuantisedTensor
 """A tensor of a checkpoint by its own name."""
-Source = FileTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
+Source = FileTensor | RepackedTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
 
 
 def every(source: Source, step: int, *, first: int, count: int) -> Source:

@@ -46,8 +46,9 @@ def load_model(
     """Build the model of `arch` on the context's device and fill it from `source`; it is ready for inference.
 
     `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. With
-    `as_stored`, matrices stay in the blocks of a GGUF file, in 8-bit floats with a scale a row or a tensor, or in 16
-    bits where `dtype` is float32, if the device has kernels that read them so; else they are converted to `dtype`.
+    `as_stored`, matrices stay in the blocks of a GGUF file, or such blocks that hold the same integers, in 8-bit floats
+    with a scale a row or a tensor, or in 16 bits where `dtype` is float32, if the device has kernels that read them so;
+    else they are converted to `dtype`.
     With `quantise`, linear layers are quantised to FP8 while they are loaded. `fill` is tried first and may fill the
     model from elsewhere; it says whether it has.
     Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.

@@ -19,6 +19,7 @@ from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored, TensorNames, slot_name
 from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
 from raylm.models.quantised.scaled import is_scaled
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _MATRIX_DIMS = 2
 _LAYERS = "layers."
 _HALF_BYTES = 2
 """Of a number, where products of FP8 have kernels."""
+_EXPERTS = ".experts."
 _FP8_UNIT = 16
 """Rows and columns of the smallest matrix that has kernels."""
 
@@ -75,6 +77,12 @@ def has_fp8(device: torch.device) -> bool:
     return ops.takes_scaled(_FP8_UNIT, _FP8_UNIT, device)
 
 
+def may_repack(arch: ArchConfig, device: torch.device) -> bool:
+    """Whether the device computes with blocks that weights which are quantised as the configuration says may be."""
+    schemes = () if arch.quantisation is None else arch.quantisation.schemes
+    return any(map(may_be_blocks, schemes)) and _has_repacked(torch.empty(0, device=device))
+
+
 def read_scheme(
     tensors: Iterable[FileTensor],
     stored: Stored,
@@ -90,17 +98,27 @@ def read_scheme(
         if len(tensor.shape) != _MATRIX_DIMS:
             continue
         name, shard = slot_name(tensor.name, stored.table, names.prefixes)
-        form = _form_of_parts(tensor, name, device) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
+        form = _form_of_parts(tensor, name, like) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
         # The loader norms the rows of such a head.
         if form is not None and not (arch.norm_head and name == "lm_head.weight"):
             matrices[name][shard] = form
     return Scheme(matrices)
 
 
-def _form_of_parts(tensor: QuantisedTensor, name: str, device: torch.device) -> torch.dtype | None:
-    """The same of a weight that is stored in parts. A head and an embedding are decoded."""
-    fits = name.startswith(_LAYERS) and is_scaled(tensor) and ops.takes_scaled(tensor.shape[0], tensor.shape[1], device)
-    return ops.CODES if fits else None
+def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> BlockForm | torch.dtype | None:
+    """The same of a weight that is stored in parts. Experts are decoded; so are a head and an embedding in FP8."""
+    if is_scaled(tensor):
+        fits = name.startswith(_LAYERS) and ops.takes_scaled(tensor.shape[0], tensor.shape[1], like.device)
+        return ops.CODES if fits else None
+    # Some of the tensor may have to be read, so whether there are kernels is asked first.
+    if _EXPERTS in name or not _has_repacked(like):
+        return None
+    form = block_form(tensor)
+    return form if form is not None and ops.block_kernels(like, form.kind) else None
+
+
+def _has_repacked(like: Tensor) -> bool:
+    return any(ops.block_kernels(like, form.kind) for form in FORMS.values())
 
 
 def _form(tensor: CheckpointTensor, like: Tensor) -> BlockForm | torch.dtype | None:

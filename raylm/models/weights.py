@@ -20,6 +20,7 @@ from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.repacked import RepackedTensor
 from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
 from raylm.parallel.context import ParallelContext
@@ -186,6 +187,8 @@ def _join_packed(found: dict[SlotName, list[Source]]) -> None:
 
 def _as_taken(tensor: Source, slot: Slot) -> Source:
     """The tensor as its slot takes it."""
+    if isinstance(tensor, QuantisedTensor) and slot.form is not None:
+        return RepackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor
     if slot.form is not None and slot.form == tensor.encoding.form:

@@ -62,6 +62,13 @@ class Grouped:
     def least_rows(self) -> int:
         return self.codes.least_rows
 
+    @property
+    def grid(self) -> tuple[Span, Span]:
+        """All rows and all columns of scales and zero points."""
+        rows, columns = self.shape
+        down, across = -(-rows // self.rows) if self.rows else 1, -(-columns // self.columns) if self.columns else 1
+        return (0, down), (0, across)
+
     def decode(self, rows: Span, columns: Span) -> Tensor:
         values = self.codes.read(rows, columns).float()
         down, across = _blocks(rows, self.rows), _blocks(columns, self.columns)
@@ -76,6 +83,20 @@ class Grouped:
         if self.zeros is not None:
             values = values - _spread(self.zeros.read(*spans), down - top, places)
         return (values * _spread(self.scales.read(*spans), down - top, places)).flatten(1)
+
+    def numbers(self, rows: Span, columns: Span, width: int) -> tuple[Tensor, Tensor | None]:
+        """float32 scales and zero points, a number for each row and each `width` columns; a dimension along which all
+        are the same one may be 1. Groups of neighbours are of a multiple of `width` columns, and so are `columns`."""
+        down = _blocks(rows, self.rows)
+        across = _blocks((columns[0] // width, columns[1] // width), self.columns // width)
+        top, left = int(down.min()), int(across.min())
+        spans = (top, int(down.max()) + 1), (left, int(across.max()) + 1)
+        scales, zeros = (
+            None if grid is None else _spread(grid.read(*spans), down - top, across - left)
+            for grid in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return scales, zeros
 
 
 @dataclass(frozen=True, slots=True)
