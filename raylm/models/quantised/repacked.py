@@ -38,7 +38,10 @@ _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 def may_be_blocks(scheme: Scheme) -> bool:
     """Whether the numbers of weights that are stored so may be those of blocks."""
-    return scheme.numbers == "int" and scheme.columns % _VALUES == 0 and not (scheme.ordered and scheme.columns)
+    has_own_groups = scheme.ordered and scheme.columns > 0
+    # bitsandbytes' scales are 127ths of numbers, which float16 does not hold.
+    is_integer = scheme.numbers == "int" and scheme.layout != "bnb8"
+    return is_integer and scheme.columns % _VALUES == 0 and not has_own_groups
 
 
 def block_form(tensor: QuantisedTensor) -> BlockForm | None:
@@ -67,8 +70,7 @@ def _signed_bits(decoder: Grouped, bits: int) -> int:
 def _has_half_scales(decoder: Grouped) -> bool:
     """Whether float16 holds the scales as they are."""
     scales = decoder.scales
-    if not isinstance(scales, Scales) or scales.factor != 1.0 or scales.whole is not None:
-        return False
+    assert isinstance(scales, Scales) and scales.factor == 1.0 and scales.whole is None
     dtype = scales.tensor.encoding.dtype
     if dtype == torch.float16 or dtype not in _SCALES:
         return dtype == torch.float16
