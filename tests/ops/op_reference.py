@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from raylm import ops
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = tuple(TOLERANCES)
@@ -77,6 +80,48 @@ def attention(
             shares = scores.softmax(-1)[:, : position + 1 - low]
             rows.append(torch.einsum("hl,lhd->hd", shares, v[low : position + 1]))
     return torch.stack(rows)
+
+
+class LayersStep(Protocol):
+    """One token each of S sequences, with the caches of all layers."""
+
+    residual: Tensor
+    k_caches: list[Tensor]
+    v_caches: list[Tensor]
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    cos_sin: Tensor
+
+
+def decoder_layers(step: LayersStep, products: list[Tensor], layers: ops.LayerWeights | ops.StoredLayers) -> Tensor:
+    """The residual stream behind all layers, in float64; keys and values go into the caches. `products`: of each layer
+    q, k and v, o, gate and up, down, as numbers."""
+    x, head_dim = step.residual.double(), step.k_caches[0].shape[3]
+    for layer, (k_cache, v_cache) in enumerate(zip(step.k_caches, step.v_caches, strict=True)):
+        qkv, o, gate_up, down = (weight.double() for weight in products[4 * layer : 4 * layer + 4])
+        heads = rms_norm(x, layers.norms[2 * layer], layers.eps) @ qkv.T
+        if layers.biases:
+            heads = heads + layers.biases[layer].double()
+        num_kv_heads = k_cache.shape[2]
+        heads = heads.view(len(x), -1, head_dim)
+        q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        if layers.head_norms:
+            q = rms_norm(q, layers.head_norms[2 * layer], layers.eps)
+            k = rms_norm(k, layers.head_norms[2 * layer + 1], layers.eps)
+        q, k = (rotary(part, step.positions, step.cos_sin) for part in (q, k))
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.flatten(0, 1)[step.slot_mapping] = new.to(cache.dtype)
+        cached = [
+            [cache[row].flatten(0, 1)[:length] for row, length in zip(step.block_table, step.seq_lens, strict=True)]
+            for cache in (k_cache, v_cache)
+        ]
+        attended = attention(q, *cached, [1] * len(x), scale=layers.scale)
+        x = x + attended.flatten(1) @ o.T
+        mlp = rms_norm(x, layers.norms[2 * layer + 1], layers.eps) @ gate_up.T
+        x = x + gated(mlp, "gelu_tanh" if layers.gelu_tanh else "silu") @ down.T
+    return x
 
 
 def penalized(

@@ -14,7 +14,7 @@ from torch import Tensor
 from raylm import ops
 from raylm.ops import extension, fallback
 from tests.ops.block_cases import random_blocks, values_of
-from tests.ops.op_reference import attention, gated, rms_norm, rotary
+from tests.ops.op_reference import decoder_layers
 
 BLOCK_SIZE = 8
 MAX_POSITION = 1500
@@ -248,35 +248,9 @@ def test_plain_operators(extras):
     step = make_step(sizes, [1, 17, 40])
     wanted = step.copy()
     run_apart(step, layers)
-    torch.testing.assert_close(step.residual.double(), expected(wanted, layers), rtol=1e-4, atol=1e-4)
-
-
-def expected(step: Step, layers: ops.StoredLayers) -> Tensor:
-    """The residual stream behind all layers with plain weights, in float64; keys and values go into the caches."""
-    x, head_dim = step.residual.double(), step.k_caches[0].shape[3]
-    for layer, (k_cache, v_cache) in enumerate(zip(step.k_caches, step.v_caches, strict=True)):
-        qkv, o, gate_up, down = (weight.double() for weight in layers.weights[4 * layer : 4 * layer + 4])
-        heads = rms_norm(x, layers.norms[2 * layer], layers.eps) @ qkv.T
-        if layers.biases:
-            heads = heads + layers.biases[layer].double()
-        num_kv_heads = k_cache.shape[2]
-        heads = heads.view(len(x), -1, head_dim)
-        q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-        if layers.head_norms:
-            q = rms_norm(q, layers.head_norms[2 * layer], layers.eps)
-            k = rms_norm(k, layers.head_norms[2 * layer + 1], layers.eps)
-        q, k = (rotary(part, step.positions, step.cos_sin) for part in (q, k))
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache.flatten(0, 1)[step.slot_mapping] = new.to(cache.dtype)
-        cached = [
-            [cache[row].flatten(0, 1)[:length] for row, length in zip(step.block_table, step.seq_lens, strict=True)]
-            for cache in (k_cache, v_cache)
-        ]
-        attended = attention(q, *cached, [1] * len(x), scale=layers.scale)
-        x = x + attended.flatten(1) @ o.T
-        mlp = rms_norm(x, layers.norms[2 * layer + 1], layers.eps) @ gate_up.T
-        x = x + gated(mlp, "gelu_tanh" if layers.gelu_tanh else "silu") @ down.T
-    return x
+    torch.testing.assert_close(
+        step.residual.double(), decoder_layers(wanted, layers.weights, layers), rtol=1e-4, atol=1e-4
+    )
 
 
 REFUSED = {

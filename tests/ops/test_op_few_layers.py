@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.ops import fallback
-from tests.ops.op_reference import attention, gated, rms_norm, rotary
+from tests.ops.op_reference import decoder_layers
 
 BLOCK_SIZE = 16
 MAX_POSITION = 3100
@@ -112,38 +112,11 @@ def run(step: Step, weights: ops.LayerWeights, memory: tuple[Tensor, Tensor]) ->
     ops.few_layers(step.residual, weights, *step[1:], *memory)
 
 
-def expected(step: Step, weights: ops.LayerWeights) -> Tensor:
-    """The residual stream behind all layers, in float64; keys and values go into the step's caches."""
-    x, head_dim = step.residual.double(), step.cos_sin.shape[1]
-    for layer, (k_cache, v_cache) in enumerate(zip(step.k_caches, step.v_caches, strict=True)):
-        qkv, o, gate_up, down = (weight.double() for weight in weights.products[4 * layer : 4 * layer + 4])
-        heads = rms_norm(x, weights.norms[2 * layer], weights.eps) @ qkv.T
-        if weights.biases:
-            heads = heads + weights.biases[layer].double()
-        num_kv_heads = k_cache.shape[2]
-        heads = heads.view(len(x), -1, head_dim)
-        q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-        if weights.head_norms:
-            q = rms_norm(q, weights.head_norms[2 * layer], weights.eps)
-            k = rms_norm(k, weights.head_norms[2 * layer + 1], weights.eps)
-        q, k = (rotary(part, step.positions, step.cos_sin) for part in (q, k))
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache.flatten(0, 1)[step.slot_mapping] = new.to(cache.dtype)
-        cached = [
-            [cache[row].flatten(0, 1)[:length] for row, length in zip(step.block_table, step.seq_lens, strict=True)]
-            for cache in (k_cache, v_cache)
-        ]
-        attended = attention(q, *cached, [1] * len(x), scale=weights.scale)
-        x = x + attended.flatten(1) @ o.T
-        mlp = rms_norm(x, weights.norms[2 * layer + 1], weights.eps) @ gate_up.T
-        x = x + gated(mlp, "gelu_tanh" if weights.gelu_tanh else "silu") @ down.T
-    return x
-
-
 def check(step: Step, before: Step, weights: ops.LayerWeights, *, tolerance: float) -> None:
     """Compares a step that has run with the reference, and finds its caches changed where the tokens are."""
     wanted = placed(before, torch.float64, "cpu")
-    wanted = wanted._replace(residual=expected(wanted, placed_weights(weights, torch.float64, "cpu")))
+    exact = placed_weights(weights, torch.float64, "cpu")
+    wanted = wanted._replace(residual=decoder_layers(wanted, exact.products, exact))
     for name in ("residual", "k_caches", "v_caches"):
         ours, theirs = (torch.cat([x.flatten() for x in _list(getattr(s, name))]) for s in (step, wanted))
         error = (ours.cpu().double() - theirs).nan_to_num(0)
