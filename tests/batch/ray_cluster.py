@@ -30,8 +30,8 @@ class Cluster(NamedTuple):
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Look again and again, for a minute and a half."""
-    for _ in range(900):
+    """Look again and again, for three minutes."""
+    for _ in range(1800):
         if condition():
             return
         threading.Event().wait(0.1)
