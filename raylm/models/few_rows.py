@@ -26,6 +26,7 @@ _FASTER_ON_CPUS = 64
 in one operator with one row, 155 and 145 with 64; with 200 one operator gains nothing."""
 
 _PRODUCTS = 4
+"""Weights of a layer that rows are multiplied by: qkv, o, gate and up, down."""
 
 
 def most_rows(device: torch.device) -> int:
@@ -174,7 +175,7 @@ def _stored_layers(
 
 
 def _products(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """_PRODUCTS weights a layer."""
+    """The layers' weights, _PRODUCTS of each, whatever form they have."""
     names = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight")
     return [layer.get_submodule(name) for layer in layers for name in names]
 

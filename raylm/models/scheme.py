@@ -52,11 +52,6 @@ class Scheme:
         """Of a linear layer that `matrices` does not name."""
         return PLAIN if self.linears is None else {None: self.linears}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all matrices have the model's dtype."""
-        return not self.matrices and self.linears is None
-
 
 AS_NUMBERS = Scheme({})
 """All matrices have the model's dtype."""

@@ -36,7 +36,8 @@ __device__ __forceinline__ void settle(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// c (+)= a b^T for 64 rows of a and N rows of b, 16 products, or 32 of 8-bit numbers; both in shared memory with the summed dimension innermost.
+// c (+)= a b^T for 64 rows of a and N rows of b, 16 products, or 32 of 8-bit numbers; both in shared memory with the summed
+// dimension innermost.
 template <typename T, int N>
 __device__ void multiply_transposed(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate);
 
