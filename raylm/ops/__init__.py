@@ -24,6 +24,15 @@ from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
 from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
 from raylm.ops.few_layers import LayerWeights as LayerWeights
+from raylm.ops.int4 import INT4_GROUPS as INT4_GROUPS
+from raylm.ops.int4 import int4_linear as int4_linear
+from raylm.ops.int4 import takes_int4 as takes_int4
+from raylm.ops.int4_fallback import MOST_ZERO as MOST_ZERO
+from raylm.ops.int4_fallback import PATCH_COLUMNS as PATCH_COLUMNS
+from raylm.ops.int4_fallback import PATCH_ROWS as PATCH_ROWS
+from raylm.ops.int4_fallback import pack_int4 as pack_int4
+from raylm.ops.int4_fallback import patch_bytes as patch_bytes
+from raylm.ops.int4_fallback import unpack_int4 as unpack_int4
 from raylm.ops.scaled import CODES as CODES
 from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows

@@ -13,6 +13,12 @@ __device__ inline void store_shared(uint32_t to, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 
+__device__ inline uint32_t load_shared_word(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+
 // 16 bytes, aligned.
 __device__ inline void store_shared_zeros(uint32_t to) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
