@@ -119,8 +119,9 @@ def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
 
 def _needs(plan: Plan) -> dict[str, str]:
     decoded = ""
-    if plan.is_fp8:
-        decoded = " (linear layers in FP8" + (f", as stored: {plan.quantisation})" if plan.quantisation else ")")
+    if plan.kept_as is not None:
+        stored = f", as stored: {plan.quantisation}" if plan.quantisation else ""
+        decoded = f" (linear layers in {plan.kept_as}{stored})"
     elif plan.quantisation is not None:
         decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})"
     return {

@@ -28,13 +28,20 @@ class BlockForm(NamedTuple):
     num_bytes: int
 
 
+class Int4Form(NamedTuple):
+    """Integers of 4 bits with a scale and a zero point for each `group` columns, in patches (ops.pack_int4)."""
+
+    group: int
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where one checkpoint tensor goes: its elements start..start+length-1 along `dim` belong into `destination`.
 
     `shape` is that of the whole checkpoint tensor; `offset` is added to every element. A slot with a `form` takes the
-    tensor's blocks as they are, as uint8: its elements are bytes. A slot with `scales`, float32, one for each row of
-    `destination`, takes rows as codes of 8 bits with a scale each: they are quantised where they are not stored so.
+    tensor's blocks or patches as they are, as uint8: its elements are bytes, and 16 rows in patches are one row. A slot
+    with `scales`, float32, one for each row of `destination`, takes rows as codes of 8 bits with a scale each: they are
+    quantised where they are not stored so.
     """
 
     destination: Tensor
@@ -42,12 +49,17 @@ class Slot:
     dim: int = 0
     start: int = 0
     offset: float = 0.0
-    form: BlockForm | None = None
+    form: BlockForm | Int4Form | None = None
     scales: Tensor | None = None
 
     @property
     def length(self) -> int:
         return self.destination.shape[self.dim]
+
+    @property
+    def num_rows(self) -> int:
+        """Of the whole matrix, of which patches have 16 in a row."""
+        return self.shape[0] * (ops.PATCH_ROWS if isinstance(self.form, Int4Form) else 1)
 
     def converts(self, dtype: torch.dtype) -> bool:
         """Whether `put` computes: numbers of this type are not just copied."""

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import BlockForm, Slot, SlotName, empty_parameter
+from raylm.layers.slots import BlockForm, Int4Form, Slot, SlotName, empty_parameter
 
-Forms = Mapping[str | None, BlockForm | torch.dtype]
+Form = BlockForm | Int4Form | torch.dtype
+Forms = Mapping[str | None, Form]
 """How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype. ops.CODES
 stands for codes of 8 bits with a scale a row (ScaledWeight)."""
 PLAIN: Forms = {}
@@ -50,6 +51,13 @@ class Columns(NamedTuple):
         if any(count % form.values for count in self):
             return None
         return Columns(*(count // form.values * form.num_bytes for count in self))
+
+    def in_patches(self, form: Int4Form) -> Columns | None:
+        """The same columns counted in bytes of rows of patches, the last of which may be filled up; None where the part
+        begins or ends within a patch."""
+        if self.share < self.size and any(count % ops.PATCH_COLUMNS for count in self):
+            return None
+        return Columns(*(-(-count // ops.PATCH_COLUMNS) * ops.patch_bytes(form.group) for count in self))
 
 
 class PlainWeight(nn.Module):
@@ -229,8 +237,7 @@ class ScaledWeight(nn.Module):
             return ops.scaled_gated_linear(
                 rows, self.codes, self.scales, activation, bias, dtype=self._dtype, frozen=True
             )
-        product = self.matmul(rows, bias)
-        return ops.silu_mul(product) if activation == "silu" else ops.gelu_tanh_mul(product)
+        return _gated(self.matmul(rows, bias), activation)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows."""
@@ -248,24 +255,83 @@ class ScaledWeight(nn.Module):
         return slots
 
 
-Weight = PlainWeight | BlockWeight | ScaledWeight
+class Int4Weight(nn.Module):
+    """A matrix of 4-bit integers with a scale and a zero point a group of columns; activations stay as they are."""
+
+    plain = None
+    takes_scaled_rows = False
+
+    def __init__(
+        self, parts: Sequence[Part], columns: Columns, form: Int4Form, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`dtype`: of what `rows` returns."""
+        super().__init__()
+        in_patches = columns.in_patches(form)
+        assert in_patches is not None and can_be_patches(parts)
+        self._parts, self._columns, self._in_patches = parts, columns, in_patches
+        self.form, self._dtype = form, dtype
+        num_rows = sum(part.share for part in parts)
+        self.num_values = num_rows * columns.share
+        self.patches = empty_parameter(num_rows // ops.PATCH_ROWS, in_patches.share, dtype=torch.uint8, device=device)
+
+    def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.matmul."""
+        assert isinstance(x, Tensor)
+        return ops.int4_linear(x, self.patches, self.form.group, bias, frozen=True)
+
+    def gated_matmul(
+        self,
+        x: ops.Rows,
+        activation: Literal["silu", "gelu_tanh"],
+        bias: Tensor | None = None,
+        *,
+        scales: bool = False,
+    ) -> ops.Rows:
+        """As PlainWeight.gated_matmul."""
+        gated = _gated(self.matmul(x, bias), activation)
+        return ops.scale_rows(gated) if scales else gated
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """As PlainWeight.rows."""
+        patches = self.patches.index_select(0, numbers // ops.PATCH_ROWS)
+        found = ops.unpack_int4(patches, self.form.group, self._columns.share).unflatten(0, (-1, ops.PATCH_ROWS))
+        return found[torch.arange(len(numbers), device=numbers.device), numbers % ops.PATCH_ROWS].to(self._dtype)
+
+    def named_slots(self, name: str) -> dict[SlotName, Slot]:
+        """As PlainWeight.named_slots; shapes count rows of patches, and bytes."""
+        slots: dict[SlotName, Slot] = {}
+        row = 0
+        for part in self._parts:
+            size, share, start = (count // ops.PATCH_ROWS for count in (part.size, part.share, part.start))
+            patches = self.patches[row : row + share]
+            in_patches = Part(part.shard, size, share, start)
+            slots[name, part.shard] = _slot(patches, in_patches, self._in_patches, self.form)
+            row += share
+        return slots
+
+
+Weight = PlainWeight | BlockWeight | ScaledWeight | Int4Weight
 
 
 def make_weight(
     parts: Sequence[Part], columns: Columns, forms: Forms, *, dtype: torch.dtype, device: torch.device
 ) -> Weight:
     """This rank's part of a matrix. It is in blocks where all parts have a form whose blocks the rank's columns do not
-    cut, and in codes with scales where all parts are and the device has kernels for its size; the loader decodes what
-    a plain matrix is stored as."""
+    cut, and in codes with scales, or in patches that nothing cuts, where all parts are and the device has kernels for
+    its size; the loader decodes what a plain matrix is stored as."""
     found = [forms.get(part.shard) or forms.get(None) for part in parts]
     blocks = [form for form in found if isinstance(form, BlockForm) and columns.in_blocks(form) is not None]
     if len(blocks) == len(parts):
         return BlockWeight(parts, columns, blocks, dtype=dtype, device=device)
     (kind, *others) = set(found)
+    num_rows = sum(part.share + part.padding for part in parts)
+    # Elsewhere than on a GPU torch's operators compute with codes and patches; there they would be far too slow.
+    if isinstance(kind, Int4Form) and not others:
+        is_whole = can_be_patches(parts) and columns.in_patches(kind) is not None
+        if is_whole and (device.type != "cuda" or ops.takes_int4(num_rows, columns.share, dtype, device)):
+            return Int4Weight(parts, columns, kind, dtype=dtype, device=device)
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None
     if kept_as == ops.CODES:
-        num_rows = sum(part.share + part.padding for part in parts)
-        # Elsewhere than on a GPU torch's operators compute with codes; there they would be far too slow.
         has_kernels = dtype.itemsize == _HALF and ops.takes_scaled(num_rows, columns.share, device)
         if device.type != "cuda" or has_kernels:
             return ScaledWeight(parts, columns, dtype=dtype, device=device)
@@ -273,8 +339,21 @@ def make_weight(
     return PlainWeight(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
 
 
+def can_be_patches(parts: Sequence[Part]) -> bool:
+    """Whether every part begins and ends where rows of patches do."""
+    return not any(count % ops.PATCH_ROWS or part.padding for part in parts for count in (part.share, part.start))
+
+
+def _gated(product: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
+    return ops.silu_mul(product) if activation == "silu" else ops.gelu_tanh_mul(product)
+
+
 def _slot(
-    destination: Tensor, part: Part, columns: Columns, form: BlockForm | None = None, scales: Tensor | None = None
+    destination: Tensor,
+    part: Part,
+    columns: Columns,
+    form: BlockForm | Int4Form | None = None,
+    scales: Tensor | None = None,
 ) -> Slot:
     shape = (part.size, columns.size)
     if columns.share < columns.size:

@@ -20,6 +20,7 @@ from torch import Tensor
 from raylm.errors import ConfigError
 from raylm.layers.slots import BlockForm
 from raylm.models.mxfp4 import BYTES, VALUES, decode
+from raylm.models.quantised.int4 import Int4Tensor
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.repacked import RepackedTensor
 
@@ -317,7 +318,7 @@ class SteppedTensor:
 
 FileTensor = CheckpointTensor | QuantisedTensor
 """A tensor of a checkpoint by its own name."""
-Source = FileTensor | RepackedTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
+Source = FileTensor | RepackedTensor | Int4Tensor | TransposedTensor | MXFP4Tensor | SteppedTensor
 
 
 def every(source: Source, step: int, *, first: int, count: int) -> Source:

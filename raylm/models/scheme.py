@@ -14,10 +14,11 @@ from torch import Tensor
 from raylm import ops
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.slots import BlockForm
-from raylm.layers.weight import PLAIN, BlockWeight, Forms, PlainWeight, ScaledWeight
+from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, Int4Weight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored, TensorNames, slot_name
+from raylm.models.quantised.int4 import form_of, int4_form
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
 from raylm.models.quantised.scaled import is_scaled
@@ -40,7 +41,7 @@ class Scheme:
     """The forms of matrices by their names in the model, such as "layers.0.mlp.down_proj.weight"."""
 
     matrices: Mapping[str, Forms]
-    linears: torch.dtype | None = None
+    linears: Form | None = None
     """The form of all linear layers within the model's layers that `matrices` does not name."""
 
     def forms(self, name: str) -> Forms:
@@ -60,11 +61,26 @@ AS_FP8 = Scheme({}, linears=ops.CODES)
 the model's dtype."""
 
 
+def gpu_scheme(arch: ArchConfig) -> Scheme:
+    """What read_scheme finds in a checkpoint, by its configuration alone, where a GPU has all kernels."""
+    stored = arch.quantisation
+    if stored is None or arch.transformers_config:
+        return AS_NUMBERS
+    if stored.scales_rows:
+        return AS_FP8
+    forms = {form_of(scheme) for scheme in stored.schemes}
+    form = forms.pop() if len(forms) == 1 else None
+    return AS_NUMBERS if form is None else Scheme({}, linears=form)
+
+
 def dummy_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> Scheme:
-    """What read_scheme would find in a checkpoint of which there is the configuration alone."""
-    is_scaled = arch.quantisation is not None and arch.quantisation.scales_rows and not arch.transformers_config
-    fits = device.type != "cuda" or dtype.itemsize == _HALF_BYTES
-    return AS_FP8 if is_scaled and fits and has_fp8(device) else AS_NUMBERS
+    """The same for a device."""
+    scheme = gpu_scheme(arch)
+    if scheme is AS_FP8:
+        has_kernels = has_fp8(device) and (device.type != "cuda" or dtype.itemsize == _HALF_BYTES)
+    else:
+        has_kernels = ops.takes_int4(ops.PATCH_ROWS, ops.PATCH_COLUMNS, dtype, device)
+    return scheme if has_kernels else AS_NUMBERS
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -88,7 +104,7 @@ def read_scheme(
 ) -> Scheme:
     """What of a checkpoint the device has kernels for that read it as it is, with activations of `dtype`."""
     like = torch.empty(0, dtype=dtype, device=device)
-    matrices: defaultdict[str, dict[str | None, BlockForm | torch.dtype]] = defaultdict(dict)
+    matrices: defaultdict[str, dict[str | None, Form]] = defaultdict(dict)
     for tensor in tensors:
         if len(tensor.shape) != _MATRIX_DIMS:
             continue
@@ -100,12 +116,15 @@ def read_scheme(
     return Scheme(matrices)
 
 
-def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> BlockForm | torch.dtype | None:
-    """The same of a weight that is stored in parts. Experts are decoded; so are a head and an embedding in FP8."""
+def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | None:
+    """The same of a weight that is stored in parts. Experts are decoded; so are, on GPUs, a head and an embedding."""
+    rows, columns = tensor.shape
     if is_scaled(tensor):
-        fits = name.startswith(_LAYERS) and ops.takes_scaled(tensor.shape[0], tensor.shape[1], like.device)
+        fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None
     # Some of the tensor may have to be read, so whether there are kernels is asked first.
+    if name.startswith(_LAYERS) and _EXPERTS not in name and ops.takes_int4(rows, columns, like.dtype, like.device):
+        return int4_form(tensor)
     if _EXPERTS in name or not _has_repacked(like):
         return None
     form = block_form(tensor)
@@ -131,6 +150,8 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
     for module in model.modules():
         if isinstance(module, BlockWeight):
             found.update(form.name for form in module.forms)
+        elif isinstance(module, Int4Weight):
+            found[f"int4 in groups of {module.form.group}"] += 1
         elif isinstance(module, PlainWeight) and module.values.dtype != model.dtype:
             found[dtype_name(module.values.dtype)] += 1
         elif isinstance(module, ScaledWeight):

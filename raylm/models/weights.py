@@ -11,13 +11,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import Slot, SlotName
+from raylm.layers.slots import BlockForm, Int4Form, Slot, SlotName
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import Filler, fill
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
+from raylm.models.quantised.int4 import Int4Tensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.repacked import RepackedTensor
@@ -28,6 +30,8 @@ from raylm.parallel.context import ParallelContext
 _MAX_NAMES = 8
 """Names that one error lists."""
 _DUMMY_STD = 0.02
+_DUMMY_ROWS = 1024
+"""Of integers that are drawn at a time."""
 
 
 class Fillable(Protocol):
@@ -119,7 +123,7 @@ class WeightLoader:
         queries, keys and values by heads of keys."""
         for name in [name for name in found if name not in slots and name[1] is None]:
             shards = [shard for shard in slots if shard[0] == name[0]]
-            sizes = [slots[shard].shape[0] for shard in shards]
+            sizes = [slots[shard].num_rows for shard in shards]
             if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
                 continue
             groups = self._model.arch.num_kv_heads if self._names.qkv_groups and shards[0][1] == "q" else 1
@@ -161,10 +165,25 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
         elif slot.scales is not None:
             values = torch.empty(slot.destination.shape, dtype=torch.float32, device=context.device)
             slot.put(0, values.normal_(std=_DUMMY_STD, generator=generator))
+        elif isinstance(slot.form, Int4Form):
+            _fill_dummy_patches(slot.destination, slot.form, generator)
         elif not slot.destination.is_floating_point():
             slot.destination.zero_()
         else:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
+
+
+def _fill_dummy_patches(patches: torch.Tensor, form: Int4Form, generator: torch.Generator) -> None:
+    """Random codes and zero points, and scales by which numbers have about the deviation of others."""
+    columns = patches.shape[1] // ops.patch_bytes(form.group) * ops.PATCH_COLUMNS
+    for some in patches.split(_DUMMY_ROWS // ops.PATCH_ROWS):
+        rows = len(some) * ops.PATCH_ROWS
+        codes, zeros = (
+            torch.randint(0, 16, (rows, size), generator=generator, device=patches.device, dtype=torch.uint8)
+            for size in (columns, columns // form.group)
+        )
+        scales = torch.rand(zeros.shape, generator=generator, device=patches.device) * _DUMMY_STD / 4
+        some.copy_(ops.pack_int4(codes, scales, zeros, form.group))
 
 
 def _join_packed(found: dict[SlotName, list[Source]]) -> None:
@@ -187,8 +206,10 @@ def _join_packed(found: dict[SlotName, list[Source]]) -> None:
 
 def _as_taken(tensor: Source, slot: Slot) -> Source:
     """The tensor as its slot takes it."""
-    if isinstance(tensor, QuantisedTensor) and slot.form is not None:
+    if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, BlockForm):
         return RepackedTensor(tensor, slot.form)
+    if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, Int4Form):
+        return Int4Tensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor
     if slot.form is not None and slot.form == tensor.encoding.form:

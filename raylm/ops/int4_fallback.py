@@ -1,9 +1,9 @@
 """raylm.ops.int4 in terms of torch's own operators, and how its weights lie in memory.
 
-A weight is patches of 16 rows, numbered 8 h + g, and 512 columns, numbered 128 c + 32 i + 8 p + 2 t + e: 4,096 bytes of
-codes, and then for each group of columns and each row a word, the bits of its float32 scale whose lowest 8 bits are its
-zero point. Codes lie in the order of (c, h, g, t, i, e, p), two a byte, the first of them in the lower bits: so g and t say
-which of a warp's lanes takes 16 bytes of them.
+A weight is patches of 16 rows, numbered 8 h + g, and 512 columns, numbered 128 c + 32 i + 8 p + 2 t + e: 4,096 bytes
+of codes, and then for each group of columns and each row a word, the bits of its float32 scale whose lowest 8 bits are
+its zero point. Codes lie in the order of (c, h, g, t, i, e, p), two a byte, the first of them in the lower bits: so g
+and t say which of a warp's lanes takes 16 bytes of them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tenso
     the last of them filled up with zeros.
 
     codes: uint8 [R, K], 0 to 15; R is a multiple of 16. scales: float32 [R, G], of which 16 bits of the mantissa are
-    kept. zeros: [R, G], integers from 0 to MOST_ZERO. G is the number of groups of `group` columns, the last of which may
-    be less.
+    kept. zeros: [R, G], integers from 0 to MOST_ZERO. G is the number of groups of `group` columns, the last of which
+    may be less.
     """
     columns = codes.shape[1]
     across = -(-columns // PATCH_COLUMNS)

@@ -12,11 +12,13 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
+from raylm.layers.slots import Int4Form
+from raylm.layers.weight import Int4Weight
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.check import quantises, target_arch
 from raylm.models.outline import StageOutline, outline
-from raylm.models.scheme import AS_FP8, AS_NUMBERS
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, gpu_scheme
 from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_dtype
@@ -57,8 +59,9 @@ class Plan:
     dtype: str
     quantisation: str | None
     """How the checkpoint stores its weights."""
-    is_fp8: bool
-    """Whether linear layers are FP8: as stored, or quantised while they are loaded. Other weights have `dtype`."""
+    kept_as: str | None
+    """What linear layers are in other than `dtype`: FP8, as stored or quantised while they are loaded, or int4 as
+    stored."""
     tensor: int
     pipeline: int
     context: int
@@ -106,7 +109,7 @@ class Sizing:
         self._gpu = gpu
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
-        self._scheme = AS_FP8 if self._is_fp8(config) else AS_NUMBERS
+        self._scheme = self._choose_scheme(config)
         self._limit = limit
 
     def plan(self, parallel: ParallelConfig) -> Plan:
@@ -124,7 +127,7 @@ class Sizing:
         return Plan(
             dtype=dtype_name(self._dtype),
             quantisation=self._quantisation(),
-            is_fp8=self._scheme is AS_FP8,
+            kept_as=self._kept_as,
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,
@@ -146,18 +149,24 @@ class Sizing:
             prefill_tokens_s=self._prefill_tokens_s(whole, parallel.num_workers),
         )
 
-    def _is_fp8(self, config: ResolvedEngine) -> bool:
-        """Whether linear layers are FP8 on the GPU. Modules that the checkpoint leaves out count as quantised."""
+    def _choose_scheme(self, config: ResolvedEngine) -> Scheme:
+        """What linear layers are on the GPU. Modules that the checkpoint leaves out count as quantised."""
         if quantises(self._arch, config.model):
             if self._gpu.fp8_tflops is None:
                 raise ConfigError("model.quantization is fp8, which needs a Hopper GPU; --gpu is another kind")
             if self._dtype.itemsize != 2:
                 raise ConfigError("model.quantization is fp8, but model.dtype is float32; allowed: bfloat16, float16")
-            return True
-        stored = self._arch.quantisation
-        is_stored = stored is not None and stored.scales_rows and not self._arch.transformers_config
+            return AS_FP8
         has_kernels = self._gpu.fp8_tflops is not None and self._dtype.itemsize == 2
-        return is_stored and has_kernels and config.model.weights == "stored"
+        return gpu_scheme(self._arch) if has_kernels and config.model.weights == "stored" else AS_NUMBERS
+
+    @property
+    def _is_int4(self) -> bool:
+        return isinstance(self._scheme.linears, Int4Form)
+
+    @property
+    def _kept_as(self) -> str | None:
+        return "FP8" if self._scheme is AS_FP8 else "int4" if self._is_int4 else None
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation
@@ -200,6 +209,9 @@ class Sizing:
         kv = sum(self._seen_bytes(specs[layer]) for layer in model.layer_numbers)
         experts = sum(_bytes(module) for module in model.modules() if isinstance(module, ParallelExperts))
         values = sum(parameter.numel() for parameter in model.layers.parameters())
+        for module in model.layers.modules():
+            if isinstance(module, Int4Weight):
+                values += module.num_values - module.patches.numel()
         return _Stage(held, read, values, experts, groups, kv)
 
     def _seen_bytes(self, spec: CacheSpec) -> int:
@@ -228,7 +240,10 @@ class Sizing:
         logits = 2 * item * self._config.scheduler.max_num_seqs * arch.vocab_size
         ropes = {layer.rope for layer in arch.layers if layer.rope is not None}
         rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
-        return max(self._chunk * (max(mlp, heads) + hidden) * item, logits) + rotary
+        # Of many rows, products decode their weight first.
+        largest = 2 * max(layer.mlp.size for layer in arch.layers) // tensor * arch.hidden_size * item
+        decoded = largest if self._is_int4 else 0
+        return max(self._chunk * (max(mlp, heads) + hidden) * item + decoded, logits) + rotary
 
     def _mlp_columns(self, mlp: MLPSpec | ExpertsSpec, tensor: int) -> int:
         """Numbers a token that are there at once."""
@@ -240,7 +255,7 @@ class Sizing:
             return 5 * size // 2  # gate and up, and a byte for each number of their activation
         is_hopper = self._gpu.fp8_tflops is not None
         in_one = mlp.gated and not mlp.bias and self._dtype.itemsize == 2 and self._chunk >= _ONE_KERNEL_ROWS
-        return size if is_hopper and in_one else 3 * size
+        return size if is_hopper and in_one and not self._is_int4 else 3 * size
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
         """Every stage is busy with its part of the batch; the slowest sets the pace."""

@@ -43,20 +43,31 @@ def test_linear_layers_in_fp8_take_half(capsys, tmp_path):
     _, plain = plan(capsys, "llama-3.1-8b", "--gpu", "H200")
     _, found = plan(capsys, "llama-3.1-8b", "--gpu", "H200", "--quantization", "fp8")
     rows, values = 32 * (6144 + 4096 + 28672 + 4096), 32 * 218_103_808
-    assert plain["is_fp8"] is False and found["is_fp8"] is True
+    assert plain["kept_as"] is None and found["kept_as"] == "FP8"
     assert found["weight_bytes"] == plain["weight_bytes"] - values + 4 * rows
     assert found["prefill_tokens_s"] == pytest.approx(2 * plain["prefill_tokens_s"], rel=0.01)
     assert main(["doctor", "--plan", "llama-3.1-8b", "--gpu", "H200", "--quantization", "fp8"]) == 0
     assert "GB a GPU (linear layers in FP8)" in capsys.readouterr().out
     path = checkpoints.llama(tmp_path / "llama")
-    for words, expected in (([], True), (["--weights", "decoded"], False)):
+    for words, expected in (([], "FP8"), (["--weights", "decoded"], None)):
         change_config(path, quantization_config={"quant_method": "fbgemm_fp8"})
         _, found = plan(capsys, str(path), "--gpu", "H100", "--dtype", "bfloat16", *words)
-        assert found["is_fp8"] is expected
+        assert found["kept_as"] == expected
     _, found = plan(capsys, str(path), "--gpu", "A100-80", "--dtype", "bfloat16")
-    assert found["is_fp8"] is False
+    assert found["kept_as"] is None
     assert main(["doctor", "--plan", "llama-3.1-8b", "--gpu", "L4", "--quantization", "fp8"]) == 2
     assert "model.quantization is fp8, which needs a Hopper GPU" in capsys.readouterr().err
+
+
+def test_linear_layers_in_int4_take_a_quarter(capsys, tmp_path):
+    path = checkpoints.llama(tmp_path, hidden_size=512, intermediate_size=1024)
+    _, plain = plan(capsys, str(path), "--gpu", "H200", "--dtype", "bfloat16")
+    change_config(path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    _, found = plan(capsys, str(path), "--gpu", "H200", "--dtype", "bfloat16")
+    assert found["kept_as"] == "int4" and found["weight_bytes"] < plain["weight_bytes"]
+    assert found["prefill_tokens_s"] == pytest.approx(plain["prefill_tokens_s"], rel=0.01)  # the same products
+    assert main(["doctor", "--plan", str(path), "--gpu", "H200", "--dtype", "bfloat16"]) == 0
+    assert "(linear layers in int4, as stored: awq (integers of 4 bits, groups of 128))" in capsys.readouterr().out
 
 
 def test_the_doctor_says_what_is_quantised_while_it_is_loaded(capsys, tmp_path):

@@ -2,8 +2,8 @@
 
 python -m tests.gpu.int4_linear_times [ROWS ...]     on a CUDA host; prints one JSON line a shape and number of rows
 
-In a CUDA graph, with weights that come from memory, groups of 128. `of_bandwidth` is the reading of the weight alone as a
-share of what the memory gives to a large element-wise kernel.
+In a CUDA graph, with weights that come from memory, groups of 128. `of_bandwidth` is the reading of the weight alone as
+a share of what the memory gives to a large element-wise kernel.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -177,6 +177,37 @@ class QuantisedTensor:
             place = self.first + start // taken * every + start % taken
             yield place, place + count
             start += count
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A QuantisedTensor that is not decoded, with the interface of CheckpointTensor: subclasses say what pieces are."""
+
+    source: QuantisedTensor
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def offset(self) -> int:
+        return self.source.offset
+
+    @property
+    def row_unit(self) -> int:
+        return self.source.row_unit
+
+    def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> Self:
+        """As CheckpointTensor.rearranged: of whole rows."""
+        return replace(self, source=self.source.rearranged(rearrange, row_unit=row_unit))
 
 
 def _blocks(span: Span, size: int) -> Tensor:

@@ -4,7 +4,7 @@ numbers: kernels compute with such blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import gguf
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from raylm.layers.slots import BlockForm
 from raylm.models.quantised.grid import PlainZeros, Scales
-from raylm.models.quantised.joined import Grouped, QuantisedTensor
+from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
 from raylm.models.quantised.matrix import Span
 from raylm.models.quantised.scheme import Scheme
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from raylm.models.checkpoint import Room
 
 _VALUES = 32
@@ -79,37 +77,15 @@ def _has_half_scales(decoder: Grouped) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RepackedTensor:
-    """A QuantisedTensor whose `block_form` is `form`, as such blocks: uint8 [N, bytes of a row], with the interface of
-    CheckpointTensor."""
+class RepackedTensor(Kept):
+    """A QuantisedTensor whose `block_form` is `form`, as such blocks: uint8 [N, bytes of a row]."""
 
-    source: QuantisedTensor
     form: BlockForm
-
-    @property
-    def name(self) -> str:
-        return self.source.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows, columns = self.source.shape
         return rows, columns // self.form.values * self.form.num_bytes
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
-
-    @property
-    def offset(self) -> int:
-        return self.source.offset
-
-    @property
-    def row_unit(self) -> int:
-        return self.source.row_unit
-
-    def rearranged(self, rearrange: Callable[[Tensor], Tensor], *, row_unit: int = 1) -> RepackedTensor:
-        """As CheckpointTensor.rearranged: of whole rows."""
-        return replace(self, source=self.source.rearranged(rearrange, row_unit=row_unit))
 
     def pieces(
         self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None

@@ -12,12 +12,10 @@ from torch import Tensor
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.models.quantised.grid import Scales
-from raylm.models.quantised.joined import Grouped, QuantisedTensor
+from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
 from raylm.models.quantised.matrix import Span
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from raylm.models.checkpoint import Room
 
 _CHUNK_VALUES = 1 << 22
@@ -30,31 +28,9 @@ def is_scaled(tensor: QuantisedTensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledTensor:
-    """A QuantisedTensor that `is_scaled`, with the interface of CheckpointTensor: pieces are codes and scales as the
-    file has them. A scale of the whole weight is repeated for each row."""
-
-    source: QuantisedTensor
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
-
-    @property
-    def offset(self) -> int:
-        return self.source.offset
-
-    @property
-    def row_unit(self) -> int:
-        return self.source.row_unit
+class ScaledTensor(Kept):
+    """A QuantisedTensor that `is_scaled`: pieces are codes and scales as the file has them. A scale of the whole weight
+    is repeated for each row."""
 
     def pieces(
         self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
