@@ -25,12 +25,17 @@ def write_dummy(folder: Path, *, num_layers: int = 1, max_position: int = 8192) 
     return folder
 
 
-def write_shape(name: str, folder: Path) -> Path:
-    """Write a folder with the config.json of a public model, one of SHAPES in any case. Raises ConfigError."""
+AWQ: dict[str, object] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def write_shape(name: str, folder: Path, *, awq: bool = False) -> Path:
+    """Write a folder with the config.json of a public model, one of SHAPES in any case, or of its AWQ checkpoint. Raises
+    ConfigError."""
     if (known := shape_named(name)) is None:
         raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
     _write_tokenizer(folder, int(str(SHAPES[known]["vocab_size"])))
-    _write(folder / "config.json", {**SHAPES[known], "torch_dtype": "bfloat16", "hidden_act": "silu"})
+    config = {**SHAPES[known], "torch_dtype": "bfloat16", "hidden_act": "silu"}
+    _write(folder / "config.json", {**config, "quantization_config": AWQ} if awq else config)
     return folder
 
 

@@ -161,6 +161,7 @@ def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write config.json and a tokenizer")
+    parser.add_argument("--awq", action="store_true", help="of a checkpoint of 4-bit integers in groups of 128")
     parser.set_defaults(run=_shape)
 
 
@@ -303,7 +304,7 @@ def _all_reduce(args: argparse.Namespace, emit: Emit) -> None:
 def _shape(args: argparse.Namespace) -> int:
     from raylm.bench.dummy import write_shape
 
-    print(write_shape(args.name, args.folder))
+    print(write_shape(args.name, args.folder, awq=args.awq))
     return 0
 
 

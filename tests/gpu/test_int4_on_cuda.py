@@ -1,0 +1,52 @@
+"""Integers of 4 bits on a GPU, with CUDA graphs and without: answers are those of the decoded model."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.answering import answers, differences
+from tests.gpu.test_llm_on_cuda import load
+from tests.support import checkpoints
+from tests.support.greedy import random_prompts
+from tests.support.quantised import KINDS, write_both
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def needs_kernels() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels of integers of 4 bits are for Hopper GPUs")
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "awq"), ("qwen3", "gptq_128"), ("gemma3", "ct_w4a16_zeros"), ("phi3", "gptq_rows")]
+)
+def test_answers_are_those_of_the_decoded_model(family: str, kind: str, graphs: bool, tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.FAMILIES[family](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    prompts = random_prompts(8, 200)
+    ours, theirs = (answers(packed, prompts, graphs=graphs, weights=weights) for weights in ("stored", "decoded"))
+    found = differences(ours, theirs)
+    assert len(found) > 30
+    # The decoded numbers are rounded to bfloat16.
+    assert max(found) < 0.3 and sum(found) < 0.05 * len(found)
+
+
+def test_a_model_takes_a_third_of_the_memory(tmp_path: Path) -> None:
+    plain = checkpoints.llama(tmp_path / "plain", hidden_size=512, intermediate_size=2048, num_hidden_layers=2)
+    packed, _ = write_both(plain, tmp_path, KINDS["gptq_128"])
+    held = {}
+    for weights in ("decoded", "stored"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        llm = load(packed, dtype="bfloat16", model={"weights": weights})
+        held[weights] = torch.cuda.memory_allocated() - before
+        llm.close()
+        del llm
+    assert held["stored"] < held["decoded"] - 6_000_000  # of 8.9 MB of linear layers
