@@ -14,6 +14,8 @@ SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 192, 256)
 """Widths of products whose left side lies in shared memory."""
 REGISTERS = (64, 80, 96, 128, 192, 256)
 """Widths of those whose left side lies in registers."""
+REGISTERS_TRANSPOSED = (64, 128)
+"""Of these, widths of products with a transpose: the summed dimension is innermost on the right side too."""
 
 
 def names(first, count):
@@ -51,6 +53,14 @@ def shared(name, kind, width, flags, depth=16):
     return form(signature, width, kind, f"%{sums}", operands, True, flags, depth)
 
 
+def registers(function, name, kind, width, flags):
+    """That of a product whose left side lies in registers."""
+    sums = width // 2
+    signature = f"{function}<{name}, {width}>(float (&c)[{sums}], const uint32_t* a, uint64_t b)"
+    operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
+    return form(signature, width, kind, f"{{{names(sums, 4)}}}", operands, False, flags)
+
+
 def header():
     """The header's text."""
     forms = []
@@ -58,10 +68,9 @@ def header():
         for width in SHARED:
             forms.append(shared(name, kind, width, "1, 1, 0, 0"))
         for width in REGISTERS:
-            sums = width // 2
-            signature = f"multiply<{name}, {width}>(float (&c)[{sums}], const uint32_t* a, uint64_t b)"
-            operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
-            forms.append(form(signature, width, kind, f"{{{names(sums, 4)}}}", operands, False, "1, 1, 1"))
+            forms.append(registers("multiply", name, kind, width, "1, 1, 1"))
+        for width in REGISTERS_TRANSPOSED:
+            forms.append(registers("multiply_by_transpose", name, kind, width, "1, 1, 0"))
     for name, kind in CODES.items():
         for width in CODES_SHARED:
             forms.append(shared(name, kind, width, "1, 1", depth=32))

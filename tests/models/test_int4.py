@@ -46,6 +46,7 @@ def read(weight: Int4Weight) -> Tensor:
         ("phi3", "gptq_4", 2),  # queries, keys and values in one tensor
         ("gpt_neox", "ct_w2a16", 1),  # by heads, a scale a row
         ("cohere", "gptq_4_v2", 1),  # rotary dimensions in pairs
+        ("qwen2", "awq_rows", 1),
     ],
 )
 def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ namespace raylm::cuda {
 namespace {
 
 constexpr const char* kOp = "int4_linear";
-constexpr int64_t kMostRows = 192;  // of x that the kernel was measured to be faster with (H100); more read W as numbers
+constexpr int64_t kMostRows = 1024;  // of x that the kernel was measured to be faster with (H100); more read W as numbers
 constexpr int kSplits[] = {1, 2, 4, 8};
 
 // A kernel, by its shape.
 struct Variant {
-  int rows, width, columns, threads, x_bytes;
+  int rows, width, columns, box_columns, threads;
   int (*stage_bytes)(int group_shift);
   int (*shared_bytes)(int group_shift, int stages);
   int (*resident)(int device, int split);  // clusters that the device runs at a time
@@ -40,18 +40,19 @@ int resident_of(int device, int split) {
   }
 }
 
-template <typename T, bool Narrow, int Rows, int Width, int Across, int Warps>
+template <typename T, bool Narrow, typename Shape>
 constexpr Variant variant() {
-  using Shape = Int4Shape<Rows, Width, Across, Warps>;
-  return {Rows, Width, Shape::kColumns, Shape::kThreads + kWarp, Shape::kXBytes, Shape::stage_bytes, Shape::shared_bytes,
+  return {Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes * 64, Shape::kThreads + kWarp, Shape::stage_bytes, Shape::shared_bytes,
           resident_of<T, Shape, Narrow>, int4_linear_kernel<T, Shape, Narrow>};
 }
 
 // Narrow: of groups of fewer than 128 columns.
 template <typename T, bool Narrow>
 constexpr Variant kVariants[] = {
-    variant<T, Narrow, 8, 32, 4, 16>(),  variant<T, Narrow, 8, 64, 2, 16>(), variant<T, Narrow, 16, 64, 2, 16>(),
-    variant<T, Narrow, 16, 128, 1, 16>(), variant<T, Narrow, 32, 64, 1, 8>(), variant<T, Narrow, 32, 128, 1, 8>()};
+    variant<T, Narrow, Int4Shape<8, 32, 4, 16>>(),   variant<T, Narrow, Int4Shape<8, 64, 2, 16>>(),
+    variant<T, Narrow, Int4Shape<16, 64, 2, 16>>(),  variant<T, Narrow, Int4Shape<16, 128, 1, 16>>(),
+    variant<T, Narrow, Int4Shape<32, 64, 1, 8>>(),   variant<T, Narrow, Int4Shape<32, 128, 1, 8>>(),
+    variant<T, Narrow, Int4WideShape<64>>(), variant<T, Narrow, Int4WideShape<128>>()};
 
 struct Int4Product {
   const Tensor& x;       // [rows, k]
@@ -72,8 +73,9 @@ struct Plan {
 double cycles(const Variant& v, const Int4Product& p, int64_t tiles, int split, int resident) {
   constexpr double kFromCache = 45, kFromMemory = 3400;  // bytes a cycle, of a block and of all
   constexpr double kMultiply = 1.0 / 32, kTile = 1500, kMeet = 2000;
-  const double bytes = v.stage_bytes(p.group_shift), weights = bytes - v.x_bytes;
-  const double multiply = v.width * static_cast<double>(v.columns) * kMultiply * (v.rows == 32 ? 2 : 1);
+  const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch_bytes(p.group_shift);
+  const double bytes = weights + v.columns * 2.0 * v.rows;
+  const double multiply = v.width * static_cast<double>(v.columns) * kMultiply * std::max(1, v.rows / 16);
   double sum = split > 1 ? kMeet : 0;
   for (int64_t left = tiles; left > 0; left -= resident) {
     const double all = weights * split * std::min<int64_t>(left, resident) / kFromMemory;
@@ -85,7 +87,7 @@ double cycles(const Variant& v, const Int4Product& p, int64_t tiles, int split, 
 template <typename T, bool Narrow>
 Plan plan_for(const Int4Product& p, int device) {
   Plan best{};
-  const int most = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : 32;
+  const int most = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : p.rows <= 32 ? 32 : p.rows <= 64 ? 64 : 128;
   for (const Variant& v : kVariants<T, Narrow>) {
     if (v.rows != most) continue;
     const int64_t row_tiles = divide_up(p.rows, v.rows), tiles = row_tiles * divide_up(p.n, v.width);
@@ -111,7 +113,7 @@ bool run_kernel(const Int4Product& p, const Tensor& out) {
   if (!plan.variant) return false;
   const Variant& v = *plan.variant;
   params.box_rows = v.rows == 8 ? static_cast<int>(std::min<int64_t>(p.rows, 8)) : v.rows;
-  const int64_t boxes = v.columns / 64;
+  const int64_t boxes = v.box_columns / 64;
   if (!make_map<T, 3>(&params.x, data<T>(p.x), {64, p.rows, p.k / 64}, {p.x.stride(0), 64}, {64, params.box_rows, boxes})) {
     return false;
   }

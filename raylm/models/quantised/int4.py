@@ -83,6 +83,7 @@ class Int4Tensor(Kept):
         decoder = self.source.decoder
         assert isinstance(decoder, Grouped)
         size = rows[1] - rows[0], -(-(columns[1] - columns[0]) // self.form.group)
-        scales, zeros = decoder.numbers(rows, columns, self.form.group)
+        # A scale a row is that of all columns: also where these are fewer than a group.
+        scales, zeros = decoder.numbers(rows, columns if decoder.columns else (0, self.form.group), self.form.group)
         assert zeros is not None
         return decoder.codes.read(rows, columns).to(torch.uint8), scales.expand(size), zeros.expand(size)

@@ -12,6 +12,9 @@
 // meet in shared memory. Where n is too small for all multiprocessors, the blocks of a cluster take a slice each of one
 // tile, and their sums meet there as well.
 //
+// More rows of x are multiplied by wgmma, with W's numbers, rounded to 16 bits, as its left operand in registers, and each
+// of eight warps has a patch's 16 rows. x has a ring of its own then, whose stages are 128 columns.
+//
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
 #pragma once
@@ -23,12 +26,13 @@
 #include "raylm/cuda/ptx/matrix.cuh"
 #include "raylm/cuda/ptx/tensor_copy.cuh"
 #include "raylm/cuda/ptx/warps.cuh"
+#include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
 
 namespace raylm::cuda {
 
 constexpr int kPatchRows = 16, kPatchColumns = 512, kPatchCodes = kPatchRows * kPatchColumns / 2;  // the last: bytes
-constexpr int kMostInt4Stages = 8;
+constexpr int kMostInt4Stages = 8, kInt4XStages = 4;  // the latter: where x has a ring of its own
 // Bytes of a patch; a group has 32 << group_shift columns.
 __host__ __device__ constexpr int patch_bytes(int group_shift) {
   return kPatchCodes + (kPatchColumns / 32 >> group_shift) * kPatchRows * 4;
@@ -51,6 +55,7 @@ struct Int4Params {
 
 template <int Rows, int Width, int Across, int Warps>
 struct Int4Shape {
+  static constexpr bool kWide = false;
   static constexpr int kRows = Rows, kEights = Rows / 8;
   static constexpr int kWidth = Width, kTall = 2;  // rows of W: of a tile; those of a warp, in sixteens
   static constexpr int kAcross = Across, kColumns = Across * kPatchColumns;
@@ -72,8 +77,27 @@ struct Int4Shape {
   }
 };
 
+// For more rows, by wgmma.
+template <int Rows>
+struct Int4WideShape {
+  static constexpr bool kWide = true;
+  static constexpr int kRows = Rows, kEights = Rows / 8;
+  static constexpr int kWidth = 128, kTall = 1, kAcross = 1, kColumns = kPatchColumns, kThreads = 256;
+  static constexpr int kTeam = 8, kParts = 1, kAreas = 1, kPatches = kWidth / kPatchRows;
+  static constexpr int kBoxBytes = Rows * 128, kBoxes = 2, kXBytes = kBoxes * kBoxBytes;  // of a stage of x
+  static constexpr int kPitch = kWidth + 4;
+  static constexpr int kAreaBytes = kRows * kPitch * 4;
+  // Sums meet only of blocks that have one tile, where x was.
+  static_assert(kAreaBytes <= kInt4XStages * kXBytes);
+  __host__ __device__ static constexpr int stage_bytes(int group_shift) { return kPatches * patch_bytes(group_shift); }
+  static constexpr int shared_bytes(int group_shift, int stages) {
+    return 1024 + stages * stage_bytes(group_shift) + kInt4XStages * kXBytes;
+  }
+};
+
 struct Int4Barriers {
   uint64_t full[kMostInt4Stages], empty[kMostInt4Stages];
+  uint64_t x_full[kInt4XStages], x_empty[kInt4XStages];  // where x has a ring of its own
 };
 
 // Pairs of 16-bit floats, each some power of two + a code, of a word's eight codes.
@@ -105,52 +129,71 @@ struct Int4Group {
 // Narrow: a group may have fewer than 128 columns.
 template <typename T, typename Shape, bool Narrow>
 struct Int4Block {
-  using Sums = float[Shape::kTall][Shape::kEights][4];
+  using Sums = float[Shape::kTall][Shape::kEights * 4];  // as the matrix instructions leave them
   const Int4Params& params;
-  const uint32_t memory, full, empty;
+  const uint32_t memory, full, empty, x_full, x_empty;
   const int patch = patch_bytes(params.group_shift), stage_bytes = Shape::stage_bytes(params.group_shift);
   const int rank = params.split > 1 ? cluster_rank() : 0;
   const int from = rank * params.slice, steps = min(params.slice, params.steps - from);
 
   __device__ Int4Block(const Int4Params& p, const unsigned char* dynamic, Int4Barriers& barriers)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)) {}
+        empty(shared_address(barriers.empty)), x_full(shared_address(barriers.x_full)),
+        x_empty(shared_address(barriers.x_empty)) {}
 
   // Tiles in their order: the rows of x below each other first, which share W.
   __device__ int first() const { return blockIdx.x / params.split; }
   __device__ int stride() const { return gridDim.x / params.split; }
   __device__ int row(int tile) const { return tile % params.row_tiles * Shape::kRows; }
   __device__ int column(int tile) const { return tile / params.row_tiles * Shape::kWidth; }
-  __device__ uint32_t x(int stage) const { return memory + stage * stage_bytes; }
-  __device__ uint32_t weights(int stage) const { return x(stage) + Shape::kXBytes; }
-  __device__ uint32_t meeting() const { return memory + params.stages * stage_bytes; }
+  __device__ uint32_t weights(int stage) const { return memory + stage * stage_bytes + (Shape::kWide ? 0 : Shape::kXBytes); }
+  __device__ uint32_t after_stages() const { return memory + params.stages * stage_bytes; }
+  __device__ uint32_t x(int stage) const {
+    return Shape::kWide ? after_stages() + stage * Shape::kXBytes : memory + stage * stage_bytes;
+  }
+  __device__ uint32_t meeting() const { return after_stages(); }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < params.stages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, Shape::kThreads / kWarp);
     }
+    for (int i = 0; Shape::kWide && i < kInt4XStages; ++i) {
+      barrier_init(x_full + 8 * i, 1);
+      barrier_init(x_empty + 8 * i, Shape::kThreads / kWarp);
+    }
     barrier_init_done();
   }
 
+  __device__ uint64_t policy() const { return params.row_tiles == 1 ? evict_first_policy() : evict_normal_policy(); }
+
   // By a warp, a lane each patch.
   __device__ void load_weights(int tile, int step, int i) const {
-    const uint64_t policy = params.row_tiles == 1 ? evict_first_policy() : evict_normal_policy();
     const int lane = threadIdx.x % kWarp, first = column(tile) / kPatchRows, across = (from + step) * Shape::kAcross;
     const int below = min(Shape::kWidth / kPatchRows, params.n / kPatchRows - first);
     const int beside = min(Shape::kAcross, params.patches - across);
-    const int x_bytes = Shape::kBoxes * params.box_rows * 128;
+    const int x_bytes = Shape::kWide ? 0 : Shape::kBoxes * params.box_rows * 128;
     if (lane == 0) barrier_arrive_expecting(full + 8 * i, x_bytes + below * beside * patch);
     __syncwarp();
     const int down = lane / Shape::kAcross, right = lane % Shape::kAcross;
     if (down >= below || right >= beside) return;
     const int64_t number = static_cast<int64_t>(first + down) * params.patches + across + right;
-    bulk_copy_once(weights(i) + lane * patch, params.weight + number * patch, patch, full + 8 * i, policy);
+    bulk_copy_once(weights(i) + lane * patch, params.weight + number * patch, patch, full + 8 * i, policy());
   }
 
+  // A stage's columns; what is more of x stays empty.
   __device__ void load_x(int tile, int step, int i) const {
     if (threadIdx.x % kWarp > 0) return;
     load_box(x(i), params.x, full + 8 * i, {0, row(tile), (from + step) * Shape::kBoxes});
+  }
+
+  __device__ void load_x_in_parts(int tile, int step, Ring<kInt4XStages>& ring) const {
+    if (threadIdx.x % kWarp > 0) return;
+    for (int chunk = 0; chunk < 4; ++chunk, ring.advance()) {
+      barrier_wait(x_empty + 8 * ring.stage, ring.parity ^ 1);
+      barrier_arrive_expecting(x_full + 8 * ring.stage, Shape::kXBytes);
+      load_box(x(ring.stage), params.x, x_full + 8 * ring.stage, {0, row(tile), ((from + step) * 4 + chunk) * 2});
+    }
   }
 
   __device__ int ahead() const { return min(steps, params.stages); }
@@ -166,13 +209,18 @@ struct Int4Block {
   __device__ void fetch() const {
     wait_for_dependencies();
     SizedRing ring{params.stages};
+    Ring<kInt4XStages> x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       for (int step = 0; step < steps; ++step, ring.advance()) {
         if (tile != first() || step >= ahead()) {
           barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
           load_weights(tile, step, ring.stage);
         }
-        load_x(tile, step, ring.stage);
+        if constexpr (Shape::kWide) {
+          load_x_in_parts(tile, step, x_ring);
+        } else {
+          load_x(tile, step, ring.stage);
+        }
       }
     }
   }
@@ -237,12 +285,12 @@ struct Int4Block {
 #pragma unroll
     for (auto& tall : sums) {
 #pragma unroll
-      for (auto& eight : tall) eight[0] = eight[1] = eight[2] = eight[3] = 0.0f;
+      for (float& sum : tall) sum = 0.0f;
     }
   }
 
   // 16 rows of W, of which a lane has two, and 32 columns, by all rows of x.
-  __device__ static void multiply(float (&parts)[Shape::kEights][4], uint2 codes, const Int4Group<T> (&groups)[2],
+  __device__ static void multiply(float (&parts)[Shape::kEights * 4], uint2 codes, const Int4Group<T> (&groups)[2],
                                   const uint32_t (&b)[Shape::kEights][4]) {
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
@@ -251,17 +299,76 @@ struct Int4Block {
                              subtract_pairs<T>(int4_pair<T>(codes.x, k + 1), groups[0].zeros),
                              subtract_pairs<T>(int4_pair<T>(codes.y, k + 1), groups[1].zeros)};
 #pragma unroll
-      for (int q = 0; q < Shape::kEights; ++q) multiply_add<T>(parts[q], a, b[q][k], b[q][k + 1]);
+      for (int q = 0; q < Shape::kEights; ++q) multiply_add<T>(parts + 4 * q, a, b[q][k], b[q][k + 1]);
     }
   }
 
-  __device__ static void scale(float (&sums)[Shape::kEights][4], const float (&parts)[Shape::kEights][4],
+  __device__ static void scale(float (&sums)[Shape::kEights * 4], const float (&parts)[Shape::kEights * 4],
                                const Int4Group<T> (&groups)[2]) {
 #pragma unroll
-    for (int q = 0; q < Shape::kEights; ++q) {
+    for (int i = 0; i < Shape::kEights * 4; ++i) sums[i] = fmaf(parts[i], groups[i / 2 % 2].scale, sums[i]);
+  }
+
+  // What wgmma takes as its left operand of 64 columns, a half of 128 of a patch whose codes are given: 16 a fragment, of
+  // this lane's two rows. `groups` is where the words of the first of the 128 columns are.
+  __device__ __forceinline__ void widen(uint32_t (&a)[4][4], const uint4 (&codes)[2], uint32_t groups, int half) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[q][i] = fmaf(parts[q][i], groups[i / 2].scale, sums[q][i]);
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t group = groups + (half * 2 + i >> params.group_shift) * kPatchRows * 4;
+      const uint2 pair = words(codes, half * 2 + i);
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const auto of = Int4Group<T>::of(load_shared_word(group + row * 32));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t two = int4_pair<T>(row == 0 ? pair.x : pair.y, j);
+          const float2 numbers = unpack<T>(subtract_pairs<T>(two, of.zeros));
+          a[2 * i + j / 2][j % 2 * 2 + row] = pack<T>(numbers.x * of.scale, numbers.y * of.scale);
+        }
+      }
     }
+  }
+
+  __device__ __forceinline__ void sum_wide_tile(Sums& sums, SizedRing& ring, Ring<kInt4XStages>& x_ring) const {
+    const int lane = threadIdx.x % kWarp;
+    clear(sums);
+    settle(sums[0]);
+    uint32_t a[2][4][4];
+    int last = x_ring.stage;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      barrier_wait(full + 8 * ring.stage, ring.parity);
+      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp * patch;
+      for (int chunk = 0; chunk < 4; ++chunk, x_ring.advance()) {
+        const uint32_t from = own + chunk * 1024 + lane * 16;
+        const uint4 codes[2] = {load_shared(from), load_shared(from + 512)};
+        const uint32_t groups = own + kPatchCodes + (chunk * 4 >> params.group_shift) * kPatchRows * 4 + lane / 4 * 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          widen(a[half], codes, groups, half);
+          if (half == 0) barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const uint64_t right = matrix_descriptor(x(x_ring.stage) + half * Shape::kBoxBytes, 1024, 0) + 2 * k;
+            multiply_by_transpose<T, Shape::kRows>(sums[0], a[half][k], right);
+          }
+          wgmma_commit();
+          wgmma_wait<1>();  // the half before, whose registers are written next
+          if (half == 0 && (step > 0 || chunk > 0)) arrive(x_empty + 8 * last);
+        }
+        last = x_ring.stage;
+      }
+      arrive(empty + 8 * ring.stage);
+    }
+    wgmma_wait<0>();
+    arrive(x_empty + 8 * last);
+    settle(sums[0]);
+  }
+
+  // For the warp.
+  __device__ static void arrive(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void sum_tile(Sums& sums, SizedRing& ring) const {
@@ -273,8 +380,7 @@ struct Int4Block {
       for (int i = Shape::kChunks * part(); i < Shape::kChunks * (part() + 1); ++i) {
         if (Shape::kAcross == 1 || i < chunks) add(sums, ring.stage, i);
       }
-      __syncwarp();
-      if (threadIdx.x % kWarp == 0) barrier_arrive(empty + 8 * ring.stage);
+      arrive(empty + 8 * ring.stage);
     }
   }
 
@@ -302,7 +408,8 @@ struct Int4Block {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t to = area + ((8 * q + row + i % 2) * Shape::kPitch + column + 16 * m + i / 2 * 8) * 4;
-          store_shared(to, Adds ? sums[m][q][i] + __uint_as_float(load_shared_word(to)) : sums[m][q][i]);
+          const float sum = sums[m][4 * q + i];
+          store_shared(to, Adds ? sum + __uint_as_float(load_shared_word(to)) : sum);
         }
       }
     }
@@ -343,13 +450,40 @@ struct Int4Block {
     }
   }
 
+  // Results of 8 rows of x and 16 of W at a time, 4 bytes a lane.
+  __device__ __forceinline__ void write_sums(const Sums& sums, int tile) const {
+    const int lane = threadIdx.x % kWarp, first = column(tile) + first_row();
+    if (first >= params.n) return;
+    const T* bias = static_cast<const T*>(params.bias);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float added = bias ? to_float(bias[first + 8 * half + lane / 4]) : 0.0f;
+      const int at = first + 8 * half + lane % 4 * 2;
+#pragma unroll
+      for (int q = 0; q < Shape::kEights; ++q) {
+        const float* s = sums[0] + 4 * q + 2 * half;
+        const uint32_t pair = transpose(pack<T>(s[0] + added, s[1] + added));
+        const int of_x = row(tile) + 8 * q + lane / 4;
+        if (of_x >= params.rows) continue;
+        T* to = static_cast<T*>(params.out) + static_cast<int64_t>(of_x) * params.n + at;
+        *reinterpret_cast<uint32_t*>(to) = pair;
+      }
+    }
+  }
+
   __device__ __forceinline__ void compute() const {
     SizedRing ring{params.stages};
+    Ring<kInt4XStages> x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       Sums sums;
-      sum_tile(sums, ring);
-      meet(sums);
-      if (params.split == 1) write(tile);
+      if constexpr (Shape::kWide) {
+        sum_wide_tile(sums, ring, x_ring);
+        params.split == 1 ? write_sums(sums, tile) : meet(sums);
+      } else {
+        sum_tile(sums, ring);
+        meet(sums);
+        if (params.split == 1) write(tile);
+      }
     }
   }
 };

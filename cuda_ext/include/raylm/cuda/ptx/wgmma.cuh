@@ -45,6 +45,10 @@ __device__ void multiply_transposed(float (&c)[N / 2], uint64_t a, uint64_t b, i
 template <typename T, int N>
 __device__ void multiply(float (&c)[N / 2], const uint32_t* a, uint64_t b);
 
+// c += a b^T for 64 rows of a, in registers, and N rows of b, 16 products; b has the summed dimension innermost.
+template <typename T, int N>
+__device__ void multiply_by_transpose(float (&c)[N / 2], const uint32_t* a, uint64_t b);
+
 }  // namespace raylm::cuda
 
-#include "raylm/cuda/ptx/wgmma_forms.cuh"  // both, for the types and widths that cmake/wgmma_forms.py names
+#include "raylm/cuda/ptx/wgmma_forms.cuh"  // all, for the types and widths that cmake/wgmma_forms.py names
