@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.dtypes import dtype_name
-from raylm.layers.weight import BlockWeight, PlainWeight
+from raylm.layers.weight import BlockWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, MLPSpec
 from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
@@ -69,10 +69,15 @@ _Run = Callable[[Tensor, list[Tensor], list[Tensor], LayerInput], None]
 def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """What runs the layers, and how many rows at most; or why nothing does."""
     arch, table = build.arch, _rotary_table(build)
-    products = [weight.values for weight in _products(layers) if isinstance(weight, PlainWeight)]
-    if len(products) < _PRODUCTS * len(layers) or any(values.dtype != build.dtype for values in products):
-        return f"it reads weights of {dtype_name(build.dtype)} alone, and some are kept in another form"
-    weights = _layer_weights(arch, layers, products)
+    found = _products(layers)
+    if all(isinstance(weight, ScaledWeight) for weight in found):
+        scaled = [weight for weight in found if isinstance(weight, ScaledWeight)]
+        products, scales = [weight.codes for weight in scaled], [weight.scales for weight in scaled]
+    else:
+        products, scales = [weight.values for weight in found if isinstance(weight, PlainWeight)], []
+        if len(products) < len(found) or any(values.dtype != build.dtype for values in products):
+            return f"it reads weights of {dtype_name(build.dtype)} or of FP8 alone, and some are kept in another form"
+    weights = _layer_weights(arch, layers, products, scales)
     taken = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
     if taken == 0:
         return f"there is no such kernel for these sizes on {build.context.device}"
@@ -146,9 +151,12 @@ def _rotary_table(build: Build) -> Tensor:
     return build.rotary_table(rope)
 
 
-def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], products: list[Tensor]) -> ops.LayerWeights:
+def _layer_weights(
+    arch: ArchConfig, layers: Sequence[nn.Module], products: list[Tensor], scales: list[Tensor]
+) -> ops.LayerWeights:
     return ops.LayerWeights(
         products=products,
+        scales=scales,
         norms=_norms(layers),
         head_norms=_head_norms(arch, layers),
         biases=_biases(arch, layers),

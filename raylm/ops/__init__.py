@@ -327,7 +327,8 @@ def few_layers(
     counters: Tensor,
 ) -> None:
     """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
-    tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences.
+    tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences. Where products are
+    codes, their rows stay as they are, rounded to float16 from bfloat16 alone.
 
     positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
     every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave
@@ -336,6 +337,7 @@ def few_layers(
     _few_layers(
         residual,
         weights.products,
+        weights.scales,
         weights.norms,
         weights.head_norms,
         weights.biases,
@@ -357,9 +359,8 @@ def few_layers(
 def few_layers_rows(weights: LayerWeights, *, num_kv_heads: int, head_dim: int) -> int:
     """How many rows few_layers takes of a model with a compiled kernel; 0 where there is none for it."""
     norms, o, down = weights.norms, weights.products[1], weights.products[3]
-    return _few_layers_rows(
-        norms[0].unsqueeze(0), down.shape[1], o.shape[1] // head_dim, num_kv_heads, head_dim, len(norms) // 2
-    )
+    x, num_heads, scaled = norms[0].unsqueeze(0), o.shape[1] // head_dim, bool(weights.scales)
+    return _few_layers_rows(x, down.shape[1], num_heads, num_kv_heads, head_dim, len(norms) // 2, scaled)
 
 
 def few_layers_memory(weights: LayerWeights, *, num_kv_heads: int) -> tuple[Tensor, Tensor]:

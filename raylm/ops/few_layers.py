@@ -14,10 +14,13 @@ FEW_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP. Contiguous, of one dtype."""
+    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP. Contiguous, of one dtype but
+    for products that are codes."""
 
     products: list[Tensor]
     """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]."""
+    scales: list[Tensor]
+    """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none."""
     norms: list[Tensor]
     """2 L, [H]: before attention and before the MLP."""
     head_norms: list[Tensor]
@@ -42,6 +45,7 @@ class LayerWeights:
 def few_layers(
     residual: Tensor,
     products: list[Tensor],
+    scales: list[Tensor],
     norms: list[Tensor],
     head_norms: list[Tensor],
     biases: list[Tensor],
@@ -63,7 +67,10 @@ def few_layers(
     query_start = torch.arange(rows + 1, dtype=torch.int32, device=residual.device)
     longest = block_table.shape[1] * k_caches[0].shape[1]
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
-        qkv, o, gate_up, down = products[4 * layer : 4 * layer + 4]
+        qkv, o, gate_up, down = (
+            _decoded(products[at], scales[at] if scales else None, residual.dtype)
+            for at in range(4 * layer, 4 * layer + 4)
+        )
         x = op.rms_norm(residual, norms[2 * layer], eps)
         heads = F.linear(x, qkv, biases[layer] if biases else None).view(rows, -1, head_dim)
         num_kv_heads = k_cache.shape[2]
@@ -78,5 +85,11 @@ def few_layers(
         residual.add_(F.linear(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated), down))
 
 
-def few_layers_rows(x: Tensor, width: int, num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int) -> int:
+def few_layers_rows(
+    x: Tensor, width: int, num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int, scaled: bool
+) -> int:
     return 0
+
+
+def _decoded(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return weight if scales is None else (weight.float() * scales.unsqueeze(-1)).to(dtype)

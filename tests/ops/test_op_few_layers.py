@@ -57,6 +57,7 @@ def make_weights(sizes: Sizes, *, head_norms: bool, bias: bool, gelu_tanh: bool 
     shapes = [(qkv, hidden), (hidden, heads * head_dim), (2 * width, hidden), (hidden, width)]
     return ops.LayerWeights(
         products=[random(*shape) for _ in range(LAYERS) for shape in shapes],
+        scales=[],
         norms=[norm(hidden) for _ in range(2 * LAYERS)],
         head_norms=[norm(head_dim) for _ in range(2 * LAYERS)] if head_norms else [],
         biases=[torch.randn(qkv, generator=generator) for _ in range(LAYERS)] if bias else [],
@@ -64,6 +65,12 @@ def make_weights(sizes: Sizes, *, head_norms: bool, bias: bool, gelu_tanh: bool 
         scale=head_dim**-0.5,
         gelu_tanh=gelu_tanh,
     )
+
+
+def in_codes(weights: ops.LayerWeights) -> ops.LayerWeights:
+    """With products in FP8."""
+    rows = [ops.scale_rows(product) for product in weights.products]
+    return replace(weights, products=[each.codes for each in rows], scales=[each.scales for each in rows])
 
 
 def make_step(sizes: Sizes, seq_lens: list[int]) -> Step:
@@ -102,10 +109,18 @@ def placed(step: Step, dtype: torch.dtype, device: str) -> Step:
 
 
 def placed_weights(weights: ops.LayerWeights, dtype: torch.dtype, device: str) -> ops.LayerWeights:
-    lists = {
-        name: cast(getattr(weights, name), dtype, device) for name in ("products", "norms", "head_norms", "biases")
-    }
+    lists = {name: cast(getattr(weights, name), dtype, device) for name in ("norms", "head_norms", "biases")}
+    if weights.scales:
+        lists |= {name: [x.to(device) for x in getattr(weights, name)] for name in ("products", "scales")}
+    else:
+        lists |= {"products": cast(weights.products, dtype, device)}
     return replace(weights, **lists)
+
+
+def exact_products(weights: ops.LayerWeights) -> list[Tensor]:
+    if not weights.scales:
+        return weights.products
+    return [x.double() * by.double()[:, None] for x, by in zip(weights.products, weights.scales, strict=True)]
 
 
 def run(step: Step, weights: ops.LayerWeights, memory: tuple[Tensor, Tensor]) -> None:
@@ -116,7 +131,7 @@ def check(step: Step, before: Step, weights: ops.LayerWeights, *, tolerance: flo
     """Compares a step that has run with the reference, and finds its caches changed where the tokens are."""
     wanted = placed(before, torch.float64, "cpu")
     exact = placed_weights(weights, torch.float64, "cpu")
-    wanted = wanted._replace(residual=decoder_layers(wanted, exact.products, exact))
+    wanted = wanted._replace(residual=decoder_layers(wanted, exact_products(exact), exact))
     for name in ("residual", "k_caches", "v_caches"):
         ours, theirs = (torch.cat([x.flatten() for x in _list(getattr(s, name))]) for s in (step, wanted))
         error = (ours.cpu().double() - theirs).nan_to_num(0)
@@ -130,11 +145,13 @@ def _list(x: Tensor | list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("gelu_tanh", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "norms-biases"])
-def test_plain_operators(extras, gelu_tanh):
+@pytest.mark.parametrize("codes", [False, True], ids=["", "fp8"])
+def test_plain_operators(codes, extras, gelu_tanh):
     weights = make_weights(SMALL, head_norms=extras, bias=extras, gelu_tanh=gelu_tanh)
+    weights = in_codes(weights) if codes else weights
     before = make_step(SMALL, [1, 17, 40])
     step = placed(before, torch.float32, "cpu")
-    static = (weights.products, weights.norms, weights.head_norms, weights.biases)
+    static = (weights.products, weights.scales, weights.norms, weights.head_norms, weights.biases)
     settings = (weights.eps, weights.scale, weights.gelu_tanh)
     fallback.few_layers(step.residual, *static, *step[1:], *settings, *ops.few_layers_memory(weights, num_kv_heads=2))
     check(step, before, weights, tolerance=1e-5)
@@ -166,11 +183,14 @@ SHAPES = {
 @pytest.mark.parametrize("seq_lens", ROWS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_kernel(hopper, dtype, shape, seq_lens):
+@pytest.mark.parametrize("codes", [False, True], ids=["", "fp8"])
+def test_kernel(hopper, codes, dtype, shape, seq_lens):
     sizes = SHAPES[shape]
+    if codes:
+        sizes = sizes._replace(width=sizes.width // 16 * 16)
     extras = sizes.num_heads % 2 == 0
     weights = make_weights(sizes, head_norms=extras, bias=extras, gelu_tanh=not extras)
-    weights = placed_weights(weights, dtype, "cuda")
+    weights = placed_weights(in_codes(weights) if codes else weights, dtype, "cuda")
     assert ops.few_layers_rows(weights, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim) == ops.FEW_ROWS
     before = placed(make_step(sizes, seq_lens), dtype, "cuda")
     step = placed(before, dtype, "cuda")
@@ -235,6 +255,26 @@ def test_a_token_outside_of_the_cache_is_not_stored(hopper):
     run(step._replace(slot_mapping=torch.full_like(step.slot_mapping, -1)), weights, memory)
     for ours, theirs in zip(step.k_caches + step.v_caches, before.k_caches + before.v_caches, strict=True):
         assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.gpu
+def test_codes_need_rows_of_sixteen_numbers(hopper):
+    sizes = SHAPES["odd-widths"]
+    weights = placed_weights(in_codes(make_weights(sizes, head_norms=False, bias=False)), torch.bfloat16, "cuda")
+    assert ops.few_layers_rows(weights, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim) == 0
+
+
+@pytest.mark.gpu
+def test_large_numbers_stay_finite_in_codes(hopper):
+    """Rows of bfloat16 may be larger than float16 holds."""
+    sizes = SHAPES["group-of-eight"]
+    weights = placed_weights(in_codes(make_weights(sizes, head_norms=True, bias=False)), torch.bfloat16, "cuda")
+    norms = [norm * 3e2 if number % 2 else norm for number, norm in enumerate(weights.norms)]
+    weights = replace(weights, norms=norms)  # before MLPs, whose activations are their square then
+    before = placed(make_step(sizes, [40]), torch.bfloat16, "cuda")
+    step = placed(before, torch.bfloat16, "cuda")
+    run(step, weights, ops.few_layers_memory(weights, num_kv_heads=sizes.num_kv_heads))
+    check(step, before, weights, tolerance=2e-2)
 
 
 @pytest.mark.gpu

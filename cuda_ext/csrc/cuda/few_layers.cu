@@ -17,6 +17,7 @@ using Tensors = std::vector<Tensor>;
 
 struct Model {
   int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
+  bool scaled;  // products are codes of 8 bits
 
   int64_t attended() const { return num_heads * head_dim; }
   int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
@@ -36,6 +37,7 @@ void set_products(FewLayersArgs<T>& args, const Model& model) {
   args.num_heads = static_cast<int>(model.num_heads);
   args.num_kv_heads = static_cast<int>(model.num_kv_heads);
   args.num_layers = static_cast<int>(model.num_layers);
+  args.scaled = model.scaled;
 }
 
 template <typename T>
@@ -47,7 +49,7 @@ int shared_besides_rings(const FewLayersArgs<T>& args) {
 template <typename T>
 int stages_of(const FewLayersArgs<T>& args) {
   const int room = kSharedOfBlock - kStatic - shared_besides_rings(args);
-  return std::min(kFewMostStages, room / (kFewWarps * FewReader<T, 128>::kStage));
+  return std::min(kFewMostStages, room / (kFewWarps * FewReader<Plain<T>, 128>::kStage));
 }
 
 bool fits(const Model& m, int32_t device) {
@@ -56,7 +58,8 @@ bool fits(const Model& m, int32_t device) {
   if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > blocks) return false;
   if (m.num_kv_heads < 1 || m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
   if (m.head_dim != 64 && m.head_dim != 128) return false;
-  if (m.hidden % 8 != 0 || m.width % 8 != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
+  const int64_t unit = m.scaled ? 16 : 8;
+  if (m.hidden % unit != 0 || m.width % unit != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
   FewLayersArgs<__half> args{};
   set_products(args, m);
   return stages_of(args) >= kLeastStages;
@@ -71,7 +74,7 @@ std::vector<int64_t> cell_starts(const Model& m) {
   return starts;
 }
 
-void check_layers(const Model& m, const Tensors& products, const Tensors& norms, const Tensors& head_norms,
+void check_layers(const Model& m, const Tensors& products, const Tensors& scales, const Tensors& norms, const Tensors& head_norms,
                   const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches, const Tensor& x) {
   const auto count = [&](const char* name, const Tensors& list, int64_t each, bool optional) {
     const int64_t size = static_cast<int64_t>(list.size());
@@ -79,24 +82,29 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& norms,
     fail(kOp, name, " has ", size, " tensors, must have ", each, " for each of ", m.num_layers, " layers");
   };
   count("products", products, 4, false);
+  count("scales", scales, 4, true);
   count("norms", norms, 2, false);
   count("head_norms", head_norms, 2, true);
   count("biases", biases, 1, true);
   count("v_caches", v_caches, 1, false);
   const int64_t sizes[4][2] = {
       {m.qkv(), m.hidden}, {m.hidden, m.attended()}, {2 * m.width, m.hidden}, {m.hidden, m.width}};
-  const auto check = [&](const char* name, const Tensor& tensor) {
-    Arg(kOp, name, tensor).dtype({x.scalar_type()}).on_device_of(x).contiguous();
+  const auto check = [&](const char* name, const Tensor& tensor, ScalarType dtype) {
+    Arg(kOp, name, tensor).dtype({dtype}).on_device_of(x).contiguous();
     if (!is_aligned(tensor.data_ptr())) fail(kOp, name, " is not aligned to 16 bytes");
   };
   for (size_t i = 0; i < products.size(); ++i) {
-    check("one of products", products[i]);
+    check("one of products", products[i], m.scaled ? ScalarType::Float8_e4m3fn : x.scalar_type());
     Arg(kOp, "one of products", products[i]).dim(2).size(0, sizes[i % 4][0], "as the model's other sizes say");
     Arg(kOp, "one of products", products[i]).size(1, sizes[i % 4][1], "as the model's other sizes say");
   }
+  for (size_t i = 0; i < scales.size(); ++i) {
+    check("one of scales", scales[i], ScalarType::Float);
+    Arg(kOp, "one of scales", scales[i]).dim(1).size(0, sizes[i % 4][0], "a scale a row of products");
+  }
   const auto check_vectors = [&](const char* name, const Tensors& vectors, int64_t size) {
     for (const Tensor& vector : vectors) {
-      check(name, vector);
+      check(name, vector, x.scalar_type());
       Arg(kOp, name, vector).size(0, size, "as the model's other sizes say");
     }
   };
@@ -118,12 +126,15 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& norms,
 }
 
 template <typename T>
-void set_layers(FewLayersArgs<T>& args, const Tensors& products, const Tensors& norms, const Tensors& head_norms,
-                const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
+void set_layers(FewLayersArgs<T>& args, const Tensors& products, const Tensors& scales, const Tensors& norms,
+                const Tensors& head_norms, const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
   constexpr FewPhase kPhases[4] = {kFewQkv, kFewO, kFewGateUp, kFewDown};
   for (int i = 0; i < args.num_layers; ++i) {
     FewLayer<T>& layer = args.layers[i];
-    for (int j = 0; j < 4; ++j) layer.weights[kPhases[j]] = data<T>(products[4 * i + j]);
+    for (int j = 0; j < 4; ++j) {
+      layer.weights[kPhases[j]] = data<char>(products[4 * i + j]);
+      if (args.scaled) layer.scales[kPhases[j]] = data<float>(scales[4 * i + j]);
+    }
     layer.attention_norm = data<T>(norms[2 * i]);
     layer.mlp_norm = data<T>(norms[2 * i + 1]);
     if (!head_norms.empty()) layer.q_norm = data<T>(head_norms[2 * i]), layer.k_norm = data<T>(head_norms[2 * i + 1]);
@@ -167,10 +178,10 @@ FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapp
 }
 
 // All blocks must live at once, as they wait for each other: a cooperative launch fails where they cannot.
-template <typename T, int D>
-void launch(const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
-  const int shared = shared_besides_rings(args) + args.stages * kFewWarps * FewReader<T, D>::kStage;
-  allow_shared<few_layers_kernel<T, D>>(kOp, device, kSharedOfBlock - kStatic);
+template <typename N, int D>
+void launch(const FewLayersArgs<typename N::Result>& args, int32_t device, cudaStream_t stream) {
+  const int shared = shared_besides_rings(args) + args.stages * kFewWarps * FewReader<N, D>::kStage;
+  allow_shared<few_layers_kernel<N, D>>(kOp, device, kSharedOfBlock - kStatic);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
@@ -181,20 +192,25 @@ void launch(const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, few_layers_kernel<T, D>, args);  // its error is read by check_launch
+  cudaLaunchKernelEx(&config, few_layers_kernel<N, D>, args);  // its error is read by check_launch
+}
+
+template <typename N>
+void launch(const FewLayersArgs<typename N::Result>& args, int64_t head_dim, int32_t device, cudaStream_t stream) {
+  head_dim == 64 ? launch<N, 64>(args, device, stream) : launch<N, 128>(args, device, stream);
 }
 
 // Most rows that the kernel takes of a model at a time; 0 where it takes none, on this device or of this shape.
 int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                        int64_t num_layers) {
+                        int64_t num_layers, bool scaled) {
   if (x.scalar_type() == ScalarType::Float) return 0;
-  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers};
+  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, scaled};
   while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
   return model.rows;
 }
 
-void few_layers(Tensor residual, Tensors products, Tensors norms, Tensors head_norms, Tensors biases, Tensors k_caches,
-                Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
+void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms, Tensors head_norms, Tensors biases,
+                Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
                 Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells, Tensor counters) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
@@ -205,10 +221,10 @@ void few_layers(Tensor residual, Tensors products, Tensors norms, Tensors head_n
   const int64_t head_dim = cos_sin.size(1);
   if (head_dim < 1) fail(kOp, "cos_sin has no columns");
   const Model model{residual.size(0), residual.size(1), products[3].size(1), products[1].size(1) / head_dim,
-                    k_caches[0].size(2), head_dim, static_cast<int64_t>(k_caches.size())};
+                    k_caches[0].size(2), head_dim, static_cast<int64_t>(k_caches.size()), !scales.empty()};
   const int32_t device = residual.get_device_index();
   if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
-  check_layers(model, products, norms, head_norms, biases, k_caches, v_caches, residual);
+  check_layers(model, products, scales, norms, head_norms, biases, k_caches, v_caches, residual);
   const FewStep step =
       step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
   const std::vector<int64_t> starts = cell_starts(model);
@@ -225,7 +241,7 @@ void few_layers(Tensor residual, Tensors products, Tensors norms, Tensors head_n
     if constexpr (sizeof(T) == 2) {
       FewLayersArgs<T> args{};
       set_products(args, model);
-      set_layers(args, products, norms, head_norms, biases, k_caches, v_caches);
+      set_layers(args, products, scales, norms, head_norms, biases, k_caches, v_caches);
       args.step = step;
       args.eps = static_cast<float>(eps), args.scale = static_cast<float>(scale), args.gelu = gelu_tanh;
       args.residual = data<T>(residual);
@@ -234,7 +250,7 @@ void few_layers(Tensor residual, Tensors products, Tensors norms, Tensors head_n
       args.launches = data<unsigned>(counters), args.arrivals = args.launches + 2;
       args.stages = stages_of(args);
       const cudaStream_t stream = current_stream(residual);
-      head_dim == 64 ? launch<T, 64>(args, device, stream) : launch<T, 128>(args, device, stream);
+      model.scaled ? launch<Scaled<T>>(args, head_dim, device, stream) : launch<Plain<T>>(args, head_dim, device, stream);
     }
   });
   check_launch(kOp);

@@ -28,10 +28,11 @@ struct FewAttentionShared {
   bool last;
 };
 
-template <typename T, int D>
+template <typename N, int D>
 class FewAttention {
  public:
-  using Reader = FewReader<T, D>;
+  using T = typename N::Result;
+  using Reader = FewReader<N, D>;
   using Shared = FewAttentionShared<T, D>;
 
   // All threads of the block make one, before a barrier.

@@ -9,7 +9,8 @@
 // contributes to what must be there before they are written again.
 //
 // The products are those of skinny_linear.cuh: x in shared memory, W read once, k shared out among warps whose sums are
-// added in their order. That a whole model fits one persistent kernel is an old idea (Hazy Research, "Look Ma, No
+// added in their order. Weights may be codes of 8 bits with a scale a row: rows of x are halves then, of which none is
+// rounded but to these. That a whole model fits one persistent kernel is an old idea (Hazy Research, "Look Ma, No
 // Bubbles!", 2025); here the order is fixed, so there are no tasks to interpret.
 #pragma once
 
@@ -19,10 +20,13 @@ namespace raylm::cuda {
 
 constexpr int kFewMeeting = (2 * 64 + kFewRows) * kFewWarps * 4;  // bytes: of each warp, two tiles' sums, x's squares
 
-template <typename T, int D>
+template <typename N, int D>
 class FewBlock {
  public:
-  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<T, D>& reader,
+  using T = typename N::Result;
+  static constexpr int kBlock = few_block(N::kScaled);
+
+  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
                       FewAttentionShared<T, D>& shared, char* x)
       : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
         norm_(reinterpret_cast<T*>(x + args.x_bytes())),
@@ -54,7 +58,7 @@ class FewBlock {
 
   __device__ void multiply(int layer, int phase) {
     const FewProduct& product = args_.products[phase];
-    if (FewTeam(product.k, 0).first_tile >= product.tiles) return;  // no tile of it is this block's
+    if (FewTeam(product.k, 0, kBlock).first_tile >= product.tiles) return;  // no tile of it is this block's
     const bool norms = phase == kFewQkv || phase == kFewGateUp;
     if (norms) fetch_norm(phase == kFewQkv ? args_.layers[layer].attention_norm : args_.layers[layer].mlp_norm);
     if (phase == kFewQkv) {
@@ -69,13 +73,21 @@ class FewBlock {
 
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
+  // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to.
+  static constexpr float kShrink = N::kScaled ? 0.0625f : 1.0f;
+  __device__ static uint2 taken(uint2 x) {
+    if constexpr (!N::kScaled) return x;
+    const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
+    return make_uint2(pack<__half>(a.x * kShrink, a.y * kShrink), pack<__half>(b.x * kShrink, b.y * kShrink));
+  }
+
   static constexpr int kStep = kFewThreads * 4;  // elements of a row that the block takes at once, 4 a thread
 
   // Rows of cells become x, once they are there; without cells, the rows that the layers are given. With `squares`, the
   // sum of the squares of this warp's elements of each row goes to squares_.
   __device__ void copy(const uint2* cells, int k, uint32_t stamp, bool squares) {
     constexpr int kBatch = 4;
-    const int pitch = args_.x_pitch(k), end = pitch / 2 - 32;
+    const int pitch = args_.x_pitch(k), end = (k + kBlock - 1) / kBlock * kBlock;
 #pragma unroll 1
     for (int r = 0; r < args_.rows; ++r) {
       float sum = 0;
@@ -96,7 +108,7 @@ class FewBlock {
             x = cells ? await_cells(cells + (at + j * kStep) / 2, stamp, seen[j])
                       : *reinterpret_cast<const uint2*>(args_.residual + at + j * kStep);
           }
-          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = x;
+          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = squares ? x : taken(x);
           const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
           sum += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
         }
@@ -126,7 +138,7 @@ class FewBlock {
       for (int i = threadIdx.x * 4; i < args_.hidden; i += kStep) {
         uint2* const x = reinterpret_cast<uint2*>(x_row(r, pitch) + i);
         const uint2 scale = *reinterpret_cast<const uint2*>(norm_ + i);
-        *x = make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y));
+        *x = taken(make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y)));
       }
     }
     sync_some(0, kFewThreads);
@@ -143,6 +155,7 @@ class FewBlock {
     uint4 seen{};
     const uint2* cells = nullptr;  // two of them
     bool odd;
+    float2 scales[2];  // of two rows of codes, and of those of up
   };
 
   __device__ Besides ask_besides(int layer, int phase, int row, int column) const {
@@ -152,6 +165,11 @@ class FewBlock {
     if (phase == kFewQkv && args_.layers[layer].qkv_bias) plain = args_.layers[layer].qkv_bias + column;
     if (phase == kFewO && layer == 0) plain = args_.residual + at;
     out.odd = at / 2 % 2;
+    if constexpr (N::kScaled) {
+      const float* scales = args_.layers[layer].scales[phase] + column;
+      out.scales[0] = *reinterpret_cast<const float2*>(scales);
+      if (phase == kFewGateUp) out.scales[1] = *reinterpret_cast<const float2*>(scales + args_.products[phase].n / 2);
+    }
     if (plain) {
       out.seen.x = out.seen.z = *reinterpret_cast<const uint32_t*>(plain);
     } else if (phase == kFewO || phase == kFewDown) {
@@ -170,11 +188,11 @@ class FewBlock {
   // x W^T for this block's tiles of W. Sums are rounded before they are added to the residual stream, and before the
   // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two outputs.
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
-    const FewTeam team(product.k, warp_);
+    const FewTeam team(product.k, warp_, kBlock);
     const int pairs_log2 = phase == kFewGateUp ? 1 : 2;
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
     const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * args_.x_pitch(product.k)};
-    const char* const x = x_ + lane_ % 4 * 16;
+    const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
     const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
     float* const meeting = meeting_ + team.index * team.split * 64;
     int turn = 0;
@@ -184,10 +202,10 @@ class FewBlock {
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
       if (writes) besides = ask_besides(layer, phase, row, column);
-      SkinnySums<Plain<T>, 1, 1> sums;
+      SkinnySums<N, 1, 1> sums;
       sums.clear();
 #pragma unroll 1
-      for (int k = team.warp * kFewBlock; k < product.k; k += team.split * kFewBlock) {
+      for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
         sums.template add<true>(x + k * 2, x_rows, reader_.next() + w_lane, 0);
       }
       float* const parts = meeting + (turn & 1) * (kFewWarps * 64);
@@ -209,16 +227,23 @@ class FewBlock {
 
   __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
                         int split, const Besides& besides) const {
-    float2 out = sum(parts, split);
+    float2 out = scaled(sum(parts, split), besides.scales[0]);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
-    if (phase == kFewGateUp) out = gated(rounded(out), rounded(sum(parts + 4, split)));
+    if (phase == kFewGateUp) {
+      out = gated(rounded(out), rounded(scaled(sum(parts + 4, split), besides.scales[1])));
+    }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
     const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
     const int64_t at = static_cast<int64_t>(row) * outputs + column;
     const uint32_t packed = pack<T>(out.x, out.y);
     store_cell(args_.cells[phase] + at / 2, packed, stamp_);
     if (phase == kFewDown && layer + 1 == args_.num_layers) *reinterpret_cast<uint32_t*>(args_.residual + at) = packed;
+  }
+
+  __device__ static float2 scaled(float2 x, float2 scales) {
+    if constexpr (!N::kScaled) return x;
+    return make_float2(x.x * scales.x / kShrink, x.y * scales.y / kShrink);
   }
 
   __device__ static float2 rounded(float2 x) { return unpack<T>(pack<T>(x.x, x.y)); }
@@ -230,8 +255,8 @@ class FewBlock {
 
   const FewLayersArgs<T>& args_;
   const FewColumn& column_;
-  FewReader<T, D>& reader_;
-  FewAttention<T, D> attention_;
+  FewReader<N, D>& reader_;
+  FewAttention<N, D> attention_;
   char* const x_;
   T* const norm_;  // the weight of the norm that comes next
   float* const meeting_;
@@ -240,17 +265,18 @@ class FewBlock {
   uint32_t stamp_;
 };
 
-template <typename T, int D>
-__global__ void __launch_bounds__(kFewThreads, 1) few_layers_kernel(const __grid_constant__ FewLayersArgs<T> args) {
+template <typename N, int D>
+__global__ void __launch_bounds__(kFewThreads, 1)
+    few_layers_kernel(const __grid_constant__ FewLayersArgs<typename N::Result> args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ char shared[] __attribute__((aligned(128)));
-  __shared__ FewAttentionShared<T, D> attention;
+  __shared__ FewAttentionShared<typename N::Result, D> attention;
   start_dependents();
   wait_for_dependencies();
   char* const rings = shared + args.x_bytes() + args.norm_bytes() + kFewMeeting;
   const FewColumn column(args);
-  FewReader<T, D> reader(args, column, rings + threadIdx.x / kWarp * args.stages * FewReader<T, D>::kStage);
-  FewBlock<T, D> block(args, column, reader, attention, shared);
+  FewReader<N, D> reader(args, column, rings + threadIdx.x / kWarp * args.stages * FewReader<N, D>::kStage);
+  FewBlock<N, D> block(args, column, reader, attention, shared);
   block.run();
 #endif
 }

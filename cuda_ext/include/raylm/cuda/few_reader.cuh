@@ -6,8 +6,8 @@
 namespace raylm::cuda {
 
 constexpr int kFewWarps = 8;
-constexpr int kFewBlock = 256;  // of k: what a warp takes at a time, as the kernel for few rows does
-static_assert(kFewBlock * 2 == kSkinnyBytes);
+// Of k: what a warp takes at a time, as the kernel for few rows does.
+__host__ __device__ constexpr int few_block(bool scaled) { return scaled ? kSkinnyBytes : kSkinnyBytes / 2; }
 constexpr int kFewThreads = kFewWarps * kWarp;
 constexpr int kFewRows = 4;
 constexpr int kFewMostLayers = 128;
@@ -20,7 +20,8 @@ enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewGateUp, kFewDown, kFewPhases 
 
 template <typename T>
 struct FewLayer {
-  const T* weights[kFewPhases];  // [n, k] of each product
+  const char* weights[kFewPhases];  // [n, k] of each product: of T, or codes
+  const float* scales[kFewPhases];  // of the rows of codes
   const T* qkv_bias;             // or null
   const T* q_norm;               // or null, and so k_norm
   const T* k_norm;
@@ -66,10 +67,12 @@ struct FewLayersArgs {
   unsigned* arrivals;         // [columns]: parts so far; 0 but in a kernel
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
+  bool scaled;  // weights are codes of 8 bits
 
   // Bytes of a row of x in shared memory, which has room for whole blocks of k.
-  __host__ __device__ static int x_pitch(int k) {
-    return skinny_x_pitch(false, (k + kFewBlock - 1) / kFewBlock * kFewBlock);
+  __host__ __device__ int x_pitch(int k) const {
+    const int block = few_block(scaled);
+    return skinny_x_pitch(scaled, (k + block - 1) / block * block);
   }
   __host__ __device__ int x_bytes() const {
     int widest = 0;
@@ -84,8 +87,8 @@ struct FewLayersArgs {
 struct FewTeam {
   int split, index, warp, first_tile, tile_step;
 
-  __device__ FewTeam(int k, int warp_of_block) {
-    const int teams_log2 = k > 4 * kFewBlock ? 0 : 1;
+  __device__ FewTeam(int k, int warp_of_block, int block) {
+    const int teams_log2 = k > 4 * block ? 0 : 1;
     split = kFewWarps >> teams_log2;
     index = teams_log2 ? warp_of_block / (kFewWarps / 2) : 0, warp = warp_of_block - index * split;
     first_tile = (blockIdx.x << teams_log2) + index, tile_step = gridDim.x << teams_log2;
@@ -113,17 +116,19 @@ struct FewColumn {
 };
 
 // One warp's ring of copies, in the order in which it uses them through all layers: of its products' weights 8 rows by
-// 256 of k, of the cache 16 keys, then their values.
-template <typename T, int D>
+// 512 bytes, of the cache 16 keys, then their values. N: what weights hold.
+template <typename N, int D>
 class FewReader {
  public:
+  using T = typename N::Result;
+  static constexpr int kItem = sizeof(typename N::Stored), kBlock = few_block(N::kScaled);
   static constexpr int kStage = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
   static_assert(kFewKeys * kKeyPitch <= kStage);
 
   __device__ FewReader(const FewLayersArgs<T>& args, const FewColumn& column, char* stages)
       : args_(args), column_(column), warp_(threadIdx.x / kWarp), lane_(threadIdx.x % kWarp), stages_(stages),
-        team_(args.hidden, warp_), policy_(evict_first_policy()) {
+        team_(args.hidden, warp_, kBlock), policy_(evict_first_policy()) {
     first_block_ = block_of(column.begin + warp_);
     skip();
 #pragma unroll 1
@@ -164,16 +169,16 @@ class FewReader {
 
   // What lies beyond the weight's columns becomes zeros.
   __device__ void load_weights(uint32_t to) {
-    const bool inside = k_ + lane_ * 8 < product_.k;
+    const bool inside = k_ + lane_ * (16 / kItem) < product_.k;
     to += lane_ * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const T* row = (i < 4 ? from_ : from_ + half_) + i % 4 * product_.k;
+      const char* row = (i < 4 ? from_ : from_ + half_) + i % 4 * product_.k * kItem;
       copy_async_once(to + i * kSkinnyPitch, row, inside, policy_);
     }
-    const int step = team_.split * kFewBlock;
-    k_ += step, from_ += step;
-    if (k_ >= product_.k) k_ = team_.warp * kFewBlock, from_ += next_tile_;
+    const int step = team_.split * kBlock;
+    k_ += step, from_ += step * kItem;
+    if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
   }
 
   // Keys up to the token's own one, which is not in the cache yet; zeros from there on.
@@ -217,17 +222,17 @@ class FewReader {
       return unit_ < column_.end ? 2 * ((column_.end - unit_ - 1) / kFewWarps + 1) : 0;
     }
     product_ = args_.products[phase_];
-    team_ = FewTeam(product_.k, warp_);
+    team_ = FewTeam(product_.k, warp_, kBlock);
     const bool gated = phase_ == kFewGateUp;
-    const int step_log2 = team_.split == kFewWarps ? 11 : 10;  // of team_.split * kFewBlock
-    k_ = team_.warp * kFewBlock;
+    const int step_log2 = (team_.split == kFewWarps ? 11 : 10) + N::kScaled;  // of team_.split * kBlock
+    k_ = team_.warp * kBlock;
     if (k_ >= product_.k || team_.first_tile >= product_.tiles) return 0;
     const int each = ((product_.k - k_ - 1) >> step_log2) + 1;
     const int tiles = (product_.tiles - team_.first_tile - 1) / team_.tile_step + 1;
-    const int64_t tile = static_cast<int64_t>(gated ? 4 : 8) * product_.k;
-    half_ = (gated ? product_.n / 2 : 4) * static_cast<int64_t>(product_.k);
-    from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * tile + k_ + lane_ * 8;
-    next_tile_ = team_.tile_step * tile - (each << step_log2);
+    const int64_t row = static_cast<int64_t>(product_.k) * kItem, tile = (gated ? 4 : 8) * row;
+    half_ = (gated ? product_.n / 2 : 4) * row;
+    from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * tile + k_ * kItem + lane_ * 16;
+    next_tile_ = team_.tile_step * tile - (each << step_log2) * kItem;
     return each * tiles;
   }
 
@@ -240,8 +245,8 @@ class FewReader {
   int layer_ = 0, phase_ = -1, left_ = 0;  // copies of the phase
   FewTeam team_;
   FewProduct product_;
-  const T* from_;  // this lane's part of the next copy's first row
-  int64_t half_;   // from there to the fifth row
+  const char* from_;  // this lane's part of the next copy's first row
+  int64_t half_;      // bytes from there to the fifth row
   int64_t next_tile_;
   int k_;
   int unit_, block_, first_block_;
