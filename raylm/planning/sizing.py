@@ -19,7 +19,7 @@ from raylm.models.outline import StageOutline, outline
 from raylm.models.scheme import AS_FP8, AS_NUMBERS
 from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
-from raylm.worker.device import choose_dtype
+from raylm.worker.device import choose_cache_dtype, choose_dtype
 from raylm.worker.drafting import outline_drafting
 
 GIB = 1 << 30
@@ -57,6 +57,8 @@ class Plan:
     dtype: str
     quantisation: str | None
     """How the checkpoint stores its weights."""
+    cache_dtype: str
+    """Of keys and values."""
     is_fp8: bool
     """Whether linear layers are FP8: as stored, or quantised while they are loaded. Other weights have `dtype`."""
     tensor: int
@@ -106,6 +108,7 @@ class Sizing:
         self._gpu = gpu
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
+        self._cache_dtype = choose_cache_dtype(config.cache.dtype, self._dtype)
         self._scheme = AS_FP8 if self._is_fp8(config) else AS_NUMBERS
         self._limit = limit
 
@@ -124,6 +127,7 @@ class Sizing:
         return Plan(
             dtype=dtype_name(self._dtype),
             quantisation=self._quantisation(),
+            cache_dtype=dtype_name(self._cache_dtype),
             is_fp8=self._scheme is AS_FP8,
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -190,10 +194,12 @@ class Sizing:
         is_head = context.is_last_stage and arch.tie_embeddings
         read = held - (_bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0)
         block_size = self._config.cache.block_size
-        specs = cache_specs(arch, context, block_size=block_size, dtype=self._dtype)
+        specs = cache_specs(arch, context, block_size=block_size, dtype=self._cache_dtype)
         groups = CacheGroups.choose(specs, block_size=block_size, max_len=self._limit).of_stage(model.layer_numbers)
         is_dummy = self._config.model.load_format == "dummy"
-        drafting = outline_drafting(self._config.speculation, model, dummy=is_dummy, block_size=block_size)
+        drafting = outline_drafting(
+            self._config.speculation, model, dummy=is_dummy, block_size=block_size, cache_dtype=self._cache_dtype
+        )
         if drafting is not None:
             held += drafting.weight_bytes
             groups = groups._replace(drafts=drafting.layers)
