@@ -2,7 +2,7 @@
 
 python -m tests.gpu.attention_times        on a CUDA host; prints one JSON line a case, in all in half a minute
 
-bf16, cache blocks of 16 in random order; `codes` is a cache of 8-bit floats. Calls stand in a CUDA graph with a kernel of
+bf16, cache blocks of 16 in random order; `codes` is a cache of 8-bit floats. Calls stand in a CUDA graph, a kernel of
 no work behind each, whose own time is taken off, over caches that take turns, so that no call finds its own in the L2
 cache. The bandwidth is that of a large element-wise kernel, measured before them, its reading and its writing counted.
 """
