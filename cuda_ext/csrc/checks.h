@@ -35,6 +35,7 @@ inline const char* dtype_name(ScalarType dtype) {
     case ScalarType::Long: return "int64";
     case ScalarType::Bool: return "bool";
     case ScalarType::Byte: return "uint8";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
     default: return "another dtype";
   }
 }

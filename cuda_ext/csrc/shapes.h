@@ -1,6 +1,7 @@
 // The checks that an operator's CPU and CUDA launchers share: everything but the device.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 
@@ -32,24 +33,48 @@ inline void check_rotary(const char* op, const Tensor& q, const Tensor& k, const
   }
 }
 
+// A KV cache has the numbers' type, or with `codes` allowed 8-bit floats.
+inline void check_cache_type(const char* op, const Tensor& numbers, const Tensor& k_cache, const Tensor& v_cache,
+                             bool codes) {
+  if (codes && k_cache.scalar_type() != numbers.scalar_type()) {
+    Arg(op, "k_cache", k_cache).dtype({numbers.scalar_type(), ScalarType::Float8_e4m3fn});
+  } else {
+    Arg(op, "k_cache", k_cache).dtype({numbers.scalar_type()});
+  }
+  Arg(op, "v_cache", v_cache).dtype({k_cache.scalar_type()});
+}
+
+// Scales of a cache: of what it holds as codes alone.
+inline void check_scales(const char* op, const Tensor& cache, double k_scale, double v_scale) {
+  const auto check = [&](const char* name, double scale) {
+    if (!(scale > 0) || std::isinf(scale)) fail(op, name, " is ", scale, ", must be positive and finite");
+    if (cache.scalar_type() != ScalarType::Float8_e4m3fn && scale != 1) {
+      fail(op, name, " is ", scale, ", must be 1: the cache is ", dtype_name(cache.scalar_type()));
+    }
+  };
+  check("k_scale", k_scale);
+  check("v_scale", v_scale);
+}
+
 inline void check_store(const char* op, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
-                        const Tensor& slots) {
+                        const Tensor& slots, bool codes = false) {
   Arg(op, "k", k).floating().dim(3).last_contiguous();
   Arg(op, "v", v).dtype({k.scalar_type()}).dim(3).last_contiguous();
   for (int64_t d = 0; d < 3; ++d) Arg(op, "v", v).size(d, k.size(d), "as k");
-  Arg(op, "k_cache", k_cache).dtype({k.scalar_type()}).dim(4).last_contiguous();
+  check_cache_type(op, k, k_cache, v_cache, codes);
+  Arg(op, "k_cache", k_cache).dim(4).last_contiguous();
   Arg(op, "k_cache", k_cache).size(2, k.size(1), "the heads of k").size(3, k.size(2), "the head size of k");
-  Arg(op, "v_cache", v_cache).dtype({k.scalar_type()}).dim(4).last_contiguous();
+  Arg(op, "v_cache", v_cache).dim(4).last_contiguous();
   for (int64_t d = 0; d < 4; ++d) Arg(op, "v_cache", v_cache).size(d, k_cache.size(d), "as k_cache");
   Arg(op, "slot_mapping", slots).dtype({ScalarType::Long}).dim(1).size(0, k.size(0), "the tokens of k").contiguous();
 }
 
 inline void check_rope_store(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_weight,
                              const std::optional<Tensor>& k_weight, const Tensor& positions, const Tensor& cos_sin,
-                             const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
+                             const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, bool codes = false) {
   const char* op = "rope_store";
   check_rotary(op, q, k, positions, cos_sin);
-  check_store(op, k, v, k_cache, v_cache, slots);
+  check_store(op, k, v, k_cache, v_cache, slots, codes);
   if (q_weight.has_value() != k_weight.has_value()) fail(op, "q_weight and k_weight must be given both or neither");
   if (!q_weight) return;
   Arg(op, "q_weight", *q_weight).dtype({q.scalar_type()}).dim(1).size(0, q.size(2), "the head size").contiguous();
@@ -86,12 +111,14 @@ inline void check_gated_linear(const Tensor& x, const Tensor& weight, const Tens
 
 inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
                             const Tensor& query_start, const Tensor& seq_lens, int64_t window, double soft_cap,
-                            const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks) {
+                            const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+                            bool codes = false) {
   const char* op = "paged_attention";
   Arg(op, "q", q).floating().dim(3).last_contiguous();
-  Arg(op, "k_cache", k_cache).dtype({q.scalar_type()}).dim(4).last_contiguous();
+  check_cache_type(op, q, k_cache, v_cache, codes);
+  Arg(op, "k_cache", k_cache).dim(4).last_contiguous();
   Arg(op, "k_cache", k_cache).size(3, q.size(2), "the head size of q");
-  Arg(op, "v_cache", v_cache).dtype({q.scalar_type()}).dim(4).last_contiguous();
+  Arg(op, "v_cache", v_cache).dim(4).last_contiguous();
   for (int64_t d = 0; d < 4; ++d) Arg(op, "v_cache", v_cache).size(d, k_cache.size(d), "as k_cache");
   const int64_t kv_heads = k_cache.size(2);
   if (kv_heads == 0 || q.size(1) % kv_heads != 0) {

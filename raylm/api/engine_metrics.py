@@ -127,7 +127,7 @@ def _of_infos(engines: Sequence[EngineStats]) -> Iterator[Metric]:
         if (info := engine.info) is None:
             continue
         blocks = [str(info.layout.block_size), str(info.num_blocks), str(info.num_host_blocks)]
-        cache.add_metric([*own, *blocks, info.dtype, str(engine.prefix_caching)], 1)
+        cache.add_metric([*own, *blocks, info.cache_dtype, str(engine.prefix_caching)], 1)
         lora.add_metric([*own, "0", "", ""], 1)
         for phase, seconds in info.phases.items():
             startup.add_metric([*own, phase], seconds)

@@ -29,8 +29,8 @@ AWQ: dict[str, object] = {"quant_method": "awq", "bits": 4, "group_size": 128, "
 
 
 def write_shape(name: str, folder: Path, *, awq: bool = False) -> Path:
-    """Write a folder with the config.json of a public model, one of SHAPES in any case, or with `awq` of a checkpoint of
-    it in AWQ's format. Raises ConfigError."""
+    """Write a folder with the config.json of a public model, one of SHAPES in any case; with `awq`, of a checkpoint in
+    that format. Raises ConfigError."""
     if (known := shape_named(name)) is None:
         raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
     _write_tokenizer(folder, int(str(SHAPES[known]["vocab_size"])))

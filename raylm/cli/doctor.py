@@ -159,7 +159,8 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
 
     arch, source = check_model(config), locate(config.model.reference)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
-    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks)
+    codes = config.cache.dtype == "fp8"
+    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks, codes)
     backend, reason = choose_backend(config.runtime.attention, setting)
     length = config.model.max_model_len
     return [

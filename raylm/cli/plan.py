@@ -124,10 +124,11 @@ def _needs(plan: Plan) -> dict[str, str]:
         decoded = f" (linear layers in {plan.kept_as}{stored})"
     elif plan.quantisation is not None:
         decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})"
+    cache = "" if plan.cache_dtype == plan.dtype else f" ({plan.cache_dtype})"
     return {
         "parallel": f"tensor {plan.tensor}, pipeline {plan.pipeline}",
         "weights": f"{plan.weight_bytes / 1e9:.2f} GB in all, {plan.weight_bytes_gpu / 1e9:.2f} GB a GPU{decoded}",
-        "KV cache": f"{plan.kv_bytes_token:,} bytes a token in all, {plan.kv_bytes_token_gpu:,} a GPU",
+        "KV cache": f"{plan.kv_bytes_token:,} bytes a token in all, {plan.kv_bytes_token_gpu:,} a GPU{cache}",
     }
 
 

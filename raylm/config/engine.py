@@ -22,6 +22,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "raylm", "transformers"]
 Weights = Literal["stored", "decoded"]
 BlockHash = Literal["xxhash", "sha256"]
+CacheDType = Literal["auto", "fp8"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
 NumBatchedTokens = Annotated[int, Field(ge=1)]
@@ -111,6 +112,10 @@ class CacheConfig(FrozenConfig):
 
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens a block."""
+    dtype: CacheDType = "auto"
+    """How keys and values are stored (the option is cache_dtype). auto: as numbers of `model.dtype`. fp8: as 8-bit
+    floats (e4m3), in half the memory of 16 bits, with a scale for a layer's keys and one for its values: the
+    checkpoint's, or 1 where it has none."""
     num_blocks: int | None = Field(default=None, ge=2)
     """Blocks of the cache; by default what fits in the memory below."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)

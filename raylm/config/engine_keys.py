@@ -1,7 +1,7 @@
 """The keys of EngineConfig as options: of commands, and of LLM(...). They are made of the configuration's own fields.
 
 A key of model, parallel, cache, scheduler, runtime or load is an option of its own name (max_model_len); those of other
-sections begin with the section's (speculation_num_drafts).
+sections, and cache.dtype, begin with the section's (speculation_num_drafts).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, VALUES
 from raylm.errors import ConfigError
 
 _BARE = ("model", "parallel", "cache", "scheduler", "runtime", "load")
+_NOT_BARE = (("cache", "dtype"),)
+"""Keys of these sections that would have the name of another's."""
 Sections = dict[str, dict[str, Any]]
 """Values of keys, section by section."""
 
@@ -38,7 +40,8 @@ class EngineKey(NamedTuple):
     @property
     def name(self) -> str:
         """The option's name in Python; a command's has dashes."""
-        return self.key if self.section in _BARE else f"{self.section}_{self.key}"
+        is_bare = self.section in _BARE and (self.section, self.key) not in _NOT_BARE
+        return self.key if is_bare else f"{self.section}_{self.key}"
 
 
 @functools.cache

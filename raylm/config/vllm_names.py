@@ -28,6 +28,7 @@ def _not(value: object) -> object:
 
 VALUES: dict[str, dict[object, object]] = {
     "dtype": {"half": "float16", "float": "float32"},
+    "cache_dtype": {"fp8_e4m3": "fp8"},
     "implementation": {"vllm": "raylm"},
     "quantization": {
         "gptq_marlin": "gptq",
@@ -53,6 +54,7 @@ NAMES: dict[str, Renamed] = {
     "enable_prefix_caching": Renamed("prefix_caching", is_flag=True),
     "prefix_caching_hash_algo": Renamed("block_hash"),
     "num_gpu_blocks_override": Renamed("num_blocks"),
+    "kv_cache_dtype": Renamed("cache_dtype"),
     "swap_space": Renamed("swap_gib"),
     "scheduling_policy": Renamed("policy"),
     "served_model_name": Renamed("name", note="further names are `--aliases` (`model.aliases`)", rest="aliases"),
@@ -82,7 +84,6 @@ ANYWAY: dict[str, str] = {
     "use_tqdm_on_load": "progress is shown on a terminal alone",
     "disable_uvicorn_access_log": "requests are not logged",
     "enable_prompt_tokens_details": "usage has them",
-    "calculate_kv_scales": "the cache is not quantised",
     "max_log_len": "prompts are not logged",
     "enable_request_id_headers": "every answer has x-request-id",
 }
@@ -97,7 +98,7 @@ REFUSED: dict[str, str] = {
     "tokenizer_revision": "the tokenizer is of the model's own revision (revision)",
     "code_revision": "no code of a checkpoint is run",
     "skip_tokenizer_init": "requests are text as well as tokens; send token ids where you have them",
-    "kv_cache_dtype": "the KV cache has the model's type",
+    "calculate_kv_scales": "scales of an fp8 cache are the checkpoint's, or 1",
     "hf_overrides": "change config.json in a copy of the model's folder",
     "hf_config_path": "config.json is that of the model's folder",
     "config_format": "it is found out from the files",
@@ -176,7 +177,7 @@ _GROUPS: dict[str, str] = {
         offload_group_size offload_num_in_group offload_params offload_prefetch_step""",
     "preempted requests go to the host's memory: swap_gib": "kv_offloading_backend kv_offloading_size",
     "the KV cache is sized by gpu_memory_utilization or num_blocks": "kv_cache_memory_bytes watermark",
-    "the KV cache has the model's type": "kv_cache_dtype_skip_layers",
+    "the KV cache has one type in all layers (cache_dtype)": "kv_cache_dtype_skip_layers",
     "raylm quantises to fp8 alone (quantization); how a checkpoint is quantised is read from its own files": """
         allow_deprecated_quantization quantization_config""",
     "files are found by their names and read by several threads": """ignore_patterns model_loader_extra_config

@@ -217,7 +217,7 @@ class ModelInfo(NamedTuple):
     vocab_size: int
     eos_token_ids: list[int]
     device: str
-    dtype: str
+    cache_dtype: str
     phases: dict[str, float]
     """Start-up phases in seconds: import, weights, memory ..."""
 

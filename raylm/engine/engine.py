@@ -289,11 +289,16 @@ def make_cache(config: ResolvedEngine, info: ModelInfo, events: EventLog | None)
         info.layout,
         num_blocks=info.num_blocks,
         hash_of=HASHES[config.cache.block_hash] if config.cache.prefix_caching else None,
-        model=config.model.path,
+        model=_named_prefixes(config),
         num_host_blocks=info.num_host_blocks,
         swap_costs=SwapCosts(info.block_bytes, info.prefill_tokens_per_s, info.swap_bytes_per_s),
         events=events,
     )
+
+
+def _named_prefixes(config: ResolvedEngine) -> str:
+    """What the names of prefixes say of the model: keys and values of another type are others."""
+    return config.model.path if config.cache.dtype == "auto" else f"{config.model.path}, {config.cache.dtype}"
 
 
 def _prefix_form(config: ResolvedEngine, info: ModelInfo) -> PrefixForm | None:
@@ -302,7 +307,7 @@ def _prefix_form(config: ResolvedEngine, info: ModelInfo) -> PrefixForm | None:
         return None
     windows = info.layout.windows
     group = windows.index(0) if 0 in windows else 0
-    return PrefixForm(config.model.path, info.layout.block_size, cache.block_hash, group)
+    return PrefixForm(_named_prefixes(config), info.layout.block_size, cache.block_hash, group)
 
 
 def _wrapped(seed: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 
 KVCache = tuple[Tensor, ...]
 """The parts of one layer's cache. Attention has keys and values, each [num_blocks, block_size, num_kv_heads,
-head_dim]."""
+head_dim], of the model's dtype or as ops.CODES."""
+
+
+class CacheScales(NamedTuple):
+    """Of a layer's cache that holds codes: a key is `keys` times its code, a value `values` times."""
+
+    keys: float = 1.0
+    values: float = 1.0
+
+
+UNSCALED = CacheScales()
+"""Of a cache of numbers, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class Scores:
     """Linear biases: float32 [num_heads], those of this rank's heads."""
     sinks: Tensor | None = None
     """The same; logits without values."""
+    cache: CacheScales = UNSCALED
 
 
 class Attention:
@@ -81,9 +93,12 @@ class Attention:
         soft_cap: float,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        cache: CacheScales = UNSCALED,
     ) -> None:
         self._attend = backend.attend
-        self._scores = Scores(scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks)
+        self._scores = Scores(
+            scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, cache=cache
+        )
 
     def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]. `meta` is what the backend has planned."""

@@ -45,7 +45,7 @@ class AttentionBackend(Generic[StepT]):
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a backend has to work with; block_size in tokens, `alibi` where the model's scores have linear biases,
-    `sinks` where its heads have attention sinks."""
+    `sinks` where its heads have attention sinks, `codes` where the cache holds 8-bit floats (cache.dtype fp8)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -53,6 +53,7 @@ class Setting:
     block_size: int
     alibi: bool = False
     sinks: bool = False
+    codes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Sc
         alibi_slopes=scores.alibi_slopes,
         arrivals=step.arrivals,
         sinks=scores.sinks,
+        k_scale=scores.cache.keys,
+        v_scale=scores.cache.values,
     )
 
 
@@ -121,6 +124,8 @@ def raylm_lacks(device: torch.device) -> str | None:
 
 
 def _raylm(setting: Setting) -> AttentionBackend | str:
+    if setting.codes and setting.device.type == "cpu":
+        return "its kernels for CPUs do not read a cache of fp8 (cache.dtype)"
     return raylm_lacks(setting.device) or RAYLM
 
 
@@ -148,6 +153,8 @@ def _attend_torch(q: Tensor, cache: KVCache, step: TorchMetadata, scores: Scores
         soft_cap=scores.soft_cap,
         alibi_slopes=scores.alibi_slopes,
         sinks=scores.sinks,
+        k_scale=scores.cache.keys,
+        v_scale=scores.cache.values,
     )
 
 
@@ -164,6 +171,8 @@ def _flash_obstacle(setting: Setting) -> str | None:
         return f"the dtype is {dtype_name(setting.dtype)}; allowed: bfloat16, float16"
     if setting.head_dim % 32 or setting.head_dim > 256:
         return f"the head size is {setting.head_dim}; allowed: multiples of 32 up to 256"
+    if setting.codes:
+        return "it does not read a cache of fp8 (cache.dtype) here"
     if setting.sinks:
         return "it has no attention sinks, which this model's heads have"
     if setting.block_size % 16:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raylm import ops
 from raylm.layers.alibi import alibi_slopes_of_rank
-from raylm.layers.attention import Attention, LayerInput
+from raylm.layers.attention import UNSCALED, Attention, CacheScales, LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.linear import ColumnParallelLinear, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from raylm.layers.norm import AllHeadsNorm, EachHeadNorm, LayerNorm, RMSNorm
@@ -43,6 +43,8 @@ class Build:
     dtype: torch.dtype
     attention: AttentionBackend = RAYLM
     scheme: Scheme = AS_NUMBERS
+    cache_scales: Mapping[int, CacheScales] = field(default_factory=dict)
+    """Of layers by their numbers, where they are not 1."""
     path: str = ""
     """Of the part that is being made, in names of parameters: "layers.3.mlp."."""
     _tables: dict[RopeSettings, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -54,6 +56,14 @@ class Build:
     def forms(self, name: str) -> Forms:
         """How the checkpoint stores the matrix of the linear layer `name`."""
         return self.scheme.forms(f"{self.path}{name}.weight")
+
+    @property
+    def scales_of_layer(self) -> CacheScales:
+        """Of the cache of the model's layer that this part belongs to."""
+        top, _, rest = self.path.partition(".")
+        number = rest.partition(".")[0]
+        is_layer = top == "layers" and number.isdecimal()
+        return self.cache_scales.get(int(number), UNSCALED) if is_layer else UNSCALED
 
     def rotary_table(self, rope: RopeSettings) -> Tensor:
         """One for all layers of equal settings: at 131,072 positions it has 64 MiB."""
@@ -136,6 +146,7 @@ class SelfAttention(nn.Module):
         self._norm_eps = arch.norm_eps
         self._rotary = build.rotary_table(spec.rope) if spec.rope is not None else None
         self.sinks = self._sinks(build) if arch.sinks else None
+        self._cache_scales = build.scales_of_layer
         self._attention = Attention(
             build.attention,
             scale=arch.attention_scale,
@@ -143,6 +154,7 @@ class SelfAttention(nn.Module):
             soft_cap=arch.attention_soft_cap,
             alibi_slopes=alibi_slopes_of_rank(arch.num_heads, build.context) if arch.alibi else None,
             sinks=self.sinks,
+            cache=self._cache_scales,
         )
         self._first_head, self._num_heads = build.context.tensor_rank * self.qkv_proj.num_heads, arch.num_heads
 
@@ -181,14 +193,17 @@ class SelfAttention(nn.Module):
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        k_scale, v_scale = self._cache_scales
         if self._rotary is None:
-            ops.store_kv(k, v, *step.cache, step.meta.slot_mapping)
+            ops.store_kv(k, v, *step.cache, step.meta.slot_mapping, k_scale=k_scale, v_scale=v_scale)
             return q
         # Positions and slots were written before the embedding or the previous stage gave x.
         ops.rope_store(
             *(q, k, v, q_weight, k_weight, self._norm_eps, step.positions, self._rotary),
             *(*step.cache, step.meta.slot_mapping),
             frozen=True,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return q
 

@@ -33,8 +33,9 @@ class CacheSpec:
     `window`: the layer reads so many of the last tokens, the current one included; 0: all. `parts`: the tensors of its
     KVCache, in order. Attention has two, keys and values.
 
-    Only `of_attention` knows what parts mean. An FP8 cache is parts of that dtype and parts for scales, a latent cache
-    one part, a state a part whose shape has no block size; groups, sizes and copies of blocks take any of them.
+    Only `of_attention` knows what parts mean. An FP8 cache is parts of that dtype, whose scales are the model's; a
+    latent cache would be one part, a state a part whose shape has no block size; groups, sizes and copies of blocks
+    take any of them.
     """
 
     window: int
@@ -61,8 +62,8 @@ class CacheSpec:
 def cache_specs(
     arch: ArchConfig, context: ParallelContext, *, block_size: int, dtype: torch.dtype
 ) -> tuple[CacheSpec, ...]:
-    """What each layer of the whole model keeps on this rank, in blocks of `block_size` tokens. Raises ConfigError where
-    the ranks can neither divide nor copy the heads."""
+    """What each layer of the whole model keeps on this rank, in blocks of `block_size` tokens, as numbers of `dtype`.
+    Raises ConfigError where the ranks can neither divide nor copy the heads."""
     num_kv_heads = kv_heads_of_rank(arch.num_kv_heads, context)
     return tuple(
         CacheSpec.of_attention(

@@ -20,10 +20,11 @@ def slow_parts(arch: ArchConfig, setting: Setting, attention: AttentionBackend) 
         parts.append("layers are transformers' modules: raylm has no family for the model, or was asked for them")
     q = torch.empty(0, arch.num_heads, arch.head_dim, dtype=setting.dtype, device=device)
     if attention is RAYLM:
-        has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=arch.alibi)
+        has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=arch.alibi, codes=setting.codes)
         missing = " and ".join(name for name, is_there in zip(("decode", "prefill"), has, strict=True) if not is_there)
         if missing:
             heads = f"heads of size {arch.head_dim} in {dtype}" + (" with linear biases" if arch.alibi else "")
+            heads += " over a cache of fp8 (cache.dtype)" if setting.codes else ""
             parts.append(f"attention of {missing}: {heads} have no kernel on tensor cores here")
     if not ops.linear_rows(q):
         parts.append(f"products of few rows in {dtype} are torch's: raylm's kernels are for 16 bits and Hopper")

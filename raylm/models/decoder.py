@@ -84,7 +84,8 @@ class DecoderModel(nn.Module):
         if len(step.positions) > rows:  # Tokens that are nobody's fill up a shape of a graph.
             return None
         if self._few_rows is None:  # By now the weights have their places.
-            self._few_rows = FewRows(self._build, self._layer_list, block_size=step.cache[0].shape[1])
+            keys = step.cache[0]
+            self._few_rows = FewRows(self._build, self._layer_list, block_size=keys.shape[1], cache_dtype=keys.dtype)
         return self._few_rows if rows <= self._few_rows.most_rows else None
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:

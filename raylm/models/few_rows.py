@@ -37,12 +37,14 @@ def most_rows(device: torch.device) -> int:
 class FewRows:
     """Runs all layers of a stage, where there is an operator for that: it takes steps of up to `most_rows` rows."""
 
-    def __init__(self, build: Build, layers: Sequence[nn.Module], *, block_size: int) -> None:
-        """The layers are a DecoderModel's; `block_size` is the cache's."""
+    def __init__(self, build: Build, layers: Sequence[nn.Module], *, block_size: int, cache_dtype: torch.dtype) -> None:
+        """The layers are a DecoderModel's; `block_size` and `cache_dtype` are the cache's."""
         arch, context = build.arch, build.context
         self.most_rows = 0
         self._run: _Run | None = None
         reason = why_not(arch, context, block_size)
+        if cache_dtype != build.dtype:
+            reason = f"the cache is {dtype_name(cache_dtype)}, and it reads one of {dtype_name(build.dtype)} alone"
         if reason is None:
             run = _on_cpu(build, layers) if context.device.type == "cpu" else _on_gpu(build, layers)
             if isinstance(run, str):

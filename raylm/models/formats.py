@@ -22,6 +22,11 @@ def read_checkpoint(source: ModelSource, arch: ArchConfig, load_format: str) -> 
     return tensors, stored
 
 
+def raw_tensors(source: ModelSource, arch: ArchConfig, load_format: str) -> list[CheckpointTensor]:
+    """Every tensor by the name that the files have, parts of quantised weights and scales among them."""
+    return _read(source, arch, load_format)[0]
+
+
 def own_tensors(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list[FileTensor], Stored]:
     """The same by the names that the files have, whatever the modules are called."""
     read, stored = _read(source, arch, load_format)

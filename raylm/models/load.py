@@ -17,6 +17,7 @@ from raylm.model_files.source import ModelSource
 from raylm.models import checkpoint
 from raylm.models.arch import ArchConfig
 from raylm.models.blocks import Build
+from raylm.models.cache_scales import read_cache_scales
 from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
@@ -39,6 +40,7 @@ def load_model(
     attention: AttentionBackend = RAYLM,
     as_stored: bool = False,
     quantise: bool = False,
+    cache_codes: bool = False,
     seed: int = 0,
     progress: bool = True,
     fill: Callable[[DecoderModel], bool] = lambda model: False,
@@ -49,9 +51,9 @@ def load_model(
     `as_stored`, matrices stay in the blocks of a GGUF file, or such blocks that hold the same integers, in 8-bit floats
     with a scale a row or a tensor, or in 16 bits where `dtype` is float32, if the device has kernels that read them so;
     else they are converted to `dtype`.
-    With `quantise`, linear layers are quantised to FP8 while they are loaded. `fill` is tried first and may fill the
-    model from elsewhere; it says whether it has.
-    Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
+    With `quantise`, linear layers are quantised to FP8 while they are loaded. With `cache_codes` the KV cache will hold
+    8-bit floats, whose scales are read too. `fill` is tried first and may fill the model from elsewhere; it says if
+    it has. Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
     names = family_of(arch.architecture).names
@@ -65,7 +67,8 @@ def load_model(
             scheme = dummy_scheme(arch, dtype, context.device)
         elif as_stored and (context.device.type == "cpu" or arch.quantisation is not None):
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
-        model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme))
+        scales = read_cache_scales(source, arch, load_format) if cache_codes else {}
+        model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme, scales))
     if fill(model):
         return model
     began = time.monotonic()

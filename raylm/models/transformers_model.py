@@ -69,7 +69,7 @@ class TransformersModel(DecoderModel):
         """As DecoderModel.forward."""
         hidden = self.embedding(given) if self.context.is_first_stage else given
         layers = dict(zip(self.layer_numbers, step, strict=True))
-        paged = PagedStep(self._build.attention, layers, self._windows)
+        paged = PagedStep(self._build.attention, layers, self._windows, self._build.cache_scales)
         output = self.backbone(
             inputs_embeds=hidden.unsqueeze(0),
             position_ids=step[0].positions.unsqueeze(0),

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.attention import Attention, LayerInput
+from raylm.layers.attention import UNSCALED, Attention, CacheScales, LayerInput
 from raylm.layers.attention_backends import AttentionBackend
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.experts import ParallelExperts
@@ -47,6 +47,8 @@ class PagedStep:
     """By a layer's number in the whole model."""
     windows: Sequence[int]
     """Of all layers; 0 where there is none."""
+    scales: Mapping[int, CacheScales]
+    """Of the caches of layers, where they are not 1."""
     attended: set[int] = field(default_factory=set)
     """Layers that have called attention."""
 
@@ -91,13 +93,15 @@ def attend(
         raise ConfigError(
             f"layer {number} has a window of {others.get('sliding_window') or 0}, but config.json says {window}"
         )
-    ops.store_kv(k, v, *step.cache, step.meta.slot_mapping)
+    scales = paged_step.scales.get(number, UNSCALED)
+    ops.store_kv(k, v, *step.cache, step.meta.slot_mapping, k_scale=scales.keys, v_scale=scales.values)
     attention = Attention(
         paged_step.backend,
         scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window,
         soft_cap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
+        cache=scales,
     )
     return attention(q, step.cache, step.meta).unsqueeze(0), None
 

@@ -106,13 +106,31 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     _rotary(q, k, positions, cos_sin)
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _has_codes_on_cpu(cache: Tensor) -> bool:
+    """Whether a KV cache is for torch's version of an operator: compiled CPU kernels read no codes."""
+    return cache.dtype == CODES and cache.device.type == "cpu"
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Write k and v [T, Hk, D] into the caches [num_blocks, block_size, Hk, D].
 
     Token t goes to slot_mapping[t] (int64) = block * block_size + offset. A slot outside the cache is an error; the
     CUDA kernel cannot raise one and skips the token.
+
+    The caches have k's dtype, or hold CODES: then a key is stored as the code nearest to key / k_scale, one past the
+    largest as that, and values likewise. Without codes both scales are 1.
     """
-    _store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store = fallback.store_kv if _has_codes_on_cpu(k_cache) else _store_kv
+    store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def rope_store(
@@ -129,15 +147,21 @@ def rope_store(
     slot_mapping: Tensor,
     *,
     frozen: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """All that happens to q [T, Hq, D], k and v [T, Hk, D] before attention: rms_norm, rotary, store_kv, in this order.
 
     q is changed in place, k and v go to the caches; what k itself holds afterwards is not defined. `q_weight` and
     `k_weight` [D] norm each head; without them nothing is normed.
 
-    `frozen`, as in linear, holds for both weights, positions, cos_sin and slot_mapping.
+    `frozen`, as in linear, holds for both weights, positions, cos_sin and slot_mapping. The scales are store_kv's.
     """
-    _rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, frozen)
+    store = fallback.rope_store if _has_codes_on_cpu(k_cache) else _rope_store
+    store(
+        *(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping),
+        *(frozen, k_scale, v_scale),
+    )
 
 
 def paged_attention(
@@ -155,6 +179,8 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     arrivals: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -175,8 +201,11 @@ def paged_attention(
 
     `sinks` (float32 [Hq], on q's device) are attention sinks (arXiv:2309.17453): a logit of each head's softmax that
     has no value, neither scaled nor capped. It takes its share of the weights, in every window.
+
+    The caches have q's dtype, or hold CODES, of which a key is k_scale times its code and a value v_scale times.
     """
-    return _paged_attention(
+    attend = fallback.paged_attention if _has_codes_on_cpu(k_cache) else _paged_attention
+    return attend(
         q,
         k_cache,
         v_cache,
@@ -191,13 +220,18 @@ def paged_attention(
         alibi_slopes,
         arrivals,
         sinks,
+        k_scale,
+        v_scale,
     )
 
 
-def attention_kernels(q: Tensor, num_kv_heads: int, block_size: int, *, biased: bool) -> tuple[bool, bool]:
+def attention_kernels(
+    q: Tensor, num_kv_heads: int, block_size: int, *, biased: bool, codes: bool = False
+) -> tuple[bool, bool]:
     """Whether paged_attention has kernels on tensor cores for decode, and for prefill, where heads are like those of
-    q [T, Hq, D] and linear biases are given or not. Elsewhere a plain kernel serves, which is many times slower."""
-    return _attention_kernels(q, num_kv_heads, block_size, biased)
+    q [T, Hq, D], linear biases are given or not, and the cache holds `codes` or has q's dtype. Elsewhere a plain kernel
+    serves, which is many times slower."""
+    return _attention_kernels(q, num_kv_heads, block_size, biased, codes)
 
 
 def silu_mul(x: Tensor) -> Tensor:

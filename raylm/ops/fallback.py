@@ -22,7 +22,7 @@ from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
 from raylm.ops.penalties import penalize
 from raylm.ops.sampling import sample
-from raylm.ops.scaled_fallback import scale_rows, scaled_linear
+from raylm.ops.scaled_fallback import CODES, codes_of, scale_rows, scaled_linear
 from raylm.ops.tokens import accept, place
 
 _QUERY_CHUNK = 256
@@ -50,11 +50,23 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         x[..., :half], x[..., half : 2 * half] = rotated
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     block_size = k_cache.shape[1]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[blocks, offsets] = k
-    v_cache[blocks, offsets] = v
+    for cache, x, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        if cache.dtype == CODES:
+            # As bytes: torch indexes few devices' tensors of codes.
+            cache.view(torch.uint8)[blocks, offsets] = codes_of(x, scale).view(torch.uint8)
+        else:
+            cache[blocks, offsets] = x
 
 
 def rope_store(
@@ -70,12 +82,14 @@ def rope_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
     frozen: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     if q_weight is not None and k_weight is not None:
         q.copy_(rms_norm(q, q_weight, eps))
         k.copy_(rms_norm(k, k_weight, eps))
     rotary(q, k, positions, cos_sin)
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def paged_attention(
@@ -93,9 +107,13 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     arrivals: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     lengths = attention_lengths(query_start, seq_lens, max_query_len, max_seq_len)
-    return attend_paged(q, k_cache, v_cache, block_table, lengths, scale, window, soft_cap, alibi_slopes, sinks)
+    return attend_paged(
+        *(q, k_cache, v_cache, block_table, lengths, scale, window, soft_cap, alibi_slopes, sinks, k_scale, v_scale)
+    )
 
 
 class AttentionLengths(NamedTuple):
@@ -138,11 +156,14 @@ def attend_paged(
     soft_cap: float,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """paged_attention, from what attention_lengths returned."""
     starts, lens, decode = lengths
+    caches = _Cached(k_cache, k_scale), _Cached(v_cache, v_scale)
     if decode is not None and len(lens) == q.shape[0]:
-        return _attend_decode(q, k_cache, v_cache, block_table, decode, scale, window, soft_cap, alibi_slopes, sinks)
+        return _attend_decode(q, caches, block_table, decode, scale, window, soft_cap, alibi_slopes, sinks)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for s, seq_len in enumerate(lens):
         # Keys that every query of the chunk lies behind, or that slid out of its window, are never gathered.
@@ -151,7 +172,7 @@ def attend_paged(
             last = seq_len - (starts[s + 1] - end)  # keys that the chunk's last query sees
             positions = torch.arange(last - (end - start), last, device=q.device)
             low = max(last - (end - start) - window + 1, 0) if window else 0
-            k, v = (_gather(cache, block_table[s : s + 1], low, last) for cache in (k_cache, v_cache))
+            k, v = (cache.gather(block_table[s : s + 1], low, last) for cache in caches)
             distance = _distance(positions, low, last).unsqueeze(0)
             mask = _in_window(distance >= 0, distance, window)
             attended = _attend(q[start:end].unsqueeze(0), k, v, distance, mask, scale, soft_cap, alibi_slopes, sinks)
@@ -159,7 +180,9 @@ def attend_paged(
     return out
 
 
-def attention_kernels(q: Tensor, num_kv_heads: int, block_size: int, biased: bool) -> tuple[bool, bool]:
+def attention_kernels(
+    q: Tensor, num_kv_heads: int, block_size: int, biased: bool, codes: bool = False
+) -> tuple[bool, bool]:
     return False, False
 
 
@@ -213,10 +236,27 @@ def sample_columns(like: Tensor) -> int:
     return 0
 
 
+class _Cached(NamedTuple):
+    """Keys or values."""
+
+    cache: Tensor
+    scale: float
+
+    def gather(self, block_table: Tensor, low: int, high: int) -> Tensor:
+        """Cached positions low..high-1 of some sequences: [S, high - low, Hk, D] in float32."""
+        cache = self.cache
+        num_blocks, block_size = cache.shape[:2]
+        first = low // block_size
+        blocks = block_table[:, first : -(-high // block_size)].long().clamp(0, num_blocks - 1)
+        is_codes = cache.dtype == CODES
+        rows = (cache.view(torch.uint8)[blocks].view(CODES) if is_codes else cache[blocks]).flatten(1, 2)
+        found = rows[:, low - first * block_size : high - first * block_size].float()
+        return found.mul_(self.scale) if is_codes else found
+
+
 def _attend_decode(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: tuple[_Cached, _Cached],
     block_table: Tensor,
     decode: Decode,
     scale: float,
@@ -226,20 +266,11 @@ def _attend_decode(
     sinks: Tensor | None,
 ) -> Tensor:
     """One query a sequence: all sequences at once, padded to the longest."""
-    k, v = (_gather(cache, block_table, 0, decode.max_seq_len) for cache in (k_cache, v_cache))
+    k, v = (cache.gather(block_table, 0, decode.max_seq_len) for cache in caches)
     mask = _in_window(decode.seen, decode.distance, window)
     # Slots past a sequence's end may hold anything, and 0 * NaN is NaN.
     v = v.masked_fill(~mask[:, 0, :, None, None], 0)
     return _attend(q.unsqueeze(1), k, v, decode.distance, mask, scale, soft_cap, alibi_slopes, sinks).squeeze(1)
-
-
-def _gather(cache: Tensor, block_table: Tensor, low: int, high: int) -> Tensor:
-    """Cached positions low..high-1 of some sequences: [S, high - low, Hk, D] in float32."""
-    block_size = cache.shape[1]
-    first = low // block_size
-    blocks = block_table[:, first : -(-high // block_size)].long().clamp(0, cache.shape[0] - 1)
-    rows = cache[blocks].flatten(1, 2)
-    return rows[:, low - first * block_size : high - first * block_size].float()
 
 
 def _distance(positions: Tensor, low: int, high: int) -> Tensor:

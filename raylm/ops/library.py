@@ -23,17 +23,23 @@ SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "add_rms_norm": "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
     "rotary": "(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin) -> ()",
-    "store_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    "store_kv": (
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+        "float k_scale=1., float v_scale=1.) -> ()"
+    ),
     "rope_store": (
         "(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, Tensor positions, "
-        "Tensor cos_sin, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor slot_mapping, bool frozen=False) -> ()"
+        "Tensor cos_sin, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor slot_mapping, bool frozen=False, "
+        "float k_scale=1., float v_scale=1.) -> ()"
     ),
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
-        "Tensor(a!)? arrivals=None, Tensor? sinks=None) -> Tensor"
+        "Tensor(a!)? arrivals=None, Tensor? sinks=None, float k_scale=1., float v_scale=1.) -> Tensor"
     ),
-    "attention_kernels": "(Tensor q, int num_kv_heads, int block_size, bool biased) -> (bool, bool)",
+    "attention_kernels": (
+        "(Tensor q, int num_kv_heads, int block_size, bool biased, bool codes=False) -> (bool, bool)"
+    ),
     "silu_mul": "(Tensor x) -> Tensor",
     "gelu_tanh_mul": "(Tensor x) -> Tensor",
     "linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",

@@ -19,6 +19,11 @@ def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def codes_of(x: Tensor, scale: float) -> Tensor:
+    """The codes nearest to x / scale; what is past the largest becomes that."""
+    return (x.float() * (1 / scale)).clamp(-_MOST, _MOST).to(CODES)
+
+
 def scaled_linear(
     x: Tensor,
     x_scales: Tensor,

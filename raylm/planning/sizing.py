@@ -21,7 +21,7 @@ from raylm.models.outline import StageOutline, outline
 from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, gpu_scheme
 from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
-from raylm.worker.device import choose_dtype
+from raylm.worker.device import choose_cache_dtype, choose_dtype
 from raylm.worker.drafting import outline_drafting
 
 GIB = 1 << 30
@@ -59,6 +59,8 @@ class Plan:
     dtype: str
     quantisation: str | None
     """How the checkpoint stores its weights."""
+    cache_dtype: str
+    """Of keys and values."""
     kept_as: str | None
     """What linear layers are in other than `dtype`: FP8, as stored or quantised while they are loaded, or int4 as
     stored."""
@@ -109,6 +111,7 @@ class Sizing:
         self._gpu = gpu
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
+        self._cache_dtype = choose_cache_dtype(config.cache.dtype, self._dtype)
         self._scheme = self._choose_scheme(config)
         self._limit = limit
 
@@ -127,6 +130,7 @@ class Sizing:
         return Plan(
             dtype=dtype_name(self._dtype),
             quantisation=self._quantisation(),
+            cache_dtype=dtype_name(self._cache_dtype),
             kept_as=self._kept_as,
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -199,10 +203,12 @@ class Sizing:
         is_head = context.is_last_stage and arch.tie_embeddings
         read = held - (_bytes(model.embed_tokens) if context.is_first_stage and not is_head else 0)
         block_size = self._config.cache.block_size
-        specs = cache_specs(arch, context, block_size=block_size, dtype=self._dtype)
+        specs = cache_specs(arch, context, block_size=block_size, dtype=self._cache_dtype)
         groups = CacheGroups.choose(specs, block_size=block_size, max_len=self._limit).of_stage(model.layer_numbers)
         is_dummy = self._config.model.load_format == "dummy"
-        drafting = outline_drafting(self._config.speculation, model, dummy=is_dummy, block_size=block_size)
+        drafting = outline_drafting(
+            self._config.speculation, model, dummy=is_dummy, block_size=block_size, cache_dtype=self._cache_dtype
+        )
         if drafting is not None:
             held += drafting.weight_bytes
             groups = groups._replace(drafts=drafting.layers)

@@ -71,7 +71,7 @@ def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> 
     arch, wanted = loaded.arch, config.model.max_model_len
     limit = arch.max_position
     context, num_workers = loaded.model.context, config.parallel.num_workers
-    specs = cache_specs(arch, context, block_size=cache.block_size, dtype=loaded.dtype)
+    specs = cache_specs(arch, context, block_size=cache.block_size, dtype=loaded.cache_dtype)
     groups = CacheGroups.choose(specs, block_size=cache.block_size, max_len=limit)
     groups = groups.of_stage(loaded.model.layer_numbers)
     if loaded.drafting is not None:

@@ -8,7 +8,7 @@ import torch
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
-from raylm.ops import extension
+from raylm.ops import CODES, extension
 from raylm.parallel.groups import Seat
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,6 +47,11 @@ def prepare_device(config: ResolvedEngine, device: torch.device) -> None:
 def cores_of_worker(config: ResolvedEngine) -> int:
     """A worker's share of this process's cores; 0 where there are more workers than cores."""
     return len(os.sched_getaffinity(0)) // config.parallel.num_workers
+
+
+def choose_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache holds: auto is the type of weights and activations."""
+    return CODES if wanted == "fp8" else dtype
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:

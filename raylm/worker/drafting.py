@@ -62,6 +62,8 @@ class DraftSettings(NamedTuple):
     max_tokens: int
     """Tokens of the largest step."""
     block_size: int
+    cache_dtype: torch.dtype
+    """Of the KV cache, the target's and that of the layers that draft; these have scales of 1."""
 
 
 def load_drafting(
@@ -85,14 +87,14 @@ class DraftOutline(NamedTuple):
 
 @torch.inference_mode()
 def outline_drafting(
-    speculation: SpeculationConfig, target: DecoderModel, *, dummy: bool, block_size: int
+    speculation: SpeculationConfig, target: DecoderModel, *, dummy: bool, block_size: int, cache_dtype: torch.dtype
 ) -> DraftOutline | None:
     """The same without memory for weights: for a target on the device "meta". None where nothing drafts on the device.
     Raises ConfigError as load_drafting does."""
     context, dtype = target.context, target.dtype
     if speculation.method == "mtp":
         # The layer's weights are the target's.
-        return DraftOutline(0, _mtp_caches(target, block_size))
+        return DraftOutline(0, _mtp_caches(target, block_size, cache_dtype))
     if speculation.model is None:
         return None
     source = locate(speculation.model, field="speculation.model")
@@ -106,7 +108,7 @@ def outline_drafting(
         arch = dataclasses.replace(ArchConfig.from_source(source), max_position=1)
         drafter = model_class(arch.architecture)(Build(arch, context, dtype))
     num_bytes = sum(parameter.nbytes for parameter in drafter.parameters())
-    return DraftOutline(num_bytes, cache_specs(arch, context, block_size=block_size, dtype=dtype))
+    return DraftOutline(num_bytes, cache_specs(arch, context, block_size=block_size, dtype=cache_dtype))
 
 
 def cache_group(groups: CacheGroups) -> int:
@@ -141,7 +143,7 @@ def _draft_model(
     def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
         return DraftModelProposer(model, rows, caches, group=group, target_vocab_size=target.arch.vocab_size)
 
-    caches = cache_specs(arch, target.context, block_size=settings.block_size, dtype=target.dtype)
+    caches = cache_specs(arch, target.context, block_size=settings.block_size, dtype=settings.cache_dtype)
     return Drafting(caches, make)
 
 
@@ -164,7 +166,7 @@ def _eagle3(
     def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
         return Eagle3Proposer(head, rows, caches, taps, group=group, dtype=target.dtype)
 
-    caches = cache_specs(spec.arch, target.context, block_size=settings.block_size, dtype=target.dtype)
+    caches = cache_specs(spec.arch, target.context, block_size=settings.block_size, dtype=settings.cache_dtype)
     return Drafting(caches, make)
 
 
@@ -176,12 +178,12 @@ def _mtp(settings: DraftSettings, target: DecoderModel) -> Drafting:
     def make(rows: Rows, caches: list[KVCache], group: int) -> DeviceProposer:
         return MtpProposer(model, rows, caches, taps, group=group)
 
-    return Drafting(_mtp_caches(model, settings.block_size), make)
+    return Drafting(_mtp_caches(model, settings.block_size, settings.cache_dtype), make)
 
 
-def _mtp_caches(target: DecoderModel, block_size: int) -> tuple[CacheSpec, ...]:
+def _mtp_caches(target: DecoderModel, block_size: int, cache_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
     """The MTP layer is as the base's last layer is."""
-    return cache_specs(target.arch, target.context, block_size=block_size, dtype=target.dtype)[-1:]
+    return cache_specs(target.arch, target.context, block_size=block_size, dtype=cache_dtype)[-1:]
 
 
 def _path(settings: DraftSettings) -> str:

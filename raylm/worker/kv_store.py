@@ -13,6 +13,7 @@ import torch
 from raylm.core.step import Copies
 from raylm.layers.attention import KVCache
 from raylm.models.cache_spec import BlockPart, CacheSpec
+from raylm.ops import CODES
 from raylm.worker.cache_groups import CacheGroups, parts_of
 from raylm.worker.transfer import Uploader
 
@@ -83,9 +84,12 @@ class _Tensors:
         self, part: BlockPart, count: int, num_blocks: int, num_host_blocks: int, device: torch.device
     ) -> None:
         self._blocks = torch.empty((count, num_blocks, *part.shape), dtype=part.dtype, device=device)
+        # 8-bit floats move as bytes: torch has no index_copy_ of them everywhere.
+        moved = torch.uint8 if part.dtype == CODES else part.dtype
+        self._moved = self._blocks.view(moved)
         # Tables name block 0 where a window hides the keys. Kernels may weigh what is there with 0: it must not be NaN.
-        self._blocks[:, 0] = 0
-        self._host_blocks = torch.empty((num_host_blocks, count, *part.shape), dtype=part.dtype)
+        self._moved[:, 0] = 0
+        self._host_blocks = torch.empty((num_host_blocks, count, *part.shape), dtype=moved)
         if device.type == "cuda" and num_host_blocks:
             _pin(self._host_blocks)
         self.block_bytes = self._blocks.nbytes // num_blocks
@@ -93,18 +97,18 @@ class _Tensors:
         """[num_blocks, *part's shape], one for each of the tensors."""
 
     def swap_out(self, pairs: Pairs, sources: torch.Tensor) -> None:
-        copied = self._blocks.index_select(1, sources).transpose(0, 1).contiguous()
+        copied = self._moved.index_select(1, sources).transpose(0, 1).contiguous()
         for start, first, count in _runs([host for _, host in pairs]):
             self._host_blocks[first : first + count].copy_(copied[start : start + count], non_blocking=True)
 
     def fork(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        self._blocks.index_copy_(1, targets, self._blocks.index_select(1, sources))
+        self._moved.index_copy_(1, targets, self._moved.index_select(1, sources))
 
     def swap_in(self, pairs: Pairs, targets: torch.Tensor) -> None:
-        copied = self._blocks.new_empty((len(pairs), *self._host_blocks.shape[1:]))
+        copied = self._moved.new_empty((len(pairs), *self._host_blocks.shape[1:]))
         for start, first, count in _runs([host for host, _ in pairs]):
             copied[start : start + count].copy_(self._host_blocks[first : first + count], non_blocking=True)
-        self._blocks.index_copy_(1, targets, copied.transpose(0, 1))
+        self._moved.index_copy_(1, targets, copied.transpose(0, 1))
 
 
 def _caches(

@@ -27,7 +27,7 @@ from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
 from raylm.parallel.peer_reduce import SplitLimits
 from raylm.worker import memory
-from raylm.worker.device import choose_dtype
+from raylm.worker.device import choose_cache_dtype, choose_dtype
 from raylm.worker.drafting import Drafting, DraftSettings, load_drafting
 from raylm.worker.graph_runner import largest_graph
 
@@ -48,6 +48,7 @@ class Loaded(NamedTuple):
     model: DecoderModel
     arch: ArchConfig
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     device: torch.device
     captures: bool
     """Whether steps run as CUDA graphs."""
@@ -104,6 +105,7 @@ def load(
             attention=attention,
             as_stored=model_config.weights == "stored",
             quantise=quantises(arch, model_config),
+            cache_codes=config.cache.dtype == "fp8",
             seed=model_config.seed,
             progress=progress,
             fill=lambda model: digest is not None and _receive(config, model, digest, peer),
@@ -111,7 +113,8 @@ def load(
     sender = WeightSender(model, digest) if digest is not None else None
     captures = captures_graphs(config.runtime, device, attention)
     drafting = _load_drafting(config, model, device, progress=progress)
-    return Loaded(model, arch, dtype, device, captures, drafting, sender)
+    cache_dtype = choose_cache_dtype(config.cache.dtype, dtype)
+    return Loaded(model, arch, dtype, cache_dtype, device, captures, drafting, sender)
 
 
 def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:
@@ -123,7 +126,8 @@ def choose_attention(
     config: ResolvedEngine, device: torch.device, arch: ArchConfig, dtype: torch.dtype
 ) -> AttentionBackend:
     """What attention runs on. Raises ConfigError."""
-    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks)
+    codes = config.cache.dtype == "fp8"
+    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks, codes)
     attention, reason = choose_backend(config.runtime.attention, setting)
     graphs = "" if attention.supports_graphs else ", no CUDA graphs"
     if device.type == "cuda" and (missing := raylm_lacks(device)):
@@ -164,6 +168,7 @@ def _load_drafting(
         # A graph's padding may be more than the budget.
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         block_size=config.cache.block_size,
+        cache_dtype=choose_cache_dtype(config.cache.dtype, model.dtype),
     )
     with memory.out_of_memory(device, f"what drafts (speculation.method {speculation.method}) did not fit"):
         attention = partial(choose_attention, config, device)

@@ -51,6 +51,12 @@ def test_vllm_names():
     assert (config.model.served_name, config.model.dtype) == ("chat", "float16")
     assert (config.chat.tools, config.scheduler.policy) == ("hermes", "priority")
     assert given("--enable-prefix-caching").cache.prefix_caching
+    assert given("--kv-cache-dtype", "fp8").cache.dtype == given("--kv-cache-dtype", "fp8_e4m3").cache.dtype == "fp8"
+
+
+def test_types_of_the_model_and_of_its_cache_are_two_options():
+    config = given("--dtype", "float16", "--cache-dtype", "fp8")
+    assert (config.model.dtype, config.cache.dtype) == ("float16", "fp8")
 
 
 def test_several_served_names_are_a_name_and_aliases():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raylm import SamplingParams
+from raylm.llm.results import Completion
 from tests.gpu.test_llm_on_cuda import TIGHT, load
 
 WISHES = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=5)
@@ -20,6 +21,10 @@ def answers(
     for _ in range(2):  # Graphs are there from the second time on.
         completions = llm.generate(prompts, WISHES, progress=False)
     llm.close()
+    return places(completions)
+
+
+def places(completions: list[Completion]) -> Answers:
     return [
         [{token: entry.logprob for token, entry in place.items()} for place in completion.outputs[0].logprobs]
         for completion in completions

@@ -2,9 +2,9 @@
 
 python -m tests.gpu.attention_times        on a CUDA host; prints one JSON line a case, in all in half a minute
 
-bf16, cache blocks of 16 in random order. Calls stand in a CUDA graph with a kernel of no work behind each, whose own
-time is taken off, over caches that take turns, so that no call finds its own in the L2 cache. The bandwidth is that of
-a large element-wise kernel, measured before them, its reading and its writing counted.
+bf16, cache blocks of 16 in random order; `codes` is a cache of 8-bit floats. Calls stand in a CUDA graph, a kernel of
+no work behind each, whose own time is taken off, over caches that take turns, so that no call finds its own in the L2
+cache. The bandwidth is that of a large element-wise kernel, measured before them, its reading and its writing counted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Case:
     head_size: int = 128
     window: int = 0
     alibi: bool = False
+    codes: bool = False
     spread: bool = False
     """Contexts from a hundredth of `context` to twice as much, instead of one for all."""
 
@@ -47,7 +48,12 @@ class Case:
     def bytes(self) -> int:
         """Of keys and values that have to be read."""
         seen = self.window + self.queries - 1 if self.window else 1 << 40
-        return sum(min(length, seen) for length in self.lengths()) * self.kv_heads * self.head_size * 4
+        return sum(min(length, seen) for length in self.lengths()) * self.kv_heads * self.head_size * self.pair_bytes
+
+    @property
+    def pair_bytes(self) -> int:
+        """Of a key's element and a value's."""
+        return 2 if self.codes else 4
 
     @property
     def flops(self) -> int:
@@ -57,6 +63,13 @@ class Case:
 
 DECODE = [
     Case(64, 4096),
+    Case(64, 4096, codes=True),
+    *(Case(64, 4096, head_size=size, codes=True) for size in (64, 80, 256)),
+    Case(1, 32768, codes=True),
+    Case(256, 512, codes=True),
+    Case(64, 6400, spread=True, codes=True),
+    *(Case(64, 4096, queries=queries, codes=True) for queries in (5, 16)),
+    Case(64, 4096, heads=64, kv_heads=8, codes=True),
     Case(1, 32768),
     Case(256, 512),
     Case(64, 6400, spread=True),
@@ -77,6 +90,8 @@ PREFILL = [
     Case(16, 1024, queries=1024),
     Case(1, 16384, queries=2048),
     Case(8, 4096, queries=4096, alibi=True),
+    *(Case(8, 4096, queries=4096, head_size=size, codes=True) for size in (64, 128, 256)),
+    Case(1, 16384, queries=2048, codes=True),
 ]
 
 
@@ -98,7 +113,7 @@ def calls_of(case: Case) -> list[Call]:
     """The case over several caches, all of them together larger than the L2 cache."""
     blocks = [-(-length // BLOCK) for length in case.lengths()]
     shape = (sum(blocks), BLOCK, case.kv_heads, case.head_size)
-    copies = cold_copies(4 * sum(blocks) * BLOCK * case.kv_heads * case.head_size)
+    copies = cold_copies(case.pair_bytes * sum(blocks) * BLOCK * case.kv_heads * case.head_size)
     table = torch.zeros(case.seqs, max(blocks), dtype=torch.int32)
     order = torch.randperm(sum(blocks)).split(blocks)
     for row, ids in zip(table, order, strict=True):
@@ -108,9 +123,12 @@ def calls_of(case: Case) -> list[Call]:
     q = torch.randn(case.seqs * case.queries, case.heads, case.head_size, dtype=torch.bfloat16, device="cuda")
     slopes = alibi_slopes(case.heads).cuda() if case.alibi else None
     rest = (table.cuda(), starts.cuda(), lengths.cuda(), case.queries, max(case.lengths()), case.head_size**-0.5)
-    caches = [torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
+    kind = ops.CODES if case.codes else torch.bfloat16
+    caches = [torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda").to(kind) for _ in range(copies)]
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if case.codes else {}
     return [
-        lambda k=k, v=v: ops.paged_attention(q, k, v, *rest, window=case.window, alibi_slopes=slopes) for k, v in caches
+        lambda k=k, v=v: ops.paged_attention(q, k, v, *rest, window=case.window, alibi_slopes=slopes, **scales)
+        for k, v in caches
     ]
 
 

@@ -151,6 +151,13 @@ def test_auto_takes_the_first_that_can_run(monkeypatch: pytest.MonkeyPatch) -> N
     install(monkeypatch, kernels_for("cpu", "cuda"), vllm_flash_attn=flash_module())
     assert chosen(USUAL) == ("raylm", True, "the compiled extension has its kernel for cuda")
     assert chosen(on_cpu) == ("raylm", True, "the compiled extension has its kernel for cpu")
+    assert chosen(dataclasses.replace(USUAL, codes=True))[0] == "raylm"
+    assert chosen(dataclasses.replace(on_cpu, codes=True)) == (
+        "torch",
+        False,
+        "not raylm: its kernels for CPUs do not read a cache of fp8 (cache.dtype); "
+        "not flash_attn: it runs on CUDA only and the device is cpu",
+    )
     install(monkeypatch, kernels_for("cpu"), vllm__vllm_flash_attn=flash_module(), vllm=ModuleType("vllm"))
     name, graphs, reason = chosen(USUAL)
     assert (name, graphs) == ("flash_attn", False)
@@ -199,6 +206,7 @@ def old_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
             {"vllm_flash_attn": flash_module(versions=(3,))},
             "vllm_flash_attn has no kernels for linear biases on this GPU (FlashAttention 2)",
         ),
+        ("flash_attn", {"codes": True}, {}, "it does not read a cache of fp8 (cache.dtype) here"),
         ("raylm", {}, {}, "the compiled extension is not installed; to build it, in raylm's repository: `make ext`"),
     ],
 )

@@ -28,13 +28,14 @@ def load(
     implementation: Implementation = "auto",
     as_stored: bool = False,
     quantise: bool = False,
+    cache_codes: bool = False,
     seed: int = 0,
 ) -> DecoderModel:
     """A model on the CPU."""
     source = locate(str(path))
     context = context or ParallelContext.single(CPU)
     arch = ArchConfig.from_source(source, implementation)
-    how = {"as_stored": as_stored, "quantise": quantise, "seed": seed, "progress": False}
+    how = {"as_stored": as_stored, "quantise": quantise, "cache_codes": cache_codes, "seed": seed, "progress": False}
     return load_model(source, arch, context, dtype, load_format, **how)
 
 
@@ -51,8 +52,8 @@ class PagedRun:
     ) -> None:
         arch = model.arch
         shape = (num_blocks, block_size, kv_heads_of_rank(arch.num_kv_heads, model.context), arch.head_dim)
-        unwritten = torch.full(shape, torch.nan, dtype=dtype)
-        self._caches = [(unwritten.clone(), unwritten.clone()) for _ in range(arch.num_layers)]
+        unwritten = torch.full(shape, torch.nan).to(dtype)
+        self.caches = [(unwritten.clone(), unwritten.clone()) for _ in range(arch.num_layers)]
         self._model = model
         self._block_size = block_size
         self._free = list(range(num_blocks))
@@ -90,7 +91,7 @@ class PagedRun:
             max_seq_len=max(seq_lens),
         )
         tokens = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        hidden = self._model(tokens, [LayerInput(torch.tensor(positions), cache, meta) for cache in self._caches])
+        hidden = self._model(tokens, [LayerInput(torch.tensor(positions), cache, meta) for cache in self.caches])
         return self._model.logits(hidden)
 
 

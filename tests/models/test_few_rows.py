@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -58,6 +59,14 @@ def test_the_same_tokens(family: str, few_layers: Mock, tmp_path: Path) -> None:
     assert not few_layers.called
     assert tokens_of(together) == expected
     assert few_layers.called
+
+
+def test_not_over_a_cache_of_another_type(few_layers: Mock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(checkpoints.llama(tmp_path))
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        generate(PagedRun(model, block_size=16, dtype=ops.CODES), PROMPTS, num_tokens=4)
+    assert not few_layers.called
+    assert "the cache is float8_e4m3fn, and it reads one of float32 alone" in caplog.text
 
 
 @pytest.mark.parametrize("as_stored", [False, True], ids=["decoded", "stored"])

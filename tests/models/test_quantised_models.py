@@ -247,7 +247,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path, cap
     packed, twin = write_both(plain, tmp_path, KINDS["fp8"], changes=more)
     with caplog.at_level(logging.INFO, logger="raylm"):
         assert_same(packed, twin)
-    assert "weights: 5 scales of a quantised KV cache are not used: the cache has the model's type" in caplog.messages
+    assert "weights: 5 scales of a quantised KV cache are for cache.dtype fp8 alone" in caplog.messages
 
 
 def test_only_the_cache_is_to_be_quantised(tmp_path: Path) -> None:

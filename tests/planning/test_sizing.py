@@ -55,6 +55,16 @@ def test_llama_8b_on_one_gpu(llama_8b: ArchConfig) -> None:
     assert plan.decode_tokens_s == pytest.approx(4.8e12 / (LLAMA_8B - 2 * 128_256 * 4096))
 
 
+def test_an_fp8_cache_holds_twice_as_many_tokens(llama_8b: ArchConfig) -> None:
+    wide, narrow = (sizing(llama_8b, cache={"dtype": dtype}).plan(ParallelConfig()) for dtype in ("auto", "fp8"))
+    assert (wide.cache_dtype, narrow.cache_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert (narrow.kv_bytes_token, narrow.kv_bytes_token_gpu) == (65_536, 65_536)
+    assert (narrow.weight_bytes, narrow.cache_bytes) == (wide.weight_bytes, wide.cache_bytes)
+    assert narrow.num_blocks == pytest.approx(2 * wide.num_blocks, abs=1)
+    # A batch whose requests are half as large to read.
+    assert narrow.batch_tokens_s > 1.5 * wide.batch_tokens_s
+
+
 def test_a_step_reads_the_experts_that_its_tokens_go_to(tmp_path: Path) -> None:
     arch = arch_of("gpt-oss-20b", tmp_path)
     experts = 2 * 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)

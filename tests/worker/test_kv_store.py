@@ -9,6 +9,7 @@ import torch
 
 from raylm.core.step import Copies
 from raylm.models.cache_spec import BlockPart, CacheSpec
+from raylm.ops import CODES
 from raylm.worker import kv_store
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import KVStore
@@ -101,6 +102,23 @@ def test_host_memory_is_pinned_as_long_as_it_is_needed() -> None:
         assert store._tensors[0]._host_blocks.is_pinned()
         del store
     # The same memory can be pinned again only when it has been given back.
+
+
+def test_codes_move_as_they_are(device: str) -> None:
+    """Every code, NaN among them, out to the host and back, and from block to block."""
+    spec = CacheSpec.of_attention(window=0, block_size=4, num_kv_heads=8, head_dim=8, dtype=CODES)
+    groups = CacheGroups.choose([spec] * 2, block_size=4, max_len=64)
+    store = KVStore(groups, num_blocks=5, num_host_blocks=2, device=torch.device(device))
+    assert store.block_bytes == groups.block_bytes == 2 * 2 * 4 * 8 * 8
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(4, 8, 8)
+    tensors = [cache for pair in store.layers for cache in pair]
+    assert all(cache.dtype == CODES and not cache[0].float().any() for cache in tensors)
+    for number, cache in enumerate(tensors):
+        cache.view(torch.uint8)[1] = codes + number
+    store.copy(Copies(swap_out=[(1, 1)], forked=[(1, 2)], swap_in=[(1, 4)]))
+    for number, cache in enumerate(tensors):
+        for block in (1, 2, 4):
+            assert torch.equal(cache.view(torch.uint8)[block], codes + number)
 
 
 def test_runs_cover_every_place_once() -> None:

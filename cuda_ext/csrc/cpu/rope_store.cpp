@@ -22,9 +22,10 @@ void norm_heads(const Tensor& x, const Tensor& weight, double eps, int64_t token
 
 void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
                 double eps, Tensor positions, Tensor cos_sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
-                bool /*frozen*/) {
+                bool /*frozen*/, double k_scale, double v_scale) {
   const char* op = "rope_store";
   check_rope_store(q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slot_mapping);
+  check_scales(op, k_cache, k_scale, v_scale);
   const std::pair<const char*, const Tensor*> all[] = {
       {"q", &q},
       {"k", &k},

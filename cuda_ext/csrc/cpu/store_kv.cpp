@@ -4,9 +4,11 @@
 namespace raylm {
 namespace {
 
-void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, double k_scale,
+              double v_scale) {
   const char* op = "store_kv";
   check_store(op, k, v, k_cache, v_cache, slot_mapping);
+  check_scales(op, k_cache, k_scale, v_scale);
   Arg(op, "k", k).on_cpu();
   Arg(op, "v", v).on_cpu();
   Arg(op, "k_cache", k_cache).on_cpu();

@@ -1,5 +1,6 @@
 #include <tuple>
 
+#include "cache.h"
 #include "decode_attention.h"
 #include "launch.h"
 #include "prefill_attention.h"
@@ -11,35 +12,38 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
 
-template <typename T>
+template <typename T, typename C>
 void launch(const AttentionParams<T>& params, int64_t num_tokens, const float* alibi_slopes, cudaStream_t stream) {
   const dim3 grid(num_tokens, params.num_heads);
   const unsigned threads = kAttentionWarps * kWarp;
   if (params.head_dim <= 64) {
-    attention_kernel<T, 2><<<grid, threads, 0, stream>>>(params, alibi_slopes);
+    attention_kernel<T, C, 2><<<grid, threads, 0, stream>>>(params, alibi_slopes);
   } else if (params.head_dim <= 128) {
-    attention_kernel<T, 4><<<grid, threads, 0, stream>>>(params, alibi_slopes);
+    attention_kernel<T, C, 4><<<grid, threads, 0, stream>>>(params, alibi_slopes);
   } else {
-    attention_kernel<T, 8><<<grid, threads, 0, stream>>>(params, alibi_slopes);
+    attention_kernel<T, C, 8><<<grid, threads, 0, stream>>>(params, alibi_slopes);
   }
 }
 
 // Whether the decode kernel has taken the sequences with few queries.
-template <typename T>
+template <typename T, typename C>
 bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
             const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
-  if constexpr (sizeof(T) == 2) return decode_attention(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  if constexpr (sizeof(T) == 2) {
+    return decode_attention<T, C>(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  }
   return false;
 }
 
 // Tensor cores, where a sequence has many queries and the shape fits. The step's other sequences are done with it.
-template <typename T>
+template <typename T, typename C>
 bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_cache, int64_t max_query_len,
              const float* alibi_slopes, cudaStream_t stream) {
   if (max_query_len <= kMaxDecodeQueries) return false;  // too few to fill the rows of a tile
   if constexpr (sizeof(T) == 2) {
     const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
-    return (!alibi_slopes && prefill_attention_hopper(params, sizes, q, stream)) ||
+    if constexpr (std::is_same_v<C, Code>) return !alibi_slopes && prefill_attention_codes(params, sizes, stream);
+    else return (!alibi_slopes && prefill_attention_hopper(params, sizes, q, stream)) ||
            prefill_attention(params, sizes, alibi_slopes, stream);
   }
   return false;
@@ -48,9 +52,10 @@ bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
                        double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals,
-                       std::optional<Tensor> sinks) {
+                       std::optional<Tensor> sinks, double k_scale, double v_scale) {
   const char* op = "paged_attention";
-  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks);
+  check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks, true);
+  check_scales(op, k_cache, k_scale, v_scale);
   Arg(op, "k_cache", k_cache).on_device_of(q);
   Arg(op, "v_cache", v_cache).on_device_of(q);
   Arg(op, "block_table", block_table).on_device_of(q);
@@ -67,33 +72,44 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   by_dtype(q, [&](auto type) {
     using T = decltype(type);
     AttentionParams<T> params{
-        data<T>(q), q.stride(0), q.stride(1), data<T>(k_cache), data<T>(v_cache),
+        data<T>(q), q.stride(0), q.stride(1), k_cache.data_ptr(), v_cache.data_ptr(),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
         data<T>(out), seq_lens.size(0), q.size(1), k_cache.size(2), q.size(2), k_cache.size(1),
-        static_cast<float>(scale), window, static_cast<float>(soft_cap), 0,
-        sinks ? data<float>(*sinks) : nullptr};
-    if (decode(params, q, max_query_len, max_seq_len, slopes, arrivals)) params.min_query_len = kMaxDecodeQueries + 1;
-    if (max_query_len < params.min_query_len) return;
-    const cudaStream_t stream = current_stream(q);
-    if (!prefill(params, q, k_cache, max_query_len, slopes, stream)) launch(params, q.size(0), slopes, stream);
+        static_cast<float>(scale * k_scale), window, static_cast<float>(soft_cap), 0,
+        sinks ? data<float>(*sinks) : nullptr, static_cast<float>(v_scale)};
+    by_cache<T>(k_cache, [&](auto element) {
+      using C = decltype(element);
+      const bool decoded = decode<T, C>(params, q, max_query_len, max_seq_len, slopes, arrivals);
+      if (decoded) params.min_query_len = kMaxDecodeQueries + 1;
+      if (max_query_len < params.min_query_len) return;
+      const cudaStream_t stream = current_stream(q);
+      if (prefill<T, C>(params, q, k_cache, max_query_len, slopes, stream)) return;
+      launch<T, C>(params, q.size(0), slopes, stream);
+    });
   });
   check_launch(op);
   return out;
 }
 
-// Whether decode, and prefill, have kernels on tensor cores for heads like q's; else the plain kernel serves.
-std::tuple<bool, bool> attention_kernels(Tensor q, int64_t num_kv_heads, int64_t block_size, bool biased) {
+// Whether decode, and prefill, have kernels on tensor cores for heads like q's, over a cache of q's type or of codes; else
+// the plain kernel serves.
+std::tuple<bool, bool> attention_kernels(Tensor q, int64_t num_kv_heads, int64_t block_size, bool biased, bool codes) {
   Arg("attention_kernels", "q", q).floating().dim(3);
   if (num_kv_heads < 1) fail("attention_kernels", "num_kv_heads is ", num_kv_heads, ", must be at least 1");
   const Guard guard(q.get_device_index());
   const int64_t head_dim = q.size(2), group = q.size(1) / num_kv_heads;
   std::tuple<bool, bool> found{false, false};
   by_dtype(q, [&](auto type) {
-    if constexpr (sizeof(type) == 2) {
-      found = {has_decode_attention<decltype(type)>(head_dim, group, block_size, biased, q.get_device_index()),
-               by_head_dim(head_dim, []<int D> { return true; })};
+    using T = decltype(type);
+    if constexpr (sizeof(T) == 2) {
+      const int device = q.get_device_index();
+      const auto any = []<int D> { return true; };
+      found = codes ? std::tuple{has_decode_attention<T, Code>(head_dim, group, block_size, biased, device),
+                                 !biased && by_code_head_dim(head_dim, any)}
+                    : std::tuple{has_decode_attention<T, T>(head_dim, group, block_size, biased, device),
+                                 by_head_dim(head_dim, any)};
     }
   });
   return found;

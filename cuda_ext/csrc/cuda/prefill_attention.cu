@@ -5,23 +5,25 @@
 namespace raylm::cuda {
 namespace {
 
+// Whether vectors of 16 bytes begin at the pointer and at every stride, in elements of E.
+template <typename E>
 bool whole_vectors(const void* pointer, std::initializer_list<int64_t> strides) {
   bool fits = reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-  for (const int64_t stride : strides) fits = fits && stride % 8 == 0;
+  for (const int64_t stride : strides) fits = fits && stride * sizeof(E) % 16 == 0;
   return fits;
 }
 
-template <typename T>
+template <typename T, typename C>
 bool supported(const AttentionParams<T>& a) {
-  return a.scale > 0 && whole_vectors(a.q, {a.q_token_stride, a.q_head_stride}) &&
-         whole_vectors(a.k_cache, {a.k_block_stride, a.k_slot_stride, a.k_head_stride}) &&
-         whole_vectors(a.v_cache, {a.v_block_stride, a.v_slot_stride, a.v_head_stride});
+  return a.scale > 0 && whole_vectors<T>(a.q, {a.q_token_stride, a.q_head_stride}) &&
+         whole_vectors<C>(a.k_cache, {a.k_block_stride, a.k_slot_stride, a.k_head_stride}) &&
+         whole_vectors<C>(a.v_cache, {a.v_block_stride, a.v_slot_stride, a.v_head_stride});
 }
 
-template <typename T, int D, bool Biased>
+template <typename T, typename C, int D, bool Biased>
 bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
   using Shape = PrefillShape<D>;
-  constexpr auto* kernel = prefill_kernel<T, D, Biased>;
+  constexpr auto* kernel = prefill_kernel<T, C, D, Biased>;
   const int64_t tiles = most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
   const dim3 grid(a.num_heads, tiles > 0 ? tiles : 1);  // one row of blocks for the rows past the last sequence
   int device = 0;
@@ -34,10 +36,16 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float*
 
 template <typename T>
 bool run(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
-  return supported(a) && by_head_dim(a.head_dim, [&]<int D> {
-    return alibi_slopes ? launch<T, D, true>(a, sizes, alibi_slopes, stream)
-                        : launch<T, D, false>(a, sizes, nullptr, stream);
+  return supported<T, T>(a) && by_head_dim(a.head_dim, [&]<int D> {
+    return alibi_slopes ? launch<T, T, D, true>(a, sizes, alibi_slopes, stream)
+                        : launch<T, T, D, false>(a, sizes, nullptr, stream);
   });
+}
+
+template <typename T>
+bool run_codes(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
+  return supported<T, Code>(a) &&
+         by_code_head_dim(a.head_dim, [&]<int D> { return launch<T, Code, D, false>(a, sizes, nullptr, stream); });
 }
 
 }  // namespace
@@ -50,6 +58,15 @@ bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const Prefi
 bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, const float* alibi_slopes,
                        cudaStream_t stream) {
   return run(params, sizes, alibi_slopes, stream);
+}
+
+bool prefill_attention_codes(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
+                             cudaStream_t stream) {
+  return run_codes(params, sizes, stream);
+}
+
+bool prefill_attention_codes(const AttentionParams<__half>& params, const PrefillSizes& sizes, cudaStream_t stream) {
+  return run_codes(params, sizes, stream);
 }
 
 }  // namespace raylm::cuda

@@ -26,11 +26,27 @@ bool by_head_dim(int64_t head_dim, const Body& body) {
   }
 }
 
+// The same for caches of codes, which have fewer kernels.
+template <typename Body>
+bool by_code_head_dim(int64_t head_dim, const Body& body) {
+  switch (head_dim) {
+    case 64: return body.template operator()<64>();
+    case 128: return body.template operator()<128>();
+    case 256: return body.template operator()<256>();
+    default: return false;
+  }
+}
+
 // Tensor cores of any GPU since Ampere; alibi_slopes [num_heads] may be null.
 bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
                        const float* alibi_slopes, cudaStream_t stream);
 bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, const float* alibi_slopes,
                        cudaStream_t stream);
+
+// The same over a cache of codes, without linear biases.
+bool prefill_attention_codes(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
+                             cudaStream_t stream);
+bool prefill_attention_codes(const AttentionParams<__half>& params, const PrefillSizes& sizes, cudaStream_t stream);
 
 // Hopper, without linear biases; `like` is any tensor on its device, for the allocator.
 bool prefill_attention_hopper(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,

@@ -10,9 +10,10 @@ namespace {
 
 // As HopperParams says. Halves of all heads are one dimension only where heads follow each other without a gap.
 template <typename T, int D>
-bool make_cache_map(CUtensorMap* map, const T* data, const AttentionParams<T>& a, const PrefillSizes& sizes,
+bool make_cache_map(CUtensorMap* map, const void* cache, const AttentionParams<T>& a, const PrefillSizes& sizes,
                     int box_slots, int64_t slot_stride, int64_t head_stride, int64_t block_stride) {
   using Shape = HopperShape<D>;
+  const T* data = static_cast<const T*>(cache);
   const int64_t groups = a.block_size / 8, box_groups = box_slots / 8;
   if constexpr (Shape::kWhole) {
     return (head_stride == D || a.num_kv_heads == 1) &&

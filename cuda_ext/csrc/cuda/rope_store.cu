@@ -1,3 +1,4 @@
+#include "cache.h"
 #include "launch.h"
 #include "raylm/cuda/rope_store.cuh"
 #include "shapes.h"
@@ -12,17 +13,18 @@ HeadsView<T> heads(const Tensor& x) {
   return {data<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(1))};
 }
 
-template <typename T>
-CacheView<T> cache(const Tensor& x) {
-  return {data<T>(x), x.stride(0), x.stride(1), x.stride(2)};
+template <typename C>
+CacheView<C> cache(const Tensor& x, double scale) {
+  return {data<C>(x), x.stride(0), x.stride(1), x.stride(2), static_cast<float>(1 / scale)};
 }
 
-template <typename T>
-bool fits_vectors(const RopeStoreParams<T>& p) {
+// Codes of a vector are written at once, which takes less alignment than numbers do.
+template <typename T, typename C>
+bool fits_vectors(const RopeStoreParams<T, C>& p) {
   const auto heads_fit = [](const HeadsView<T>& x) {
     return is_aligned(x.x) && x.token_stride % kVec<T> == 0 && x.head_stride % kVec<T> == 0;
   };
-  const auto cache_fits = [](const CacheView<T>& x) {
+  const auto cache_fits = [](const CacheView<C>& x) {
     return is_aligned(x.x) && x.block_stride % kVec<T> == 0 && x.slot_stride % kVec<T> == 0 &&
            x.head_stride % kVec<T> == 0;
   };
@@ -31,28 +33,29 @@ bool fits_vectors(const RopeStoreParams<T>& p) {
          is_aligned(p.q_weight) && is_aligned(p.k_weight) && is_aligned(p.cos_sin);
 }
 
-template <typename T>
-void launch(const RopeStoreParams<T>& p, cudaStream_t stream) {
+template <typename T, typename C>
+void launch(const RopeStoreParams<T, C>& p, cudaStream_t stream) {
   const bool vectors = fits_vectors(p);
   const int64_t needed = vectors ? p.head_dim / (2 * kVec<T>) : kWarp;
   int64_t lanes = 4;
   while (lanes < needed) lanes *= 2;
   const int64_t threads = p.num_tokens * (p.q.num_heads + p.k.num_heads + p.v.num_heads) * lanes;
   const dim3 grid(divide_up(threads, kThreads)), block(kThreads);
-  if (!vectors) return launch_dependent(rope_store_any_kernel<T>, grid, block, stream, p);
+  if (!vectors) return launch_dependent(rope_store_any_kernel<T, C>, grid, block, stream, p);
   switch (lanes) {
-    case 4: return launch_dependent(rope_store_kernel<T, 4>, grid, block, stream, p);
-    case 8: return launch_dependent(rope_store_kernel<T, 8>, grid, block, stream, p);
-    case 16: return launch_dependent(rope_store_kernel<T, 16>, grid, block, stream, p);
-    default: return launch_dependent(rope_store_kernel<T, 32>, grid, block, stream, p);
+    case 4: return launch_dependent(rope_store_kernel<T, C, 4>, grid, block, stream, p);
+    case 8: return launch_dependent(rope_store_kernel<T, C, 8>, grid, block, stream, p);
+    case 16: return launch_dependent(rope_store_kernel<T, C, 16>, grid, block, stream, p);
+    default: return launch_dependent(rope_store_kernel<T, C, 32>, grid, block, stream, p);
   }
 }
 
 void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
                 double eps, Tensor positions, Tensor cos_sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
-                bool frozen) {
+                bool frozen, double k_scale, double v_scale) {
   const char* op = "rope_store";
-  check_rope_store(q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slot_mapping);
+  check_rope_store(q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slot_mapping, true);
+  check_scales(op, k_cache, k_scale, v_scale);
   Arg(op, "k", k).on_device_of(q);
   Arg(op, "v", v).on_device_of(q);
   if (q_weight) Arg(op, "q_weight", *q_weight).on_device_of(q);
@@ -66,13 +69,16 @@ void rope_store(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_weight, st
   const Guard guard(q.get_device_index());
   by_dtype(q, [&](auto type) {
     using T = decltype(type);
-    const RopeStoreParams<T> params{
-        heads<T>(q), heads<T>(k), heads<T>(v), cache<T>(k_cache), cache<T>(v_cache),
-        q_weight ? data<T>(*q_weight) : nullptr, k_weight ? data<T>(*k_weight) : nullptr, static_cast<float>(eps),
-        data<int64_t>(positions), data<int64_t>(slot_mapping), data<float>(cos_sin), q.size(0), cos_sin.size(0),
-        k_cache.size(0) * k_cache.size(1), static_cast<int>(k_cache.size(1)), static_cast<int>(q.size(2)),
-        static_cast<int>(cos_sin.size(1)), frozen};
-    launch(params, current_stream(q));
+    by_cache<T>(k_cache, [&](auto element) {
+      using C = decltype(element);
+      const RopeStoreParams<T, C> params{
+          heads<T>(q), heads<T>(k), heads<T>(v), cache<C>(k_cache, k_scale), cache<C>(v_cache, v_scale),
+          q_weight ? data<T>(*q_weight) : nullptr, k_weight ? data<T>(*k_weight) : nullptr, static_cast<float>(eps),
+          data<int64_t>(positions), data<int64_t>(slot_mapping), data<float>(cos_sin), q.size(0), cos_sin.size(0),
+          k_cache.size(0) * k_cache.size(1), static_cast<int>(k_cache.size(1)), static_cast<int>(q.size(2)),
+          static_cast<int>(cos_sin.size(1)), frozen};
+      launch(params, current_stream(q));
+    });
   });
   check_launch(op);
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from raylm.models.fields import Fields
 from raylm.models.quantised.fields import bits_of, block_of, choice, group_of, names_of
-from raylm.models.quantised.scheme import Group, Quantisation, Scheme
+from raylm.models.quantised.scheme import CacheNumbers, Group, Quantisation, Scheme
 
 _FORMATS = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
@@ -14,6 +14,7 @@ _FORMATS = (
 )
 _MIXED = "mixed-precision"
 """Each group names its own."""
+_CACHE_BITS = 8
 _ORDERED = (True, "group", "dynamic")
 _NVFP4_COLUMNS, _MX_COLUMNS = 16, 32
 
@@ -26,7 +27,8 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
         raise fields.error("transform_config", "there", "none: raylm does not rotate activations")
     groups = []
     configured = fields.section("config_groups")
-    if not configured.values and fields.get("kv_cache_scheme") is None:
+    cache = read_cache_scheme(fields)
+    if not configured.values and cache is None:
         raise fields.error("config_groups", fields.get("config_groups"), "a mapping of groups of modules")
     for name in configured.values:
         group = configured.section(name)
@@ -40,7 +42,16 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
             if scheme.numbers == "float" and group.get("input_activations") is None:
                 scheme = replace(scheme, weights_only=True)
             groups.append(Group(targets=names_of(group, "targets"), scheme=scheme))
-    return Quantisation(method="compressed-tensors", groups=tuple(groups), ignored=names_of(fields, "ignore"))
+    ignored = names_of(fields, "ignore")
+    return Quantisation(method="compressed-tensors", groups=tuple(groups), ignored=ignored, cache=cache)
+
+
+def read_cache_scheme(fields: Fields) -> CacheNumbers | None:
+    """What kv_cache_scheme asks for."""
+    if fields.get("kv_cache_scheme") is None:
+        return None
+    scheme = fields.section("kv_cache_scheme")
+    return "fp8" if scheme.get("type") == "float" and scheme.get("num_bits") == _CACHE_BITS else "other"
 
 
 def _scheme(weights: Fields, stored: str) -> Scheme:

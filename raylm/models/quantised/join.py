@@ -41,7 +41,7 @@ _CACHE = (
     *("k_zero_point", "v_zero_point", "q_zero_point"),
     *("k_proj.output_scale", "v_proj.output_scale"),
 )
-"""The same of scales by which keys and values would be: the cache has the model's type."""
+"""The same of scales of a quantised KV cache: models/cache_scales.py reads those that have a use."""
 _CACHE_ENDS = tuple(f".{name}" for name in _CACHE)
 
 
@@ -67,9 +67,7 @@ def join(tensors: Iterable[CheckpointTensor], quantisation: Quantisation) -> lis
     schemes = Schemes(quantisation)
     found += [_joined(module, parts, schemes) for module, parts in modules.items()]
     if num_of_cache:
-        logger.info(
-            "weights: %d scales of a quantised KV cache are not used: the cache has the model's type", num_of_cache
-        )
+        logger.info("weights: %d scales of a quantised KV cache are for cache.dtype fp8 alone", num_of_cache)
     return found
 
 

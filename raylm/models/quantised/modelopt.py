@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from raylm.models.fields import Fields
+from raylm.models.quantised.compressed_tensors import read_cache_scheme
 from raylm.models.quantised.fields import group_of, names_of
-from raylm.models.quantised.scheme import Group, Quantisation, Scheme
+from raylm.models.quantised.scheme import CacheNumbers, Group, Quantisation, Scheme
 
 _MIXED, _UNQUANTISED = "MIXED_PRECISION", ("UNQUANTIZED", "NONE")
 _BLOCK = 128
@@ -26,12 +27,13 @@ def read_modelopt(fields: Fields) -> Quantisation:
     if fields.get("quantization") is not None:
         fields = fields.section("quantization")
     ignored = names_of(fields, "exclude_modules", "ignore")
-    if fields.get("quant_algo") is None and _quantises_cache(fields):
-        return Quantisation(method="modelopt", ignored=ignored)
+    cache = _cache(fields)
+    if fields.get("quant_algo") is None and cache is not None:
+        return Quantisation(method="modelopt", ignored=ignored, cache=cache)
     algorithm = _algorithm(fields, mixed=True)
     if algorithm != _MIXED:
         group = Group(targets=(), scheme=_scheme(fields, algorithm))
-        return Quantisation(method="modelopt", groups=(group,), ignored=ignored)
+        return Quantisation(method="modelopt", groups=(group,), ignored=ignored, cache=cache)
     layers = fields.section("quantized_layers")
     if not layers.values:
         raise fields.error("quantized_layers", fields.get("quantized_layers"), f"a mapping, as quant_algo is {_MIXED}")
@@ -41,11 +43,14 @@ def read_modelopt(fields: Fields) -> Quantisation:
         given = str(own.get("quant_algo")).upper()
         scheme = None if given in _UNQUANTISED else _scheme(own, _algorithm(own, mixed=False))
         groups.append(Group(targets=(name,), scheme=scheme))
-    return Quantisation(method="modelopt", groups=tuple(groups), ignored=ignored)
+    return Quantisation(method="modelopt", groups=tuple(groups), ignored=ignored, cache=cache)
 
 
-def _quantises_cache(fields: Fields) -> bool:
-    return any(fields.get(name) is not None for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
+def _cache(fields: Fields) -> CacheNumbers | None:
+    algorithm = fields.get("kv_cache_quant_algo")
+    if algorithm is None:
+        return read_cache_scheme(fields)
+    return "fp8" if str(algorithm).upper() == "FP8" else "other"
 
 
 def _algorithm(fields: Fields, *, mixed: bool) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 
 Layout = Literal["values", "nibbles", "packed", "gptq", "awq", "bnb4", "bnb8"]
 Zero = Literal["none", "middle", "stored", "stored_less_1"]
+CacheNumbers = Literal["fp8", "other"]
 
 MXFP4 = "mxfp4"
 """The method of GPT-OSS, whose family knows its layout."""
@@ -81,6 +82,8 @@ class Quantisation:
     ignored: tuple[str, ...] = ()
     """Names of modules that are not quantised, as raylm.models.quantised.patterns reads them. Loading goes by the
     tensors that are there: a module without quantised parts is not quantised."""
+    cache: CacheNumbers | None = None
+    """What keys and values are to be quantised to; None where nothing is said of it."""
 
     @property
     def has_parts(self) -> bool:

@@ -3,17 +3,21 @@
 
 #include "raylm/cuda/common.cuh"
 #include "raylm/cuda/ptx/math.cuh"
+#include "raylm/cuda/tile/numbers.cuh"
 
 namespace raylm::cuda {
 
 constexpr int kAttentionWarps = 8;
 
+// Queries and results are of T. The cache holds C, which kernels have as a template's parameter: T, or codes. Codes of keys
+// are in units of a scale that the launcher has multiplied into `scale`, those of values in units of `v_scale`, which the
+// kernels multiply into their results: no number of the cache is scaled by itself.
 template <typename T>
 struct AttentionParams {
   const T* q;
   int64_t q_token_stride, q_head_stride;
-  const T* k_cache;
-  const T* v_cache;
+  const void* k_cache;
+  const void* v_cache;
   int64_t k_block_stride, k_slot_stride, k_head_stride;
   int64_t v_block_stride, v_slot_stride, v_head_stride;
   const int32_t* block_table;
@@ -27,6 +31,7 @@ struct AttentionParams {
   float soft_cap;
   int64_t min_query_len;  // sequences with fewer queries are left to another kernel
   const float* sinks;     // [num_heads], may be null
+  float v_scale;          // 1 where C is T
 };
 
 // What the sink of a head, a logit without a value, adds to the softmax's denominator, which is relative to the score
@@ -53,7 +58,7 @@ __device__ inline int64_t sequence_of(const int32_t* query_start, int64_t num_se
 // One block for a (token, query head). Its warps take the keys in turn, each with a softmax of its own that is kept up
 // to date as keys pass by (online softmax, arXiv:1805.02867); in the end the warps' sums are joined. Lane l holds the
 // elements l, l + 32, ... of the head: PerLane of them.
-template <typename T, int PerLane>
+template <typename T, typename C, int PerLane>
 __global__ void attention_kernel(const AttentionParams<T> p, const float* alibi_slopes) {
   const int64_t token = blockIdx.x, head = blockIdx.y;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -73,8 +78,8 @@ __global__ void attention_kernel(const AttentionParams<T> p, const float* alibi_
   float top = -INFINITY, total = 0;
   for (int64_t key = first + warp; key <= position; key += kAttentionWarps) {
     const int64_t block = p.block_table[s * p.block_table_stride + key / p.block_size], slot = key % p.block_size;
-    const T* k = p.k_cache + block * p.k_block_stride + slot * p.k_slot_stride + kv_head * p.k_head_stride;
-    const T* v = p.v_cache + block * p.v_block_stride + slot * p.v_slot_stride + kv_head * p.v_head_stride;
+    const C* k = static_cast<const C*>(p.k_cache) + block * p.k_block_stride + slot * p.k_slot_stride + kv_head * p.k_head_stride;
+    const C* v = static_cast<const C*>(p.v_cache) + block * p.v_block_stride + slot * p.v_slot_stride + kv_head * p.v_head_stride;
     float score = 0;
     for (int i = 0; i < PerLane; ++i) {
       if (lane + i * kWarp < p.head_dim) score += q[i] * to_float(k[lane + i * kWarp]);
@@ -101,7 +106,7 @@ __global__ void attention_kernel(const AttentionParams<T> p, const float* alibi_
   for (int64_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     float sum = 0;
     for (int w = 0; w < kAttentionWarps; ++w) sum += sums[w][d] * __expf(tops[w] - block_top);
-    out[d] = from_float<T>(sum / block_total);
+    out[d] = from_float<T>(sum * p.v_scale / block_total);
   }
 }
 

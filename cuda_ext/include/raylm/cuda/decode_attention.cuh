@@ -4,16 +4,18 @@
 // cut joins them all, in the order of the keys: which block that is changes nothing. In a block, each warp copies 16 keys
 // of a tile of 64 into shared memory, ahead of their use and across sequences; the softmax is kept up to date as keys pass
 // by (arXiv:1805.02867). The products on tensor cores are transposed, keys x queries and head x queries: so 8 rows of
-// queries are the least that is multiplied, where the other way round it would be 16.
+// queries are the least that is multiplied, where the other way round it would be 16. decode_fragments.cuh says how
+// numbers or codes of the cache get there.
 #pragma once
 
 #include "raylm/cuda/attention.cuh"
+#include "raylm/cuda/decode_fragments.cuh"
 #include "raylm/cuda/decode_schedule.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/ptx/math.cuh"
 #include "raylm/cuda/ptx/matrix.cuh"
-#include "raylm/cuda/tile/fragments.cuh"
+#include "raylm/cuda/tile/numbers.cuh"
 
 namespace raylm::cuda {
 
@@ -43,19 +45,25 @@ struct DecodeParams {
   const float* alibi_slopes;  // [num_heads], for the kernel that is Biased
 };
 
-// For head sizes up to D and 8 * N rows in a warp.
-template <int D, int N>
+// For a cache of C, head sizes up to D and 8 * N rows in a warp. Sizes are in elements of C.
+template <typename C, int D, int N>
 struct DecodeLayout {
-  static constexpr int kChunks = D / 8;  // of 16 bytes, in a row
-  static constexpr int kPitch = D + 8;   // so that the same chunk of 8 rows is in 8 different banks
+  static constexpr bool kCodes = std::is_same_v<C, Code>;
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(C));  // copied at a time
+  static constexpr int kChunks = D / kVector;                       // of 16 bytes, in a row
+  static constexpr int kPitch = D + kVector;  // so that the same chunk of 8 rows is in 8 different banks
   static constexpr int kTensor = kDecodeKeys * kPitch;
   static constexpr int kPart = 2 * kTensor;  // a warp's K, then its V
   static constexpr int kStage = kDecodeWarps * kPart;
   static constexpr int kRows = kDecodeWarps * N * 8;  // that a block can take
   // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first.
   static constexpr int kBlocks = D <= 64 ? 4 : D <= 128 ? 3 : D <= 192 ? 2 : 1;
-  static constexpr int kStages = D <= 64 ? 3 : 2;
-  static constexpr int kBytes = kStages * kStage * 2;
+  static constexpr int kStages = (D <= 64 ? 3 : 2) + kCodes;
+  static constexpr int kBytes = kStages * kStage * static_cast<int>(sizeof(C));
+  // Where warps' sums are joined: floats of a row, and how many groups of 8 rows a warp's part of a stage has room for.
+  static constexpr int kSumPitch = D + 8;
+  static constexpr int kPass = N == 1 || kCodes ? 1 : 2;
+  static_assert(kPass * 8 * kSumPitch * sizeof(float) <= kPart * sizeof(C));
 };
 
 // The rows of a warp. Of the softmax and the sums, a lane has rows n * 8 + lane % 4 * 2 and the next.
@@ -102,30 +110,32 @@ struct DecodeJoin {
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
 // `key_warps`-th warp from `key_warp` on: with few rows the warps share the keys, with more they share the rows.
-template <typename T, int D, int N, bool Biased>
+template <typename T, typename C, int D, int N, bool Biased>
 struct DecodeBlock {
-  using Layout = DecodeLayout<D, N>;
+  using Layout = DecodeLayout<C, D, N>;
   using Rows = DecodeRows<D, N>;
+  using Fragments = DecodeFragments<T, C>;
+  using Number = typename Fragments::Number;
   static constexpr int kRowTile = N * 8;
   const DecodeParams<T>& p;
-  T* stages;
+  C* stages;
   int lane, warp, column, columns, kv_head, first_row;
-  const T* k_head;
-  const T* v_head;
+  const C* k_head;
+  const C* v_head;
   int rows, row_warps, row_tile, key_warps, key_warp;
 
-  __device__ DecodeBlock(const DecodeParams<T>& params, T* shared) : p(params), stages(shared) {
+  __device__ DecodeBlock(const DecodeParams<T>& params, C* shared) : p(params), stages(shared) {
     lane = threadIdx.x % kWarp;
     warp = threadIdx.x / kWarp;
     column = blockIdx.x;
     columns = gridDim.x;
     kv_head = column % static_cast<int>(p.attention.num_kv_heads);
     first_row = column / static_cast<int>(p.attention.num_kv_heads) * Layout::kRows;
-    k_head = p.attention.k_cache + kv_head * p.attention.k_head_stride;
-    v_head = p.attention.v_cache + kv_head * p.attention.v_head_stride;
+    k_head = static_cast<const C*>(p.attention.k_cache) + kv_head * p.attention.k_head_stride;
+    v_head = static_cast<const C*>(p.attention.v_cache) + kv_head * p.attention.v_head_stride;
   }
 
-  __device__ T* part(int stage, int of_warp) const { return stages + stage * Layout::kStage + of_warp * Layout::kPart; }
+  __device__ C* part(int stage, int of_warp) const { return stages + stage * Layout::kStage + of_warp * Layout::kPart; }
 
   __device__ int rows_of(const DecodeSequence& now) const {
     return min(now.num_queries * p.batch.group - first_row, Layout::kRows);
@@ -151,16 +161,16 @@ struct DecodeBlock {
     if (unit >= cursor.stop) return;
     const int from = cursor.now.low - key, to = cursor.now.high - key;
     const int slot = static_cast<unsigned>(key) % static_cast<unsigned>(p.attention.block_size);
-    const T* k = k_head + block * p.attention.k_block_stride + slot * p.attention.k_slot_stride;
-    const T* v = v_head + block * p.attention.v_block_stride + slot * p.attention.v_slot_stride;
+    const C* k = k_head + block * p.attention.k_block_stride + slot * p.attention.k_slot_stride;
+    const C* v = v_head + block * p.attention.v_block_stride + slot * p.attention.v_slot_stride;
     const uint32_t shared = shared_address(part(stage, warp));
 #pragma unroll
     for (int i = 0; i < kDecodeKeys * Layout::kChunks / kWarp; ++i) {
-      const int row = (i * kWarp + lane) / Layout::kChunks, d = (i * kWarp + lane) % Layout::kChunks * 8;
+      const int row = (i * kWarp + lane) / Layout::kChunks, d = (i * kWarp + lane) % Layout::kChunks * Layout::kVector;
       const bool read = row >= from && row < to && d < p.attention.head_dim;
-      const uint32_t at = shared + (row * Layout::kPitch + d) * 2;
+      const uint32_t at = shared + (row * Layout::kPitch + d) * sizeof(C);
       copy_async(at, k + row * p.attention.k_slot_stride + d, read);
-      copy_async(at + Layout::kTensor * 2, v + row * p.attention.v_slot_stride + d, read);
+      copy_async(at + Layout::kTensor * sizeof(C), v + row * p.attention.v_slot_stride + d, read);
     }
   }
 
@@ -179,11 +189,12 @@ struct DecodeBlock {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const int row = row_tile * kRowTile + n * 8 + lane / 4;
-      const T* q = query(now, row) + lane % 4 * 2;
+      const T* q = query(now, row) + Fragments::query_offset(lane);
+      const int head_dim = row < rows ? static_cast<int>(p.attention.head_dim) : 0;
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-        const bool read = row < rows && i * 8 < p.attention.head_dim;
-        mine.q[i / 2][n][i % 2] = read ? *reinterpret_cast<const uint32_t*>(q + i * 8) : 0;
+      for (int i = 0; i < D / 16; ++i) {
+        const uint2 pairs = Fragments::query(q, head_dim, i);
+        mine.q[i][n][0] = pairs.x, mine.q[i][n][1] = pairs.y;
       }
 #pragma unroll
       for (int i = 0; i < D / 16 * 4; ++i) mine.sum[i / 4][n][i % 4] = 0;
@@ -207,19 +218,15 @@ struct DecodeBlock {
 
   // The scores of 16 keys, to base 2: scaled, capped, biased, and -inf where a row does not see the key. A lane gets
   // keys lane / 4 and + 8 of its rows.
-  __device__ void score(const T* k, int key, const DecodeSequence& now, const Rows& mine, int active,
+  __device__ void score(const C* k, int key, const DecodeSequence& now, const Rows& mine, int active,
                         float (&s)[N][4]) const {
-    const uint32_t from = shared_address(k + lane % 16 * Layout::kPitch + lane / 16 * 8);
     float odd[N][4] = {};  // two chains of products are twice as fast as one
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      uint32_t a[4];
-      load_matrices(a, from + i * 32);
+    Fragments::template for_keys<D, Layout::kPitch>(k, lane, [&](int i, const uint32_t(&a)[4]) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        if (n < active) multiply_add<T>(N == 1 && i % 2 ? odd[n] : s[n], a, mine.q[i][n][0], mine.q[i][n][1]);
+        if (n < active) multiply_add<Number>(N == 1 && i % 2 ? odd[n] : s[n], a, mine.q[i][n][0], mine.q[i][n][1]);
       }
-    }
+    });
     const float cap = p.attention.soft_cap, scale = p.attention.scale * kLog2E * (cap > 0 ? 2 / cap : 1);
     const int window = p.batch.window > 0 ? p.batch.window : now.high;
     const bool all = key + 16 <= now.high - now.num_queries + 1 && key > now.high - 1 - window;
@@ -254,8 +261,8 @@ struct DecodeBlock {
         w[i] = exp2_approx(s[n][i] - (mine.top[n][i % 2] == -INFINITY ? 0 : mine.top[n][i % 2]));
         mine.total[n][i % 2] += w[i];
       }
-      weights[n][0] = transpose(pack<T>(w[0], w[1]));
-      weights[n][1] = transpose(pack<T>(w[2], w[3]));
+      weights[n][0] = transpose(pack<Number>(w[0], w[1]));
+      weights[n][1] = transpose(pack<Number>(w[2], w[3]));
     }
   }
 
@@ -277,23 +284,18 @@ struct DecodeBlock {
     }
   }
 
-  __device__ void attend(const T* k, int key, const DecodeSequence& now, Rows& mine) const {
+  __device__ void attend(const C* k, int key, const DecodeSequence& now, Rows& mine) const {
     const int active = (rows - row_tile * kRowTile + 7) / 8;  // of the N groups of 8 rows
     float s[N][4] = {};
     uint32_t weights[N][2];
     score(k, key, now, mine, active, s);
     weigh(s, mine, weights);
-    const uint32_t from =
-        shared_address(k + Layout::kTensor + (lane / 16 * 8 + lane % 8) * Layout::kPitch + lane / 8 % 2 * 8);
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      uint32_t a[4];
-      load_matrices_transposed(a, from + i * 32);
+    Fragments::template for_values<D, Layout::kPitch>(k + Layout::kTensor, lane, [&](int i, const uint32_t(&a)[4]) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        if (n < active) multiply_add<T>(mine.sum[i][n], a, weights[n][0], weights[n][1]);
+        if (n < active) multiply_add<Number>(mine.sum[i][n], a, weights[n][0], weights[n][1]);
       }
-    }
+    });
   }
 
   __device__ void multiply(const DecodeCursor& at, int stage, Rows& mine) const {
@@ -304,10 +306,10 @@ struct DecodeBlock {
   }
 
   // Joins what the warps have of each row, and writes it: to `out`, or to the parts. The stage just used is free until
-  // the next copy; a warp's part of it has room for the sums of 16 rows at a time.
+  // the next copy; a warp's part of it has room for the sums of 8 * kPass rows.
   __device__ void finish(const DecodeCursor& at, bool begins, int stage, Rows& mine) {
     __shared__ float tops[kDecodeWarps][kRowTile], totals[kDecodeWarps][kRowTile];
-    constexpr int kPass = N == 1 ? 1 : 2;
+    constexpr int kPass = Layout::kPass;
 #pragma unroll
     for (int i = 0; i < N * 2; ++i) {
       float total = mine.total[i / 2][i % 2];
@@ -318,11 +320,11 @@ struct DecodeBlock {
 #pragma unroll
     for (int pass = 0; pass < N; pass += kPass) {
       __syncthreads();
-      float* sums = reinterpret_cast<float*>(part(stage, warp)) + lane % 4 * 2 * Layout::kPitch + lane / 4;
+      float* sums = reinterpret_cast<float*>(part(stage, warp)) + lane % 4 * 2 * Layout::kSumPitch;
 #pragma unroll
       for (int i = 0; i < D / 16 * kPass * 4; ++i) {
-        const int n = i / 4 % kPass, d = i / 4 / kPass * 16 + i % 4 / 2 * 8;
-        sums[(n * 8 + i % 2) * Layout::kPitch + d] = mine.sum[i / 4 / kPass][pass + n][i % 4];
+        const int n = i / 4 % kPass, d = i / 4 / kPass * 16 + Fragments::element(lane, i % 4 / 2);
+        sums[(n * 8 + i % 2) * Layout::kSumPitch + d] = mine.sum[i / 4 / kPass][pass + n][i % 4];
       }
       __syncthreads();
       join_warps(at, begins, stage, pass * 8, kPass * 8, tops, totals);
@@ -344,13 +346,13 @@ struct DecodeBlock {
       for (int w = tile; w < kDecodeWarps; w += row_warps) top = fmaxf(top, tops[w][first + r]);
       for (int w = tile; w < kDecodeWarps && top > -INFINITY; w += row_warps) {
         const float weight = exp2_approx(tops[w][first + r] - top);
-        const float* from = reinterpret_cast<const float*>(part(stage, w)) + r * Layout::kPitch + d;
+        const float* from = reinterpret_cast<const float*>(part(stage, w)) + r * Layout::kSumPitch + d;
         const float4 x = *reinterpret_cast<const float4*>(from);
         total += weight * totals[w][first + r];
         sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
       }
       const float beside = complete ? sink_weight(p.attention, head_of(row), top) : 0;
-      const float over = total > 0 ? 1 / (total + beside) : 0;
+      const float over = total > 0 ? p.attention.v_scale / (total + beside) : 0;
       sum.x *= over, sum.y *= over, sum.z *= over, sum.w *= over;
       if (complete) {
         write(at.now, row, d, sum);
@@ -451,13 +453,13 @@ struct DecodeBlock {
   }
 };
 
-template <typename T, int D, int N, bool Biased>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<D, N>::kBlocks)
+template <typename T, typename C, int D, int N, bool Biased>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
   extern __shared__ uint4 stages[];
   start_dependents();
   wait_for_dependencies();
-  DecodeBlock<T, D, N, Biased> block(p, reinterpret_cast<T*>(stages));
+  DecodeBlock<T, C, D, N, Biased> block(p, reinterpret_cast<C*>(stages));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   // Rows past the last sequence are zeros.
   const int64_t width = p.attention.num_heads * p.attention.head_dim;

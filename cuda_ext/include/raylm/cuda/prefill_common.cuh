@@ -193,7 +193,7 @@ __device__ void write_rows(const PrefillParams<T>& p, const Tile& tile, int row,
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float inverse = softmax.inverse_total(r, p, tile.head);
+    const float inverse = softmax.inverse_total(r, p, tile.head) * p.attention.v_scale;
     const int64_t token = tile.query_start + row + 8 * r;
     const bool valid = row + 8 * r < tile.query_len;
     T* out = p.attention.out + (token * p.num_heads + tile.head) * (N * 2);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/tile/numbers.cuh"
 #include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
@@ -15,16 +16,18 @@ struct HeadsView {
   int num_heads;
 };
 
-template <typename T>
+template <typename C>
 struct CacheView {
-  T* x;
+  C* x;
   int64_t block_stride, slot_stride, head_stride;
+  float inverse;  // of the scale, where C is a code
 };
 
-template <typename T>
+// Queries, keys and values are of T, the cache holds C: T, or codes.
+template <typename T, typename C>
 struct RopeStoreParams {
   HeadsView<T> q, k, v;
-  CacheView<T> k_cache, v_cache;
+  CacheView<C> k_cache, v_cache;
   const T* q_weight;  // null: no norm
   const T* k_weight;
   float eps;
@@ -37,16 +40,48 @@ struct RopeStoreParams {
 };
 
 // One head of one token: where it is read, where it goes, and what happens to it on the way.
-template <typename T>
+template <typename T, typename C>
 struct Head {
   const T* source;
-  T* target;        // null: nowhere, as the token's slot lies outside the cache
+  T* target;        // a query's, else null
+  C* slot;          // in the cache; null: nowhere, as the token's slot lies outside
+  float inverse;    // as in CacheView
   const T* weight;  // null: no norm
   bool rotates;
+
+  __device__ bool goes() const { return target || slot; }
+
+  __device__ void write(int i, T x) const {
+    if (target) {
+      target[i] = x;
+    } else {
+      slot[i] = kept<C>(x, inverse);
+    }
+  }
+
+  // Elements from i on, as many as a vector has.
+  __device__ void write(int i, const Vec<T>& x) const {
+    if constexpr (std::is_same_v<T, C>) {
+      x.store((target ? target : slot) + i);
+    } else if (target) {
+      x.store(target + i);
+    } else {
+      uint32_t codes[kVec<T> / 4];
+#pragma unroll
+      for (int n = 0; n < kVec<T> / 4; ++n) {
+        codes[n] = codes_of(x[4 * n] * inverse, x[4 * n + 1] * inverse, x[4 * n + 2] * inverse, x[4 * n + 3] * inverse);
+      }
+      if constexpr (kVec<T> == 8) {
+        *reinterpret_cast<uint2*>(slot + i) = make_uint2(codes[0], codes[1]);
+      } else {
+        *reinterpret_cast<uint32_t*>(slot + i) = codes[0];
+      }
+    }
+  }
 };
 
-template <typename T>
-__device__ T* slot_of(const RopeStoreParams<T>& p, const CacheView<T>& cache, int64_t token, int head) {
+template <typename T, typename C>
+__device__ C* slot_of(const RopeStoreParams<T, C>& p, const CacheView<C>& cache, int64_t token, int head) {
   const int64_t slot = p.slots[token];
   if (slot < 0 || slot >= p.num_slots) return nullptr;
   const int64_t block = slot / p.block_size;
@@ -54,24 +89,25 @@ __device__ T* slot_of(const RopeStoreParams<T>& p, const CacheView<T>& cache, in
          head * cache.head_stride;
 }
 
-template <typename T>
-__device__ Head<T> head_of(const RopeStoreParams<T>& p, int64_t token, int head) {
+template <typename T, typename C>
+__device__ Head<T, C> head_of(const RopeStoreParams<T, C>& p, int64_t token, int head) {
   if (head < p.q.num_heads) {
     T* x = p.q.x + token * p.q.token_stride + head * p.q.head_stride;
-    return {x, x, p.q_weight, true};
+    return {x, x, nullptr, 1, p.q_weight, true};
   }
   head -= p.q.num_heads;
   if (head < p.k.num_heads) {
-    return {p.k.x + token * p.k.token_stride + head * p.k.head_stride, slot_of(p, p.k_cache, token, head), p.k_weight,
-            true};
+    const T* x = p.k.x + token * p.k.token_stride + head * p.k.head_stride;
+    return {x, nullptr, slot_of(p, p.k_cache, token, head), p.k_cache.inverse, p.k_weight, true};
   }
   head -= p.k.num_heads;
-  return {p.v.x + token * p.v.token_stride + head * p.v.head_stride, slot_of(p, p.v_cache, token, head), nullptr, false};
+  const T* x = p.v.x + token * p.v.token_stride + head * p.v.head_stride;
+  return {x, nullptr, slot_of(p, p.v_cache, token, head), p.v_cache.inverse, nullptr, false};
 }
 
 // The cosines of a token's position, then its sines; null leaves the token as it is: its position is outside the table.
-template <typename T>
-__device__ const float* angles_of(const RopeStoreParams<T>& p, int64_t token) {
+template <typename T, typename C>
+__device__ const float* angles_of(const RopeStoreParams<T, C>& p, int64_t token) {
   const int64_t position = p.positions[token];
   return position < 0 || position >= p.max_position ? nullptr : p.cos_sin + position * p.rotary_dim;
 }
@@ -93,8 +129,8 @@ struct Floats {
 };
 
 // kLanes threads a head, each with 16 bytes of its first half and the 16 that pair with them: R is the head size.
-template <typename T, int kLanes>
-__global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
+template <typename T, typename C, int kLanes>
+__global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T, C> p) {
   constexpr int kSize = kVec<T>;
   if (!p.early) wait_for_dependencies();
   const int heads = p.q.num_heads + p.k.num_heads + p.v.num_heads, half = p.head_dim / 2;
@@ -102,7 +138,7 @@ __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
   const int64_t token = unit / heads;
   const int at = threadIdx.x % kLanes * kSize;
   const bool inside = token < p.num_tokens && at < half;
-  Head<T> head{};
+  Head<T, C> head{};
   const float* angles = nullptr;
   Floats<kSize> cos{}, sin{};
   if (inside) {
@@ -123,7 +159,7 @@ __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
   if (p.q_weight) {  // the same for the whole warp
     for (int step = kLanes / 2; step > 0; step /= 2) squares += __shfl_xor_sync(kAllLanes, squares, step);
   }
-  if (!inside || !head.target) return;
+  if (!inside || !head.goes()) return;
   if (head.weight) {
     const float scale = rsqrtf(squares / static_cast<float>(p.head_dim) + p.eps);
     const Vec<T> wa = Vec<T>::load(head.weight + at), wb = Vec<T>::load(head.weight + half + at);
@@ -142,13 +178,13 @@ __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T> p) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) a.set(i, u[i]), b.set(i, v[i]);
   }
-  a.store(head.target + at);
-  b.store(head.target + half + at);
+  head.write(at, a);
+  head.write(half + at, b);
 }
 
 // Heads of any size and alignment: a warp a head, which it reads twice.
-template <typename T>
-__global__ void rope_store_any_kernel(RopeStoreParams<T> p) {
+template <typename T, typename C>
+__global__ void rope_store_any_kernel(RopeStoreParams<T, C> p) {
   wait_for_dependencies();
   start_dependents();
   const int heads = p.q.num_heads + p.k.num_heads + p.v.num_heads, half = p.rotary_dim / 2;
@@ -156,8 +192,8 @@ __global__ void rope_store_any_kernel(RopeStoreParams<T> p) {
   const int64_t token = unit / heads;
   const int lane = threadIdx.x % kWarp;
   if (token >= p.num_tokens) return;
-  const Head<T> head = head_of(p, token, static_cast<int>(unit - token * heads));
-  if (!head.target) return;
+  const Head<T, C> head = head_of(p, token, static_cast<int>(unit - token * heads));
+  if (!head.goes()) return;
   float squares = 0, scale = 1;
   if (head.weight) {
     for (int i = lane; i < p.head_dim; i += kWarp) squares += to_float(head.source[i]) * to_float(head.source[i]);
@@ -169,10 +205,10 @@ __global__ void rope_store_any_kernel(RopeStoreParams<T> p) {
   const float* angles = head.rotates ? angles_of(p, token) : nullptr;
   for (int i = lane; i < half; i += kWarp) {
     const float c = angles ? angles[i] : 1, s = angles ? angles[i + half] : 0, u = value(i), v = value(i + half);
-    head.target[i] = from_float<T>(u * c - v * s);
-    head.target[i + half] = from_float<T>(v * c + u * s);
+    head.write(i, from_float<T>(u * c - v * s));
+    head.write(i + half, from_float<T>(v * c + u * s));
   }
-  for (int i = 2 * half + lane; i < p.head_dim; i += kWarp) head.target[i] = from_float<T>(value(i));
+  for (int i = 2 * half + lane; i < p.head_dim; i += kWarp) head.write(i, from_float<T>(value(i)));
 }
 
 }  // namespace raylm::cuda
