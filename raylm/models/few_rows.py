@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.dtypes import dtype_name
-from raylm.layers.weight import BlockWeight, PlainWeight, ScaledWeight
+from raylm.layers.weight import BlockWeight, Int4Weight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, MLPSpec
 from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
@@ -71,15 +72,10 @@ _Run = Callable[[Tensor, list[Tensor], list[Tensor], LayerInput], None]
 def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """What runs the layers, and how many rows at most; or why nothing does."""
     arch, table = build.arch, _rotary_table(build)
-    found = _products(layers)
-    if all(isinstance(weight, ScaledWeight) for weight in found):
-        scaled = [weight for weight in found if isinstance(weight, ScaledWeight)]
-        products, scales = [weight.codes for weight in scaled], [weight.scales for weight in scaled]
-    else:
-        products, scales = [weight.values for weight in found if isinstance(weight, PlainWeight)], []
-        if len(products) < len(found) or any(values.dtype != build.dtype for values in products):
-            return f"it reads weights of {dtype_name(build.dtype)} or of FP8 alone, and some are kept in another form"
-    weights = _layer_weights(arch, layers, products, scales)
+    products = _read(_products(layers), build.dtype)
+    if products is None:
+        return f"it reads weights of {dtype_name(build.dtype)}, FP8 or int4 alone, all alike, and these are not"
+    weights = _layer_weights(arch, layers, products)
     taken = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
     if taken == 0:
         return f"there is no such kernel for these sizes on {build.context.device}"
@@ -93,6 +89,26 @@ def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
         )
 
     return run, min(taken, _FASTER_ON_GPUS)
+
+
+class _Read(NamedTuple):
+    """Weights as ops.LayerWeights has them."""
+
+    products: list[Tensor]
+    scales: list[Tensor]
+    group: int
+
+
+def _read(found: Sequence[nn.Module], dtype: torch.dtype) -> _Read | None:
+    """None where the operator on GPUs does not read weights that are kept so."""
+    scaled = [weight for weight in found if isinstance(weight, ScaledWeight)]
+    patched = [weight for weight in found if isinstance(weight, Int4Weight)]
+    plain = [weight.values for weight in found if isinstance(weight, PlainWeight) and weight.values.dtype == dtype]
+    if len(scaled) == len(found):
+        return _Read([weight.codes for weight in scaled], [weight.scales for weight in scaled], 0)
+    if len(patched) == len(found) and len({weight.form for weight in patched}) == 1:
+        return _Read([weight.patches for weight in patched], [], patched[0].form.group)
+    return _Read(plain, [], 0) if len(plain) == len(found) else None
 
 
 def _on_cpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
@@ -153,12 +169,13 @@ def _rotary_table(build: Build) -> Tensor:
     return build.rotary_table(rope)
 
 
-def _layer_weights(
-    arch: ArchConfig, layers: Sequence[nn.Module], products: list[Tensor], scales: list[Tensor]
-) -> ops.LayerWeights:
+def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], read: _Read) -> ops.LayerWeights:
     return ops.LayerWeights(
-        products=products,
-        scales=scales,
+        products=read.products,
+        scales=read.scales,
+        group=read.group,
+        num_heads=arch.num_heads,
+        width=arch.layers[0].mlp.size,
         norms=_norms(layers),
         head_norms=_head_norms(arch, layers),
         biases=_biases(arch, layers),

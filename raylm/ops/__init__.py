@@ -375,6 +375,7 @@ def few_layers(
         weights.norms,
         weights.head_norms,
         weights.biases,
+        weights.group,
         k_caches,
         v_caches,
         positions,
@@ -392,16 +393,18 @@ def few_layers(
 
 def few_layers_rows(weights: LayerWeights, *, num_kv_heads: int, head_dim: int) -> int:
     """How many rows few_layers takes of a model with a compiled kernel; 0 where there is none for it."""
-    norms, o, down = weights.norms, weights.products[1], weights.products[3]
-    x, num_heads, scaled = norms[0].unsqueeze(0), o.shape[1] // head_dim, bool(weights.scales)
-    return _few_layers_rows(x, down.shape[1], num_heads, num_kv_heads, head_dim, len(norms) // 2, scaled)
+    norms, scaled = weights.norms, bool(weights.scales)
+    return _few_layers_rows(
+        *(norms[0].unsqueeze(0), weights.width, weights.num_heads, num_kv_heads, head_dim, len(norms) // 2),
+        *(scaled, weights.group),
+    )
 
 
 def few_layers_memory(weights: LayerWeights, *, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """The cells and counters that few_layers keeps for a model."""
     device = weights.norms[0].device
     return (
-        torch.zeros(FEW_ROWS * weights.outputs // 2, dtype=torch.int64, device=device),
+        torch.zeros(FEW_ROWS * weights.outputs(num_kv_heads) // 2, dtype=torch.int64, device=device),
         torch.zeros(FEW_ROWS * num_kv_heads + 2, dtype=torch.int32, device=device),
     )
 

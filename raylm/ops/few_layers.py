@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from raylm.ops.int4_fallback import PATCH_ROWS, int4_linear
 
 FEW_ROWS = 4
 """Rows that the operator's memory between steps has room for."""
@@ -18,7 +21,8 @@ class LayerWeights:
     for products that are codes."""
 
     products: list[Tensor]
-    """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]."""
+    """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]; or these
+    as pack_int4 makes them."""
     scales: list[Tensor]
     """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none."""
     norms: list[Tensor]
@@ -27,6 +31,12 @@ class LayerWeights:
     """2 L, [D]: of queries and of keys; or none."""
     biases: list[Tensor]
     """L, [(Hq + 2 Hk) * D]: of q, k and v; or none."""
+    group: int
+    """Columns of a group of products that pack_int4 made; 0 of others."""
+    num_heads: int
+    """Hq."""
+    width: int
+    """W."""
     eps: float
     """Of the norms."""
     scale: float
@@ -34,12 +44,12 @@ class LayerWeights:
     gelu_tanh: bool
     """The MLP's activation: silu otherwise."""
 
-    @property
-    def outputs(self) -> int:
+    def outputs(self, num_kv_heads: int) -> int:
         """What the phases of a layer hand to the next of a row: heads, attention, residual stream, activation, and
         residual stream again."""
-        qkv, o, _, down = self.products[:4]
-        return qkv.shape[0] + o.shape[1] + o.shape[0] + down.shape[1] + down.shape[0]
+        qkv = self.products[0].shape[0] * (PATCH_ROWS if self.group else 1)
+        attended = qkv * self.num_heads // (self.num_heads + 2 * num_kv_heads)
+        return qkv + attended + 2 * self.norms[0].shape[0] + self.width
 
 
 def few_layers(
@@ -49,6 +59,7 @@ def few_layers(
     norms: list[Tensor],
     head_norms: list[Tensor],
     biases: list[Tensor],
+    group: int,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     positions: Tensor,
@@ -68,11 +79,10 @@ def few_layers(
     longest = block_table.shape[1] * k_caches[0].shape[1]
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
         qkv, o, gate_up, down = (
-            _decoded(products[at], scales[at] if scales else None, residual.dtype)
-            for at in range(4 * layer, 4 * layer + 4)
+            _Product(products[at], scales[at] if scales else None, group) for at in range(4 * layer, 4 * layer + 4)
         )
-        x = op.rms_norm(residual, norms[2 * layer], eps)
-        heads = F.linear(x, qkv, biases[layer] if biases else None).view(rows, -1, head_dim)
+        heads = qkv(op.rms_norm(residual, norms[2 * layer], eps), biases[layer] if biases else None)
+        heads = heads.view(rows, -1, head_dim)
         num_kv_heads = k_cache.shape[2]
         q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         q_norm, k_norm = head_norms[2 * layer : 2 * layer + 2] if head_norms else (None, None)
@@ -80,16 +90,25 @@ def few_layers(
         attended = op.paged_attention(
             q, k_cache, v_cache, block_table, query_start, seq_lens, 1, longest, scale, 0, 0.0, None
         )
-        residual.add_(F.linear(attended.view(rows, -1), o))
-        gated = F.linear(op.rms_norm(residual, norms[2 * layer + 1], eps), gate_up)
-        residual.add_(F.linear(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated), down))
+        residual.add_(o(attended.view(rows, -1)))
+        gated = gate_up(op.rms_norm(residual, norms[2 * layer + 1], eps))
+        residual.add_(down(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated)))
+
+
+class _Product(NamedTuple):
+    weight: Tensor
+    scales: Tensor | None
+    group: int
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.group:
+            return int4_linear(x, self.weight, self.group, bias)
+        if self.scales is None:
+            return F.linear(x, self.weight, bias)
+        return F.linear(x, (self.weight.float() * self.scales.unsqueeze(-1)).to(x.dtype), bias)
 
 
 def few_layers_rows(
-    x: Tensor, width: int, num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int, scaled: bool
+    x: Tensor, width: int, num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int, scaled: bool, group: int
 ) -> int:
     return 0
-
-
-def _decoded(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return weight if scales is None else (weight.float() * scales.unsqueeze(-1)).to(dtype)

@@ -58,6 +58,9 @@ def make_weights(sizes: Sizes, *, head_norms: bool, bias: bool, gelu_tanh: bool 
     return ops.LayerWeights(
         products=[random(*shape) for _ in range(LAYERS) for shape in shapes],
         scales=[],
+        group=0,
+        num_heads=heads,
+        width=width,
         norms=[norm(hidden) for _ in range(2 * LAYERS)],
         head_norms=[norm(head_dim) for _ in range(2 * LAYERS)] if head_norms else [],
         biases=[torch.randn(qkv, generator=generator) for _ in range(LAYERS)] if bias else [],
@@ -71,6 +74,27 @@ def in_codes(weights: ops.LayerWeights) -> ops.LayerWeights:
     """With products in FP8."""
     rows = [ops.scale_rows(product) for product in weights.products]
     return replace(weights, products=[each.codes for each in rows], scales=[each.scales for each in rows])
+
+
+def in_patches(weights: ops.LayerWeights, group: int = 128) -> ops.LayerWeights:
+    """With products of random integers of 4 bits."""
+    generator = torch.Generator().manual_seed(6)
+    packed = []
+    for product in weights.products:
+        n, k = product.shape
+        codes = torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8)
+        zeros = torch.randint(4, 12, (n, -(-k // group)), generator=generator)
+        scales = (0.5 + torch.rand(zeros.shape, generator=generator)) / (5 * k**0.5)
+        packed.append(ops.pack_int4(codes, scales, zeros, group))
+    return replace(weights, products=packed, group=group)
+
+
+FORMS = {
+    "plain": lambda weights: weights,
+    "fp8": in_codes,
+    "int4": in_patches,
+    "int4-64": lambda weights: in_patches(weights, 64),
+}
 
 
 def make_step(sizes: Sizes, seq_lens: list[int]) -> Step:
@@ -110,14 +134,20 @@ def placed(step: Step, dtype: torch.dtype, device: str) -> Step:
 
 def placed_weights(weights: ops.LayerWeights, dtype: torch.dtype, device: str) -> ops.LayerWeights:
     lists = {name: cast(getattr(weights, name), dtype, device) for name in ("norms", "head_norms", "biases")}
-    if weights.scales:
+    if weights.scales or weights.group:
         lists |= {name: [x.to(device) for x in getattr(weights, name)] for name in ("products", "scales")}
     else:
         lists |= {"products": cast(weights.products, dtype, device)}
     return replace(weights, **lists)
 
 
-def exact_products(weights: ops.LayerWeights) -> list[Tensor]:
+def exact_products(weights: ops.LayerWeights, head_dim: int) -> list[Tensor]:
+    if weights.group:
+        hidden = len(weights.norms[0])
+        attended = weights.num_heads * head_dim
+        columns = [hidden, attended, hidden, weights.width] * LAYERS
+        read = zip(weights.products, columns, strict=True)
+        return [ops.unpack_int4(product, weights.group, k).double() for product, k in read]
     if not weights.scales:
         return weights.products
     return [x.double() * by.double()[:, None] for x, by in zip(weights.products, weights.scales, strict=True)]
@@ -131,7 +161,7 @@ def check(step: Step, before: Step, weights: ops.LayerWeights, *, tolerance: flo
     """Compares a step that has run with the reference, and finds its caches changed where the tokens are."""
     wanted = placed(before, torch.float64, "cpu")
     exact = placed_weights(weights, torch.float64, "cpu")
-    wanted = wanted._replace(residual=decoder_layers(wanted, exact_products(exact), exact))
+    wanted = wanted._replace(residual=decoder_layers(wanted, exact_products(exact, wanted.cos_sin.shape[1]), exact))
     for name in ("residual", "k_caches", "v_caches"):
         ours, theirs = (torch.cat([x.flatten() for x in _list(getattr(s, name))]) for s in (step, wanted))
         error = (ours.cpu().double() - theirs).nan_to_num(0)
@@ -145,13 +175,12 @@ def _list(x: Tensor | list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("gelu_tanh", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "norms-biases"])
-@pytest.mark.parametrize("codes", [False, True], ids=["", "fp8"])
-def test_plain_operators(codes, extras, gelu_tanh):
-    weights = make_weights(SMALL, head_norms=extras, bias=extras, gelu_tanh=gelu_tanh)
-    weights = in_codes(weights) if codes else weights
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_operators(form, extras, gelu_tanh):
+    weights = FORMS[form](make_weights(SMALL, head_norms=extras, bias=extras, gelu_tanh=gelu_tanh))
     before = make_step(SMALL, [1, 17, 40])
     step = placed(before, torch.float32, "cpu")
-    static = (weights.products, weights.scales, weights.norms, weights.head_norms, weights.biases)
+    static = (weights.products, weights.scales, weights.norms, weights.head_norms, weights.biases, weights.group)
     settings = (weights.eps, weights.scale, weights.gelu_tanh)
     fallback.few_layers(step.residual, *static, *step[1:], *settings, *ops.few_layers_memory(weights, num_kv_heads=2))
     check(step, before, weights, tolerance=1e-5)
@@ -183,14 +212,14 @@ SHAPES = {
 @pytest.mark.parametrize("seq_lens", ROWS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codes", [False, True], ids=["", "fp8"])
-def test_kernel(hopper, codes, dtype, shape, seq_lens):
+@pytest.mark.parametrize("form", FORMS)
+def test_kernel(hopper, form, dtype, shape, seq_lens):
     sizes = SHAPES[shape]
-    if codes:
+    if form != "plain":
         sizes = sizes._replace(width=sizes.width // 16 * 16)
     extras = sizes.num_heads % 2 == 0
     weights = make_weights(sizes, head_norms=extras, bias=extras, gelu_tanh=not extras)
-    weights = placed_weights(in_codes(weights) if codes else weights, dtype, "cuda")
+    weights = placed_weights(FORMS[form](weights), dtype, "cuda")
     assert ops.few_layers_rows(weights, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim) == ops.FEW_ROWS
     before = placed(make_step(sizes, seq_lens), dtype, "cuda")
     step = placed(before, dtype, "cuda")

@@ -17,7 +17,8 @@ using Tensors = std::vector<Tensor>;
 
 struct Model {
   int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
-  bool scaled;  // products are codes of 8 bits
+  FewForm form;    // of products
+  int group_shift;  // of patches
 
   int64_t attended() const { return num_heads * head_dim; }
   int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
@@ -25,24 +26,25 @@ struct Model {
 
 template <typename T>
 void set_products(FewLayersArgs<T>& args, const Model& model) {
-  const auto product = [](int64_t n, int64_t k) {
-    return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / 8)};
+  const auto product = [&](int64_t n, int64_t k, bool gated = false) {
+    const int64_t each = model.form != FewForm::kInt4 ? 8 : gated ? 2 * kPatchRows : kPatchRows;
+    return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / each)};
   };
   args.products[kFewQkv] = product(model.qkv(), model.hidden);
   args.products[kFewO] = product(model.hidden, model.attended());
-  args.products[kFewGateUp] = product(2 * model.width, model.hidden);
+  args.products[kFewGateUp] = product(2 * model.width, model.hidden, true);
   args.products[kFewDown] = product(model.hidden, model.width);
   args.rows = static_cast<int>(model.rows);
   args.hidden = static_cast<int>(model.hidden);
   args.num_heads = static_cast<int>(model.num_heads);
   args.num_kv_heads = static_cast<int>(model.num_kv_heads);
   args.num_layers = static_cast<int>(model.num_layers);
-  args.scaled = model.scaled;
+  args.form = model.form, args.group_shift = model.group_shift;
 }
 
 template <typename T>
 int shared_besides_rings(const FewLayersArgs<T>& args) {
-  return args.x_bytes() + args.norm_bytes() + kFewMeeting;
+  return args.x_bytes() + args.norm_bytes() + args.meeting_bytes();
 }
 
 // As many stages as shared memory has room for; head sizes share the size of a stage.
@@ -52,13 +54,19 @@ int stages_of(const FewLayersArgs<T>& args) {
   return std::min(kFewMostStages, room / (kFewWarps * FewReader<Plain<T>, 128>::kStage));
 }
 
+FewForm form_of(bool scaled, int64_t group) {
+  return scaled ? FewForm::kCodes : group ? FewForm::kInt4 : FewForm::kPlain;
+}
+
+int shift_of(int64_t group) { return group == 128 ? 2 : 1; }
+
 bool fits(const Model& m, int32_t device) {
   const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
   if (!kHopperKernels || compute_major(device) != 9 || m.num_layers > kFewMostLayers) return false;
   if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > blocks) return false;
   if (m.num_kv_heads < 1 || m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
   if (m.head_dim != 64 && m.head_dim != 128) return false;
-  const int64_t unit = m.scaled ? 16 : 8;
+  const int64_t unit = m.form == FewForm::kPlain ? 8 : 16;
   if (m.hidden % unit != 0 || m.width % unit != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
   FewLayersArgs<__half> args{};
   set_products(args, m);
@@ -93,10 +101,17 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
     Arg(kOp, name, tensor).dtype({dtype}).on_device_of(x).contiguous();
     if (!is_aligned(tensor.data_ptr())) fail(kOp, name, " is not aligned to 16 bytes");
   };
+  const ScalarType stored = m.form == FewForm::kPlain   ? x.scalar_type()
+                            : m.form == FewForm::kCodes ? ScalarType::Float8_e4m3fn
+                                                        : ScalarType::Byte;
   for (size_t i = 0; i < products.size(); ++i) {
-    check("one of products", products[i], m.scaled ? ScalarType::Float8_e4m3fn : x.scalar_type());
-    Arg(kOp, "one of products", products[i]).dim(2).size(0, sizes[i % 4][0], "as the model's other sizes say");
-    Arg(kOp, "one of products", products[i]).size(1, sizes[i % 4][1], "as the model's other sizes say");
+    const bool in_patches = m.form == FewForm::kInt4;
+    const int64_t n = sizes[i % 4][0], k = sizes[i % 4][1], patches = divide_up(k, kPatchColumns);
+    check("one of products", products[i], stored);
+    Arg(kOp, "one of products", products[i]).dim(2);
+    Arg(kOp, "one of products", products[i]).size(0, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
+    Arg(kOp, "one of products", products[i])
+        .size(1, in_patches ? patches * patch_bytes(m.group_shift) : k, "as the model's other sizes say");
   }
   for (size_t i = 0; i < scales.size(); ++i) {
     check("one of scales", scales[i], ScalarType::Float);
@@ -133,7 +148,7 @@ void set_layers(FewLayersArgs<T>& args, const Tensors& products, const Tensors& 
     FewLayer<T>& layer = args.layers[i];
     for (int j = 0; j < 4; ++j) {
       layer.weights[kPhases[j]] = data<char>(products[4 * i + j]);
-      if (args.scaled) layer.scales[kPhases[j]] = data<float>(scales[4 * i + j]);
+      if (args.form == FewForm::kCodes) layer.scales[kPhases[j]] = data<float>(scales[4 * i + j]);
     }
     layer.attention_norm = data<T>(norms[2 * i]);
     layer.mlp_norm = data<T>(norms[2 * i + 1]);
@@ -202,26 +217,28 @@ void launch(const FewLayersArgs<typename N::Result>& args, int64_t head_dim, int
 
 // Most rows that the kernel takes of a model at a time; 0 where it takes none, on this device or of this shape.
 int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                        int64_t num_layers, bool scaled) {
-  if (x.scalar_type() == ScalarType::Float) return 0;
-  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, scaled};
+                        int64_t num_layers, bool scaled, int64_t group) {
+  if (x.scalar_type() == ScalarType::Float || (group != 0 && group != 64 && group != 128)) return 0;
+  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, form_of(scaled, group),
+              shift_of(group)};
   while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
   return model.rows;
 }
 
 void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms, Tensors head_norms, Tensors biases,
-                Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
+                int64_t group, Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
                 Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells, Tensor counters) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
   if (k_caches.empty() || products.size() < 4) fail(kOp, "there are no layers");
   Arg(kOp, "one of the caches", k_caches[0]).dim(4);
-  Arg(kOp, "one of products", products[1]).dim(2);
-  Arg(kOp, "one of products", products[3]).dim(2);
+  if (group != 0 && group != 64 && group != 128) fail(kOp, "group is ", group, ", must be 0, 64 or 128");
+  const int64_t unit = group ? kPatchRows : 1;
   const int64_t head_dim = cos_sin.size(1);
   if (head_dim < 1) fail(kOp, "cos_sin has no columns");
-  const Model model{residual.size(0), residual.size(1), products[3].size(1), products[1].size(1) / head_dim,
-                    k_caches[0].size(2), head_dim, static_cast<int64_t>(k_caches.size()), !scales.empty()};
+  const int64_t kv_heads = k_caches[0].size(2), heads = products[0].size(0) * unit / head_dim - 2 * kv_heads;
+  const Model model{residual.size(0), residual.size(1), products[2].size(0) * unit / 2, heads, kv_heads, head_dim,
+                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), shift_of(group)};
   const int32_t device = residual.get_device_index();
   if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
   check_layers(model, products, scales, norms, head_norms, biases, k_caches, v_caches, residual);
@@ -250,7 +267,11 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
       args.launches = data<unsigned>(counters), args.arrivals = args.launches + 2;
       args.stages = stages_of(args);
       const cudaStream_t stream = current_stream(residual);
-      model.scaled ? launch<Scaled<T>>(args, head_dim, device, stream) : launch<Plain<T>>(args, head_dim, device, stream);
+      switch (model.form) {
+        case FewForm::kPlain: return launch<Plain<T>>(args, head_dim, device, stream);
+        case FewForm::kCodes: return launch<Scaled<T>>(args, head_dim, device, stream);
+        default: return launch<Int4<T>>(args, head_dim, device, stream);
+      }
     }
   });
   check_launch(kOp);

@@ -18,20 +18,19 @@
 
 namespace raylm::cuda {
 
-constexpr int kFewMeeting = (2 * 64 + kFewRows) * kFewWarps * 4;  // bytes: of each warp, two tiles' sums, x's squares
-
 template <typename N, int D>
 class FewBlock {
  public:
   using T = typename N::Result;
-  static constexpr int kBlock = few_block(N::kScaled);
+  static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
+  static constexpr int kBlock = few_block(kFewForm<N>);
 
   __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
                       FewAttentionShared<T, D>& shared, char* x)
       : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
         norm_(reinterpret_cast<T*>(x + args.x_bytes())),
         meeting_(reinterpret_cast<float*>(x + args.x_bytes() + args.norm_bytes())),
-        squares_(meeting_ + 2 * 64 * kFewWarps), lane_(threadIdx.x % kWarp),
+        squares_(meeting_ + args.sums() * kFewWarps), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {}
 
   __device__ void run() {
@@ -189,12 +188,13 @@ class FewBlock {
   // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two outputs.
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
     const FewTeam team(product.k, warp_, kBlock);
-    const int pairs_log2 = phase == kFewGateUp ? 1 : 2;
+    const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
+    const int each = kInt4 && phase == kFewGateUp ? 128 : 64;  // sums of a warp
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
     const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * args_.x_pitch(product.k)};
     const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
     const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
-    float* const meeting = meeting_ + team.index * team.split * 64;
+    float* const meeting = meeting_ + team.index * team.split * each;
     int turn = 0;
 #pragma unroll 1
     for (int tile = team.first_tile; tile < product.tiles; tile += team.tile_step, ++turn) {
@@ -202,36 +202,102 @@ class FewBlock {
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
       if (writes) besides = ask_besides(layer, phase, row, column);
-      SkinnySums<N, 1, 1> sums;
-      sums.clear();
+      float* const parts = meeting + (turn & 1) * (kFewWarps * each);
+      if constexpr (kInt4) {
+        sum_patches(product, team, phase == kFewGateUp, parts + team.warp * each);
+      } else {
+        SkinnySums<N, 1, 1> sums;
+        sums.clear();
 #pragma unroll 1
-      for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
-        sums.template add<true>(x + k * 2, x_rows, reader_.next() + w_lane, 0);
+        for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
+          sums.template add<true>(x + k * 2, x_rows, reader_.next() + w_lane, 0);
+        }
+        sums.store(parts + team.warp * each);
       }
-      float* const parts = meeting + (turn & 1) * (kFewWarps * 64);
-      sums.store(parts + team.warp * 64);
       sync_some(1 + team.index, team.split * kWarp);
-      if (writes) write(layer, phase, product, row, column, parts + row * 8 + pair * 2, team.split, besides);
+      const float* own = parts + row * (kInt4 ? 16 : 8) + pair * 2;
+      if (writes) write(layer, phase, product, row, column, own, team.split, each, besides);
     }
   }
 
-  __device__ static float2 sum(const float* parts, int split) {
+  // The same of a tile of patches, of which a gated product has two: this warp's sums as [row of x][row of W], gate's and
+  // then up's.
+  __device__ void sum_patches(const FewProduct& product, const FewTeam& team, bool gated, float* to) {
+    float sums[2][4] = {};
+#pragma unroll 1
+    for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half == 0 || gated) add_patch(sums[half], reader_.next(), k, args_.x_pitch(product.k));
+      }
+    }
+    const int row = lane_ % 4 * 2, column = lane_ / 4;
+    if (row >= kFewRows) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (half == 0 || gated) to[half * 64 + (row + i % 2) * 16 + column + i / 2 * 8] = sums[half][i];
+      }
+    }
+  }
+
+  // Two chains of products run side by side; a group has 64 columns or twice as many.
+  __device__ void add_patch(float (&sums)[4], const char* patch, int k, int pitch) const {
+    const char* const codes = patch + lane_ * 16;
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(patch + kPatchCodes) + lane_ / 4;
+    const uint32_t x = shared_address(x_) + min(lane_ % 8, args_.rows - 1) * pitch + k * 2 + lane_ / 8 * 16;
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      const uint4 low = *reinterpret_cast<const uint4*>(codes + chunk * 1024);
+      const uint4 high = *reinterpret_cast<const uint4*>(codes + chunk * 1024 + 512);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int group = chunk * 4 + half * 2 >> args_.group_shift;
+        const auto first = Int4Group<T>::of(words[group * kPatchRows]);
+        const auto second = Int4Group<T>::of(words[group * kPatchRows + 8]);
+        float parts[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t b[4];
+          load_matrices(b, x + (chunk * 4 + half * 2 + i) * 64);
+          const uint32_t c = half == 0 ? i == 0 ? low.x : low.y : i == 0 ? low.z : low.w;
+          const uint32_t d = half == 0 ? i == 0 ? high.x : high.y : i == 0 ? high.z : high.w;
+#pragma unroll
+          for (int j = 0; j < 4; j += 2) {
+            const uint32_t a[4] = {subtract_pairs<T>(int4_pair<T>(c, j), first.zeros),
+                                   subtract_pairs<T>(int4_pair<T>(d, j), second.zeros),
+                                   subtract_pairs<T>(int4_pair<T>(c, j + 1), first.zeros),
+                                   subtract_pairs<T>(int4_pair<T>(d, j + 1), second.zeros)};
+            multiply_add<T>(parts[j / 2], a, b[j], b[j + 1]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[i] = fmaf(parts[0][i] + parts[1][i], i < 2 ? first.scale : second.scale, sums[i]);
+        }
+      }
+    }
+  }
+
+  __device__ static float2 sum(const float* parts, int split, int each) {
     float2 all = make_float2(0, 0);
 #pragma unroll
     for (int w = 0; w < kFewWarps; ++w) {
-      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * 64) : make_float2(0, 0);
+      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * each) : make_float2(0, 0);
       all.x += part.x, all.y += part.y;
     }
     return all;
   }
 
   __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
-                        int split, const Besides& besides) const {
-    float2 out = scaled(sum(parts, split), besides.scales[0]);
+                        int split, int each, const Besides& besides) const {
+    float2 out = scaled(sum(parts, split, each), besides.scales[0]);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
-      out = gated(rounded(out), rounded(scaled(sum(parts + 4, split), besides.scales[1])));
+      const float* up = parts + (kInt4 ? 64 : 4);
+      out = gated(rounded(out), rounded(scaled(sum(up, split, each), besides.scales[1])));
     }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
     const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
@@ -273,7 +339,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   __shared__ FewAttentionShared<typename N::Result, D> attention;
   start_dependents();
   wait_for_dependencies();
-  char* const rings = shared + args.x_bytes() + args.norm_bytes() + kFewMeeting;
+  char* const rings = shared + args.x_bytes() + args.norm_bytes() + args.meeting_bytes();
   const FewColumn column(args);
   FewReader<N, D> reader(args, column, rings + threadIdx.x / kWarp * args.stages * FewReader<N, D>::kStage);
   FewBlock<N, D> block(args, column, reader, attention, shared);

@@ -2,12 +2,22 @@
 #pragma once
 
 #include "raylm/cuda/skinny_linear.cuh"
+#include "raylm/cuda/tile/int4.cuh"
 
 namespace raylm::cuda {
 
 constexpr int kFewWarps = 8;
+enum class FewForm { kPlain, kCodes, kInt4 };  // of weights: numbers, 8-bit codes with a scale a row, patches
+
+template <typename N>
+inline constexpr FewForm kFewForm = N::kScaled ? FewForm::kCodes : FewForm::kPlain;
+template <typename T>
+inline constexpr FewForm kFewForm<Int4<T>> = FewForm::kInt4;
+
 // Of k: what a warp takes at a time, as the kernel for few rows does.
-__host__ __device__ constexpr int few_block(bool scaled) { return scaled ? kSkinnyBytes : kSkinnyBytes / 2; }
+__host__ __device__ constexpr int few_block(FewForm form) {
+  return form == FewForm::kPlain ? kSkinnyBytes / 2 : form == FewForm::kCodes ? kSkinnyBytes : kPatchColumns;
+}
 constexpr int kFewThreads = kFewWarps * kWarp;
 constexpr int kFewRows = 4;
 constexpr int kFewMostLayers = 128;
@@ -20,7 +30,7 @@ enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewGateUp, kFewDown, kFewPhases 
 
 template <typename T>
 struct FewLayer {
-  const char* weights[kFewPhases];  // [n, k] of each product: of T, or codes
+  const char* weights[kFewPhases];  // [n, k] of each product: of T, or codes, or patches
   const float* scales[kFewPhases];  // of the rows of codes
   const T* qkv_bias;             // or null
   const T* q_norm;               // or null, and so k_norm
@@ -49,7 +59,7 @@ struct FewStep {
 };
 
 struct FewProduct {
-  int n, k, tiles;  // tiles: of 8 rows of W
+  int n, k, tiles;  // tiles: of 8 rows of W; of patches, 16, or 16 of gate and those of up
 };
 
 template <typename T>
@@ -67,12 +77,13 @@ struct FewLayersArgs {
   unsigned* arrivals;         // [columns]: parts so far; 0 but in a kernel
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
-  bool scaled;  // weights are codes of 8 bits
+  FewForm form;
+  int group_shift;  // of patches
 
   // Bytes of a row of x in shared memory, which has room for whole blocks of k.
   __host__ __device__ int x_pitch(int k) const {
-    const int block = few_block(scaled);
-    return skinny_x_pitch(scaled, (k + block - 1) / block * block);
+    const int block = few_block(form);
+    return skinny_x_pitch(form == FewForm::kCodes, (k + block - 1) / block * block);
   }
   __host__ __device__ int x_bytes() const {
     int widest = 0;
@@ -80,6 +91,9 @@ struct FewLayersArgs {
     return (rows * x_pitch(widest) + 127) / 128 * 128;
   }
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
+  // Floats of two tiles' sums of a warp, or, of patches, twice as many: gate's and up's are in two.
+  __host__ __device__ int sums() const { return form == FewForm::kInt4 ? 256 : 128; }
+  __host__ __device__ int meeting_bytes() const { return (sums() + kFewRows) * kFewWarps * 4; }  // x's squares too
 };
 
 // A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a
@@ -121,10 +135,10 @@ template <typename N, int D>
 class FewReader {
  public:
   using T = typename N::Result;
-  static constexpr int kItem = sizeof(typename N::Stored), kBlock = few_block(N::kScaled);
+  static constexpr int kItem = sizeof(typename N::Stored), kBlock = few_block(kFewForm<N>);
   static constexpr int kStage = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kStage);
+  static_assert(kFewKeys * kKeyPitch <= kStage && patch_bytes(1) <= kStage && kStage % (16 * kWarp) == 0);
 
   __device__ FewReader(const FewLayersArgs<T>& args, const FewColumn& column, char* stages)
       : args_(args), column_(column), warp_(threadIdx.x / kWarp), lane_(threadIdx.x % kWarp), stages_(stages),
@@ -169,6 +183,7 @@ class FewReader {
 
   // What lies beyond the weight's columns becomes zeros.
   __device__ void load_weights(uint32_t to) {
+    if constexpr (kFewForm<N> == FewForm::kInt4) return load_patch(to);
     const bool inside = k_ + lane_ * (16 / kItem) < product_.k;
     to += lane_ * 16;
 #pragma unroll
@@ -178,6 +193,21 @@ class FewReader {
     }
     const int step = team_.split * kBlock;
     k_ += step, from_ += step * kItem;
+    if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
+  }
+
+  // A patch, of a gated product gate's and then up's.
+  __device__ void load_patch(uint32_t to) {
+    const int vectors = patch_bytes(args_.group_shift) / 16;
+    const char* const from = from_ + (up_ ? half_ : 0);
+#pragma unroll
+    for (int i = 0; i < kStage / 16 / kWarp; ++i) {
+      const int at = lane_ + i * kWarp;
+      copy_async_once(to + at * 16, from + at * 16, at < vectors, policy_);
+    }
+    if (phase_ == kFewGateUp) up_ = !up_;
+    if (up_) return;
+    k_ += team_.split * kBlock, from_ += team_.split * vectors * 16;
     if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
   }
 
@@ -224,11 +254,18 @@ class FewReader {
     product_ = args_.products[phase_];
     team_ = FewTeam(product_.k, warp_, kBlock);
     const bool gated = phase_ == kFewGateUp;
-    const int step_log2 = (team_.split == kFewWarps ? 11 : 10) + N::kScaled;  // of team_.split * kBlock
+    const int step_log2 = (team_.split == kFewWarps ? 11 : 10) + (kBlock > 256);  // of team_.split * kBlock
     k_ = team_.warp * kBlock;
     if (k_ >= product_.k || team_.first_tile >= product_.tiles) return 0;
     const int each = ((product_.k - k_ - 1) >> step_log2) + 1;
     const int tiles = (product_.tiles - team_.first_tile - 1) / team_.tile_step + 1;
+    if constexpr (kFewForm<N> == FewForm::kInt4) {
+      const int64_t patch = patch_bytes(args_.group_shift), row = (product_.k + kBlock - 1) / kBlock * patch;
+      half_ = product_.n / 2 / kPatchRows * row, up_ = false;
+      from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * row + team_.warp * patch;
+      next_tile_ = team_.tile_step * row - each * team_.split * patch;
+      return each * tiles * (gated ? 2 : 1);
+    }
     const int64_t row = static_cast<int64_t>(product_.k) * kItem, tile = (gated ? 4 : 8) * row;
     half_ = (gated ? product_.n / 2 : 4) * row;
     from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * tile + k_ * kItem + lane_ * 16;
@@ -246,11 +283,11 @@ class FewReader {
   FewTeam team_;
   FewProduct product_;
   const char* from_;  // this lane's part of the next copy's first row
-  int64_t half_;      // bytes from there to the fifth row
+  int64_t half_;      // bytes from there to the fifth row, or from gate's patch to up's
   int64_t next_tile_;
   int k_;
   int unit_, block_, first_block_;
-  bool values_ = false;
+  bool values_ = false, up_ = false;
   const uint64_t policy_;
 };
 

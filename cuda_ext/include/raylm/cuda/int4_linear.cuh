@@ -1,10 +1,6 @@
 // y = x W^T (+ bias), where W has integers of 4 bits with a scale and a zero point a group of columns, for Hopper.
 //
-// W comes in patches of 16 rows and 512 columns (raylm/ops/int4.py packs them): codes as a warp's lanes take them, 16 bytes
-// a lane for 8 rows and 128 columns, and then a word for each group and row, the bits of a float32 scale whose lowest 8 bits
-// are the zero point. So a patch is one copy, and two operations make each pair of codes what mma.sync takes as W's
-// fragment (16-bit floats 128 + code or 1024 + code: Kim et al., arXiv:2211.10017); one more takes the zero point from it,
-// exactly. Products of a group are summed first and scaled then, in float32.
+// W comes in patches (tile/int4.cuh), each one copy. Products of a group are summed first and scaled then, in float32.
 //
 // A block takes tiles of Width rows of W and up to 32 rows of x, all columns or a slice of them, Across patches a stage.
 // One of its warps fetches and runs ahead, W also before the kernel ahead has ended. The others multiply: 32 rows of W and a
@@ -28,16 +24,11 @@
 #include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
+#include "raylm/cuda/tile/int4.cuh"
 
 namespace raylm::cuda {
 
-constexpr int kPatchRows = 16, kPatchColumns = 512, kPatchCodes = kPatchRows * kPatchColumns / 2;  // the last: bytes
 constexpr int kMostInt4Stages = 8, kInt4XStages = 4;  // the latter: where x has a ring of its own
-// Bytes of a patch; a group has 32 << group_shift columns.
-__host__ __device__ constexpr int patch_bytes(int group_shift) {
-  return kPatchCodes + (kPatchColumns / 32 >> group_shift) * kPatchRows * 4;
-}
-
 struct Int4Params {
   CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns
   const unsigned char* weight;  // [n / 16, patches, bytes of a patch]
@@ -98,32 +89,6 @@ struct Int4WideShape {
 struct Int4Barriers {
   uint64_t full[kMostInt4Stages], empty[kMostInt4Stages];
   uint64_t x_full[kInt4XStages], x_empty[kInt4XStages];  // where x has a ring of its own
-};
-
-// Pairs of 16-bit floats, each some power of two + a code, of a word's eight codes.
-template <typename T>
-inline constexpr uint32_t kInt4Base = std::is_same_v<T, __half> ? 0x64006400 : 0x43004300;
-
-template <typename T>
-__device__ inline uint32_t int4_pair(uint32_t word, int i) {
-  return (word >> 4 * i & 0x000f000f) | kInt4Base<T>;
-}
-
-template <typename T>
-__device__ inline uint32_t subtract_pairs(uint32_t a, uint32_t b) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const Pair difference = __hsub2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
-  return *reinterpret_cast<const uint32_t*>(&difference);
-}
-
-// A group's scale and its zero point, the latter twice, as int4_pair has codes.
-template <typename T>
-struct Int4Group {
-  float scale;
-  uint32_t zeros;
-  __device__ static Int4Group of(uint32_t word) {
-    return {__uint_as_float(word & ~0xffu), (word & 0xffu) * 0x10001u | kInt4Base<T>};
-  }
 };
 
 // Narrow: a group may have fewer than 128 columns.
