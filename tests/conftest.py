@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import logging
 import os
@@ -18,7 +19,7 @@ from raylm.config.demo import DEMO_MODELS
 from raylm.model_files.source import ModelSource, locate
 from raylm.text.processor import TextProcessor
 
-pytest_plugins = ["tests.support.served"]
+pytest_plugins = ["tests.support.served", "tests.support.held_loop"]
 
 # Torch reads it when it is loaded: threads that wait for work sleep, where they would take the cores from each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -47,6 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-browser", action="store_true", help="tests of the page fail without a Chromium")
     parser.addoption("--contract-examples", type=int, default=100, help="requests of tests/contract, of all operations")
     parser.addoption("--require-demo", action="store_true", help="tests of the demo model fail without it")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

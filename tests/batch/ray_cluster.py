@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -20,19 +22,31 @@ class Cluster(NamedTuple):
     def processes(self, words: str) -> list[psutil.Process]:
         """Processes of the cluster whose command line holds `words`."""
         found = []
-        for child in self.process.children(recursive=True):
-            try:
+        for child in family(self.process):
+            with suppress(psutil.NoSuchProcess):
                 if words in " ".join(child.cmdline()):
                     found.append(child)
-            except psutil.NoSuchProcess:
-                continue
         return found
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Look again and again, for three minutes."""
-    for _ in range(1800):
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The processes that `process` has started, and these in turn. None where it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """Some may have ended meanwhile."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def wait_for(condition: Callable[[], object], what: str, log: Path | None = None) -> None:
+    """Look again and again, until the test's own time limit; after ten minutes say what `log` holds."""
+    for _ in range(6000):
         if condition():
             return
         threading.Event().wait(0.1)
-    raise AssertionError(f"waited in vain for {what}")
+    raise AssertionError(f"waited in vain for {what}: {log.read_text()[-3000:] if log else ''}")

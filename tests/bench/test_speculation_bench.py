@@ -35,17 +35,20 @@ def test_the_set_has_thirty_texts_and_thirty_questions():
 
 
 @pytest.mark.usefixtures("demo")
-def test_outputs_are_the_same_and_copies_are_drafted():
-    settings = Settings(["copy", "chat"], [1, 2], requests=2, max_tokens=24, replay=None)
+@pytest.mark.parametrize(
+    ("kinds", "streams"), [(["copy"], [2]), pytest.param(["copy", "chat"], [1, 2], marks=pytest.mark.nightly)], ids=str
+)
+def test_outputs_are_the_same_and_copies_are_drafted(kinds, streams):
+    settings = Settings(kinds, streams, requests=2, max_tokens=24, replay=None)
     results = list(measure_speculation(config(), settings))
-    assert [(result.kind, result.streams) for result in results] == [("copy", 1), ("copy", 2), ("chat", 1), ("chat", 2)]
+    assert [(result.kind, result.streams) for result in results] == [(kind, n) for kind in kinds for n in streams]
     assert all(result.same_outputs == 1 and result.output_tokens == 48 for result in results)
     assert results[0].drafted > 0 and results[0].acceptance is not None
 
 
 @pytest.mark.usefixtures("demo")
 def test_replayed_drafts_are_accepted_as_often_as_they_are_right():
-    settings = Settings(["random"], [2], requests=4, max_tokens=40, replay=1.0)
+    settings = Settings(["random"], [2], requests=2, max_tokens=24, replay=1.0)
     (result,) = measure_speculation(config(), settings)
     assert result.method == "replay 1" and result.same_outputs == 1
     assert result.drafted > 0 and result.acceptance == 1

@@ -5,6 +5,7 @@ python -m tests.helm.rendered        writes the golden files anew; look at what 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -28,24 +29,30 @@ def chart() -> Chart:
 
 def values_of(name: str) -> Document:
     """The values of an example; none for "defaults"."""
-    return {} if name == "defaults" else yaml.safe_load(EXAMPLES[name].read_text(encoding="utf-8"))
+    return {} if name == "defaults" else yaml.load(EXAMPLES[name].read_text("utf-8"), Loader=yaml.CSafeLoader)
 
 
 def text(values: Mapping[str, object]) -> str:
     """Everything that is rendered, notes left out."""
-    files = chart().render(values=dict(values), name="demo", namespace="llm")
+    return _text(json.dumps(values))
+
+
+@cache
+def _text(values: str) -> str:
+    """Many tests look at the same values, and rendering takes Helm a while."""
+    files = chart().render(values=json.loads(values), name="demo", namespace="llm")
     parts = [files[path].strip() for path in sorted(files) if path.endswith(".yaml")]
     return "\n---\n".join(part.removeprefix("---\n") for part in parts if part) + "\n"
 
 
 def documents(values: Mapping[str, object]) -> list[Document]:
-    return list(yaml.safe_load_all(text(values)))
+    return list(yaml.load_all(text(values), Loader=yaml.CSafeLoader))
 
 
 def serve_config(values: Mapping[str, object]) -> Document:
     """The content of serveConfigV2."""
     (service,) = (document for document in documents(values) if document["kind"] == "RayService")
-    return yaml.safe_load(service["spec"]["serveConfigV2"])
+    return yaml.load(service["spec"]["serveConfigV2"], Loader=yaml.CSafeLoader)
 
 
 if __name__ == "__main__":

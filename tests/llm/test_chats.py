@@ -30,8 +30,8 @@ TOOLS = [
 ]
 SCHEMAS = {"get_weather": WEATHER, "clock": CLOCK}
 ASKED = [{"role": "user", "content": "What is the weather in Paris?"}]
-GREEDY = SamplingParams(temperature=0, max_tokens=200)
-HOT = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=200)
+GREEDY = SamplingParams(temperature=0, max_tokens=100)
+HOT = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=100)
 
 
 @pytest.fixture(scope="module")

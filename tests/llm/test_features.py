@@ -15,13 +15,13 @@ PROMPTS = [
     PREFIX + ending
     for ending in ("The largest", "France", "I have been to", "The oldest of them", "A river", "Which one is")
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
 
 def load(**sections) -> LLM:
     settings = {
         "model": {"path": "smollm2-135m", "max_model_len": 96},
-        "cache": {"num_blocks": 16, "block_size": 8, "prefix_caching": False},
+        "cache": {"num_blocks": 13, "block_size": 8, "prefix_caching": False},
         "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 48},
         "runtime": {"device": "cpu", "plans_in_flight": 1},
     }

@@ -259,7 +259,7 @@ def test_a_download_that_was_killed_leaves_nothing_half(hub: hubs.Hub, tiny: Pat
     assert set(kept) == TEXT
     hub.held = None
     with bring(hub, tmp_path / "home", "acme/tiny") as process:
-        path, error = process.communicate(timeout=60)
+        path, error = process.communicate(timeout=240)
         assert Path(path.strip()).read_bytes() == (tiny / "model.safetensors").read_bytes(), error
 
 
@@ -269,7 +269,7 @@ def test_two_processes_at_once_download_once(hub: hubs.Hub, tiny: Path, tmp_path
     with bring(hub, tmp_path, "acme/tiny") as first, bring(hub, tmp_path, "acme/tiny") as second:
         assert hub.half_sent.wait(60)
         hub.go_on.set()
-        paths = {process.communicate(timeout=60)[0].strip() for process in (first, second)}
+        paths = {process.communicate(timeout=240)[0].strip() for process in (first, second)}
     (path,) = paths
     assert Path(path).read_bytes() == (tiny / "model.safetensors").read_bytes()
     assert sum(line.startswith("GET") and line.endswith("/model.safetensors") for line in hub.log) == 1
@@ -279,7 +279,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_half(hub: hubs.Hub, tiny: Path, 
     hub.add("acme/tiny", {**files_of(tiny), "model.safetensors": bytes(4 << 20)})
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))\n"
     with bring(hub, tmp_path, "acme/tiny", before=full) as process:
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=240)
     assert f"model.path acme/tiny@{hub.models['acme/tiny'].refs['main']}: no room is left for it in {tmp_path}" in error
     assert process.returncode == 1
     assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 2 << 20

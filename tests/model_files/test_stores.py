@@ -142,7 +142,7 @@ def test_a_copy_that_was_killed_leaves_nothing_half(tiny: Path, tmp_path: Path):
     assert {path.name for path in cached(tmp_path)} == {*TEXT, "model.safetensors.part"}
     with bring(url, tmp_path / "cache") as first, bring(url, tmp_path / "cache") as second:
         for process in (first, second):
-            path, error = process.communicate(timeout=60)
+            path, error = process.communicate(timeout=240)
             assert Path(path.strip()).read_bytes() == (tiny / "model.safetensors").read_bytes(), error
     assert {path.name for path in cached(tmp_path)} == {*TEXT, "model.safetensors"}
 
@@ -150,6 +150,6 @@ def test_a_copy_that_was_killed_leaves_nothing_half(tiny: Path, tmp_path: Path):
 def test_a_full_disk_is_told_and_leaves_nothing_half(tiny: Path, tmp_path: Path):
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
     with bring(f"file://{tiny}", tmp_path / "cache", before=full) as process:
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=240)
     assert "no room is left for it in" in error and "XDG_CACHE_HOME" in error
     assert {path.name for path in cached(tmp_path)} == TEXT

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from bisect import bisect
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ from tests.support.greedy import assert_greedy
 from tests.support.quantised import FILE, KINDS, change_config, is_linear, write_both
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+BY_VALUE = sorted((code for code in range(256) if E4M3[code] == E4M3[code]), key=E4M3.__getitem__)
+"""All codes but those of no number."""
 GROUP = 32
 
 
@@ -42,8 +45,9 @@ def run(folder: Path, out: Path, method: Method | None, **more: object) -> Conve
 
 def nearest_float8(value: float) -> float:
     """Of two that are equally near, the one with an even code."""
-    codes = [code for code in range(256) if E4M3[code] == E4M3[code]]
-    return E4M3[min(codes, key=lambda code: (abs(E4M3[code] - value), code & 1))]
+    place = bisect(BY_VALUE, value, key=E4M3.__getitem__)
+    around = BY_VALUE[max(place - 1, 0) : place + 1]
+    return E4M3[min(around, key=lambda code: (abs(E4M3[code] - value), code & 1))]
 
 
 def rounded(weights: list[np.float32], method: Method, scale_type: torch.dtype) -> list[float]:

@@ -167,7 +167,17 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     assert_same(texts, logits, checkpoints.reference(folder))
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+KINDS_OF_ARITHMETIC = {
+    *("llama", "gemma2", "gemma3", "qwen3", "granite", "olmo2", "bloom", "gpt2", "cohere2", "falcon", "minicpm"),
+    *("mixtral", "deepseek", "gpt_oss", "phimoe"),
+}
+"""Each has a norm, a scale, a soft cap, a bias or a router that rounds differently from the others'."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[] if f in KINDS_OF_ARITHMETIC else [pytest.mark.nightly]) for f in checkpoints.FAMILIES],
+)
 def test_errs_in_bfloat16_as_transformers_does(family: str, tmp_path: Path) -> None:
     """Of the distance of a position's logits to those in float32 of the same rounded weights the median: where rounding
     chooses other experts, both are far off."""

@@ -1,4 +1,4 @@
-"""The operators written as plainly as possible, in float64 and one token at a time: what the kernels are held to."""
+"""The operators written as plainly as possible, in float64: what the kernels are held to."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     """The rotated copy of x [T, H, D]."""
     out = x.double().clone()
     half = cos_sin.shape[1] // 2
-    for t, position in enumerate(positions.tolist()):
-        for i in range(half):
-            cos, sin = cos_sin[position, i].double(), cos_sin[position, i + half].double()
-            first, second = x[t, :, i].double(), x[t, :, i + half].double()
-            out[t, :, i] = first * cos - second * sin
-            out[t, :, i + half] = second * cos + first * sin
+    cos, sin = cos_sin[positions].double()[:, None].split(half, dim=-1)
+    first, second = x[..., :half].double(), x[..., half : 2 * half].double()
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin
     return out
 
 
@@ -63,23 +61,25 @@ def attention(
 ) -> Tensor:
     """Causal attention of q [T, Hq, D], sequence after sequence, over each sequence's own keys [L, Hk, D]."""
     rows = []
-    tokens = iter(q.double())
-    for k, v, num_queries in zip(keys, values, query_lens, strict=True):
+    for queries, k, v in zip(q.double().split(query_lens), keys, values, strict=True):
         group = q.shape[1] // k.shape[1]
         k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-        for position in range(k.shape[0] - num_queries, k.shape[0]):
-            low = max(0, position - window + 1) if window else 0
-            scores = torch.einsum("hd,lhd->hl", next(tokens), k[low : position + 1]) * scale
-            if soft_cap:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            if alibi_slopes is not None:
-                distances = torch.arange(low, position + 1, device=q.device) - position
-                scores = scores + torch.outer(alibi_slopes.double(), distances.double())
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.double().unsqueeze(1)], dim=1)
-            shares = scores.softmax(-1)[:, : position + 1 - low]
-            rows.append(torch.einsum("hl,lhd->hd", shares, v[low : position + 1]))
-    return torch.stack(rows)
+        positions = torch.arange(len(k), device=q.device)
+        distances = positions - positions[len(k) - len(queries) :, None]
+        scores = torch.einsum("qhd,lhd->hql", queries, k) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.double()[:, None, None] * distances
+        unseen = distances > 0
+        if window:
+            unseen = unseen | (distances <= -window)
+        scores = scores.masked_fill(unseen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(queries), 1)], dim=-1)
+        shares = scores.softmax(-1)[..., : len(k)]
+        rows.append(torch.einsum("hql,lhd->qhd", shares, v))
+    return torch.cat(rows)
 
 
 class LayersStep(Protocol):

@@ -7,6 +7,8 @@ import torch
 
 from raylm import ops
 
+pytestmark = pytest.mark.operators("accept")
+
 NAMES = ("token_ids", "num_known", "num_computed", "rows", "query_start", "sample_start", "sampled")
 WIDTH = 40
 

@@ -14,6 +14,8 @@ from raylm import ops
 from tests.ops.block_cases import HALVES, KINDS, decoded, exact_rows, quantisation_bound, random_blocks, values_of
 from tests.ops.op_reference import DTYPES, gated
 
+pytestmark = pytest.mark.operators("block_linear", "block_gated_linear")
+
 BY_NAME = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
@@ -163,6 +165,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(needs_block_kernels, kind):
 
 
 @BY_NAME
+@pytest.mark.operators("decode_blocks")
 @pytest.mark.parametrize(("rows", "num_blocks"), [(1, 1), (3, 5), (40, 2), (0, 2)])
 def test_decoded_as_the_gguf_package_does(op, device, kind, rows, num_blocks):
     blocks = random_blocks(kind, rows + 1, num_blocks)[:rows]
@@ -171,6 +174,7 @@ def test_decoded_as_the_gguf_package_does(op, device, kind, rows, num_blocks):
     assert torch.equal(out, decoded(blocks, kind).float()) if rows else out.dtype == torch.float32
 
 
+@pytest.mark.operators("decode_blocks")
 def test_decoded_from_strided_rows(op, device):
     wide = random_blocks(Kind.Q5_K, 6, 3)
     blocks = wide[::2, 176:352]

@@ -8,6 +8,8 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, gated
 
+pytestmark = pytest.mark.operators("silu_mul", "gelu_tanh_mul")
+
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

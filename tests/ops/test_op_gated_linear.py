@@ -9,6 +9,8 @@ from torch import Tensor
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, gated
 
+pytestmark = pytest.mark.operators("gated_linear")
+
 ACTIVATIONS = ["silu", "gelu_tanh"]
 
 

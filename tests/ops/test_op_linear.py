@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from raylm import ops
+from tests.ops.devices import ON_CUDA
 from tests.ops.op_reference import DTYPES, close
+
+pytestmark = pytest.mark.operators("linear")
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -49,13 +52,27 @@ def test_strided_rows_and_leading_dimensions(op, device):
     close(out, x.double() @ weight.double().t(), scale=8)
 
 
+FEW_ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65]
+SIZES = [(13, 8), (40, 72), (1000, 520), (256, 1024), (4096, 1024), (130, 2048), (1024, 3072), (530, 4104), (24, 14336)]
+
+
+# x of 16 bits goes to torch on a CPU, whatever its instructions.
+@pytest.mark.operators("linear", one_isa=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32, 33, 64, 65])
-@pytest.mark.parametrize(
-    ("out_size", "in_size"),
-    [(13, 8), (40, 72), (1000, 520), (256, 1024), (4096, 1024), (130, 2048), (1024, 3072), (530, 4104), (24, 14336)],
-)
-def test_few_rows(op, device, dtype, rows, out_size, in_size):
+@pytest.mark.parametrize(("rows", "sizes"), [*zip(FEW_ROWS, [*SIZES, SIZES[0]], strict=True)])
+def test_few_rows(op, device, dtype, rows, sizes):
+    _few_rows(op, device, dtype, rows, *sizes)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", FEW_ROWS)
+@pytest.mark.parametrize(("out_size", "in_size"), SIZES)
+def test_few_rows_of_every_size(op, device, dtype, rows, out_size, in_size):
+    _few_rows(op, device, dtype, rows, out_size, in_size)
+
+
+def _few_rows(op, device, dtype, rows, out_size, in_size):
     x, weight = _random(rows, in_size).to(device, dtype), _random(out_size, in_size).to(device, dtype)
     bias = _random(out_size).to(device, dtype)
     out, expected = op("linear")(x, weight, bias), x.double() @ weight.double().t() + bias.double()

@@ -10,6 +10,8 @@ from raylm import ops
 from raylm.ops import fallback
 from tests.ops.op_reference import DTYPES
 
+pytestmark = pytest.mark.operators("bias_logits", "mask_logits")
+
 VOCABS = [1, 31, 32, 33, 8192, 50_001]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SENT = float("-inf")

@@ -8,6 +8,8 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, rms_norm
 
+pytestmark = pytest.mark.operators("rms_norm", "add_rms_norm")
+
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)

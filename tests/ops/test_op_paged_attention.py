@@ -9,14 +9,12 @@ import torch
 
 from raylm import ops
 from raylm.layers.alibi import alibi_slopes
+from tests.ops.devices import ON_CUDA
 from tests.ops.op_reference import DTYPES, attention, close
 
-HALVES = (torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.operators("paged_attention")
 
-ON_CUDA = pytest.mark.parametrize(
-    "implementation", [pytest.param(("extension", "cuda"), id="extension-cuda", marks=pytest.mark.gpu)], indirect=True
-)
-"""For tests of how the CUDA kernels share out their work, which would only take the others long."""
+HALVES = (torch.bfloat16, torch.float16)
 
 MIXED = [(1, 1), (5, 5), (1, 40), (7, 29), (1, 70), (0, 12)]
 """(queries, sequence length): a first token, a prefill, decode, a chunk of a prefill, decode, a sequence that waits."""

@@ -9,6 +9,8 @@ from raylm import ops
 from raylm.ops import fallback
 from tests.ops.op_reference import DTYPES, close, penalized
 
+pytestmark = pytest.mark.operators("penalize")
+
 VOCABS = [1, 31, 8192, 8193, 50_000]
 SETTINGS = [
     (1.0, 0.0, 0.0),

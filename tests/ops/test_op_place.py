@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from raylm import ops
 
+pytestmark = pytest.mark.operators("place")
+
 NAMES = ("num_computed", "token_ids", "block_table", "token_rows", "offsets", "rows", "query_start", "block_size")
 ROWS, WIDTH, BLOCK_SIZE, COLUMNS, GROUPS = 6, 50, 16, 4, 3
 

@@ -8,6 +8,8 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, rms_norm, rotary
 
+pytestmark = pytest.mark.operators("rope_store")
+
 BLOCK_SIZE = 4
 NUM_BLOCKS = 6
 POSITIONS = [0, 1, 31, 7, 7]

@@ -8,6 +8,8 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, rotary
 
+pytestmark = pytest.mark.operators("rotary")
+
 
 def _table(max_position: int, rotary_dim: int) -> torch.Tensor:
     angles = torch.arange(max_position)[:, None] / 100 ** (torch.arange(rotary_dim // 2) / rotary_dim)

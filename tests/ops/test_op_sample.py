@@ -10,6 +10,8 @@ from raylm import ops
 from raylm.ops.sampling import uniform_numbers
 from tests.ops.op_reference import DTYPES, kept_tokens
 
+pytestmark = pytest.mark.operators("sample")
+
 SETTINGS = [
     {},
     {"temperature": 0.3},

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from raylm.ops.scaled import CODES
 
+pytestmark = pytest.mark.operators(
+    "scale_rows", "scaled_linear", "scaled_gated", "scaled_gated_linear", "scaled_rms_norm"
+)
+
 Pick = Callable[[str], Callable[..., Any]]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SPACING = 2.0**-3

@@ -8,6 +8,8 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES
 
+pytestmark = pytest.mark.operators("store_kv")
+
 SLOTS = [5, 0, 13, 22, 7]
 
 

@@ -11,6 +11,8 @@ from raylm import ops
 from raylm.ops import fallback
 from tests.ops.op_reference import DTYPES
 
+pytestmark = pytest.mark.operators("token_logprobs", "gather_logprobs")
+
 VOCABS = [1, 31, 1000, 8193, 151_936]
 SENT = float("-inf")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raylm import LLM, SamplingParams
+from raylm import LLM, SamplingParams, plugins
 from raylm.api.metrics import HttpMetrics
 from raylm.api.operations import operations
 from raylm.config.base import parse
@@ -82,7 +82,12 @@ def install(folder: Path, name: str, groups: dict[str, str], code: str) -> None:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
+    forget()
+
+
+def forget() -> None:
     registry.families.cache_clear()
+    plugins.registered.cache_clear()
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    registry.families.cache_clear()
+    forget()
     return folder
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 DEMO = "smollm2-135m"
-NUM_STREAMS = 3
+NUM_STREAMS = 2
+PAUSE_S = 1.0
+"""Of each reader after a stream: what is deployed needs the processors too."""
 
 
 class Load:
@@ -49,6 +51,7 @@ class Load:
         while not self._enough.is_set():
             self._stream(is_first=done == 0)
             done += 1
+            self._enough.wait(PAUSE_S)
         return done
 
     def _stream(self, *, is_first: bool) -> None:

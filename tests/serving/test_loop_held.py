@@ -23,6 +23,7 @@ from raylm.text.processor import TextProcessor
 from tests.support.held_loop import ALLOWED_S, longest_call, measured
 from tests.support.openai_fakes import ScriptedGenerator, Server, ended
 
+pytestmark = pytest.mark.usefixtures("heap_apart")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 

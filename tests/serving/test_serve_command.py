@@ -12,9 +12,11 @@ import time
 import httpx
 import psutil
 import pytest
+import yaml
 from openai import AuthenticationError, OpenAI
 
 from raylm.serving.causes import cause
+from tests.helm import rendered
 from tests.support import checkpoints
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line
@@ -24,11 +26,14 @@ pytestmark = pytest.mark.serve
 
 @pytest.mark.usefixtures("demo")
 def test_serve_answers_and_leaves_nothing_behind(tmp_path):
+    """With the application that the Helm chart submits by default."""
+    application = tmp_path / "serve.yaml"
+    application.write_text(yaml.safe_dump(rendered.serve_config({})), encoding="utf-8")
     port = free_port()
     keys = tmp_path / "keys"
     keys.write_text("mine\n")
-    options = ("--port", str(port), "--api-keys-file", str(keys))
-    with running("deployments/llm.yaml", *options) as (process, lines):
+    options = ("--host", "127.0.0.1", "--port", str(port), "--api-keys-file", str(keys))
+    with running(str(application), *options) as (process, lines):
         wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1")
         with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="mine", max_retries=5) as client:
             model = client.models.list().data[0].id
@@ -56,14 +61,14 @@ def test_serve_answers_and_leaves_nothing_behind(tmp_path):
         assert not [c for c in process_addresses(family, port) if not c.startswith("127.")]
         # As a terminal that is closed does it; Ray's processes must not be hit before Serve has ended.
         os.killpg(process.pid, signal.SIGHUP)
-        assert process.wait(60) == 0
+        assert process.wait(180) == 0
         assert not any("graceful_shutdown" in line for line in lines)
-        _, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, [child.cmdline()[:2] for child in alive]
 
 
 def wait_until_listed(client: OpenAI, model: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         try:
             assert client.models.list().data[0].id == model

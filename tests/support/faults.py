@@ -24,8 +24,8 @@ from tests.support.ports import free_port
 
 MODEL = "tiny"
 _HOOKS = Path(__file__).parent / "hooks"
-_START_S = 120
-_RECOVERY_S = 90
+_START_S = 300
+_RECOVERY_S = 300
 _POLL_S = 0.1
 
 

@@ -1,6 +1,7 @@
-"""An offline model whose worker hangs:
+"""An offline model with two workers in Ray actors, one of which hangs in the end:
 
-python -m tests.support.hung_worker FOLDER     interrupts the step, which would wait for ten minutes, closes the model
+python -m tests.support.hung_worker FOLDER     answers with and without grammars, interrupts the step, which would wait
+                                               for ten minutes, closes the model
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from types import FrameType
 
 import psutil
 
-from raylm import LLM, EngineConfig, SamplingParams
+from raylm import LLM, EngineConfig, SamplingParams, StructuredOutput
 
 
 class Interrupted(Exception):
@@ -26,6 +27,11 @@ def main(folder: str) -> None:
         "runtime": {"device": "cpu", "num_threads": 1, "step_timeout_s": 600},
     }
     llm = LLM(EngineConfig.model_validate(sections), progress=False)
+    forms = [StructuredOutput("regex", "[0-9]{3}-x"), StructuredOutput("choice", '["left", "right"]')]
+    shaped = [SamplingParams(temperature=1.5, seed=3, max_tokens=20, structure=form) for form in forms]
+    free = SamplingParams(temperature=1.5, seed=3, max_tokens=20, ignore_eos=True)
+    for completion in llm.generate([[5, 7, 9]] * 3, [*shaped, free], progress=False)[:2]:
+        print(completion.outputs[0].text, completion.outputs[0].finish_reason)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     answer = llm.generate([[5, 7, 9]], params, progress=False)[0].outputs[0]
     print("tokens:", *answer.token_ids, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import time
 import warnings
 from collections import deque
@@ -19,6 +18,7 @@ from raylm.core.structure import StructuredOutput
 from raylm.errors import EngineDeadError
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 from raylm.parallel.groups import MeetingPoint, Seat
+from tests.support.spawned import process_context
 
 _TIMEOUT_S = 60
 
@@ -60,7 +60,7 @@ class RankPool:
     """Processes that wait for models to run."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         self.controls: list[Connection] = []
         self._processes = []
         for _ in range(size):

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from time import monotonic
 
@@ -16,11 +17,21 @@ import torch.distributed as dist
 _TIMEOUT_S = 120
 
 
+def process_context() -> BaseContext:
+    """Starts processes for ranks. They are forked from one server that has imported torch and raylm once in the
+    session, which costs a process of its own 4 s; where there is CUDA, which survives no fork, each is a new one."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "raylm.worker.worker"])
+    return context
+
+
 class Ranks:
     """`count` processes, each on the GPU of its number where there is one; several are a gloo group."""
 
     def __init__(self, count: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         pipes = [context.Pipe() for _ in range(count)]
         self._ends = [end for end, _ in pipes]
         self._processes = [

@@ -167,13 +167,11 @@ def test_pushes_may_be_cut_anywhere(smollm: TextProcessor, words, data):
     params = SamplingParams(stop=tuple(data.draw(st.sets(st.sampled_from([" sat on", ".\n", "🤖🤖"])))))
     whole = smollm.stream(params).push(ids, "length")
     stream = smollm.stream(params)
-    deltas = []
-    rest = ids
-    while len(rest) > 1:
-        size = data.draw(st.integers(0, len(rest)))
-        deltas.append(stream.push(rest[:size], None))
-        rest = rest[size:]
-    deltas.append(stream.push(rest, "length"))
+    # Where two cuts are in one place, nothing is pushed.
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=12)))
+    pieces = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    deltas = [stream.push(piece, None) for piece in pieces[:-1]]
+    deltas.append(stream.push(pieces[-1], "length"))
     assert "".join(delta.text for delta in deltas) == whole.text
     assert sum(delta.num_tokens for delta in deltas) == whole.num_tokens
     reasons = [delta.finish_reason for delta in deltas if delta.finish_reason]

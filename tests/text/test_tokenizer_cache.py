@@ -132,7 +132,7 @@ def test_processes_may_convert_at_once(source, tmp_path):
         assert worker.stdin is not None
         worker.stdin.write("\n")
         worker.stdin.flush()
-    results = [worker.communicate(timeout=60) for worker in workers]
+    results = [worker.communicate(timeout=240) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0, 0], results
     assert len({output for output, _ in results}) == 1
     assert sorted(path.name for path in only_folder(folder).iterdir()) == ["info.json", "tokenizer.json"]
