@@ -207,9 +207,9 @@ def test_one_to_sixteen_queries(op, device, block_size, head_dim, heads, dtype):
 
 
 @ON_CUDA
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("heads", [(32, 8), (16, 16)], ids=str)
-@pytest.mark.parametrize(("num_seqs", "longest"), [(1, 9000), (64, 1500), (400, 700)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(16, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize(("num_seqs", "longest"), [(1, 9000), (64, 1500), (400, 300)])
 def test_decode_of_few_and_many_sequences(op, device, num_seqs, longest, heads, head_dim):
     lengths = [(1, longest - s * 37 % (longest // 2)) for s in range(num_seqs)]
     shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}

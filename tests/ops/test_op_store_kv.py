@@ -55,6 +55,12 @@ def test_bad_arguments_are_named(needs_extension):
         ops.store_kv(k, k, cache, cache.clone(), torch.tensor([-1, 5, 9]))
     with pytest.raises(RuntimeError, match="store_kv: k_cache is bfloat16, must be float32"):
         ops.store_kv(k, k, cache.bfloat16(), cache, slots)
+    with pytest.raises(RuntimeError, match="store_kv: k_cache is float8_e4m3fn, must be float32"):
+        torch.ops.raylm.store_kv(k, k, cache.to(ops.CODES), cache.to(ops.CODES), slots)
+    with pytest.raises(RuntimeError, match="store_kv: v_cache is float8_e4m3fn, must be float32"):
+        ops.store_kv(k, k, cache, cache.to(ops.CODES), slots)
+    with pytest.raises(RuntimeError, match="store_kv: v_scale is 0.5, must be 1: the cache is float32"):
+        ops.store_kv(k, k, cache, cache.clone(), slots, v_scale=0.5)
     with pytest.raises(RuntimeError, match="store_kv: k_cache has size 2 in dimension 2, must have 1"):
         ops.store_kv(k[:, :1], k[:, :1], cache, cache.clone(), slots)
     with pytest.raises(RuntimeError, match="store_kv: v has size 2 in dimension 0, must have 3"):

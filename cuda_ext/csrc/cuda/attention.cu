@@ -93,8 +93,8 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   return out;
 }
 
-// Whether decode, and prefill, have kernels on tensor cores for heads like q's, over a cache of q's type or of codes; else
-// the plain kernel serves.
+// Whether decode, and prefill, have kernels on tensor cores for heads like q's, over a cache of q's type or of codes;
+// else the plain kernel serves.
 std::tuple<bool, bool> attention_kernels(Tensor q, int64_t num_kv_heads, int64_t block_size, bool biased, bool codes) {
   Arg("attention_kernels", "q", q).floating().dim(3);
   if (num_kv_heads < 1) fail("attention_kernels", "num_kv_heads is ", num_kv_heads, ", must be at least 1");
