@@ -22,8 +22,6 @@ from raylm.ops.blocks import decode_blocks as decode_blocks
 from raylm.ops.decode_layers import PLAIN as PLAIN
 from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
-from raylm.ops.few_layers import FEW_ROWS as FEW_ROWS
-from raylm.ops.few_layers import LayerWeights as LayerWeights
 from raylm.ops.int4 import INT4_GROUPS as INT4_GROUPS
 from raylm.ops.int4 import int4_linear as int4_linear
 from raylm.ops.int4 import takes_int4 as takes_int4
@@ -33,6 +31,11 @@ from raylm.ops.int4_fallback import PATCH_ROWS as PATCH_ROWS
 from raylm.ops.int4_fallback import pack_int4 as pack_int4
 from raylm.ops.int4_fallback import patch_bytes as patch_bytes
 from raylm.ops.int4_fallback import unpack_int4 as unpack_int4
+from raylm.ops.layer_weights import FEW_ROWS as FEW_ROWS
+from raylm.ops.layer_weights import LayerWeights as LayerWeights
+from raylm.ops.layer_weights import few_layers as few_layers
+from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
+from raylm.ops.layer_weights import few_layers_rows as few_layers_rows
 from raylm.ops.scaled import CODES as CODES
 from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows
@@ -64,8 +67,6 @@ _attention_kernels: Callable[..., tuple[bool, bool]] = torch.ops.raylm.attention
 _route: Callable[..., tuple[Tensor, Tensor]] = torch.ops.raylm.route.default
 _experts: Callable[..., Tensor] = torch.ops.raylm.experts.default
 _experts_kernels: Callable[..., bool] = torch.ops.raylm.experts_kernels.default
-_few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
-_few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _sample_columns: Callable[..., int] = torch.ops.raylm.sample_columns.default
 _penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
@@ -345,68 +346,6 @@ def experts(
     if x.is_cuda and not _experts_kernels(x, down):
         return fallback.experts(x, gate_up, down, weights, chosen, gate_up_bias, down_bias, code, limit)
     return _experts(x, gate_up, down, weights, chosen, gate_up_bias, down_bias, code, limit)
-
-
-def few_layers(
-    residual: Tensor,
-    weights: LayerWeights,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    positions: Tensor,
-    slot_mapping: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    cos_sin: Tensor,
-    cells: Tensor,
-    counters: Tensor,
-) -> None:
-    """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
-    tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences. Where products are
-    codes, their rows stay as they are, rounded to float16 from bfloat16 alone.
-
-    positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
-    every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave
-    for these weights: the operator's own between calls, of which only one may run at a time.
-    """
-    _few_layers(
-        residual,
-        weights.products,
-        weights.scales,
-        weights.norms,
-        weights.head_norms,
-        weights.biases,
-        weights.group,
-        k_caches,
-        v_caches,
-        positions,
-        slot_mapping,
-        seq_lens,
-        block_table,
-        cos_sin,
-        weights.eps,
-        weights.scale,
-        weights.gelu_tanh,
-        cells,
-        counters,
-    )
-
-
-def few_layers_rows(weights: LayerWeights, *, num_kv_heads: int, head_dim: int) -> int:
-    """How many rows few_layers takes of a model with a compiled kernel; 0 where there is none for it."""
-    norms, scaled = weights.norms, bool(weights.scales)
-    return _few_layers_rows(
-        *(norms[0].unsqueeze(0), weights.width, weights.num_heads, num_kv_heads, head_dim, len(norms) // 2),
-        *(scaled, weights.group),
-    )
-
-
-def few_layers_memory(weights: LayerWeights, *, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """The cells and counters that few_layers keeps for a model."""
-    device = weights.norms[0].device
-    return (
-        torch.zeros(FEW_ROWS * weights.outputs(num_kv_heads) // 2, dtype=torch.int64, device=device),
-        torch.zeros(FEW_ROWS * num_kv_heads + 2, dtype=torch.int32, device=device),
-    )
 
 
 def sample(

@@ -2,54 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.ops.int4_fallback import PATCH_ROWS, int4_linear
-
-FEW_ROWS = 4
-"""Rows that the operator's memory between steps has room for."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP. Contiguous, of one dtype but
-    for products that are codes."""
-
-    products: list[Tensor]
-    """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]; or these
-    as pack_int4 makes them."""
-    scales: list[Tensor]
-    """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none."""
-    norms: list[Tensor]
-    """2 L, [H]: before attention and before the MLP."""
-    head_norms: list[Tensor]
-    """2 L, [D]: of queries and of keys; or none."""
-    biases: list[Tensor]
-    """L, [(Hq + 2 Hk) * D]: of q, k and v; or none."""
-    group: int
-    """Columns of a group of products that pack_int4 made; 0 of others."""
-    num_heads: int
-    """Hq."""
-    width: int
-    """W."""
-    eps: float
-    """Of the norms."""
-    scale: float
-    """Of attention's scores."""
-    gelu_tanh: bool
-    """The MLP's activation: silu otherwise."""
-
-    def outputs(self, num_kv_heads: int) -> int:
-        """What the phases of a layer hand to the next of a row: heads, attention, residual stream, activation, and
-        residual stream again."""
-        qkv = self.products[0].shape[0] * (PATCH_ROWS if self.group else 1)
-        attended = qkv * self.num_heads // (self.num_heads + 2 * num_kv_heads)
-        return qkv + attended + 2 * self.norms[0].shape[0] + self.width
+from raylm.ops.int4_fallback import int4_linear
 
 
 def few_layers(

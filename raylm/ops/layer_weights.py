@@ -1,0 +1,117 @@
+"""All layers of a decode step of few rows as one operator, for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raylm.ops import extension, library  # noqa: F401  (registers the schemas)
+from raylm.ops.int4_fallback import PATCH_ROWS
+
+_few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
+_few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
+
+FEW_ROWS = 4
+"""Rows that the operator's memory between steps has room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP. Contiguous, of one dtype but
+    for products that are codes."""
+
+    products: list[Tensor]
+    """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]; or these
+    as pack_int4 makes them."""
+    scales: list[Tensor]
+    """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none."""
+    norms: list[Tensor]
+    """2 L, [H]: before attention and before the MLP."""
+    head_norms: list[Tensor]
+    """2 L, [D]: of queries and of keys; or none."""
+    biases: list[Tensor]
+    """L, [(Hq + 2 Hk) * D]: of q, k and v; or none."""
+    group: int
+    """Columns of a group of products that pack_int4 made; 0 of others."""
+    num_heads: int
+    """Hq."""
+    width: int
+    """W."""
+    eps: float
+    """Of the norms."""
+    scale: float
+    """Of attention's scores."""
+    gelu_tanh: bool
+    """The MLP's activation: silu otherwise."""
+
+    def outputs(self, num_kv_heads: int) -> int:
+        """What the phases of a layer hand to the next of a row: heads, attention, residual stream, activation, and
+        residual stream again."""
+        qkv = self.products[0].shape[0] * (PATCH_ROWS if self.group else 1)
+        attended = qkv * self.num_heads // (self.num_heads + 2 * num_kv_heads)
+        return qkv + attended + 2 * self.norms[0].shape[0] + self.width
+
+
+def few_layers(
+    residual: Tensor,
+    weights: LayerWeights,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    cos_sin: Tensor,
+    cells: Tensor,
+    counters: Tensor,
+) -> None:
+    """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
+    tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences. Where products are
+    codes, their rows stay as they are, rounded to float16 from bfloat16 alone.
+
+    positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
+    every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave
+    for these weights: the operator's own between calls, of which only one may run at a time.
+    """
+    _few_layers(
+        residual,
+        weights.products,
+        weights.scales,
+        weights.norms,
+        weights.head_norms,
+        weights.biases,
+        weights.group,
+        k_caches,
+        v_caches,
+        positions,
+        slot_mapping,
+        seq_lens,
+        block_table,
+        cos_sin,
+        weights.eps,
+        weights.scale,
+        weights.gelu_tanh,
+        cells,
+        counters,
+    )
+
+
+def few_layers_rows(weights: LayerWeights, *, num_kv_heads: int, head_dim: int) -> int:
+    """How many rows few_layers takes of a model with a compiled kernel; 0 where there is none for it."""
+    norms, scaled = weights.norms, bool(weights.scales)
+    return _few_layers_rows(
+        *(norms[0].unsqueeze(0), weights.width, weights.num_heads, num_kv_heads, head_dim, len(norms) // 2),
+        *(scaled, weights.group),
+    )
+
+
+def few_layers_memory(weights: LayerWeights, *, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The cells and counters that few_layers keeps for a model."""
+    device = weights.norms[0].device
+    return (
+        torch.zeros(FEW_ROWS * weights.outputs(num_kv_heads) // 2, dtype=torch.int64, device=device),
+        torch.zeros(FEW_ROWS * num_kv_heads + 2, dtype=torch.int32, device=device),
+    )
