@@ -1,4 +1,4 @@
-"""All layers of a decode step of few rows as one operator: its arguments, and what it does in terms of the others."""
+"""All layers of a decode step of few rows in terms of the other operators."""
 
 from __future__ import annotations
 
