@@ -8,8 +8,8 @@
 // meet in shared memory. Where n is too small for all multiprocessors, the blocks of a cluster take a slice each of one
 // tile, and their sums meet there as well.
 //
-// More rows of x are multiplied by wgmma, with W's numbers, rounded to 16 bits, as its left operand in registers, and each
-// of eight warps has a patch's 16 rows. x has a ring of its own then, whose stages are 128 columns.
+// More rows of x are multiplied by wgmma, with W's numbers, rounded to 16 bits, and scales too, as its left operand in
+// registers, and each of eight warps has a patch's 16 rows. x has a ring of its own then, whose stages are 128 columns.
 //
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
@@ -284,11 +284,11 @@ struct Int4Block {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const auto of = Int4Group<T>::of(load_shared_word(group + row * 32));
+        const uint32_t scales = pack<T>(of.scale, of.scale);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const uint32_t two = int4_pair<T>(row == 0 ? pair.x : pair.y, j);
-          const float2 numbers = unpack<T>(subtract_pairs<T>(two, of.zeros));
-          a[2 * i + j / 2][j % 2 * 2 + row] = pack<T>(numbers.x * of.scale, numbers.y * of.scale);
+          const uint32_t two = subtract_pairs<T>(int4_pair<T>(row == 0 ? pair.x : pair.y, j), of.zeros);
+          a[2 * i + j / 2][j % 2 * 2 + row] = multiply_pairs<T>(two, scales);
         }
       }
     }

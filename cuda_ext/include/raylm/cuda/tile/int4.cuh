@@ -41,6 +41,13 @@ __device__ inline uint32_t subtract_pairs(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&difference);
 }
 
+template <typename T>
+__device__ inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair product = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+
 // A group's scale and its zero point, the latter twice, as int4_pair has codes.
 template <typename T>
 struct Int4Group {
