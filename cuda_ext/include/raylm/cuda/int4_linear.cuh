@@ -29,6 +29,7 @@
 namespace raylm::cuda {
 
 constexpr int kMostInt4Stages = 8, kInt4XStages = 4;  // the latter: where x has a ring of its own
+
 struct Int4Params {
   CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns
   const unsigned char* weight;  // [n / 16, patches, bytes of a patch]
@@ -58,13 +59,12 @@ struct Int4Shape {
   static constexpr int kBoxBytes = kRows * 128, kBoxes = kColumns / 64, kXBytes = kBoxes * kBoxBytes;
   static constexpr int kPitch = kWidth + 4;  // of sums that meet
   static constexpr int kAreaBytes = kRows * kPitch * 4, kMeetingBytes = kAreas * kAreaBytes;
-  static constexpr int kAlignment = 1024;
   static_assert(kTeam * kParts == Warps && kChunks * kParts == 4 * Across && kPatches <= kWarp && kBoxes <= kWarp);
   __host__ __device__ static constexpr int stage_bytes(int group_shift) {
     return kXBytes + kPatches * patch_bytes(group_shift);
   }
   static constexpr int shared_bytes(int group_shift, int stages) {
-    return kAlignment + stages * stage_bytes(group_shift) + kMeetingBytes;
+    return 1024 + stages * stage_bytes(group_shift) + kMeetingBytes;  // 1024: alignment
   }
 };
 
