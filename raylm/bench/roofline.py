@@ -21,7 +21,7 @@ from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 _TOGETHER, _HEAD = "layers in one kernel", "head"
 _KINDS = (
     (_TOGETHER, ("few_layers",)),
-    ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas")),
+    ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas", "int4_decode")),
     ("attention", ("attention_kernel", "prefill_kernel", "prefill_hopper", "flash")),
     ("sums over ranks", ("all_reduce", "peer_", "nccl")),
     ("norms", ("norm_kernel", "norm_any")),
@@ -81,9 +81,11 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), OTHER)
 
 
-def needs(arch: ArchConfig, step: StepShape, *, item: int, layer_item: int | None = None) -> dict[str, Need]:
+def needs(
+    arch: ArchConfig, step: StepShape, *, item: int, layer_item: float | None = None, cache_item: int | None = None
+) -> dict[str, Need]:
     """What a step needs at least, by kind, on one device. `item`: bytes of a weight, an activation and a cached number;
-    `layer_item`: of a weight within the layers, where these are others.
+    `layer_item`: of a weight within the layers, and `cache_item`: of a cached number, where these are others.
 
     Products read their weights and inputs and write their outputs; attention reads queries and keys and values of its
     context and writes its outputs; the rest reads and writes activations. What stays in the second-level cache between
@@ -92,7 +94,7 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int, layer_item: int | Non
     tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     products = layers * [_Product(hidden, q + 2 * kv, tokens), _Product(q, hidden, tokens)]
-    layer_item = layer_item or item
+    layer_item, cache_item = layer_item or item, cache_item or item
     products += [product for layer in arch.layers for product in _mlp_products(layer.mlp, hidden, tokens)]
     weights = sum(product.copies * product.k * product.n for product in products)
     flops = sum(2 * product.rows * product.k * product.n for product in products)
@@ -104,14 +106,15 @@ def needs(arch: ArchConfig, step: StepShape, *, item: int, layer_item: int | Non
     seen = [min(1.0, layer.window * step.tokens / step.pairs) if layer.window else 1.0 for layer in arch.layers]
     # A norm reads what came and the residual stream and writes both, or its product has added them already.
     streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
-    attention = Need(item * (2 * kv * step.keys * sum(seen) + layers * 2 * q * tokens), 4 * q * step.pairs * sum(seen))
+    cached = cache_item * 2 * kv * step.keys * sum(seen)
+    attention = Need(cached + item * layers * 2 * q * tokens, 4 * q * step.pairs * sum(seen))
     logits = step.logit_rows
     head = Need(item * (head_weights + logits * (hidden + arch.vocab_size)), 2 * logits * head_weights)
     return {
         "products": Need(layer_item * weights + item * moved + head.bytes, flops + head.flops),
         "attention": attention,
         # A kernel that runs all layers does their products and attention: the head is the only product beside it.
-        _TOGETHER: Need(item * weights + attention.bytes, flops + attention.flops),
+        _TOGETHER: Need(layer_item * weights + attention.bytes, flops + attention.flops),
         _HEAD: head,
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),

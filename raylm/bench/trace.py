@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from raylm import ops
 from raylm.bench.cases import prompt_token_ids
 from raylm.bench.report import KindResult, TraceResult
 from raylm.bench.roofline import (
@@ -29,15 +30,17 @@ from raylm.bench.roofline import (
     own_us,
     prefill_shape,
 )
-from raylm.config.engine import EngineConfig
+from raylm.config.engine import EngineConfig, ModelConfig
 from raylm.config.resolve import resolve
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
+from raylm.layers.slots import Int4Form
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.check import quantises
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, gpu_scheme
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WARMUP_STEPS = 8
@@ -81,16 +84,30 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
         arch = ArchConfig.from_source(locate(config.model.reference))
-        scaled = quantises(arch, config.model)
-        peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scaled)
-        layer_item = 1 if scaled else None
+        scheme = _scheme(arch, config.model)
+        peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scheme is AS_FP8)
+        layer_item = _layer_item(scheme)
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks, layer_item) for batch in batches]
     finally:
         engine.shutdown()
 
 
+def _scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
+    """What linear layers are on a Hopper GPU."""
+    if quantises(arch, config):
+        return AS_FP8
+    return gpu_scheme(arch) if config.weights == "stored" else AS_NUMBERS
+
+
+def _layer_item(scheme: Scheme) -> float | None:
+    """Bytes of a weight within the layers; None for those of the model's dtype."""
+    if isinstance(scheme.linears, Int4Form):
+        return ops.patch_bytes(scheme.linears.group) / (ops.PATCH_ROWS * ops.PATCH_COLUMNS)
+    return 1 if scheme is AS_FP8 else None
+
+
 def _trace(
-    engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks, layer_item: int | None
+    engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks, layer_item: float | None
 ) -> Traced:
     """`layer_item`: as needs takes it."""
     for attempt in range(2):  # First times are not what a trace is about.
@@ -103,8 +120,8 @@ def _trace(
         profiler.export_chrome_trace(str(path))
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
     result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
-    item = getattr(torch, engine.info.dtype).itemsize
-    needed = needs(arch, _shape(batch, work, steps), item=item, layer_item=layer_item)
+    item, cache_item = (getattr(torch, name).itemsize for name in (engine.info.dtype, engine.info.cache_dtype))
+    needed = needs(arch, _shape(batch, work, steps), item=item, layer_item=layer_item, cache_item=cache_item)
     kinds = kind_results(
         kinds_us(spans, steps),
         needed,

@@ -120,7 +120,7 @@ def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
 def _needs(plan: Plan) -> dict[str, str]:
     decoded = ""
     if plan.kept_as is not None:
-        stored = f", as stored: {plan.quantisation}" if plan.quantisation else ""
+        stored = f", as stored: {plan.quantisation}; all others in {plan.dtype}" if plan.quantisation else ""
         decoded = f" (linear layers in {plan.kept_as}{stored})"
     elif plan.quantisation is not None:
         decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})"

@@ -84,6 +84,7 @@ ANYWAY: dict[str, str] = {
     "use_tqdm_on_load": "progress is shown on a terminal alone",
     "disable_uvicorn_access_log": "requests are not logged",
     "enable_prompt_tokens_details": "usage has them",
+    "calculate_kv_scales": "scales of an fp8 cache are the checkpoint's, or 1; they are not measured",
     "max_log_len": "prompts are not logged",
     "enable_request_id_headers": "every answer has x-request-id",
 }
@@ -98,7 +99,6 @@ REFUSED: dict[str, str] = {
     "tokenizer_revision": "the tokenizer is of the model's own revision (revision)",
     "code_revision": "no code of a checkpoint is run",
     "skip_tokenizer_init": "requests are text as well as tokens; send token ids where you have them",
-    "calculate_kv_scales": "scales of an fp8 cache are the checkpoint's, or 1",
     "hf_overrides": "change config.json in a copy of the model's folder",
     "hf_config_path": "config.json is that of the model's folder",
     "config_format": "it is found out from the files",

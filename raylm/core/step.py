@@ -217,7 +217,10 @@ class ModelInfo(NamedTuple):
     vocab_size: int
     eos_token_ids: list[int]
     device: str
+    dtype: str
+    """Of activations, and of weights that are not kept otherwise."""
     cache_dtype: str
+    """Of keys and values."""
     phases: dict[str, float]
     """Start-up phases in seconds: import, weights, memory ..."""
 

@@ -54,8 +54,9 @@ class Columns(NamedTuple):
 
     def in_patches(self, form: Int4Form) -> Columns | None:
         """The same columns counted in bytes of rows of patches, the last of which may be filled up; None where the part
-        begins or ends within a patch."""
-        if self.share < self.size and any(count % ops.PATCH_COLUMNS for count in self):
+        begins or ends within a patch, or is no multiple of what kernels take."""
+        cuts = self.share < self.size and any(count % ops.PATCH_COLUMNS for count in self)
+        if cuts or self.share % ops.INT4_COLUMNS:
             return None
         return Columns(*(-(-count // ops.PATCH_COLUMNS) * ops.patch_bytes(form.group) for count in self))
 

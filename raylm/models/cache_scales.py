@@ -36,7 +36,8 @@ def read_cache_scales(source: ModelSource, arch: ArchConfig, load_format: str) -
     if found:
         logger.info("KV cache: fp8, with the checkpoint's scales in %d of %d layers", len(found), arch.num_layers)
     else:
-        logger.info("KV cache: fp8, with scales of 1: the checkpoint has none")
+        why = "the checkpoint has none for such numbers" if load_format != "dummy" else "there is no checkpoint"
+        logger.info("KV cache: fp8, with scales of 1: %s", why)
     return {number: CacheScales(scales.get("k", 1.0), scales.get("v", 1.0)) for number, scales in found.items()}
 
 

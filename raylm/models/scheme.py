@@ -62,7 +62,8 @@ the model's dtype."""
 
 
 def gpu_scheme(arch: ArchConfig) -> Scheme:
-    """What read_scheme finds in a checkpoint, by its configuration alone, where a GPU has all kernels."""
+    """What read_scheme finds, by the configuration alone, in a checkpoint whose matrices are all stored alike, where a
+    GPU has all kernels."""
     stored = arch.quantisation
     if stored is None or arch.transformers_config:
         return AS_NUMBERS

@@ -22,6 +22,7 @@ from raylm.ops.blocks import decode_blocks as decode_blocks
 from raylm.ops.decode_layers import PLAIN as PLAIN
 from raylm.ops.experts import ACTIVATIONS as ACTIVATIONS
 from raylm.ops.experts import sparse_mixer as _sparse_mixer
+from raylm.ops.int4 import INT4_COLUMNS as INT4_COLUMNS
 from raylm.ops.int4 import INT4_GROUPS as INT4_GROUPS
 from raylm.ops.int4 import int4_linear as int4_linear
 from raylm.ops.int4 import takes_int4 as takes_int4

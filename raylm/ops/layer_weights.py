@@ -70,7 +70,7 @@ def few_layers(
 ) -> None:
     """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
     tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences. Where products are
-    codes, their rows stay as they are, rounded to float16 from bfloat16 alone.
+    codes, a 16th of each number of their rows is rounded to float16, and no more.
 
     positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
     every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave

@@ -32,6 +32,8 @@ NCCL_BYTES = 3 * GIB // 4
 """The same for NCCL and the memory that GPUs read of each other, where there are several."""
 _ONE_KERNEL_ROWS = 1024
 """From here on gate and up have their activation in one kernel on Hopper GPUs."""
+_INT4_ROWS = 1024
+"""Up to here products read integers of 4 bits as they are."""
 TENSOR_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -248,7 +250,7 @@ class Sizing:
         rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
         # Of many rows, products decode their weight first.
         largest = 2 * max(layer.mlp.size for layer in arch.layers) // tensor * arch.hidden_size * item
-        decoded = largest if self._is_int4 else 0
+        decoded = largest if self._is_int4 and self._chunk > _INT4_ROWS else 0
         return max(self._chunk * (max(mlp, heads) + hidden) * item + decoded, logits) + rotary
 
     def _mlp_columns(self, mlp: MLPSpec | ExpertsSpec, tensor: int) -> int:

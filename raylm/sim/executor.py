@@ -41,6 +41,7 @@ class SimulatedExecutor:
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[],
             device="simulated",
+            dtype="none",
             cache_dtype="none",
             phases={},
         )

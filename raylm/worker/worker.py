@@ -105,6 +105,7 @@ class Worker:
             vocab_size=loaded.arch.vocab_size,
             eos_token_ids=list(loaded.arch.eos_token_ids),
             device=str(device),
+            dtype=dtype_name(loaded.dtype),
             cache_dtype=dtype_name(loaded.cache_dtype),
             phases=phases.seconds,
         )

@@ -41,6 +41,7 @@ INFO = ModelInfo(
     vocab_size=64,
     eos_token_ids=[],
     device="cpu",
+    dtype="float32",
     cache_dtype="float32",
     phases={"weights": 1.5},
 )

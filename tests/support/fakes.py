@@ -190,6 +190,7 @@ class FakeExecutor:
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             device="fake",
+            dtype="float32",
             cache_dtype="float32",
             phases={},
         )

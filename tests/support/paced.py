@@ -63,6 +63,7 @@ class PacedExecutor:
             vocab_size=arch.vocab_size,
             eos_token_ids=[],
             device="none",
+            dtype="none",
             cache_dtype="none",
             phases={"start": pace.start_s},
         )

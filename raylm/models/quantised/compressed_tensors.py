@@ -50,6 +50,8 @@ def read_cache_scheme(fields: Fields) -> CacheNumbers | None:
     """What kv_cache_scheme asks for."""
     if fields.get("kv_cache_scheme") is None:
         return None
+    if not isinstance(fields.get("kv_cache_scheme"), dict):
+        return "other"
     scheme = fields.section("kv_cache_scheme")
     return "fp8" if scheme.get("type") == "float" and scheme.get("num_bits") == _CACHE_BITS else "other"
 
