@@ -19,8 +19,8 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # What is done with logits is torch's on a CPU, and so is all with FP8 and int4; a gated product is two operators, whole
-        # layers have an operator of their own, and CPUs reduce through a process group.
+        # What is done with logits is torch's on a CPU, and so is all with FP8 and int4; a gated product is two
+        # operators, whole layers have an operator of their own, and CPUs reduce through a process group.
         logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
         torchs = ("gated_linear", "few_layers", "route", "experts", *logits)
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
