@@ -43,7 +43,8 @@ class FakeLLM:
         self.config = config
         self.name = "fake"
         layout = CacheLayout(16, [0])
-        self.info = ModelInfo(10, 0, layout, 1, 0.0, 0.0, 1000, 100, [50], "cpu", "float32", {"weights": 0.5})
+        kinds = ("cpu", "float32", "float32")
+        self.info = ModelInfo(10, 0, layout, 1, 0.0, 0.0, 1000, 100, [50], *kinds, {"weights": 0.5})
         self.text = FakeText()
         self.calls = []
         self.streamed = []
