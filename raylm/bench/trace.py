@@ -30,7 +30,7 @@ from raylm.bench.roofline import (
     own_us,
     prefill_shape,
 )
-from raylm.config.engine import EngineConfig, ModelConfig
+from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
@@ -39,8 +39,7 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import Int4Form
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
-from raylm.models.check import quantises
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, gpu_scheme
+from raylm.models.scheme import AS_FP8, Scheme, wanted_scheme
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WARMUP_STEPS = 8
@@ -84,19 +83,12 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
         arch = ArchConfig.from_source(locate(config.model.reference))
-        scheme = _scheme(arch, config.model)
+        scheme = wanted_scheme(arch, config.model)
         peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scheme is AS_FP8)
         layer_item = _layer_item(scheme)
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks, layer_item) for batch in batches]
     finally:
         engine.shutdown()
-
-
-def _scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
-    """What linear layers are on a Hopper GPU."""
-    if quantises(arch, config):
-        return AS_FP8
-    return gpu_scheme(arch) if config.weights == "stored" else AS_NUMBERS
 
 
 def _layer_item(scheme: Scheme) -> float | None:

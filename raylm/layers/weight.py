@@ -110,7 +110,7 @@ class PlainWeight(nn.Module):
         """act(first half of matmul) * second half: [T, rows / 2], as ScaledRows with `scales`."""
         assert isinstance(x, Tensor)
         gated = ops.gated_linear(x, self.values, activation, bias, frozen=True)
-        return ops.scale_rows(gated) if scales else gated
+        return _rows(gated, scales)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows by their numbers, int64 [T]: [T, columns]."""
@@ -182,7 +182,7 @@ class BlockWeight(nn.Module):
         """As PlainWeight.gated_matmul, of two parts."""
         assert isinstance(x, Tensor)
         gated = ops.block_gated_linear(x, self._tensors, self._kinds, activation, bias)
-        return ops.scale_rows(gated) if scales else gated
+        return _rows(gated, scales)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows, of one part."""
@@ -268,7 +268,7 @@ class Int4Weight(nn.Module):
         """`dtype`: of what `rows` returns."""
         super().__init__()
         in_patches = columns.in_patches(form)
-        assert in_patches is not None and can_be_patches(parts)
+        assert in_patches is not None and _can_be_patches(parts)
         self._parts, self._columns, self._in_patches = parts, columns, in_patches
         self.form, self._dtype = form, dtype
         num_rows = sum(part.share for part in parts)
@@ -290,7 +290,7 @@ class Int4Weight(nn.Module):
     ) -> ops.Rows:
         """As PlainWeight.gated_matmul."""
         gated = _gated(self.matmul(x, bias), activation)
-        return ops.scale_rows(gated) if scales else gated
+        return _rows(gated, scales)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows."""
@@ -328,7 +328,7 @@ def make_weight(
     num_rows = sum(part.share + part.padding for part in parts)
     # Elsewhere than on a GPU torch's operators compute with codes and patches; there they would be far too slow.
     if isinstance(kind, Int4Form) and not others:
-        is_whole = can_be_patches(parts) and columns.in_patches(kind) is not None
+        is_whole = _can_be_patches(parts) and columns.in_patches(kind) is not None
         if is_whole and (device.type != "cuda" or ops.takes_int4(num_rows, columns.share, dtype, device)):
             return Int4Weight(parts, columns, kind, dtype=dtype, device=device)
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None
@@ -340,9 +340,14 @@ def make_weight(
     return PlainWeight(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
 
 
-def can_be_patches(parts: Sequence[Part]) -> bool:
+def _can_be_patches(parts: Sequence[Part]) -> bool:
     """Whether every part begins and ends where rows of patches do."""
     return not any(count % ops.PATCH_ROWS or part.padding for part in parts for count in (part.share, part.start))
+
+
+def _rows(numbers: Tensor, scales: bool) -> ops.Rows:
+    """What a layer takes whose weight `takes_scaled_rows`, if `scales` says so."""
+    return ops.scale_rows(numbers) if scales else numbers
 
 
 def _gated(product: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:

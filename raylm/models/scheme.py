@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from raylm import ops
+from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.slots import BlockForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, Int4Weight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig
+from raylm.models.check import quantises
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored, TensorNames, slot_name
 from raylm.models.quantised.int4 import form_of, int4_form
@@ -74,8 +76,15 @@ def gpu_scheme(arch: ArchConfig) -> Scheme:
     return AS_NUMBERS if form is None else Scheme({}, linears=form)
 
 
+def wanted_scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
+    """The same as a configuration has it: linear layers may be quantised while they are loaded, or all be decoded."""
+    if quantises(arch, config):
+        return AS_FP8
+    return gpu_scheme(arch) if config.weights == "stored" else AS_NUMBERS
+
+
 def dummy_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> Scheme:
-    """The same for a device."""
+    """As gpu_scheme, for a device that may lack kernels."""
     scheme = gpu_scheme(arch)
     if scheme is AS_FP8:
         has_kernels = has_fp8(device) and (device.type != "cuda" or dtype.itemsize == _HALF_BYTES)

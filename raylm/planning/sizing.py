@@ -18,7 +18,7 @@ from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.check import quantises, target_arch
 from raylm.models.outline import StageOutline, outline
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, gpu_scheme
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, wanted_scheme
 from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_cache_dtype, choose_dtype
@@ -162,9 +162,8 @@ class Sizing:
                 raise ConfigError("model.quantization is fp8, which needs a Hopper GPU; --gpu is another kind")
             if self._dtype.itemsize != 2:
                 raise ConfigError("model.quantization is fp8, but model.dtype is float32; allowed: bfloat16, float16")
-            return AS_FP8
         has_kernels = self._gpu.fp8_tflops is not None and self._dtype.itemsize == 2
-        return gpu_scheme(self._arch) if has_kernels and config.model.weights == "stored" else AS_NUMBERS
+        return wanted_scheme(self._arch, config.model) if has_kernels else AS_NUMBERS
 
     @property
     def _is_int4(self) -> bool:
