@@ -39,7 +39,7 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import Int4Form
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
-from raylm.models.scheme import AS_FP8, Scheme, wanted_scheme
+from raylm.models.scheme import Scheme, wanted_scheme
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WARMUP_STEPS = 8
@@ -84,7 +84,7 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
         arch = ArchConfig.from_source(locate(config.model.reference))
         scheme = wanted_scheme(arch, config.model)
-        peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scheme is AS_FP8)
+        peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scheme.scales_rows)
         layer_item = _layer_item(scheme)
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks, layer_item) for batch in batches]
     finally:
@@ -94,8 +94,8 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
 def _layer_item(scheme: Scheme) -> float | None:
     """Bytes of a weight within the layers; None for those of the model's dtype."""
     if isinstance(scheme.linears, Int4Form):
-        return ops.patch_bytes(scheme.linears.group) / (ops.PATCH_ROWS * ops.PATCH_COLUMNS)
-    return 1 if scheme is AS_FP8 else None
+        return scheme.linears.patch_bytes / (ops.PATCH_ROWS * scheme.linears.columns)
+    return 1 if scheme.scales_rows else None
 
 
 def _trace(

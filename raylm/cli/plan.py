@@ -119,9 +119,10 @@ def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
 
 def _needs(plan: Plan) -> dict[str, str]:
     decoded = ""
-    if plan.kept_as is not None:
+    parts = {"linear layers": plan.kept_as, "experts": plan.experts_kept_as}
+    if kept := [f"{part} in {form}" for part, form in parts.items() if form is not None]:
         stored = f", as stored: {plan.quantisation}; all others in {plan.dtype}" if plan.quantisation else ""
-        decoded = f" (linear layers in {plan.kept_as}{stored})"
+        decoded = f" ({', '.join(kept)}{stored})"
     elif plan.quantisation is not None:
         decoded = f" (stored as {plan.quantisation}, decoded to {plan.dtype})"
     cache = "" if plan.cache_dtype == plan.dtype else f" ({plan.cache_dtype})"

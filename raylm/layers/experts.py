@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import Slot, SlotName, empty_parameter
+from raylm.layers.slots import ExpertForm, Slot, SlotName, empty_parameter
 from raylm.parallel.context import ParallelContext
 
 
@@ -24,18 +25,26 @@ class ParallelExperts(nn.Module):
         *,
         bias: bool = False,
         limit: float = 0.0,
+        form: ExpertForm | None = None,
         context: ParallelContext,
         dtype: torch.dtype,
     ) -> None:
-        """`size`: columns between an expert's projections. `limit`: as ops.experts takes it."""
+        """`size`: columns between an expert's projections. `limit`: as ops.experts takes it. `form`: of the weights
+        where they are codes; if the device has no kernels for it, or ranks cut a patch, they have the dtype."""
         super().__init__()
         self._activation, self._limit = activation, limit
-        self._size = size
+        self._hidden, self._size = hidden_size, size
         self._share = share = context.split(size, "an expert's intermediate size")
         self._start = context.tensor_rank * share
         device = context.device
-        self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size, dtype=dtype, device=device)
-        self.down_proj = empty_parameter(num_experts, hidden_size, share, dtype=dtype, device=device)
+        self.form = form if form is not None and _can_be(form, num_experts, hidden_size, size, dtype, context) else None
+        kept_as, unit = (dtype, 1) if self.form is None else (torch.uint8, ops.PATCH_ROWS)
+        self.gate_up_proj = empty_parameter(
+            num_experts, 2 * share // unit, self._width(hidden_size), dtype=kept_as, device=device
+        )
+        self.down_proj = empty_parameter(
+            num_experts, hidden_size // unit, self._width(share), dtype=kept_as, device=device
+        )
         self.gate_up_bias = self.down_bias = None
         if bias:
             self.gate_up_bias = empty_parameter(num_experts, 2 * share, dtype=dtype, device=device)
@@ -45,7 +54,9 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden_size], weights and experts as ops.route gives them -> [T, hidden_size]."""
-        return ops.experts(
+        form = self.form
+        multiply = ops.experts if form is None else partial(ops.patched_experts, numbers=form.numbers, group=form.group)
+        return multiply(
             x,
             self.gate_up_proj,
             self.down_proj,
@@ -57,20 +68,41 @@ class ParallelExperts(nn.Module):
             limit=self._limit,
         )
 
+    @property
+    def num_values(self) -> int:
+        """Of the weights, whatever they are kept as."""
+        return 3 * len(self.down_proj) * self._share * self._hidden
+
+    def _width(self, columns: int) -> int:
+        """Elements of a row, or of a row of patches."""
+        return columns if self.form is None else self.form.row_bytes(columns)
+
     def slots(self) -> dict[SlotName, Slot]:
         """Each expert's as MLPs have them."""
         slots: dict[SlotName, Slot] = {}
-        num_experts, hidden_size, share = self.down_proj.shape
-        for expert in range(num_experts):
+        form, hidden_size, share = self.form, self._hidden, self._share
+        unit = 1 if form is None else ops.PATCH_ROWS
+        rows = share // unit
+        for expert in range(len(self.down_proj)):
             for number, shard in enumerate(("gate", "up")):
-                rows = self.gate_up_proj[expert, number * share : (number + 1) * share]
+                part = self.gate_up_proj[expert, number * rows : (number + 1) * rows]
                 name = f"{expert}.gate_up_proj.weight", shard
-                slots[name] = Slot(rows, (self._size, hidden_size), start=self._start)
+                slots[name] = Slot(part, (self._size, hidden_size), start=self._start // unit, form=form)
                 if self.gate_up_bias is not None:
                     part = self.gate_up_bias[expert, number * share : (number + 1) * share]
                     slots[f"{expert}.gate_up_proj.bias", shard] = Slot(part, (self._size,), start=self._start)
             if self.down_bias is not None:
                 slots[f"{expert}.down_proj.bias", None] = Slot(self.down_bias[expert], (hidden_size,))
+            down, start = self.down_proj[expert], self._width(self._start)
             shape = (hidden_size, self._size)
-            slots[f"{expert}.down_proj.weight", None] = Slot(self.down_proj[expert], shape, dim=1, start=self._start)
+            slots[f"{expert}.down_proj.weight", None] = Slot(down, shape, dim=1, start=start, form=form)
         return slots
+
+
+def _can_be(
+    form: ExpertForm, num_experts: int, hidden: int, size: int, dtype: torch.dtype, context: ParallelContext
+) -> bool:
+    """Whether the device has kernels for a rank's share of such experts."""
+    share = size // context.tensor_size
+    cuts = share < size and share % form.columns
+    return not cuts and ops.takes_patched_experts(form.numbers, num_experts, hidden, share, dtype, context.device)

@@ -33,13 +33,56 @@ class Int4Form(NamedTuple):
 
     group: int
 
+    @property
+    def columns(self) -> int:
+        """Of a patch."""
+        return ops.PATCH_COLUMNS
+
+    @property
+    def patch_bytes(self) -> int:
+        return ops.patch_bytes(self.group)
+
+    def row_bytes(self, columns: int) -> int:
+        """Of patches beside each other that hold so many columns."""
+        return -(-columns // self.columns) * self.patch_bytes
+
+
+class ExpertForm(NamedTuple):
+    """Codes of experts' weights, in patches of 16 rows and 128 columns (raylm/ops/patches.py)."""
+
+    numbers: ops.Numbers
+    group: int
+    """Columns that share a scale."""
+
+    @property
+    def columns(self) -> int:
+        """Of a patch."""
+        return ops.SHORT_PATCH
+
+    @property
+    def patch_bytes(self) -> int:
+        return ops.short_patch_bytes(self.numbers, self.group)
+
+    def row_bytes(self, columns: int) -> int:
+        """Of patches beside each other that hold so many columns."""
+        return -(-columns // self.columns) * self.patch_bytes
+
+    def __str__(self) -> str:
+        return f"{self.numbers} with a scale for each {self.group} columns"
+
+
+PatchForm = Int4Form | ExpertForm
+FP8_EXPERTS = ExpertForm("fp8", ops.SHORT_PATCH)
+MXFP4_EXPERTS = ExpertForm("mxfp4", ops.MXFP4_GROUP)
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where one checkpoint tensor goes: its elements start..start+length-1 along `dim` belong into `destination`.
 
     `shape` is that of the whole checkpoint tensor; `offset` is added to every element. A slot with a `form` takes the
-    tensor's blocks or patches as they are, as uint8: its elements are bytes, and 16 rows in patches are one row. A slot
+    tensor's blocks or patches as they are, as uint8: its elements are bytes, in `shape` too where they are blocks, and
+    16 rows in patches are one row. A slot
     with `scales`, float32, one for each row of `destination`, takes rows as codes of 8 bits with a scale each: they are
     quantised where they are not stored so.
     """
@@ -49,17 +92,12 @@ class Slot:
     dim: int = 0
     start: int = 0
     offset: float = 0.0
-    form: BlockForm | Int4Form | None = None
+    form: BlockForm | PatchForm | None = None
     scales: Tensor | None = None
 
     @property
     def length(self) -> int:
         return self.destination.shape[self.dim]
-
-    @property
-    def num_rows(self) -> int:
-        """Of the whole matrix, of which patches have 16 in a row."""
-        return self.shape[0] * (ops.PATCH_ROWS if isinstance(self.form, Int4Form) else 1)
 
     def converts(self, dtype: torch.dtype) -> bool:
         """Whether `put` computes: numbers of this type are not just copied."""

@@ -7,6 +7,7 @@ matrix is stored: they call `matmul`, `gated_matmul` and `rows`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -55,10 +56,10 @@ class Columns(NamedTuple):
     def in_patches(self, form: Int4Form) -> Columns | None:
         """The same columns counted in bytes of rows of patches, the last of which may be filled up; None where the part
         begins or ends within a patch, or is no multiple of what kernels take."""
-        cuts = self.share < self.size and any(count % ops.PATCH_COLUMNS for count in self)
+        cuts = self.share < self.size and any(count % form.columns for count in self)
         if cuts or self.share % ops.INT4_COLUMNS:
             return None
-        return Columns(*(-(-count // ops.PATCH_COLUMNS) * ops.patch_bytes(form.group) for count in self))
+        return Columns(*map(form.row_bytes, self))
 
 
 class PlainWeight(nn.Module):
@@ -299,14 +300,14 @@ class Int4Weight(nn.Module):
         return found[torch.arange(len(numbers), device=numbers.device), numbers % ops.PATCH_ROWS].to(self._dtype)
 
     def named_slots(self, name: str) -> dict[SlotName, Slot]:
-        """As PlainWeight.named_slots; shapes count rows of patches, and bytes."""
+        """As PlainWeight.named_slots."""
         slots: dict[SlotName, Slot] = {}
         row = 0
         for part in self._parts:
-            size, share, start = (count // ops.PATCH_ROWS for count in (part.size, part.share, part.start))
+            share, start = (count // ops.PATCH_ROWS for count in (part.share, part.start))
             patches = self.patches[row : row + share]
-            in_patches = Part(part.shard, size, share, start)
-            slots[name, part.shard] = _slot(patches, in_patches, self._in_patches, self.form)
+            slot = _slot(patches, part._replace(start=start), self._in_patches, self.form)
+            slots[name, part.shard] = replace(slot, shape=(part.size, self._columns.size))
             row += share
         return slots
 

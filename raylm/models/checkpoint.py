@@ -20,8 +20,8 @@ from torch import Tensor
 from raylm.errors import ConfigError
 from raylm.layers.slots import BlockForm
 from raylm.models.mxfp4 import BYTES, VALUES, decode
-from raylm.models.quantised.int4 import Int4Tensor
 from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.patched import PatchedTensor
 from raylm.models.quantised.repacked import RepackedTensor
 
 _CHUNK_VALUES = 1 << 19
@@ -221,11 +221,22 @@ class MXFP4Tensor:
         step = max(1, _CHUNK_VALUES // max(1, self.shape[1]))
         for row in range(start, stop, step):
             end = min(row + step, stop)
-            codes, scales = (
-                torch.cat([piece for _, piece in tensor.pieces(row, end, (low * size, high * size))]).numpy()
-                for tensor, size in ((self.blocks, BYTES), (self.scales, 1))
-            )
-            yield row, decode(codes, scales)[:, first - low * VALUES : last - low * VALUES]
+            codes, scales = self._stored(row, end, low, high)
+            yield row, decode(codes.numpy(), scales.numpy())[:, first - low * VALUES : last - low * VALUES]
+
+    def codes(self, start: int, stop: int, columns: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 [stop - start, columns], 0 to 15, and exponents of scales, for each block one. `columns` are of
+        whole blocks."""
+        stored, scales = self._stored(start, stop, columns[0] // VALUES, columns[1] // VALUES)
+        return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(1), scales
+
+    def _stored(self, start: int, stop: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Bytes of codes and scales of a row's blocks `low` to `high`."""
+        codes, scales = (
+            torch.cat([piece for _, piece in tensor.pieces(start, stop, (low * size, high * size))])
+            for tensor, size in ((self.blocks, BYTES), (self.scales, 1))
+        )
+        return codes, scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +329,7 @@ class SteppedTensor:
 
 FileTensor = CheckpointTensor | QuantisedTensor
 """A tensor of a checkpoint by its own name."""
-Source = FileTensor | RepackedTensor | Int4Tensor | TransposedTensor | MXFP4Tensor | SteppedTensor
+Source = FileTensor | RepackedTensor | PatchedTensor | TransposedTensor | MXFP4Tensor | SteppedTensor
 
 
 def every(source: Source, step: int, *, first: int, count: int) -> Source:

@@ -67,6 +67,7 @@ class MoE(nn.Module):
             spec.activation,
             bias=spec.bias,
             limit=spec.limit,
+            form=build.scheme.of_experts(build.at("experts").path, spec.num_experts),
             context=context,
             dtype=dtype,
         )

@@ -19,13 +19,14 @@ from tqdm import tqdm
 from raylm import ops
 from raylm.layers.slots import Slot
 from raylm.models.checkpoint import Room, Source
+from raylm.models.packed import PackedTensor
 from raylm.models.quantised.scaled import ScaledTensor
 from raylm.models.staging import Staging
 
 _PART_VALUES = 1 << 24
 """Values of a part at most, so that one large tensor keeps all threads busy."""
 MAX_THREADS = 8
-Filler = Source | ScaledTensor
+Filler = Source | ScaledTensor | PackedTensor
 """What a slot is filled from."""
 
 
@@ -91,9 +92,8 @@ def _place(job: tuple[Filler, Slot]) -> tuple[str, int]:
 
 
 def _parts(tensor: Filler, slot: Slot) -> Iterator[_Part]:
-    rows = slot.length if slot.dim == 0 else tensor.shape[0]
-    unit = tensor.row_unit
-    step = max(1, _PART_VALUES // max(1, prod(tensor.shape[1:])) // unit) * unit
+    rows, unit = len(slot.destination), tensor.row_unit
+    step = max(1, _PART_VALUES // max(1, prod(slot.destination.shape[1:])) // unit) * unit
     for start in range(0, rows, step):
         yield _Part(tensor, slot, start, min(start + step, rows))
 

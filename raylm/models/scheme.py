@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +14,15 @@ from torch import Tensor
 from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
-from raylm.layers.slots import BlockForm
+from raylm.layers.experts import ParallelExperts
+from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, BlockForm, ExpertForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, Int4Weight, PlainWeight, ScaledWeight
-from raylm.models.arch import ArchConfig
+from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
-from raylm.models.names import Stored, TensorNames, slot_name
-from raylm.models.quantised.int4 import form_of, int4_form
+from raylm.models.names import BLOCKS, Stored, TensorNames, slot_name
 from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.patched import expert_form, expert_form_of, form_of, int4_form
 from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
 from raylm.models.quantised.scaled import is_scaled
 
@@ -34,6 +35,8 @@ _LAYERS = "layers."
 _HALF_BYTES = 2
 """Of a number, where products of FP8 have kernels."""
 _EXPERTS = ".experts."
+_EXPERT_MATRICES = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
+_MATRICES_OF_EXPERT = 2
 _FP8_UNIT = 16
 """Rows and columns of the smallest matrix that has kernels."""
 
@@ -42,13 +45,30 @@ _FP8_UNIT = 16
 class Scheme:
     """The forms of matrices by their names in the model, such as "layers.0.mlp.down_proj.weight"."""
 
-    matrices: Mapping[str, Forms]
+    matrices: Mapping[str, Forms | Mapping[str | None, ExpertForm]]
     linears: Form | None = None
     """The form of all linear layers within the model's layers that `matrices` does not name."""
+    experts: ExpertForm | None = None
+    """The form of all experts whose matrices `matrices` does not name."""
 
     def forms(self, name: str) -> Forms:
         """A matrix's; PLAIN where it has the model's dtype."""
         return self.matrices.get(name, self.of_linears if name.startswith(_LAYERS) else PLAIN)
+
+    def of_experts(self, path: str, num_experts: int) -> ExpertForm | None:
+        """Of a layer's experts, which are called "`path`0." and so on: one for all their matrices, or None."""
+        found: set[Form | ExpertForm | None] = set()
+        for number in range(num_experts):
+            for name, shards in _EXPERT_MATRICES.items():
+                forms = self.matrices.get(f"{path}{number}.{name}.weight", {None: self.experts})
+                found.update([forms.get(None)] if None in forms else [forms.get(shard) for shard in shards])
+        form = found.pop() if len(found) == 1 else None
+        return form if isinstance(form, ExpertForm) else None
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether linear layers are FP8 with a scale a row."""
+        return self.linears == ops.CODES
 
     @property
     def of_linears(self) -> Forms:
@@ -58,9 +78,9 @@ class Scheme:
 
 AS_NUMBERS = Scheme({})
 """All matrices have the model's dtype."""
-AS_FP8 = Scheme({}, linears=ops.CODES)
-"""The linear layers within the layers are quantised while they are loaded. Embedding, head, routers and experts have
-the model's dtype."""
+AS_FP8 = Scheme({}, linears=ops.CODES, experts=FP8_EXPERTS)
+"""The linear layers within the layers are quantised while they are loaded, and experts where the device has kernels for
+them. Embedding, head and routers have the model's dtype."""
 
 
 def gpu_scheme(arch: ArchConfig) -> Scheme:
@@ -69,11 +89,15 @@ def gpu_scheme(arch: ArchConfig) -> Scheme:
     stored = arch.quantisation
     if stored is None or arch.transformers_config:
         return AS_NUMBERS
+    if not stored.has_parts:
+        return Scheme({}, experts=MXFP4_EXPERTS)
     if stored.scales_rows:
         return AS_FP8
-    forms = {form_of(scheme) for scheme in stored.schemes}
-    form = forms.pop() if len(forms) == 1 else None
-    return AS_NUMBERS if form is None else Scheme({}, linears=form)
+    (scheme, *others) = stored.schemes or (None,)
+    if scheme is None or others:
+        return AS_NUMBERS
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in arch.layers)
+    return Scheme({}, linears=form_of(scheme), experts=expert_form_of(scheme) if has_experts else None)
 
 
 def wanted_scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
@@ -86,11 +110,20 @@ def wanted_scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
 def dummy_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> Scheme:
     """As gpu_scheme, for a device that may lack kernels."""
     scheme = gpu_scheme(arch)
-    if scheme is AS_FP8:
+    if scheme.scales_rows:
         has_kernels = has_fp8(device) and (device.type != "cuda" or dtype.itemsize == _HALF_BYTES)
     else:
         has_kernels = ops.takes_int4(ops.PATCH_ROWS, ops.PATCH_COLUMNS, dtype, device)
-    return scheme if has_kernels else AS_NUMBERS
+    return replace(
+        scheme,
+        linears=scheme.linears if has_kernels else None,
+        experts=scheme.experts if scheme.experts and has_experts(scheme.experts, dtype, device) else None,
+    )
+
+
+def has_experts(form: ExpertForm, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has kernels for experts of that form, if they are not too many and their sizes fit."""
+    return ops.takes_patched_experts(form.numbers, 1, ops.PATCH_ROWS, ops.PATCH_ROWS, dtype, device)
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -115,27 +148,33 @@ def read_scheme(
     """What of a checkpoint the device has kernels for that read it as it is, with activations of `dtype`."""
     like = torch.empty(0, dtype=dtype, device=device)
     matrices: defaultdict[str, dict[str | None, Form]] = defaultdict(dict)
+    experts: ExpertForm | None = None
     for tensor in tensors:
+        name, shard = slot_name(tensor.name, stored.table, names.prefixes)
+        if names.packed and name.endswith(f".{BLOCKS}") and has_experts(MXFP4_EXPERTS, dtype, device):
+            experts = MXFP4_EXPERTS
         if len(tensor.shape) != _MATRIX_DIMS:
             continue
-        name, shard = slot_name(tensor.name, stored.table, names.prefixes)
         form = _form_of_parts(tensor, name, like) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
         # The loader norms the rows of such a head.
         if form is not None and not (arch.norm_head and name == "lm_head.weight"):
             matrices[name][shard] = form
-    return Scheme(matrices)
+    return Scheme(matrices, experts=experts)
 
 
 def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | None:
-    """The same of a weight that is stored in parts. Experts are decoded; so are, on GPUs, a head and an embedding."""
+    """The same of a weight that is stored in parts. On GPUs a head and an embedding are decoded."""
     rows, columns = tensor.shape
+    if _EXPERTS in name:
+        form = expert_form_of(tensor.scheme)
+        return expert_form(tensor) if form and has_experts(form, like.dtype, like.device) else None
     if is_scaled(tensor):
         fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None
     # Some of the tensor may have to be read, so whether there are kernels is asked first.
-    if name.startswith(_LAYERS) and _EXPERTS not in name and ops.takes_int4(rows, columns, like.dtype, like.device):
+    if name.startswith(_LAYERS) and ops.takes_int4(rows, columns, like.dtype, like.device):
         return int4_form(tensor)
-    if _EXPERTS in name or not _has_repacked(like):
+    if not _has_repacked(like):
         return None
     form = block_form(tensor)
     return form if form is not None and ops.block_kernels(like, form.kind) else None
@@ -164,6 +203,8 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
             found[f"int4 in groups of {module.form.group}"] += 1
         elif isinstance(module, PlainWeight) and module.values.dtype != model.dtype:
             found[dtype_name(module.values.dtype)] += 1
+        elif isinstance(module, ParallelExperts) and module.form is not None:
+            found[str(module.form)] += _MATRICES_OF_EXPERT * len(module.down_proj)
         elif isinstance(module, ScaledWeight):
             found[f"{dtype_name(module.codes.dtype)} with a scale a row"] += 1
     return found

@@ -13,15 +13,25 @@ import torch.nn.functional as F
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import BlockForm, Int4Form, Slot, SlotName
+from raylm.layers.slots import (
+    FP8_EXPERTS,
+    MXFP4_EXPERTS,
+    BlockForm,
+    ExpertForm,
+    Int4Form,
+    PatchForm,
+    Slot,
+    SlotName,
+)
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import Filler, fill
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
-from raylm.models.quantised.int4 import Int4Tensor
+from raylm.models.packed import PackedTensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
+from raylm.models.quantised.patched import PatchedTensor, expert_form
 from raylm.models.quantised.repacked import RepackedTensor
 from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
@@ -31,7 +41,9 @@ _MAX_NAMES = 8
 """Names that one error lists."""
 _DUMMY_STD = 0.02
 _DUMMY_ROWS = 1024
-"""Of integers that are drawn at a time."""
+"""Of codes that are drawn at a time."""
+_DUMMY_EXPONENT = 120
+"""2 ** -7: MXFP4's codes have a deviation of 2.9."""
 
 
 class Fillable(Protocol):
@@ -123,7 +135,7 @@ class WeightLoader:
         queries, keys and values by heads of keys."""
         for name in [name for name in found if name not in slots and name[1] is None]:
             shards = [shard for shard in slots if shard[0] == name[0]]
-            sizes = [slots[shard].num_rows for shard in shards]
+            sizes = [slots[shard].shape[0] for shard in shards]
             if not shards or any(tensor.shape[0] != sum(sizes) for tensor in found[name]):
                 continue
             groups = self._model.arch.num_kv_heads if self._names.qkv_groups and shards[0][1] == "q" else 1
@@ -165,25 +177,29 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
         elif slot.scales is not None:
             values = torch.empty(slot.destination.shape, dtype=torch.float32, device=context.device)
             slot.put(0, values.normal_(std=_DUMMY_STD, generator=generator))
-        elif isinstance(slot.form, Int4Form):
-            _fill_dummy_patches(slot.destination, slot.form, generator)
+        elif isinstance(slot.form, PatchForm):
+            for patches in slot.destination.split(_DUMMY_ROWS // ops.PATCH_ROWS):
+                patches.copy_(_dummy_patches(patches, slot.form, generator))
         elif not slot.destination.is_floating_point():
             slot.destination.zero_()
         else:
             slot.destination.normal_(std=_DUMMY_STD, generator=generator)
 
 
-def _fill_dummy_patches(patches: torch.Tensor, form: Int4Form, generator: torch.Generator) -> None:
-    """Random codes and zero points, and scales by which numbers have about the deviation of others."""
-    columns = patches.shape[1] // ops.patch_bytes(form.group) * ops.PATCH_COLUMNS
-    for some in patches.split(_DUMMY_ROWS // ops.PATCH_ROWS):
-        rows = len(some) * ops.PATCH_ROWS
-        codes, zeros = (
-            torch.randint(0, 16, (rows, size), generator=generator, device=patches.device, dtype=torch.uint8)
-            for size in (columns, columns // form.group)
-        )
-        scales = torch.rand(zeros.shape, generator=generator, device=patches.device) * _DUMMY_STD / 4
-        some.copy_(ops.pack_int4(codes, scales, zeros, form.group))
+def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generator) -> torch.Tensor:
+    """Random codes, and scales by which numbers have about the deviation of others."""
+    rows, columns = len(like) * ops.PATCH_ROWS, like.shape[1] // form.patch_bytes * form.columns
+    shape, device = (rows, columns), like.device
+    if form == FP8_EXPERTS:
+        return ops.quantise_fp8(torch.empty(shape, device=device).normal_(std=_DUMMY_STD, generator=generator))
+    codes, zeros = (
+        torch.randint(0, 16, (rows, size), generator=generator, device=device, dtype=torch.uint8)
+        for size in (columns, columns // form.group)
+    )
+    if form == MXFP4_EXPERTS:
+        return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
+    scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD / 4
+    return ops.pack_int4(codes, scales, zeros, form.group, form.columns)
 
 
 def _join_packed(found: dict[SlotName, list[Source]]) -> None:
@@ -204,12 +220,15 @@ def _join_packed(found: dict[SlotName, list[Source]]) -> None:
             found.setdefault((f"{path}weight", shard), []).append(joined)
 
 
-def _as_taken(tensor: Source, slot: Slot) -> Source:
+def _as_taken(tensor: Source, slot: Slot) -> Filler:
     """The tensor as its slot takes it."""
     if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, BlockForm):
         return RepackedTensor(tensor, slot.form)
     if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, Int4Form):
-        return Int4Tensor(tensor, slot.form)
+        return PatchedTensor(tensor, slot.form)
+    if isinstance(slot.form, ExpertForm):
+        is_stored_so = isinstance(tensor, QuantisedTensor) and expert_form(tensor) == slot.form
+        return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor
     if slot.form is not None and slot.form == tensor.encoding.form:

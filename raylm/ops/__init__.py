@@ -37,6 +37,15 @@ from raylm.ops.layer_weights import LayerWeights as LayerWeights
 from raylm.ops.layer_weights import few_layers as few_layers
 from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
 from raylm.ops.layer_weights import few_layers_rows as few_layers_rows
+from raylm.ops.patched import patched_experts as patched_experts
+from raylm.ops.patched import takes_patched_experts as takes_patched_experts
+from raylm.ops.patches import MXFP4_GROUP as MXFP4_GROUP
+from raylm.ops.patches import SHORT_PATCH as SHORT_PATCH
+from raylm.ops.patches import Numbers as Numbers
+from raylm.ops.patches import pack_fp8 as pack_fp8
+from raylm.ops.patches import pack_mxfp4 as pack_mxfp4
+from raylm.ops.patches import quantise_fp8 as quantise_fp8
+from raylm.ops.patches import short_patch_bytes as short_patch_bytes
 from raylm.ops.scaled import CODES as CODES
 from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows

@@ -20,6 +20,7 @@ from raylm.ops.int4_fallback import int4_linear
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
+from raylm.ops.patches import patched_experts
 from raylm.ops.penalties import penalize
 from raylm.ops.sampling import sample
 from raylm.ops.scaled_fallback import CODES, codes_of, scale_rows, scaled_linear
@@ -338,6 +339,7 @@ _KERNELS = (
     route,
     experts,
     experts_kernels,
+    patched_experts,
     few_layers,
     few_layers_rows,
     decode_layers,

@@ -69,6 +69,10 @@ SCHEMAS = {
         "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, Tensor? gate_up_bias, "
         "Tensor? down_bias, int activation, float limit) -> Tensor"
     ),
+    "patched_experts": (
+        "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, Tensor? gate_up_bias, "
+        "Tensor? down_bias, int activation, float limit, int numbers, int group) -> Tensor"
+    ),
     "experts_kernels": "(Tensor x, Tensor down) -> bool",
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] scales, Tensor[] norms, Tensor[] head_norms, "
@@ -244,6 +248,7 @@ _FAKES = {
     "int4_linear": _int4_linear,
     "route": _routed,
     "experts": _like,
+    "patched_experts": _like,
     "experts_kernels": lambda *_: False,
     "few_layers": _nothing,
     "few_layers_rows": lambda *_: 0,

@@ -12,13 +12,13 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import Int4Form
+from raylm.layers.slots import ExpertForm, Int4Form
 from raylm.layers.weight import Int4Weight
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.check import quantises, target_arch
 from raylm.models.outline import StageOutline, outline
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, wanted_scheme
+from raylm.models.scheme import AS_NUMBERS, Scheme, wanted_scheme
 from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_cache_dtype, choose_dtype
@@ -47,7 +47,9 @@ class _Stage(NamedTuple):
     values: int
     """How many values the layers' weights are."""
     experts: int
-    """Those of their experts."""
+    """Bytes of their experts."""
+    expert_values: int
+    expert_form: ExpertForm | None
     groups: CacheGroups
     """Their layout is the same in all stages."""
     kv: int
@@ -66,6 +68,8 @@ class Plan:
     kept_as: str | None
     """What linear layers are in other than `dtype`: FP8, as stored or quantised while they are loaded, or int4 as
     stored."""
+    experts_kept_as: str | None
+    """The same of experts."""
     tensor: int
     pipeline: int
     context: int
@@ -134,6 +138,7 @@ class Sizing:
             quantisation=self._quantisation(),
             cache_dtype=dtype_name(self._cache_dtype),
             kept_as=self._kept_as,
+            experts_kept_as=next((str(stage.expert_form) for stage in stages if stage.expert_form is not None), None),
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             context=self._context,
@@ -171,7 +176,7 @@ class Sizing:
 
     @property
     def _kept_as(self) -> str | None:
-        return "FP8" if self._scheme is AS_FP8 else "int4" if self._is_int4 else None
+        return "FP8" if self._scheme.scales_rows else "int4" if self._is_int4 else None
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation
@@ -214,12 +219,15 @@ class Sizing:
             held += drafting.weight_bytes
             groups = groups._replace(drafts=drafting.layers)
         kv = sum(self._seen_bytes(specs[layer]) for layer in model.layer_numbers)
-        experts = sum(_bytes(module) for module in model.modules() if isinstance(module, ParallelExperts))
+        experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
         values = sum(parameter.numel() for parameter in model.layers.parameters())
         for module in model.layers.modules():
             if isinstance(module, Int4Weight):
                 values += module.num_values - module.patches.numel()
-        return _Stage(held, read, values, experts, groups, kv)
+        in_codes = sum(module.num_values - module.gate_up_proj.numel() - module.down_proj.numel() for module in experts)
+        of_experts = in_codes + sum(parameter.numel() for module in experts for parameter in module.parameters())
+        expert_bytes, form = sum(map(_bytes, experts)), experts[0].form if experts else None
+        return _Stage(held, read, values + in_codes, expert_bytes, of_experts, form, groups, kv)
 
     def _seen_bytes(self, spec: CacheSpec) -> int:
         """What a layer reads of its cache for the next token of one request of `context` tokens."""
@@ -258,7 +266,7 @@ class Sizing:
         if isinstance(mlp, ExpertsSpec):
             # Each token's copies, what its experts make of them, and that in float32.
             return mlp.per_token * (3 * size + 3 * hidden)
-        if self._scheme is AS_FP8:
+        if self._scheme.scales_rows:
             return 5 * size // 2  # gate and up, and a byte for each number of their activation
         is_hopper = self._gpu.fp8_tflops is not None
         in_one = mlp.gated and not mlp.bias and self._dtype.itemsize == 2 and self._chunk >= _ONE_KERNEL_ROWS
@@ -272,12 +280,12 @@ class Sizing:
         )
 
     def _prefill_tokens_s(self, whole: _Stage, num_gpus: int) -> float | None:
-        """Experts have the model's dtype, and their products its rate."""
+        """Experts' products have the rate of 16-bit numbers."""
         if self._dtype.itemsize != 2:
             return None
-        of_experts = (whole.experts - self._unread(whole, 1)) / self._dtype.itemsize
-        others = whole.values - whole.experts / self._dtype.itemsize
-        fast = (self._gpu.fp8_tflops if self._scheme is AS_FP8 else None) or self._gpu.bf16_tflops
+        read = 1 - self._unread(whole, 1) / whole.experts if whole.experts else 0
+        of_experts, others = read * whole.expert_values, whole.values - whole.expert_values
+        fast = (self._gpu.fp8_tflops if self._scheme.scales_rows else None) or self._gpu.bf16_tflops
         return num_gpus * 1e12 / (2 * others / fast + 2 * of_experts / self._gpu.bf16_tflops)
 
     def _problem(self, held: int, left: int, fitting: int, concurrency: float) -> str | None:

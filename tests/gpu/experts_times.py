@@ -1,10 +1,10 @@
-"""What a mixture of experts takes by number of tokens, whole and beside torch's version.
+"""What a mixture of experts takes by number of tokens, whole and beside torch's version, and of weights as codes.
 
 python -m tests.gpu.experts_times [TOKENS ...]     on a CUDA host; prints one JSON line a shape and number of tokens
 
-bf16, in a CUDA graph, with weights that come from memory and tokens that go to random experts. `of_bandwidth` is the
-reading of the weights of the experts touched alone as a share of what the memory gives to a large element-wise kernel,
-measured before; `tflops` counts the products.
+bf16 activations, in a CUDA graph, with weights that come from memory and tokens that go to random experts.
+`of_bandwidth` is the reading of the weights of the experts touched alone as a share of what the memory gives to a large
+element-wise kernel, measured before; `tflops` counts the products.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.ops import fallback
+from raylm.ops.patches import Numbers
 from tests.gpu.timing import Call, bandwidth, graph_us
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}
 """Name: experts, experts a token, hidden size, columns between an expert's products."""
+KINDS: tuple[tuple[Numbers, int], ...] = (("fp8", 128), ("int4", 128), ("mxfp4", 32))
 COPIES = 3
 
 
@@ -31,9 +33,12 @@ def main() -> None:
     for name, (num_experts, per_token, hidden, size) in SHAPES.items():
         gate_ups = [_random(num_experts, 2 * size, hidden) for _ in range(COPIES)]
         downs = [_random(num_experts, hidden, size) for _ in range(COPIES)]
+        patches = {kind: _patches(kind, num_experts, hidden, size) for kind in KINDS}
         for tokens in [int(given) for given in sys.argv[1:]] or TOKENS:
             logits = _random(tokens, num_experts) * hidden**0.5
-            measured = _times(_random(tokens, hidden), gate_ups, downs, logits, per_token)
+            x = _random(tokens, hidden)
+            measured = _times(x, gate_ups, downs, logits, per_token)
+            measured |= _times_of_codes(x, patches, logits, per_token)
             moved = 6 * hidden * size * measured["touched"]
             flops = 6 * hidden * size * tokens * per_token
             measured |= {"of_bandwidth": round(moved / measured["us"] / most, 3)}
@@ -55,6 +60,33 @@ def _times(x: Tensor, gate_ups: list[Tensor], downs: list[Tensor], logits: Tenso
         "torch_us": round(graph_us(torchs), 2),
         "route_us": round(graph_us([lambda: route(logits, per_token)[0]]), 2),
     }
+
+
+def _patches(kind: tuple[Numbers, int], num_experts: int, hidden: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Gate and up, and down, of random codes: what numbers they are changes nothing."""
+
+    def random(rows: int, columns: int) -> Tensor:
+        shape = num_experts, rows // 16, -(-columns // 128) * ops.short_patch_bytes(*kind)
+        return torch.randint(0, 64, shape, dtype=torch.uint8, device="cuda")
+
+    return [(random(2 * size, hidden), random(hidden, size)) for _ in range(2 * COPIES)]
+
+
+def _times_of_codes(
+    x: Tensor, patches: dict[tuple[Numbers, int], list[tuple[Tensor, Tensor]]], logits: Tensor, per_token: int
+) -> dict[str, float]:
+    """Microseconds of a call for each kind of codes."""
+    weights, chosen = route(logits, per_token)
+    found: dict[str, float] = {}
+    for kind, copies in patches.items():
+        calls: list[Call] = [
+            lambda g=g, d=d, kind=kind: ops.patched_experts(
+                x, g, d, weights, chosen, "silu", numbers=kind[0], group=kind[1]
+            )
+            for g, d in copies
+        ]
+        found[f"{kind[0]}_us"] = round(graph_us(calls), 2)
+    return found
 
 
 def route(logits: Tensor, per_token: int) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def test_a_table_gives_its_rows() -> None:
     weight = make_weight([Part(None, 64, 32, 16)], Columns.whole(576), {None: form}, dtype=torch.float32, device=CPU)
     assert isinstance(weight, Int4Weight)
     slot = weight.named_slots("weight")["weight", None]
-    assert slot.shape == (4, 2 * ops.patch_bytes(32)) and slot.start == 1
+    assert slot.shape == (64, 576) and slot.start == 1
     numbers = [torch.randint(0, 16, (32, size)) for size in (576, 18)]
     slot.put(0, ops.pack_int4(numbers[0].to(torch.uint8), torch.rand(32, 18), numbers[1], 32))
     picked = torch.tensor([31, 0, 31, 17])

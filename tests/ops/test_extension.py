@@ -22,7 +22,7 @@ def test_status_of_what_is_installed():
         # What is done with logits is torch's on a CPU, and so is all with FP8 and int4; a gated product is two
         # operators, whole layers have an operator of their own, and CPUs reduce through a process group.
         logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
-        torchs = ("gated_linear", "few_layers", "route", "experts", *logits)
+        torchs = ("gated_linear", "few_layers", "route", "experts", "patched_experts", *logits)
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
         elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "int4_"))}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere

@@ -330,6 +330,7 @@ KINDS: dict[str, Kind] = {
     "fp8": Kind(_FP8 | {"activation_scheme": "static"}, fp8(0, 0, shape="number", extra="input_scale")),
     "fp8_inv": Kind(_FP8 | {"activation_scheme": "static"}, fp8(0, 0, name="weight_scale_inv", shape="number")),
     "fp8_blocks": Kind(_FP8 | {"weight_block_size": [24, 32]}, fp8(24, 32, name="weight_scale_inv")),
+    "fp8_128": Kind(_FP8 | {"weight_block_size": [128, 128]}, fp8(128, 128, name="weight_scale_inv")),
     "fp8_ue8m0": Kind(
         _FP8 | {"weight_block_size": [24, 32], "scale_fmt": "ue8m0"},
         fp8(24, 32, name="weight_scale_inv", kind="e8m0"),

@@ -1,6 +1,6 @@
-#include <algorithm>
+#include "experts.h"
 
-#include "products.h"
+#include "raylm/cuda/expert_rows.cuh"
 #include "raylm/cuda/grouped_linear.cuh"
 #include "tensor_map.h"
 
@@ -8,31 +8,7 @@ namespace raylm::cuda {
 namespace {
 
 constexpr const char* kOp = "experts";
-constexpr int kSharedOfTwo = 113 * 1024;  // of a block, where two are to be on a multiprocessor
-constexpr int64_t kUnsorted = 1;  // tokens, at most, whose pairs are taken as they come: two may share an expert
-
-// What the products have to know of a call.
-struct Sizes {
-  int64_t tokens, per_token, experts, hidden, size;  // size: columns between an expert's two products
-  int64_t pairs = tokens * per_token;
-  int segment_rows = rows_of_segment();
-
-  // Few, so that stages are small and many, but seldom fewer than an expert has.
-  int rows_of_segment() const {
-    const int64_t mean = divide_up(pairs, experts);
-    if (tokens <= 8) return 8;
-    return 2 * mean + 4 <= 16 ? 16 : 2 * mean <= 32 ? 32 : 2 * mean <= 64 ? 64 : 2 * mean <= 128 ? 128 : 256;
-  }
-  int64_t most_segments() const { return std::min(experts, pairs) + pairs / segment_rows; }
-};
-
-// Where pairs' rows are: parts of one tensor of ints, or pairs as they come.
-struct Order {
-  std::optional<Tensor> memory;
-  Segments segments;
-  int* places;  // null: rows lie in the order of the pairs
-  int64_t most_segments;
-};
+constexpr int kMostRows = 256;  // of a segment
 
 Order unsorted(const Tensor& chosen, const Sizes& sizes) {
   const int pairs = static_cast<int>(sizes.pairs);
@@ -59,8 +35,26 @@ Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
   return order;
 }
 
-// x's rows, each once for every expert that its token goes to, in the order of the experts.
+template <typename T>
+Tensor gather_sums_of(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,
+                      cudaStream_t stream) {
+  const Tensor out = torch::stable::new_empty(rows, {sizes.tokens, sizes.hidden});
+  const unsigned threads = threads_for(sizes.hidden / kVec<T>, sizes.tokens < 64 ? 64 : 256);
+  const dim3 grid(sizes.tokens, divide_up(sizes.hidden, threads * kVec<T>));
+  launch_dependent(gather_sums_kernel<T>, grid, dim3(threads), stream, static_cast<const T*>(data<T>(rows)),
+                   static_cast<const int*>(order.places), static_cast<const float*>(data<float>(weights)),
+                   data<T>(out), static_cast<int>(sizes.per_token), static_cast<int>(sizes.hidden));
+  return out;
+}
+
+}  // namespace
+
+Order order_of(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
+  return sizes.tokens > kUnsorted ? sort(chosen, sizes, stream) : unsorted(chosen, sizes);
+}
+
 Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStream_t stream) {
+  if (!order.places) return x;
   const Tensor rows = torch::stable::new_empty(x, {sizes.pairs, sizes.hidden});
   SpreadParams params{};
   params.x = static_cast<const char*>(x.data_ptr());
@@ -73,17 +67,24 @@ Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStrea
   return rows;
 }
 
-template <typename T>
 Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,
                    cudaStream_t stream) {
-  const Tensor out = torch::stable::new_empty(rows, {sizes.tokens, sizes.hidden});
-  const unsigned threads = threads_for(sizes.hidden / kVec<T>, sizes.tokens < 64 ? 64 : 256);
-  const dim3 grid(sizes.tokens, divide_up(sizes.hidden, threads * kVec<T>));
-  launch_dependent(gather_sums_kernel<T>, grid, dim3(threads), stream, static_cast<const T*>(data<T>(rows)),
-                   static_cast<const int*>(order.places), static_cast<const float*>(data<float>(weights)),
-                   data<T>(out), static_cast<int>(sizes.per_token), static_cast<int>(sizes.hidden));
-  return out;
+  return rows.scalar_type() == ScalarType::Half
+             ? gather_sums_of<__half>(rows, weights, order, sizes, stream)
+             : gather_sums_of<__nv_bfloat16>(rows, weights, order, sizes, stream);
 }
+
+void check_pairs(const char* op, const Tensor& x, const Tensor& weights, const Tensor& chosen) {
+  Arg(op, "chosen", chosen).dtype({ScalarType::Long}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
+  Arg(op, "weights", weights).dtype({ScalarType::Float}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
+  Arg(op, "weights", weights).size(1, chosen.size(1), "as chosen");
+  for (const Tensor* tensor : {&weights, &chosen}) Arg(op, "an argument", *tensor).on_device_of(x);
+  if (x.size(0) * chosen.size(1) >= (1 << 30)) {
+    fail(op, "x has ", x.size(0), " rows, too many for ", chosen.size(1), " experts each");
+  }
+}
+
+namespace {
 
 struct GroupedProduct {
   const Tensor& x;       // [rows, k], in the order of the experts or one a token
@@ -102,7 +103,7 @@ template <typename T, typename Shape, bool Gated>
 int resident(int device, int shared) {
   static DeviceNumber known;
   return known.of(device, [&] {
-    const auto* kernel = reinterpret_cast<const void*>(grouped_linear_kernel<T, Shape, Gated>);
+    const auto* kernel = reinterpret_cast<const void*>(grouped_linear_kernel<T, Shape, Gated, AsNumbers<T>>);
     return resident_clusters(kernel, Shape::kCluster, Shape::kThreads, shared);
   });
 }
@@ -123,7 +124,7 @@ void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) 
   const int64_t tiles = p.order.most_segments * params.column_tiles;
   const int64_t clusters = std::min<int64_t>(tiles, resident<T, Shape, Gated>(device, shared));
   if (clusters == 0) fail(kOp, "its kernel needs ", shared, " bytes of shared memory a block, which this device has not");
-  launch_dependent(grouped_linear_kernel<T, Shape, Gated>,
+  launch_dependent(grouped_linear_kernel<T, Shape, Gated, AsNumbers<T>>,
                    {dim3(clusters * Shape::kCluster), dim3(Shape::kThreads), stream, static_cast<size_t>(shared),
                     static_cast<unsigned>(Shape::kCluster)},
                    params);
@@ -167,10 +168,8 @@ void check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Ten
   Arg(kOp, "down", down).dtype({x.scalar_type()}).dim(3).size(1, x.size(1), "the columns of x").contiguous();
   Arg(kOp, "gate_up", gate_up).dtype({x.scalar_type()}).dim(3).size(0, experts, "the experts of down").contiguous();
   Arg(kOp, "gate_up", gate_up).size(1, 2 * size, "twice the columns of down").size(2, x.size(1), "the columns of x");
-  Arg(kOp, "chosen", chosen).dtype({ScalarType::Long}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
-  Arg(kOp, "weights", weights).dtype({ScalarType::Float}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
-  Arg(kOp, "weights", weights).size(1, chosen.size(1), "as chosen");
-  for (const Tensor* tensor : {&gate_up, &down, &weights, &chosen}) Arg(kOp, "an argument", *tensor).on_device_of(x);
+  for (const Tensor* tensor : {&gate_up, &down}) Arg(kOp, "an argument", *tensor).on_device_of(x);
+  check_pairs(kOp, x, weights, chosen);
 }
 
 void check_bias(const char* name, const Tensor& bias, const Tensor& weight) {
@@ -189,15 +188,13 @@ template <typename T>
 Tensor run(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights, const Tensor& chosen,
            const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias, ExpertAct act,
            float limit) {
-  const Sizes sizes{x.size(0), chosen.size(1), down.size(0), x.size(1), down.size(2)};
-  if (sizes.pairs >= (1 << 30)) fail(kOp, "x has ", x.size(0), " rows, too many for ", sizes.per_token, " experts each");
+  const Sizes sizes{x.size(0), chosen.size(1), down.size(0), x.size(1), down.size(2), kMostRows};
   const cudaStream_t stream = current_stream(x);
-  const bool sorts = sizes.tokens > kUnsorted;
-  const Order order = sorts ? sort(chosen, sizes, stream) : unsorted(chosen, sizes);
-  const Tensor rows = sorts ? spread(x, order, sizes, stream) : x;
+  const Order order = order_of(chosen, sizes, stream);
+  const Tensor rows = spread(x, order, sizes, stream);
   const Tensor inner = product<T>({rows, gate_up, gate_up_bias, order, sizes, act, limit}, stream);
   const Tensor parts = product<T>({inner, down, down_bias, order, sizes, ExpertAct::kNone, 0}, stream);
-  return gather_sums<T>(parts, weights, order, sizes, stream);
+  return gather_sums(parts, weights, order, sizes, stream);
 }
 
 Tensor experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen, std::optional<Tensor> gate_up_bias,

@@ -10,10 +10,12 @@
 // Where an expert has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x
 // for both: from the L2 cache comes only so much.
 //
+// W may be codes in patches (tile/patches.cuh) instead of numbers of T. These come to shared memory as they are, a copy for
+// the patches beside each other of a stage, and become wgmma's A operand in registers.
+//
 // k is summed in one piece, in its order: a row's result depends neither on the rows beside it nor on timing.
 #pragma once
 
-#include "raylm/cuda/expert_rows.cuh"
 #include "raylm/cuda/gated.cuh"
 #include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/ptx/cluster.cuh"
@@ -23,7 +25,9 @@
 #include "raylm/cuda/ptx/tensor_copy.cuh"
 #include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
+#include "raylm/cuda/segments.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
+#include "raylm/cuda/tile/patches.cuh"
 
 namespace raylm::cuda {
 
@@ -31,13 +35,15 @@ enum class ExpertAct { kSilu, kGeluTanh, kClampedSwiglu, kNone };  // in the ord
 
 struct GroupedParams {
   CUtensorMap x;       // [rows, k], boxes of GroupedShape::kBoxRows
-  CUtensorMap weight;  // [experts, eights, halves, 8, k], boxes of Width rows
+  CUtensorMap weight;  // [experts, eights, halves, 8, k], boxes of Width rows, where it has numbers
+  PatchedWeight patched;  // where it has codes
   Segments segments;
   const void* bias;  // of T, [experts, halves * columns], or null
   void* out;         // of T, [rows, columns]
   int columns;       // of the result, a multiple of 8
   int column_tiles;  // of a cluster
-  int steps, stages;
+  int steps, stages, stage_bytes;
+  int box_rows;  // of x
   ExpertAct act;
   float limit;  // of kClampedSwiglu
   bool early;   // the segments are there, and W may be read, while the kernel ahead still runs
@@ -68,6 +74,18 @@ struct GroupedShape {
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes + kResultBytes + kAlignment; }
 };
 
+// For codes: a stage has `Chunks` patches beside each other.
+template <int Width, int Rows, int Groups, int Chunks>
+struct PatchedShape : GroupedShape<Width, Rows, Groups> {
+  using Base = GroupedShape<Width, Rows, Groups>;
+  static constexpr int kChunks = Chunks, kPatches = Width / 16;  // of a stage, below each other
+  static constexpr int kXBytes = Rows * kShortPatch * 2 * Chunks;
+  static constexpr int kLeast = Rows < 128 ? 8 : 32;
+  static constexpr int stage_bytes(int patch_bytes) {
+    return kXBytes + (kPatches * Chunks * patch_bytes + Base::kAlignment - 1) / Base::kAlignment * Base::kAlignment;
+  }
+};
+
 struct GroupedBarriers {
   uint64_t full[kMostGroupedStages], empty[kMostGroupedStages];
 };
@@ -78,7 +96,7 @@ __device__ inline float clamped_swiglu(float gate, float up, float limit) {
   return gate * reciprocal_approx(1.0f + exp2_approx(-1.702f * kLog2E * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
 }
 
-template <typename T, typename Shape, bool Gated>
+template <typename T, typename Shape, bool Gated, typename Form>
 struct GroupedBlock {
   static constexpr int kHalves = Gated ? 2 : 1;
   static constexpr int kColumns = Shape::kWidth / kHalves;  // of the result, in a tile
@@ -91,8 +109,15 @@ struct GroupedBlock {
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
         empty(shared_address(barriers.empty)) {}
 
-  __device__ uint32_t weights(int stage) const { return memory + stage * Shape::kStageBytes; }
-  __device__ uint32_t x(int stage) const { return weights(stage) + Shape::kWeightBytes; }
+  // Codes come behind x, which begins at a multiple of 1,024 bytes.
+  __device__ int stage_bytes() const {
+    if constexpr (Form::kCodes) return params.stage_bytes;
+    return Shape::kStageBytes;
+  }
+  __device__ uint32_t weights(int stage) const { return memory + stage * stage_bytes() + (Form::kCodes ? Shape::kXBytes : 0); }
+  __device__ uint32_t x(int stage) const {
+    return memory + stage * stage_bytes() + (Form::kCodes ? 0 : Shape::kWeightBytes);
+  }
   // Tiles of a cluster, in their order.
   __device__ int first() const { return blockIdx.x / Shape::kCluster; }
   __device__ int stride() const { return gridDim.x / Shape::kCluster; }
@@ -121,13 +146,17 @@ struct GroupedBlock {
 
   __device__ void load_x(const Segment& own, int step, int stage) const {
     for (int i = 0; i < boxes(own); ++i) {
-      const int row = i * Shape::kBoxRows;
-      const uint32_t to = x(stage) + row * Shape::kRowBytes;
-      if constexpr (Shape::kCluster == 1) {
-        load_box(to, params.x, full + 8 * stage, {step * Shape::kDepth, own.source + row});
-      } else if (i % Shape::kCluster == rank) {
-        load_box_to_blocks(to, params.x, full + 8 * stage, {step * Shape::kDepth, own.source + row}, 0b11);
-      }
+      load_x_box(own, i * Shape::kBoxRows, step * Shape::kDepth, x(stage), stage, i % Shape::kCluster == rank);
+    }
+  }
+
+  // Rows of 64 columns of x; in a cluster by the block whose it is, for all.
+  __device__ void load_x_box(const Segment& own, int row, int column, uint32_t area, int stage, bool mine) const {
+    const uint32_t to = area + row * Shape::kRowBytes;
+    if constexpr (Shape::kCluster == 1) {
+      load_box(to, params.x, full + 8 * stage, {column, own.source + row});
+    } else if (mine) {
+      load_box_to_blocks(to, params.x, full + 8 * stage, {column, own.source + row}, 0b11);
     }
   }
 
@@ -154,6 +183,67 @@ struct GroupedBlock {
     }
   }
 
+  // Codes are fetched by a warp, a lane each copy: there are several for a stage.
+  __device__ void fetch_codes() const {
+    int ahead = 0;
+    if (params.early && first() < tiles()) {
+      const Segment own = segment(first());
+      const auto from = patches(own, column(first()));
+      for (; ahead < min(params.steps, params.stages); ++ahead) load_patches(from, boxes_of(own), ahead, ahead);
+    }
+    wait_for_dependencies();
+    SizedRing ring{params.stages};
+    for (int tile = first(), end = tiles(); tile < end; tile += stride()) {
+      const Segment own = segment(tile);
+      const auto from = patches(own, column(tile));
+      const int num_boxes = boxes_of(own);
+      for (int step = 0; step < params.steps; ++step, ring.advance()) {
+        if (ahead > 0) {
+          --ahead;
+        } else {
+          barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+          load_patches(from, num_boxes, step, ring.stage);
+        }
+        const int across = 2 * chunks(step);
+        for (int i = threadIdx.x % kWarp; i < across * num_boxes; i += kWarp) {
+          const int box = i / across, inside = i % across;
+          load_x_box(own, box * params.box_rows, (step * 2 * Shape::kChunks + inside) * 64,
+                     x(ring.stage) + inside * Shape::kRows * Shape::kRowBytes, ring.stage, box % Shape::kCluster == rank);
+        }
+      }
+    }
+  }
+
+  __device__ int boxes_of(const Segment& own) const { return (own.rows + params.box_rows - 1) / params.box_rows; }
+  // Patches of a stage that are there, beside each other.
+  __device__ int chunks(int step) const { return min(Shape::kChunks, params.patched.across - step * Shape::kChunks); }
+
+  // The patches of a tile, below each other; of a gated product gate's, and then up's. `mine`: this lane's first one, or null.
+  struct Patches {
+    const unsigned char* mine;
+    int below;
+  };
+
+  __device__ Patches patches(const Segment& own, int column) const {
+    const PatchedWeight& weight = params.patched;
+    constexpr int kEach = Shape::kPatches / kHalves;
+    const int lane = threadIdx.x % kWarp, half = weight.below / kHalves, first = column / 16, below = min(kEach, half - first);
+    const int64_t number = static_cast<int64_t>(own.expert) * weight.below + lane / kEach * half + first + lane % kEach;
+    const bool is_there = lane < Shape::kPatches && lane % kEach < below;
+    const unsigned char* row = weight.data + number * weight.across * Form::patch_bytes(weight.group_shift);
+    return {is_there ? row : nullptr, kHalves * below};
+  }
+
+  __device__ void load_patches(const Patches& from, int num_boxes, int step, int stage) const {
+    const int patch = Form::patch_bytes(params.patched.group_shift), bytes = chunks(step) * patch;
+    const int x_bytes = 2 * chunks(step) * num_boxes * params.box_rows * Shape::kRowBytes, lane = threadIdx.x % kWarp;
+    if (lane == 0) barrier_arrive_expecting(full + 8 * stage, from.below * bytes + x_bytes);
+    __syncwarp();
+    if (!from.mine) return;
+    const uint32_t to = weights(stage) + lane * Shape::kChunks * patch;
+    bulk_copy_once(to, from.mine + step * Shape::kChunks * patch, bytes, full + 8 * stage, policy());
+  }
+
   __device__ void release(int stage) const {
     if constexpr (Shape::kCluster == 1) {
       if (threadIdx.x % kWarp == 0) barrier_arrive(empty + 8 * stage);
@@ -177,13 +267,8 @@ struct GroupedBlock {
     wgmma_commit();
   }
 
-  // A tile of a segment of at most N rows.
   template <int N>
-  __device__ __forceinline__ void run_tile(const Segment& own, int column, int group, SizedRing& ring) const {
-    // Zeros: of sums that begin with what the first product finds, the compiler keeps those of all widths at once.
-    float sums[Shape::kTall][N / 2] = {};
-#pragma unroll
-    for (int t = 0; t < Shape::kTall; ++t) settle(sums[t]);
+  __device__ __forceinline__ void sum_tile(float (&sums)[Shape::kTall][N / 2], int group, SizedRing& ring) const {
     int last = ring.stage;
     for (int step = 0; step < params.steps; ++step) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
@@ -195,6 +280,76 @@ struct GroupedBlock {
     }
     wgmma_wait<0>();
     release(last);
+  }
+
+  // Of 128 columns of the codes of a stage, those of 64 rows of W.
+  template <int N>
+  __device__ __forceinline__ void multiply_codes(float (&sums)[N / 2], int stage, int chunk, int tall) const {
+    const int warp = threadIdx.x % 128 / kWarp, eights = tall * 8 + warp * 2;  // rows of W, in eights of the tile
+    const int patch = Form::patch_bytes(params.patched.group_shift), row = Shape::kChunks * patch;
+    const uint32_t from = weights(stage) + chunk * patch;
+    // A thread has of two rows the gate and up of one column, or those of a patch.
+    Form low, high;
+    if constexpr (Gated) {
+      low.load(from + eights / 4 * row, eights / 2 % 2, params.patched.group_shift);
+      high.load(from + (Shape::kPatches / 2 + eights / 4) * row, eights / 2 % 2, params.patched.group_shift);
+    } else {
+      low.load(from + eights / 2 * row, 0, params.patched.group_shift);
+      high.load(from + eights / 2 * row, 1, params.patched.group_shift);
+    }
+    float parts[N / 2] = {};
+    if constexpr (Form::kScaled) settle(parts);
+    uint32_t a[2][4][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) a[half][i / 4][i % 4] = (i % 2 ? high : low).pair(half, i / 4, i % 4 / 2);
+      const uint64_t right = matrix_descriptor(x(stage) + (chunk * 2 + half) * Shape::kRows * Shape::kRowBytes, 1024, 0);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        multiply_by_transpose<T, N>(Form::kScaled ? parts : sums, a[half][k], right + 2 * k);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    if constexpr (Form::kScaled) {
+      settle(parts);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums[i] = fmaf(parts[i], i % 4 < 2 ? low.scale : high.scale, sums[i]);
+    }
+  }
+
+  template <int N>
+  __device__ __forceinline__ void sum_coded_tile(float (&sums)[Shape::kTall][N / 2], int group, SizedRing& ring) const {
+    for (int step = 0; step < params.steps; ++step, ring.advance()) {
+      barrier_wait(full + 8 * ring.stage, ring.parity);
+      for (int chunk = 0; chunk < chunks(step); ++chunk) {
+#pragma unroll
+        for (int t = 0; t < Shape::kTall; ++t) multiply_codes<N>(sums[t], ring.stage, chunk, group * Shape::kTall + t);
+      }
+      release(ring.stage);
+    }
+#pragma unroll
+    for (int t = 0; t < Shape::kTall; ++t) {
+      settle(sums[t]);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums[t][i] *= Form::kFactor;
+    }
+  }
+
+  // A tile of a segment of at most N rows.
+  template <int N>
+  __device__ __forceinline__ void run_tile(const Segment& own, int column, int group, SizedRing& ring) const {
+    // Zeros: of sums that begin with what the first product finds, the compiler keeps those of all widths at once.
+    float sums[Shape::kTall][N / 2] = {};
+#pragma unroll
+    for (int t = 0; t < Shape::kTall; ++t) settle(sums[t]);
+    if constexpr (Form::kCodes) {
+      sum_coded_tile<N>(sums, group, ring);
+    } else {
+      sum_tile<N>(sums, group, ring);
+    }
     const int warp = threadIdx.x % 128 / kWarp;
 #pragma unroll
     for (int t = 0; t < Shape::kTall; ++t) {
@@ -259,7 +414,7 @@ struct GroupedBlock {
 #pragma unroll
     for (int m = 0; m < 4; m += kMatrices) pack_results(s + 4 * (m / kMatrices), bias, matrices + m);
     const int lane = threadIdx.x % kWarp;
-    const uint32_t mine = memory + params.stages * Shape::kStageBytes + threadIdx.x * 16;
+    const uint32_t mine = memory + params.stages * stage_bytes() + threadIdx.x * 16;
     __syncwarp();
     store_matrices_transposed(mine, matrices);
     __syncwarp();
@@ -298,18 +453,18 @@ struct GroupedBlock {
   }
 };
 
-template <typename T, typename Shape, bool Gated>
+template <typename T, typename Shape, bool Gated, typename Form>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     grouped_linear_kernel(const __grid_constant__ GroupedParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   __shared__ GroupedBarriers barriers;
-  const GroupedBlock<T, Shape, Gated> block(params, dynamic, barriers);
+  const GroupedBlock<T, Shape, Gated, Form> block(params, dynamic, barriers);
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
-  const bool fetches = threadIdx.x == 128 * Shape::kGroups;
+  const bool fetches = threadIdx.x == 128 * Shape::kGroups, fetches_codes = threadIdx.x / kWarp == 4 * Shape::kGroups;
   if (fetches) {
     prefetch_map(params.x);
-    prefetch_map(params.weight);
+    if constexpr (!Form::kCodes) prefetch_map(params.weight);
     block.init_barriers();
   }
   Shape::kCluster == 1 ? __syncthreads() : cluster_sync();
@@ -320,7 +475,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     block.compute(group);
   } else {
     if constexpr (Shape::kGroups > 1) give_registers_back<Shape::kFetchRegisters>();
-    if (fetches) block.fetch();
+    if constexpr (Form::kCodes) {
+      if (fetches_codes) block.fetch_codes();
+    } else {
+      if (fetches) block.fetch();
+    }
   }
   // A block stays until the other one writes to its shared memory and arrives at its barriers no more.
   if constexpr (Shape::kCluster > 1) {

@@ -1,4 +1,5 @@
-"""Weights of integers of 4 bits or fewer in groups, put into patches while they are read: GPUs' kernels take these."""
+"""Weights put into patches while they are read, as GPUs' kernels take them: integers of 4 bits or fewer in groups, and
+experts' floats of 8 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.layers.slots import Int4Form
+from raylm.layers.slots import FP8_EXPERTS, ExpertForm, Int4Form, PatchForm
 from raylm.models.quantised.grid import PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
 from raylm.models.quantised.matrix import Span
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _BITS = 4
 _LAYOUTS = ("packed", "gptq", "awq")
+_FP8_BITS = 8
 
 
 def form_of(scheme: Scheme) -> Int4Form | None:
@@ -49,16 +51,31 @@ def int4_form(tensor: QuantisedTensor) -> Int4Form | None:
     return form
 
 
+def expert_form_of(scheme: Scheme) -> ExpertForm | None:
+    """The same of experts' weights."""
+    if (integers := form_of(scheme)) is not None:
+        return ExpertForm("int4", integers.group)
+    floats = scheme.layout == "values" and scheme.numbers == "float" and scheme.bits == _FP8_BITS
+    plain = not scheme.two_scales and scheme.zero == "none" and scheme.columns % FP8_EXPERTS.columns == 0
+    return FP8_EXPERTS if floats and plain else None
+
+
+def expert_form(tensor: QuantisedTensor) -> ExpertForm | None:
+    """The same of an expert's weight."""
+    if (integers := int4_form(tensor)) is not None:
+        return ExpertForm("int4", integers.group)
+    form, decoder = expert_form_of(tensor.scheme), tensor.decoder
+    rows, columns = tensor.shape
+    is_whole = rows % ops.PATCH_ROWS == 0 and not (tensor.scheme.columns and columns % ops.SHORT_PATCH)
+    has_codes = tensor.main.encoding.dtype == ops.CODES and isinstance(decoder, Grouped) and decoder.zeros is None
+    return form if form == FP8_EXPERTS and is_whole and has_codes else None
+
+
 @dataclass(frozen=True, slots=True)
-class Int4Tensor(Kept):
-    """A QuantisedTensor whose `int4_form` is `form`, in patches: uint8 [N / 16, bytes of a row of patches]."""
+class PatchedTensor(Kept):
+    """A QuantisedTensor whose `int4_form` or `expert_form` is `form`. Pieces are patches, uint8 [rows / 16, bytes]."""
 
-    form: Int4Form
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rows, columns = self.source.shape
-        return rows // ops.PATCH_ROWS, -(-columns // ops.PATCH_COLUMNS) * ops.patch_bytes(self.form.group)
+    form: PatchForm
 
     @property
     def row_unit(self) -> int:
@@ -68,22 +85,36 @@ class Int4Tensor(Kept):
         self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """As CheckpointTensor.pieces. `columns` are bytes, of whole patches."""
-        first, last = (count // ops.patch_bytes(self.form.group) for count in columns or (0, self.shape[1]))
-        span = first * ops.PATCH_COLUMNS, min(last * ops.PATCH_COLUMNS, self.source.shape[1])
+        span = numbers_of(self.form, columns, self.source.shape[1])
         source = replace(self.source, row_unit=lcm(self.source.row_unit, ops.PATCH_ROWS))
         for row, stretches in source.stretches(start * ops.PATCH_ROWS, stop * ops.PATCH_ROWS, span):
             read = [self._read(rows, span) for rows in stretches]
             numbers = [torch.cat(parts) for parts in zip(*read, strict=True)]
             if source.rearrange is not None:
                 numbers = [source.rearrange(part) for part in numbers]
-            yield row // ops.PATCH_ROWS, ops.pack_int4(*numbers, self.form.group)
+            yield row // ops.PATCH_ROWS, self._pack(numbers)
 
-    def _read(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and zero points, of the last two a number for each row and group."""
+    def _read(self, rows: Span, columns: Span) -> list[Tensor]:
+        """Codes, scales and, of integers, zero points: of the last two a number for each row and group."""
         decoder = self.source.decoder
         assert isinstance(decoder, Grouped)
         size = rows[1] - rows[0], -(-(columns[1] - columns[0]) // self.form.group)
         # A scale a row is that of all columns: also where these are fewer than a group.
         scales, zeros = decoder.numbers(rows, columns if decoder.columns else (0, self.form.group), self.form.group)
-        assert zeros is not None
-        return decoder.codes.read(rows, columns).to(torch.uint8), scales.expand(size), zeros.expand(size)
+        codes = decoder.codes.read(rows, columns)
+        if zeros is None:
+            return [codes, scales.expand(size)]
+        return [codes.to(torch.uint8), scales.expand(size), zeros.expand(size)]
+
+    def _pack(self, numbers: list[Tensor]) -> Tensor:
+        if self.form == FP8_EXPERTS:
+            return ops.pack_fp8(*numbers)
+        return ops.pack_int4(*numbers, self.form.group, self.form.columns)
+
+
+def numbers_of(form: PatchForm, columns: Span | None, size: int) -> Span:
+    """Columns in bytes of patches, or all of a matrix of `size` columns, as columns of numbers."""
+    if columns is None:
+        return 0, size
+    first, last = (count // form.patch_bytes for count in columns)
+    return first * form.columns, min(last * form.columns, size)

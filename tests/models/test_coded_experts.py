@@ -1,0 +1,149 @@
+"""Experts' weights as codes in patches, kept so where GPUs have kernels; torch stands for these here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from raylm import ops
+from raylm.errors import ConfigError
+from raylm.layers.experts import ParallelExperts
+from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
+from raylm.models.decoder import DecoderModel
+from raylm.models.scheme import Scheme
+from raylm.ops.patches import unpack
+from raylm.parallel.context import ParallelContext
+from tests.models import test_mxfp4
+from tests.models.paged import CPU, PagedRun, generate, load
+from tests.support import checkpoints
+from tests.support.quantised import KINDS, write_both
+
+PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU had kernels for such experts."""
+    monkeypatch.setattr(
+        ops,
+        "takes_patched_experts",
+        lambda numbers, num_experts, hidden, size, dtype, device: hidden % 16 == 0 and size % 16 == 0,
+    )
+
+
+def experts_of(model: DecoderModel) -> list[ParallelExperts]:
+    return [module for module in model.modules() if isinstance(module, ParallelExperts)]
+
+
+def read(experts: ParallelExperts) -> list[Tensor]:
+    """Numbers of both matrices: [E, rows, columns]."""
+    matrices = (experts.gate_up_proj, experts.down_proj)
+    if experts.form is None:
+        return [matrix.float() for matrix in matrices]
+    columns = len(experts.down_proj[0]) * 16, len(experts.gate_up_proj[0]) * 8
+    return [
+        torch.stack([unpack(each, *experts.form, size) for each in matrix])
+        for matrix, size in zip(matrices, columns, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "size"),
+    [
+        ("fp8_128", FP8_EXPERTS, 2),
+        ("fp8", FP8_EXPERTS, 1),
+        ("awq", ExpertForm("int4", 32), 2),
+        ("ct_w4a16_zeros", ExpertForm("int4", 32), 1),
+    ],
+)
+def test_the_numbers_of_a_checkpoint_stay(kind: str, form: ExpertForm, size: int, tmp_path: Path) -> None:
+    packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    for rank in range(size):
+        context = ParallelContext(rank, rank, size, 0, 1, CPU)
+        (stored,) = experts_of(load(packed, context=context, as_stored=True))
+        (expected,) = experts_of(load(dense, context=context))
+        assert stored.form == form and expected.form is None
+        for found, numbers in zip(read(stored), read(expected), strict=True):
+            torch.testing.assert_close(found, numbers, atol=0, rtol=1e-6)
+    if size == 1:
+        _, logits = generate(PagedRun(load(packed, as_stored=True)), PROMPTS, num_tokens=4)
+        _, expected_logits = generate(PagedRun(load(dense)), PROMPTS, num_tokens=4)
+        for name in PROMPTS:  # linear layers' activations are rounded
+            torch.testing.assert_close(logits[name][0], expected_logits[name][0], atol=5e-3, rtol=5e-3)
+
+
+def test_gpt_oss_stays_in_mxfp4(tmp_path: Path) -> None:
+    packed, twin = test_mxfp4.write_both(tmp_path)
+    for stored, expected in zip(experts_of(load(packed, as_stored=True)), experts_of(load(twin)), strict=True):
+        assert stored.form == MXFP4_EXPERTS
+        assert all(map(torch.equal, read(stored), read(expected)))
+    texts, logits = generate(PagedRun(load(packed, as_stored=True)), PROMPTS, num_tokens=4)
+    expected_texts, expected_logits = generate(PagedRun(load(twin)), PROMPTS, num_tokens=4)
+    assert texts == expected_texts
+    for name in PROMPTS:
+        torch.testing.assert_close(logits[name], expected_logits[name], atol=1e-4, rtol=1e-4)
+
+
+def test_what_ranks_would_cut_is_decoded(tmp_path: Path) -> None:
+    """Shares of 48 columns."""
+    packed, twin = test_mxfp4.write_both(tmp_path)
+    context = ParallelContext(1, 1, 2, 0, 1, CPU)
+    stored, expected = (experts_of(load(path, context=context, as_stored=True)) for path in (packed, twin))
+    assert stored[0].form is None and torch.equal(stored[0].down_proj, expected[0].down_proj)
+
+
+def test_scales_of_mxfp4_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    packed, _ = test_mxfp4.write_both(tmp_path)
+    tensors = load_file(packed / test_mxfp4.FILE)
+    tensors[test_mxfp4.SCALES][0, 3] = 255
+    save_file(tensors, packed / test_mxfp4.FILE)
+    with pytest.raises(ConfigError, match="down_proj_scales holds scales that are no finite numbers"):
+        load(packed, as_stored=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_are_quantised_while_they_are_loaded(rank: int, tmp_path: Path) -> None:
+    plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path, **SIZES)
+    context = ParallelContext(rank, rank, 2, 0, 1, CPU)
+    (stored,), (expected,) = (experts_of(load(plain, context=context, quantise=each)) for each in (True, False))
+    assert stored.form == FP8_EXPERTS
+    for found, numbers in zip(read(stored), read(expected), strict=True):
+        largest = numbers.unflatten(-1, (-1, 128)).abs().amax(-1, keepdim=True).expand(-1, -1, -1, 128).flatten(2)
+        assert bool(((found - numbers).abs() <= numbers.abs() / 16 + largest / 448).all()) and not torch.equal(
+            found, numbers
+        )
+
+
+@pytest.mark.parametrize("kind", ["gptq_ordered", "ct_w8a16", "ct_int8", "fp8_blocks", "ct_mxfp8"])
+def test_other_formats_are_decoded(kind: str, tmp_path: Path) -> None:
+    packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    (stored,), (expected,) = (experts_of(load(path, as_stored=True)) for path in (packed, dense))
+    assert stored.form is None and all(map(torch.equal, read(stored), read(expected)))
+
+
+def test_dummy_experts_are_as_the_configuration_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, kind in (("fp8", "fp8_128"), ("int4", "awq")):
+        plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path / name / "plain", **SIZES)
+        packed, _ = write_both(plain, tmp_path / name, KINDS[kind])
+        with caplog.at_level(logging.INFO, logger="raylm"):
+            (experts,) = experts_of(load(packed, "dummy", as_stored=True, seed=3))
+        assert experts.form is not None and experts.form.numbers == name and str(experts.form) in caplog.text
+        for numbers in read(experts):
+            assert bool(numbers.isfinite().all()) and 0.005 < float(numbers.std()) < 0.04
+
+
+def test_matrices_of_several_forms_are_none() -> None:
+    parts = [f"{expert}.{name}" for expert in range(2) for name in ("gate_up_proj", "down_proj")]
+    names = [f"layers.0.mlp.experts.{part}.weight" for part in parts]
+    matrices = {name: {None: FP8_EXPERTS} for name in names} | {names[0]: dict.fromkeys(("gate", "up"), FP8_EXPERTS)}
+    path = "layers.0.mlp.experts."
+    assert Scheme(matrices).of_experts(path, 2) == FP8_EXPERTS
+    assert Scheme(matrices).of_experts(path, 3) is None  # the third has numbers
+    assert Scheme(matrices | {names[0]: {"gate": FP8_EXPERTS}}).of_experts(path, 2) is None
+    assert Scheme(matrices | {names[3]: {None: MXFP4_EXPERTS}}).of_experts(path, 2) is None

@@ -1,0 +1,123 @@
+"""raylm::patched_experts: a mixture of experts whose weights are codes in patches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.ops.patches import MXFP4_GROUP, NUMBERS, unpack
+from tests.ops.devices import ON_CUDA
+from tests.ops.op_reference import close, gated
+
+pytestmark = pytest.mark.operators("patched_experts")
+PLAIN = {"sigmoid": False, "normalized": True, "scale": 1.0, "groups": 1, "groups_per_token": 1}
+KINDS = [("fp8", 128), ("mxfp4", MXFP4_GROUP), ("int4", 32), ("int4", 64), ("int4", 128)]
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _weight(numbers: str, group: int, rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Patches, and the numbers that they hold, found by another way: [rows, columns]."""
+    generator, across = _generator(seed), -(-columns // group)
+    scales = (torch.rand(rows, across, generator=generator) + 0.5) / 64
+    spread = scales.repeat_interleave(group, 1)[:, :columns]
+    if numbers == "fp8":
+        codes = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
+        codes[::7, ::5] = codes[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
+        return ops.pack_fp8(codes, scales), codes.float() * spread
+    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+    if numbers == "int4":
+        zeros = torch.randint(0, 16, (rows, across), generator=generator, dtype=torch.uint8)
+        found = codes.float() - zeros.float().repeat_interleave(group, 1)[:, :columns]
+        found *= spread.bfloat16()  # of which the words keep all bits
+        return ops.pack_int4(codes, scales.bfloat16().float(), zeros, group, ops.SHORT_PATCH), found
+    exponents = torch.randint(120, 130, (rows, across), generator=generator, dtype=torch.uint8)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    signed = torch.cat((table, -table))[codes.long()]
+    powers = torch.ldexp(torch.ones(rows, across), exponents.int() - 127).repeat_interleave(group, 1)[:, :columns]
+    return ops.pack_mxfp4(codes, exponents), signed * powers
+
+
+@pytest.mark.parametrize(("numbers", "group"), KINDS)
+@pytest.mark.parametrize("columns", [128, 256, 72, 200])
+def test_patches_hold_their_numbers(numbers, group, columns):
+    patches, expected = _weight(numbers, group, 48, columns, seed=1)
+    assert patches.shape == (3, -(-columns // 128) * ops.short_patch_bytes(numbers, group))
+    assert torch.equal(unpack(patches, numbers, group, columns), expected)
+
+
+def test_numbers_become_the_nearest_codes():
+    values = torch.randn(32, 200, generator=_generator(3))
+    values[3] = 0
+    found = unpack(ops.quantise_fp8(values), "fp8", 128, 200)
+    assert torch.all((found - values).abs() <= values.abs() / 16 + 1e-3)
+    assert torch.equal(found[3], values[3])
+
+
+CASES = [(*kind, torch.bfloat16) for kind in KINDS] + [("int4", 64, torch.float16)]
+BIASES = [("silu", False), ("clamped_swiglu", True)]
+
+
+@pytest.mark.parametrize(("activation", "biased"), BIASES)
+@pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "per_token", "hidden", "size"), [(1, 8, 2, 64, 32), (5, 4, 4, 272, 144), (0, 4, 2, 64, 32)]
+)
+def test_matches_reference(
+    op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size
+):
+    _compare(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size)
+
+
+@ON_CUDA
+@pytest.mark.parametrize(("activation", "biased"), BIASES)
+@pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "per_token", "hidden", "size"),
+    [
+        (1, 16, 4, 2048, 768),
+        (8, 64, 8, 128, 768),
+        (16, 16, 4, 512, 112),  # as many of gate's patches as are no whole tile
+        (40, 60, 4, 128, 64),
+        (70, 8, 3, 640, 144),
+        (260, 4, 3, 80, 208),
+        (700, 4, 2, 384, 256),
+    ],
+)
+def test_more_sizes(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size):
+    _compare(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size)
+
+
+def _compare(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size):
+    made = [_weight(numbers, group, 2 * size, hidden, seed=each) for each in range(num_experts)]
+    made += [_weight(numbers, group, hidden, size, seed=100 + each) for each in range(num_experts)]
+    gate_up, down = (torch.stack([each for each, _ in part]) for part in (made[:num_experts], made[num_experts:]))
+    numbers_of_gate_up, numbers_of_down = (
+        torch.stack([each for _, each in part]) for part in (made[:num_experts], made[num_experts:])
+    )
+    x = (torch.randn(rows, hidden, generator=_generator(7)) / hidden**0.5).to(device, dtype)
+    biases: list[Tensor | None] = [None, None]
+    if biased:
+        drawn = (torch.randn(num_experts, width, generator=_generator(8)) for width in (2 * size, hidden))
+        biases = [each.to(device, dtype) for each in drawn]
+    logits = torch.randn(rows, num_experts, generator=_generator(9))
+    logits[: rows // 2, 1] += 3  # some experts have no token, one has many
+    weights, chosen = ops.route(logits.to(device), None, **PLAIN, per_token=per_token)
+    limit, code = 0.7, ops.ACTIVATIONS.index(activation)
+    out = op("patched_experts")(
+        x, gate_up.to(device), down.to(device), weights, chosen, *biases, code, limit, NUMBERS.index(numbers), group
+    )
+    expected = torch.zeros(rows, hidden, dtype=torch.float64)
+    for expert in range(num_experts):
+        of_gate_up, of_down = (0 if bias is None else bias[expert].double().cpu() for bias in biases)
+        which, place = torch.nonzero(chosen.cpu() == expert, as_tuple=True)
+        inner = x.cpu()[which].double() @ numbers_of_gate_up[expert].double().t() + of_gate_up
+        inner = gated(inner, activation, limit).to(dtype).double()
+        outer = inner @ numbers_of_down[expert].double().t() + of_down
+        expected[which] += weights.cpu()[which, place, None].double() * outer
+    assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
+    close(out.cpu(), expected, scale=max(2.0, expected.abs().max().item() if rows else 2.0))
