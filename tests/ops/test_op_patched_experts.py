@@ -111,13 +111,13 @@ def _compare(op, device, activation, biased, dtype, numbers, group, rows, num_ex
     out = op("patched_experts")(
         x, gate_up.to(device), down.to(device), weights, chosen, *biases, code, limit, NUMBERS.index(numbers), group
     )
-    expected = torch.zeros(rows, hidden, dtype=torch.float64)
+    expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
     for expert in range(num_experts):
-        of_gate_up, of_down = (0 if bias is None else bias[expert].double().cpu() for bias in biases)
-        which, place = torch.nonzero(chosen.cpu() == expert, as_tuple=True)
-        inner = x.cpu()[which].double() @ numbers_of_gate_up[expert].double().t() + of_gate_up
+        of_gate_up, of_down = (0 if bias is None else bias[expert].double() for bias in biases)
+        which, place = torch.nonzero(chosen == expert, as_tuple=True)
+        inner = x[which].double() @ numbers_of_gate_up[expert].to(device).double().t() + of_gate_up
         inner = gated(inner, activation, limit).to(dtype).double()
-        outer = inner @ numbers_of_down[expert].double().t() + of_down
-        expected[which] += weights.cpu()[which, place, None].double() * outer
+        outer = inner @ numbers_of_down[expert].to(device).double().t() + of_down
+        expected[which] += weights[which, place, None].double() * outer
     assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
-    close(out.cpu(), expected, scale=max(2.0, expected.abs().max().item() if rows else 2.0))
+    close(out, expected, scale=max(2.0, expected.abs().max().item() if rows else 2.0))

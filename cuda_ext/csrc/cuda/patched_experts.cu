@@ -42,7 +42,7 @@ void launch(const PatchedProduct& p, GroupedParams params, cudaStream_t stream) 
   }
   params.column_tiles = static_cast<int>(divide_up(p.columns, Shape::kWidth / p.halves * Shape::kCluster));
   params.steps = static_cast<int>(divide_up(p.across, Shape::kChunks));
-  params.stage_bytes = Shape::stage_bytes(Form<T>::patch_bytes(p.group_shift));
+  params.stage_bytes = Shape::stage_bytes(params.box_rows, Form<T>::patch_bytes(p.group_shift));
   const int most = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048;  // also what residency is asked for
   const int beside = Shape::kResultBytes + Shape::kAlignment;
   params.stages = std::min(kMostGroupedStages, (most - beside) / params.stage_bytes);

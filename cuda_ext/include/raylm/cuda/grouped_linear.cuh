@@ -79,10 +79,15 @@ template <int Width, int Rows, int Groups, int Chunks>
 struct PatchedShape : GroupedShape<Width, Rows, Groups> {
   using Base = GroupedShape<Width, Rows, Groups>;
   static constexpr int kChunks = Chunks, kPatches = Width / 16;  // of a stage, below each other
-  static constexpr int kXBytes = Rows * kShortPatch * 2 * Chunks;
   static constexpr int kLeast = Rows < 128 ? 8 : 32;
-  static constexpr int stage_bytes(int patch_bytes) {
-    return kXBytes + (kPatches * Chunks * patch_bytes + Base::kAlignment - 1) / Base::kAlignment * Base::kAlignment;
+  // From 64 columns of x to the next.
+  __host__ __device__ static constexpr int x_pitch(int box_rows) {
+    return (Base::kCluster == 1 ? box_rows : Rows) * Base::kRowBytes;
+  }
+  __host__ __device__ static constexpr int x_bytes(int box_rows) { return 2 * Chunks * x_pitch(box_rows); }
+  static constexpr int stage_bytes(int box_rows, int patch_bytes) {
+    const int codes = kPatches * Chunks * patch_bytes;
+    return x_bytes(box_rows) + (codes + Base::kAlignment - 1) / Base::kAlignment * Base::kAlignment;
   }
 };
 
@@ -114,7 +119,10 @@ struct GroupedBlock {
     if constexpr (Form::kCodes) return params.stage_bytes;
     return Shape::kStageBytes;
   }
-  __device__ uint32_t weights(int stage) const { return memory + stage * stage_bytes() + (Form::kCodes ? Shape::kXBytes : 0); }
+  __device__ uint32_t weights(int stage) const {
+    if constexpr (Form::kCodes) return memory + stage * stage_bytes() + Shape::x_bytes(params.box_rows);
+    return memory + stage * stage_bytes();
+  }
   __device__ uint32_t x(int stage) const {
     return memory + stage * stage_bytes() + (Form::kCodes ? 0 : Shape::kWeightBytes);
   }
@@ -208,7 +216,7 @@ struct GroupedBlock {
         for (int i = threadIdx.x % kWarp; i < across * num_boxes; i += kWarp) {
           const int box = i / across, inside = i % across;
           load_x_box(own, box * params.box_rows, (step * 2 * Shape::kChunks + inside) * 64,
-                     x(ring.stage) + inside * Shape::kRows * Shape::kRowBytes, ring.stage, box % Shape::kCluster == rank);
+                     x(ring.stage) + inside * Shape::x_pitch(params.box_rows), ring.stage, box % Shape::kCluster == rank);
         }
       }
     }
@@ -304,7 +312,7 @@ struct GroupedBlock {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) a[half][i / 4][i % 4] = (i % 2 ? high : low).pair(half, i / 4, i % 4 / 2);
-      const uint64_t right = matrix_descriptor(x(stage) + (chunk * 2 + half) * Shape::kRows * Shape::kRowBytes, 1024, 0);
+      const uint64_t right = matrix_descriptor(x(stage) + (chunk * 2 + half) * Shape::x_pitch(params.box_rows), 1024, 0);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
