@@ -40,7 +40,8 @@ def load(
 
 
 class PagedRun:
-    """Sequences of one model over one paged cache, on the model's device. What no step has written is NaN, so that reading it shows."""
+    """Sequences of one model over one paged cache, on the model's device. What no step has written is NaN, so that
+    reading it shows."""
 
     def __init__(
         self,
