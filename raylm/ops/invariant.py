@@ -25,7 +25,8 @@ _HOPPER_ROWS = 64
 _COLUMNS = 128
 """The least that this kernel takes."""
 _NORM_ROWS = 512
-"""From 1,024 rows on, rms_norm has threads add other parts of a long row on a GPU."""
+_LONG_ROW = 8192
+"""From 1,024 rows of so many bytes on, a GPU's rms_norm has each thread add other parts of a row."""
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, frozen: bool = False) -> Tensor:
@@ -90,14 +91,14 @@ def invariant_attention(
 
 def invariant_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """rms_norm of x [..., H], or with a residual [T, H] add_rms_norm of x [T, H], each row's sum in one order."""
-    rows = max(1, _NORM_ROWS * weight.shape[0] // max(1, x[:1].numel()))  # of the first dimension, which may have heads
-    parts = x.split(rows)
+    is_short = weight.nbytes < _LONG_ROW
+    if is_short or len(x) <= _NORM_ROWS:
+        return _rms_norm(x, weight, eps) if residual is None else _add_rms_norm(x, residual, weight, eps)
+    parts = x.split(_NORM_ROWS)
     if residual is None:
-        normed = [_rms_norm(part, weight, eps) for part in parts]
-    else:
-        pairs = zip(parts, residual.split(rows), strict=True)
-        normed = [_add_rms_norm(part, of_part, weight, eps) for part, of_part in pairs]
-    return normed[0] if len(normed) == 1 else torch.cat(normed)
+        return torch.cat([_rms_norm(part, weight, eps) for part in parts])
+    pairs = zip(parts, residual.split(_NORM_ROWS), strict=True)
+    return torch.cat([_add_rms_norm(part, of_part, weight, eps) for part, of_part in pairs])
 
 
 def invariant_experts(num_experts: int, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
