@@ -159,8 +159,16 @@ def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
 
     arch, source = check_model(config), locate(config.model.reference)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
-    codes = config.cache.dtype == "fp8"
-    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks, codes)
+    setting = Setting(
+        device,
+        dtype,
+        arch.head_dim,
+        config.cache.block_size,
+        alibi=arch.alibi,
+        sinks=arch.sinks,
+        codes=config.cache.dtype == "fp8",
+        deterministic=config.runtime.deterministic,
+    )
     backend, reason = choose_backend(config.runtime.attention, setting)
     length = config.model.max_model_len
     return [

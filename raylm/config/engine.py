@@ -191,6 +191,10 @@ class RuntimeConfig(FrozenConfig):
     attention: AttentionName = "auto"
     """raylm: the compiled extension's kernel; flash_attn: that of vllm_flash_attn or vllm, 16-bit types on a GPU only;
     torch: slow, on any device. auto takes the first of them that can run."""
+    deterministic: bool = False
+    """On a GPU, a request's logits are the same bits whatever runs beside it and however its prompt is cut into chunks:
+    greedy and seeded requests give the same text, which other kernels do not promise. Slower. For 16-bit types and
+    raylm's own attention; weights that are stored quantised must be decoded (model.weights). Not on CPUs."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of a worker; by default one a core, shared by the workers of the model."""
     cuda_graphs: bool = True
@@ -292,6 +296,28 @@ class EngineConfig(FrozenConfig):
         if window is not None and window > most:
             raise ValueError(
                 f"runtime.plans_in_flight is {window}; with parallel.pipeline {most - 1} it may be {most} at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_has_kernels(self) -> EngineConfig:
+        runtime, dtype = self.runtime, self.model.dtype
+        if not runtime.deterministic:
+            return self
+        if runtime.device == "cpu":
+            raise ValueError("runtime.deterministic is true, but runtime.device is cpu; allowed there: false")
+        if dtype == "float32":
+            raise ValueError(
+                f"model.dtype is {dtype}, but runtime.deterministic is true; allowed with it: auto, bfloat16, float16"
+            )
+        if runtime.attention not in ("auto", "raylm"):
+            raise ValueError(
+                f"runtime.attention is {runtime.attention}, but runtime.deterministic is true; allowed with it: auto, "
+                "raylm"
+            )
+        if self.model.implementation == "transformers":
+            raise ValueError(
+                "model.implementation is transformers, but runtime.deterministic is true; allowed with it: auto, raylm"
             )
         return self
 

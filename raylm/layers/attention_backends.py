@@ -45,7 +45,8 @@ class AttentionBackend(Generic[StepT]):
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a backend has to work with; block_size in tokens, `alibi` where the model's scores have linear biases,
-    `sinks` where its heads have attention sinks, `codes` where the cache holds 8-bit floats (cache.dtype fp8)."""
+    `sinks` where its heads have attention sinks, `codes` where the cache holds 8-bit floats (cache.dtype fp8),
+    `deterministic` where a query's result must not depend on the rest of the step (runtime.deterministic)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -54,6 +55,7 @@ class Setting:
     alibi: bool = False
     sinks: bool = False
     codes: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,35 @@ RAYLM = AttentionBackend("raylm", _unchanged, _attend_raylm, supports_graphs=Tru
 """Its kernels find out by themselves what they need of a step: a graph that is replayed must follow its inputs."""
 
 
+def _attend_invariant(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
+    k_cache, v_cache = cache
+    return ops.invariant_attention(
+        q,
+        k_cache,
+        v_cache,
+        step.block_table,
+        step.query_start,
+        step.seq_lens,
+        max_query_len=step.max_query_len,
+        max_seq_len=step.max_seq_len,
+        scale=scores.scale,
+        window=scores.window,
+        soft_cap=scores.soft_cap,
+        alibi_slopes=scores.alibi_slopes,
+        sinks=scores.sinks,
+        k_scale=scores.cache.keys,
+        v_scale=scores.cache.values,
+    )
+
+
+INVARIANT = AttentionBackend("raylm", _unchanged, _attend_invariant, supports_graphs=True)
+"""Raylm's, with one kernel for all queries of a layer: a query's result does not depend on the rest of the step."""
+
+
 def choose_backend(wanted: str, setting: Setting) -> tuple[AttentionBackend, str]:
     """The backend of runtime.attention (auto: the first that can run), and why. Raises ConfigError."""
+    if setting.deterministic:
+        return _deterministic(setting)
     tries = {"raylm": _raylm, "flash_attn": _flash, "torch": _torch}
     if wanted != "auto":
         found = tries[wanted](setting)
@@ -110,17 +139,24 @@ def choose_backend(wanted: str, setting: Setting) -> tuple[AttentionBackend, str
     raise AssertionError("torch runs everywhere")
 
 
-def raylm_lacks(device: torch.device) -> str | None:
+def _deterministic(setting: Setting) -> tuple[AttentionBackend, str]:
+    """The configuration allows no other attention with it."""
+    if lacking := raylm_lacks(setting.device, "invariant_attention"):
+        raise ConfigError(f"runtime.deterministic needs raylm's own attention, but {lacking}")
+    return INVARIANT, "runtime.deterministic: one kernel for all queries"
+
+
+def raylm_lacks(device: torch.device, operator: str = "paged_attention") -> str | None:
     """What keeps our own kernel from running on the device, and the command that helps; None where nothing does."""
     status = extension.load()
-    if "paged_attention" in status.ops.get(device.type, ()):
+    if operator in status.ops.get(device.type, ()):
         return None
     if not status.loaded:
         return _clause(str(status))
     build = (
         f"build it again where {device.type} can be compiled for, in raylm's repository: `{extension.BUILD_COMMAND}`"
     )
-    return f"the compiled extension {status.path} has no paged_attention for {device.type}; {build}"
+    return f"the compiled extension {status.path} has no {operator} for {device.type}; {build}"
 
 
 def _raylm(setting: Setting) -> AttentionBackend | str:

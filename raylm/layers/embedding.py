@@ -56,7 +56,14 @@ class VocabParallelEmbedding(nn.Module):
         self._start = min(context.tensor_rank * rows, vocab_size)
         self._num_real = min(rows, vocab_size - self._start)
         part = Part(None, vocab_size, self._num_real, self._start, padding=rows - self._num_real)
-        self.weight = make_weight([part], Columns.whole(hidden_size), forms, dtype=dtype, device=context.device)
+        self.weight = make_weight(
+            [part],
+            Columns.whole(hidden_size),
+            forms,
+            dtype=dtype,
+            device=context.device,
+            deterministic=context.deterministic,
+        )
         self.bias = empty_parameter(rows, dtype=dtype, device=context.device) if bias else None
         if self.bias is not None:
             self.bias[self._num_real :] = 0

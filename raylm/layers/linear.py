@@ -40,7 +40,9 @@ class _FusedColumnLinear(nn.Module):
         super().__init__()
         self._parts = parts
         device = context.device
-        self.weight = make_weight(parts, Columns.whole(in_size), forms, dtype=dtype, device=device)
+        self.weight = make_weight(
+            parts, Columns.whole(in_size), forms, dtype=dtype, device=device, deterministic=context.deterministic
+        )
         out_size = sum(part.share for part in parts)
         self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
 
@@ -162,7 +164,12 @@ class RowParallelLinear(nn.Module):
         share = context.split(in_size, "a linear layer's input size")
         columns = Columns(in_size, share, context.tensor_rank * share)
         self.weight = make_weight(
-            [Part(None, out_size, out_size, 0)], columns, forms, dtype=dtype, device=context.device
+            [Part(None, out_size, out_size, 0)],
+            columns,
+            forms,
+            dtype=dtype,
+            device=context.device,
+            deterministic=context.deterministic,
         )
         self.bias = empty_parameter(out_size, dtype=dtype, device=context.device) if bias else None
         # Only one rank adds the bias, or the sum would hold it once a rank.

@@ -41,11 +41,18 @@ class RMSNorm(nn.Module):
         """The norm of x [..., size]; with a delta (of x's shape), this is added to x in place first."""
         if self._scales:
             return self._scaled(x, delta)
+        if self._context.deterministic:
+            return self._invariant(x, delta)
         if delta is None:
             return ops.rms_norm(x, self.weight, self._eps)
         if self._sums:
             return collectives.add_rms_norm(delta, x, self.weight, self._eps, self._context)
         return ops.add_rms_norm(delta, x, self.weight, self._eps)
+
+    def _invariant(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        if delta is None:
+            return ops.invariant_rms_norm(x, self.weight, self._eps)
+        return ops.invariant_rms_norm(delta, self.weight, self._eps, x)
 
     def _scaled(self, x: Tensor, delta: Tensor | None) -> ops.ScaledRows:
         if delta is None:
@@ -131,6 +138,8 @@ class AllHeadsNorm(nn.Module):
         self.weight = empty_parameter(self._heads.count * head_dim, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._context.deterministic and self._context.tensor_size == 1:
+            return ops.invariant_rms_norm(x.flatten(1), self.weight, self._eps).view_as(x)
         wide = x.float().flatten(1)
         squares = wide.square().sum(dim=-1, keepdim=True)
         heads, ranks = self._heads, self._context.tensor_size

@@ -127,6 +127,31 @@ class PlainWeight(nn.Module):
         return slots
 
 
+class InvariantWeight(PlainWeight):
+    """A PlainWeight whose products give a row the same bits, however many rows there are (runtime.deterministic)."""
+
+    @property
+    def plain(self) -> Tensor | None:
+        """None: kernels that read the matrix directly sum in an order of their own."""
+        return None
+
+    def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.matmul."""
+        assert isinstance(x, Tensor)
+        return ops.invariant_linear(x, self.values, bias, frozen=True)
+
+    def gated_matmul(
+        self,
+        x: ops.Rows,
+        activation: Literal["silu", "gelu_tanh"],
+        bias: Tensor | None = None,
+        *,
+        scales: bool = False,
+    ) -> ops.Rows:
+        """As PlainWeight.gated_matmul."""
+        return _rows(_gated(self.matmul(x, bias), activation), scales)
+
+
 class BlockWeight(nn.Module):
     """A matrix in a GGUF file's own blocks, a tensor for each part: parts may be of different forms.
 
@@ -316,11 +341,17 @@ Weight = PlainWeight | BlockWeight | ScaledWeight | Int4Weight
 
 
 def make_weight(
-    parts: Sequence[Part], columns: Columns, forms: Forms, *, dtype: torch.dtype, device: torch.device
+    parts: Sequence[Part],
+    columns: Columns,
+    forms: Forms,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
 ) -> Weight:
     """This rank's part of a matrix. It is in blocks where all parts have a form whose blocks the rank's columns do not
     cut, and in codes with scales, or in patches that nothing cuts, where all parts are and the device has kernels for
-    its size; the loader decodes what a plain matrix is stored as."""
+    its size; the loader decodes what a plain matrix is stored as. `deterministic`: as in ParallelContext."""
     found = [forms.get(part.shard) or forms.get(None) for part in parts]
     blocks = [form for form in found if isinstance(form, BlockForm) and columns.in_blocks(form) is not None]
     if len(blocks) == len(parts):
@@ -338,7 +369,8 @@ def make_weight(
         if device.type != "cuda" or has_kernels:
             return ScaledWeight(parts, columns, dtype=dtype, device=device)
         kept_as = None
-    return PlainWeight(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
+    plain = InvariantWeight if deterministic else PlainWeight
+    return plain(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
 
 
 def _can_be_patches(parts: Sequence[Part]) -> bool:

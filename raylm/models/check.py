@@ -35,9 +35,11 @@ def check_model(config: EngineConfig) -> ArchConfig:
 
 def target_arch(arch: ArchConfig, config: EngineConfig) -> ArchConfig:
     """The architecture for sequences of model.max_model_len, with what speculative decoding loads of it. Raises
-    ConfigError where it cannot draft so, what is to draft for it is nowhere or not for it, or it is not quantised as
-    model.quantization says."""
+    ConfigError where it cannot draft so, what is to draft for it is nowhere or not for it, it is not quantised as
+    model.quantization says, or it cannot be computed as runtime.deterministic wants."""
     _check_quantisation(arch, config.model)
+    if config.runtime.deterministic:
+        _check_deterministic(arch, config)
     return _with_drafting(_up_to(arch, config.model.max_model_len), config.speculation)
 
 
@@ -56,6 +58,31 @@ def _check_quantisation(arch: ArchConfig, config: ModelConfig) -> None:
         raise ConfigError(
             f"model.weights is {config.weights}, but model.quantization is fp8, which quantises this model's weights "
             "while they are loaded; allowed with it: stored"
+        )
+
+
+def _check_deterministic(arch: ArchConfig, config: EngineConfig) -> None:
+    """What of a model gives a row other bits among other rows; GPUs' kernels are looked at where there is a GPU."""
+    model, tensor = config.model, config.parallel.tensor
+    if arch.transformers_config:
+        raise ConfigError(
+            "runtime.deterministic is true, but this model runs through transformers, whose modules sum in an order "
+            "that depends on the step; allowed for it: false"
+        )
+    if quantises(arch, model):
+        raise ConfigError(
+            "model.quantization is fp8, but runtime.deterministic is true; allowed with it: weights that are not "
+            "quantised while they are loaded"
+        )
+    if arch.quantisation is not None and arch.quantisation.of_weights and model.weights == "stored":
+        raise ConfigError(
+            f"model.weights is stored, but runtime.deterministic is true and this checkpoint is quantised "
+            f"({arch.quantisation}); allowed with it: decoded"
+        )
+    if arch.qk_norm == "all_heads" and tensor > 1:
+        raise ConfigError(
+            f"parallel.tensor is {tensor}, but runtime.deterministic is true and this model norms the heads of all "
+            "ranks together; allowed for it: 1"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raylm import ops
-from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting
+from raylm.layers.attention_backends import INVARIANT, RAYLM, AttentionBackend, Setting
 from raylm.layers.dtypes import dtype_name
 from raylm.models.arch import ArchConfig
 
@@ -19,9 +19,11 @@ def slow_parts(arch: ArchConfig, setting: Setting, attention: AttentionBackend) 
     if arch.transformers_config:
         parts.append("layers are transformers' modules: raylm has no family for the model, or was asked for them")
     q = torch.empty(0, arch.num_heads, arch.head_dim, dtype=setting.dtype, device=device)
-    if attention is RAYLM:
+    if attention is RAYLM or attention is INVARIANT:
         has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=arch.alibi, codes=setting.codes)
         missing = " and ".join(name for name, is_there in zip(("decode", "prefill"), has, strict=True) if not is_there)
+        if attention is INVARIANT:  # The kernel for prefill has decode too.
+            missing = "" if has[1] else "decode and prefill"
         if missing:
             heads = f"heads of size {arch.head_dim} in {dtype}" + (" with linear biases" if arch.alibi else "")
             heads += " over a cache of fp8 (cache.dtype)" if setting.codes else ""

@@ -29,11 +29,12 @@ class Router(nn.Module):
         if spec.choice_bias:
             self.e_score_correction_bias = empty_parameter(spec.num_experts, dtype=torch.float32, device=device)
         self._spec = spec
+        self._linear = ops.invariant_linear if build.context.deterministic else ops.linear
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden_size] -> weights, float32, and experts, int64: [T, spec.per_token] each."""
         spec = self._spec
-        logits = ops.linear(x.to(self.weight.dtype), self.weight, self.bias, frozen=True)
+        logits = self._linear(x.to(self.weight.dtype), self.weight, self.bias, frozen=True)
         if spec.scores == "sparse_mixer":
             return ops.sparse_mixer(logits, jitter=spec.jitter)
         return ops.route(

@@ -32,6 +32,10 @@ from raylm.ops.int4_fallback import PATCH_ROWS as PATCH_ROWS
 from raylm.ops.int4_fallback import pack_int4 as pack_int4
 from raylm.ops.int4_fallback import patch_bytes as patch_bytes
 from raylm.ops.int4_fallback import unpack_int4 as unpack_int4
+from raylm.ops.invariant import invariant_attention as invariant_attention
+from raylm.ops.invariant import invariant_experts as invariant_experts
+from raylm.ops.invariant import invariant_linear as invariant_linear
+from raylm.ops.invariant import invariant_rms_norm as invariant_rms_norm
 from raylm.ops.layer_weights import FEW_ROWS as FEW_ROWS
 from raylm.ops.layer_weights import LayerWeights as LayerWeights
 from raylm.ops.layer_weights import few_layers as few_layers

@@ -28,6 +28,8 @@ from raylm.ops.tokens import accept, place
 
 _QUERY_CHUNK = 256
 """Queries of one sequence whose scores are in memory at a time."""
+INVARIANT_ROWS = 64
+"""Rows that invariant_linear gives torch's linear at a time."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -181,6 +183,36 @@ def attend_paged(
     return out
 
 
+def invariant_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Each query as a sequence of its own: the shapes that torch's operators see follow from its position."""
+    starts, lens = query_start.tolist(), seq_lens.tolist()
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for s, seq_len in enumerate(lens):
+        for token in range(starts[s], starts[s + 1]):
+            lengths = AttentionLengths([0, 1], [seq_len - (starts[s + 1] - 1 - token)], None)
+            out[token : token + 1] = attend_paged(
+                *(q[token : token + 1], k_cache, v_cache, block_table[s : s + 1], lengths),
+                *(scale, window, soft_cap, alibi_slopes, sinks, k_scale, v_scale),
+            )
+    return out
+
+
 def attention_kernels(
     q: Tensor, num_kv_heads: int, block_size: int, biased: bool, codes: bool = False
 ) -> tuple[bool, bool]:
@@ -199,6 +231,13 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: bool = False) -> Tensor:
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: bool = False) -> Tensor:
+    """Always of as many rows: torch's library chooses how it sums by their number."""
+    filled = F.pad(x, (0, 0, 0, -len(x) % INVARIANT_ROWS))
+    parts = [F.linear(part, weight.to(x.dtype), bias) for part in filled.split(INVARIANT_ROWS)]
+    return torch.cat(parts)[: len(x)]
 
 
 def linear_rows(weight: Tensor) -> int:
@@ -320,10 +359,12 @@ _KERNELS = (
     store_kv,
     rope_store,
     paged_attention,
+    invariant_attention,
     attention_kernels,
     silu_mul,
     gelu_tanh_mul,
     linear,
+    invariant_linear,
     linear_rows,
     gated_linear,
     block_linear,

@@ -37,12 +37,18 @@ SCHEMAS = {
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
         "Tensor(a!)? arrivals=None, Tensor? sinks=None, float k_scale=1., float v_scale=1.) -> Tensor"
     ),
+    "invariant_attention": (
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
+        "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
+        "Tensor? sinks=None, float k_scale=1., float v_scale=1.) -> Tensor"
+    ),
     "attention_kernels": (
         "(Tensor q, int num_kv_heads, int block_size, bool biased, bool codes=False) -> (bool, bool)"
     ),
     "silu_mul": "(Tensor x) -> Tensor",
     "gelu_tanh_mul": "(Tensor x) -> Tensor",
     "linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",
+    "invariant_linear": "(Tensor x, Tensor weight, Tensor? bias, bool frozen=False) -> Tensor",
     "linear_rows": "(Tensor weight) -> int",
     "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, bool frozen=False) -> Tensor",
     "block_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias) -> Tensor",
@@ -230,10 +236,12 @@ _FAKES = {
     "store_kv": _nothing,
     "rope_store": _nothing,
     "paged_attention": _like,
+    "invariant_attention": _like,
     "attention_kernels": lambda *_: (False, False),
     "silu_mul": _half_width,
     "gelu_tanh_mul": _half_width,
     "linear": _linear,
+    "invariant_linear": _linear,
     "linear_rows": lambda *_: 0,
     "gated_linear": _gated_linear,
     "block_linear": _block_linear,

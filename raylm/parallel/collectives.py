@@ -17,10 +17,21 @@ def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
     """The sum of every tensor rank's x, the same to the bit on all of them; x may be overwritten."""
     if context.tensor_size == 1:
         return x
+    if context.deterministic:
+        return _sum_in_order(x, context)
     if context.reducer is not None and context.reducer.takes(x):
         return context.reducer(x)
     dist.all_reduce(x, group=context.group)
     return x
+
+
+def _sum_in_order(x: Tensor, context: ParallelContext) -> Tensor:
+    """The ranks' x added in the order of ranks, in float32: libraries choose the order by the size of x."""
+    first, *others = _parts(x, context)
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total.to(x.dtype)
 
 
 def norm_sums(x: Tensor, context: ParallelContext) -> bool:
@@ -46,11 +57,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, contex
 
 def all_gather(x: Tensor, context: ParallelContext) -> Tensor:
     """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size]."""
-    if context.tensor_size == 1:
-        return x
+    return x if context.tensor_size == 1 else _parts(x, context).movedim(0, -2).flatten(-2)
+
+
+def _parts(x: Tensor, context: ParallelContext) -> Tensor:
+    """Every tensor rank's x: [tensor_size, *x.shape]."""
     parts = x.new_empty((context.tensor_size * x.shape[0], *x.shape[1:]))
     _all_gather(parts, x.contiguous(), group=context.group)
-    return parts.view(context.tensor_size, *x.shape).movedim(0, -2).flatten(-2)
+    return parts.view(context.tensor_size, *x.shape)
 
 
 def of_first(x: Tensor, context: ParallelContext) -> Tensor:

@@ -37,6 +37,9 @@ class ParallelContext:
     Ranks count through the tensor ranks of the first stage, then those of the second. `group` holds the tensor ranks of
     this stage, `world` all ranks; each is None where it would hold one rank alone. `stage_layers` says how many layers
     each stage has; None shares them evenly.
+
+    With `deterministic` (runtime.deterministic), what is computed for a row does not depend on the other rows of a
+    step: layers call operators whose sums have one order.
     """
 
     rank: int
@@ -50,11 +53,20 @@ class ParallelContext:
     reducer: Reducer | None = None
     links: StageLinks | None = None
     stage_layers: tuple[int, ...] | None = None
+    deterministic: bool = False
 
     @classmethod
-    def single(cls, device: torch.device) -> ParallelContext:
+    def single(cls, device: torch.device, *, deterministic: bool = False) -> ParallelContext:
         """The only process of a model."""
-        return cls(rank=0, tensor_rank=0, tensor_size=1, pipeline_rank=0, pipeline_size=1, device=device)
+        return cls(
+            rank=0,
+            tensor_rank=0,
+            tensor_size=1,
+            pipeline_rank=0,
+            pipeline_size=1,
+            device=device,
+            deterministic=deterministic,
+        )
 
     @property
     def is_first_stage(self) -> bool:

@@ -60,12 +60,18 @@ class MeetingPoint:
 
 
 def connect(
-    parallel: ParallelConfig, seat: Seat, device: torch.device, *, timeout_s: float, split: SplitLimits | None = None
+    parallel: ParallelConfig,
+    seat: Seat,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    split: SplitLimits | None = None,
+    deterministic: bool = False,
 ) -> ParallelContext:
     """Join the others and make the groups. Every rank calls this once; it waits for all of them, up to `timeout_s`.
 
     Collectives wait up to `timeout_s` too: that ranks load for different lengths of time is no fault. `split` names
-    the norms that tensor ranks may split between them.
+    the norms that tensor ranks may split between them. With `deterministic` no kernel sums that picks an order by size.
     """
     host, _, port = seat.meeting_point.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
@@ -82,7 +88,7 @@ def connect(
     # Every rank makes all groups, in the same order, those that it is not part of as well.
     groups = [_group(range(first, first + tensor)) for first in range(0, tensor * stages, tensor)]
     host_groups: list[ProcessGroup | None] = [None] * stages
-    if device.type == "cuda" and parallel.custom_all_reduce:
+    if device.type == "cuda" and parallel.custom_all_reduce and not deterministic:
         host_groups = [_group(range(first, first + tensor), "gloo") for first in range(0, tensor * stages, tensor)]
     columns = [list(range(first, tensor * stages, tensor)) for first in range(tensor)]
     onward = [_group(column) for column in columns]
@@ -105,6 +111,7 @@ def connect(
         reducer=_reducer(host_groups[stage], device, timeout_s, split if stages == 1 else None),
         links=links,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
+        deterministic=deterministic,
     )
 
 

@@ -27,6 +27,7 @@ from raylm.parallel.context import ParallelContext
 from raylm.parallel.groups import Seat, connect
 from raylm.parallel.peer_reduce import SplitLimits
 from raylm.worker import memory
+from raylm.worker.deterministic import check_experts
 from raylm.worker.device import choose_cache_dtype, choose_dtype
 from raylm.worker.drafting import Drafting, DraftSettings, load_drafting
 from raylm.worker.graph_runner import largest_graph
@@ -66,15 +67,17 @@ def describe(config: ResolvedEngine, device: torch.device) -> Described:
 
 def join(config: ResolvedEngine, described: Described, device: torch.device, seat: Seat | None) -> ParallelContext:
     """Meet the other workers of the model; with no seat there are none."""
+    deterministic = config.runtime.deterministic
     if seat is None:
-        return ParallelContext.single(device)
+        return ParallelContext.single(device, deterministic=deterministic)
     split = None
     # A rank that norms its share of the rows alone does not have the others' hidden states.
     whole = config.speculation.reads_hidden_states
     if not whole and described.arch.norms_sum:
         row_bytes = described.arch.hidden_size * described.dtype.itemsize
         split = SplitLimits(config.scheduler.max_num_batched_tokens, row_bytes)
-    return connect(config.parallel, seat, device, timeout_s=config.runtime.start_timeout_s, split=split)
+    timeout_s = config.runtime.start_timeout_s
+    return connect(config.parallel, seat, device, timeout_s=timeout_s, split=split, deterministic=deterministic)
 
 
 def load(
@@ -90,6 +93,8 @@ def load(
     from files. Raises ConfigError."""
     model_config = config.model
     source, arch, dtype = described
+    if config.runtime.deterministic:
+        check_experts(arch, dtype, context)
     attention = choose_attention(config, device, arch, dtype)
     digest = None
     if config.load.from_peer:
@@ -126,8 +131,16 @@ def choose_attention(
     config: ResolvedEngine, device: torch.device, arch: ArchConfig, dtype: torch.dtype
 ) -> AttentionBackend:
     """What attention runs on. Raises ConfigError."""
-    codes = config.cache.dtype == "fp8"
-    setting = Setting(device, dtype, arch.head_dim, config.cache.block_size, arch.alibi, arch.sinks, codes)
+    setting = Setting(
+        device,
+        dtype,
+        arch.head_dim,
+        config.cache.block_size,
+        alibi=arch.alibi,
+        sinks=arch.sinks,
+        codes=config.cache.dtype == "fp8",
+        deterministic=config.runtime.deterministic,
+    )
     attention, reason = choose_backend(config.runtime.attention, setting)
     graphs = "" if attention.supports_graphs else ", no CUDA graphs"
     if device.type == "cuda" and (missing := raylm_lacks(device)):

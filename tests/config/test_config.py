@@ -86,6 +86,21 @@ MODEL = {"path": "smollm2-135m"}
             {"model": MODEL, "parallel": {"gpu_type": "H200"}, "runtime": {"device": "cpu"}},
             ["parallel.gpu_type is H200, but runtime.device is cpu"],
         ),
+        *(
+            (
+                {"model": MODEL | model, "runtime": {"deterministic": True, **runtime}},
+                [f"{problem}, but runtime.deterministic is true; allowed with it: {allowed}"],
+            )
+            for model, runtime, problem, allowed in (
+                ({"dtype": "float32"}, {}, "model.dtype is float32", "auto, bfloat16, float16"),
+                ({"implementation": "transformers"}, {}, "model.implementation is transformers", "auto, raylm"),
+                ({}, {"attention": "torch"}, "runtime.attention is torch", "auto, raylm"),
+            )
+        ),
+        (
+            {"model": MODEL, "runtime": {"deterministic": True, "device": "cpu"}},
+            ["runtime.deterministic is true, but runtime.device is cpu; allowed there: false"],
+        ),
         ([1, 2], ["(top level)", "[1, 2]"]),
     ],
 )
@@ -99,6 +114,13 @@ def test_each_error_names_file_key_value_and_what_is_allowed(tmp_path: Path, dat
     assert str(caught.value).startswith(str(path))
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_deterministic_is_refused_where_the_device_turns_out_to_be_a_cpu():
+    config = EngineConfig.model_validate({"model": MODEL, "runtime": {"deterministic": True}})
+    assert resolve(config, "cuda").runtime.deterministic
+    with pytest.raises(ConfigError, match="runtime.deterministic is true, but runtime.device is cpu"):
+        resolve(config, "cpu")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path):

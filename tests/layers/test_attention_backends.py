@@ -15,7 +15,7 @@ from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
 from raylm.layers.attention import AttentionMetadata, KVCache, Scores
-from raylm.layers.attention_backends import FLASH_PACKAGES, RAYLM, AttentionBackend, Setting, choose_backend
+from raylm.layers.attention_backends import FLASH_PACKAGES, INVARIANT, RAYLM, AttentionBackend, Setting, choose_backend
 from raylm.ops import extension, fallback
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -170,6 +170,19 @@ def test_auto_takes_the_first_that_can_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert "not flash_attn: neither vllm_flash_attn nor vllm.vllm_flash_attn can be imported" in reason
 
 
+def test_deterministic_takes_one_kernel_for_all_queries_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = dataclasses.replace(USUAL, deterministic=True)
+    names = ("paged_attention", "invariant_attention")
+    install(monkeypatch, extension.ExtensionStatus(Path("kernels.so"), ops={"cuda": names}))
+    assert choose_backend("auto", wanted) == (INVARIANT, "runtime.deterministic: one kernel for all queries")
+    install(monkeypatch, kernels_for("cuda"), vllm_flash_attn=flash_module())
+    with pytest.raises(ConfigError, match="runtime.deterministic needs raylm's own .* has no invariant_attention for"):
+        choose_backend("auto", wanted)
+    install(monkeypatch, NOT_INSTALLED, vllm_flash_attn=flash_module())
+    with pytest.raises(ConfigError, match="needs raylm's own attention, but the compiled extension is not installed"):
+        choose_backend("raylm", wanted)
+
+
 def plain_varlen(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, block_table, fa_version):
     """One without biases."""
 
@@ -241,7 +254,7 @@ def torch_backend() -> AttentionBackend[Any]:
     return choose_backend("torch", Setting(CPU, torch.float32, head_dim=64, block_size=16))[0]
 
 
-@pytest.mark.parametrize("backend", [RAYLM, torch_backend()], ids=["raylm", "torch"])
+@pytest.mark.parametrize("backend", [RAYLM, INVARIANT, torch_backend()], ids=["raylm", "invariant", "torch"])
 @LENGTHS
 def test_a_step_is_planned_once_for_layers_of_all_scores(
     backend: AttentionBackend[Any], lengths: list[tuple[int, int]]

@@ -40,7 +40,8 @@ def load(
 
 
 class PagedRun:
-    """Sequences of one model over one paged cache. What no step has written is NaN, so that reading it shows."""
+    """Sequences of one model over one paged cache, on the model's device. What no step has written is NaN, so that
+    reading it shows."""
 
     def __init__(
         self,
@@ -52,7 +53,8 @@ class PagedRun:
     ) -> None:
         arch = model.arch
         shape = (num_blocks, block_size, kv_heads_of_rank(arch.num_kv_heads, model.context), arch.head_dim)
-        unwritten = torch.full(shape, torch.nan).to(dtype)
+        self._device = model.context.device
+        unwritten = torch.full(shape, torch.nan, device=self._device).to(dtype)
         self.caches = [(unwritten.clone(), unwritten.clone()) for _ in range(arch.num_layers)]
         self._model = model
         self._block_size = block_size
@@ -83,15 +85,16 @@ class PagedRun:
         width = max(len(self._blocks[name]) for name in chunks)
         table = [self._blocks[name] + [0] * (width - len(self._blocks[name])) for name in chunks]
         meta = AttentionMetadata(
-            query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table=torch.tensor(table, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
+            query_start=torch.tensor([0, *lens]).cumsum(0).int().to(self._device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self._device),
+            block_table=torch.tensor(table, dtype=torch.int32, device=self._device),
+            slot_mapping=torch.tensor(slots, device=self._device),
             max_query_len=max(lens),
             max_seq_len=max(seq_lens),
         )
-        tokens = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        hidden = self._model(tokens, [LayerInput(torch.tensor(positions), cache, meta) for cache in self.caches])
+        tokens = torch.tensor([token for chunk in chunks.values() for token in chunk], device=self._device)
+        places = torch.tensor(positions, device=self._device)
+        hidden = self._model(tokens, [LayerInput(places, cache, meta) for cache in self.caches])
         return self._model.logits(hidden)
 
 

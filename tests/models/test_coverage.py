@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raylm import ops
-from raylm.layers.attention_backends import RAYLM, AttentionBackend, Setting
+from raylm.layers.attention_backends import INVARIANT, RAYLM, AttentionBackend, Setting
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.coverage import slow_parts
@@ -42,6 +42,9 @@ def test_only_what_is_slow_is_named(arch: ArchConfig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ops, "sample_is_async", lambda *_: True)
     (only,) = _parts(arch)
     assert only.startswith("attention of prefill")
+    assert _parts(arch, INVARIANT)[0].startswith("attention of decode and prefill")
+    monkeypatch.setattr(ops, "attention_kernels", lambda *_, **__: (False, True))
+    assert _parts(arch, INVARIANT) == []
     monkeypatch.setattr(ops, "attention_kernels", lambda *_, **__: (True, True))
     assert _parts(arch) == []
 

@@ -35,11 +35,10 @@ bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query
   return false;
 }
 
-// Tensor cores, where a sequence has many queries and the shape fits. The step's other sequences are done with it.
+// Tensor cores, where the shape fits. The step's other sequences are done with it.
 template <typename T, typename C>
-bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_cache, int64_t max_query_len,
-             const float* alibi_slopes, cudaStream_t stream) {
-  if (max_query_len <= kMaxDecodeQueries) return false;  // too few to fill the rows of a tile
+bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_cache, const float* alibi_slopes,
+             cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
     if constexpr (std::is_same_v<C, Code>) return !alibi_slopes && prefill_attention_codes(params, sizes, stream);
@@ -49,11 +48,14 @@ bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_
   return false;
 }
 
-Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
-                       Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
-                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals,
-                       std::optional<Tensor> sinks, double k_scale, double v_scale) {
-  const char* op = "paged_attention";
+// With `invariant` no sequence is decode: all go through the kernel for many queries, which walks a query's keys in tiles
+// that lie where they lie in its sequence, whatever else is in the step. Which kernel that is follows from the layer's
+// shapes alone.
+Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+              const Tensor& block_table, const Tensor& query_start, const Tensor& seq_lens, int64_t max_query_len,
+              int64_t max_seq_len, double scale, int64_t window, double soft_cap,
+              const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& arrivals,
+              const std::optional<Tensor>& sinks, double k_scale, double v_scale) {
   check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks, true);
   check_scales(op, k_cache, k_scale, v_scale);
   Arg(op, "k_cache", k_cache).on_device_of(q);
@@ -81,16 +83,34 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
         sinks ? data<float>(*sinks) : nullptr, static_cast<float>(v_scale)};
     by_cache<T>(k_cache, [&](auto element) {
       using C = decltype(element);
-      const bool decoded = decode<T, C>(params, q, max_query_len, max_seq_len, slopes, arrivals);
+      const bool decoded = !invariant && decode<T, C>(params, q, max_query_len, max_seq_len, slopes, arrivals);
       if (decoded) params.min_query_len = kMaxDecodeQueries + 1;
       if (max_query_len < params.min_query_len) return;
       const cudaStream_t stream = current_stream(q);
-      if (prefill<T, C>(params, q, k_cache, max_query_len, slopes, stream)) return;
+      // Fewer queries do not fill the rows of a tile.
+      const bool many = invariant || max_query_len > kMaxDecodeQueries;
+      if (many && prefill<T, C>(params, q, k_cache, slopes, stream)) return;
       launch<T, C>(params, q.size(0), slopes, stream);
     });
   });
   check_launch(op);
   return out;
+}
+
+Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                       Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
+                       double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals,
+                       std::optional<Tensor> sinks, double k_scale, double v_scale) {
+  return attend("paged_attention", false, q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len,
+                max_seq_len, scale, window, soft_cap, alibi_slopes, arrivals, sinks, k_scale, v_scale);
+}
+
+Tensor invariant_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                           Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
+                           double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                           double k_scale, double v_scale) {
+  return attend("invariant_attention", true, q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len,
+                max_seq_len, scale, window, soft_cap, alibi_slopes, std::nullopt, sinks, k_scale, v_scale);
 }
 
 // Whether decode, and prefill, have kernels on tensor cores for heads like q's, over a cache of q's type or of codes;
@@ -119,6 +139,7 @@ std::tuple<bool, bool> attention_kernels(Tensor q, int64_t num_kv_heads, int64_t
 
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
+  m.impl("invariant_attention", TORCH_BOX(&invariant_attention));
   m.impl("attention_kernels", TORCH_BOX(&attention_kernels));
 }
 

@@ -171,6 +171,25 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool frozen) 
   return out;
 }
 
+// As linear, but each sum over k has one order, however many rows x has. Which weights it takes, Python knows
+// (raylm/ops/invariant.py): all else goes to torch there.
+Tensor invariant_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool frozen) {
+  const char* op = "invariant_linear";
+  Arg(op, "x", x).dim(2);
+  check_linear(op, x, weight, bias.has_value() ? &*bias : nullptr);
+  Arg(op, "weight", weight).on_device_of(x);
+  if (bias.has_value()) Arg(op, "bias", *bias).on_device_of(x);
+  const Product product{x, weight, bias, frozen};
+  if (product.rows == 0) return new_rows(x, product.n);
+  const std::optional<Tensor> out = fits(product) ? tile_linear(product, true) : std::nullopt;
+  if (!out) {
+    fail(op, "has no kernel for x of ", product.rows, " rows and weight of ", product.n, " rows of ", product.k,
+         " here: 16-bit numbers, rows of a multiple of 8 from 128 on that are aligned to 16 bytes, and a number of them "
+         "that is a multiple of 8, on Hopper");
+  }
+  return *out;
+}
+
 std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh) {
   if (!fits(product)) return std::nullopt;
   const Plan plan = plan_for(product.rows, product.n, product.k);
@@ -207,6 +226,7 @@ int64_t linear_rows(Tensor weight) {
 
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("invariant_linear", TORCH_BOX(&invariant_linear));
   m.impl("linear_rows", TORCH_BOX(&linear_rows));
 }
 

@@ -38,7 +38,10 @@ std::optional<Tensor> few_scaled_linear(const Product& product, bool anyway);
 
 // linear and scaled_linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
 // not take the shape or was measured to be slower. The caller has checked the same.
-std::optional<Tensor> tile_linear(const Product& product);
+//
+// With `invariant`, tile_linear takes any number of rows, of 16-bit numbers, and sums over k in one order for all of
+// them; nothing where it does not take the shape of the weight, whatever the rows.
+std::optional<Tensor> tile_linear(const Product& product, bool invariant = false);
 std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh);
 
 // gated_linear by the kernels for up to 1,023 rows; nothing where they do not take the shape.

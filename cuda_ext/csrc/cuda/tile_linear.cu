@@ -55,9 +55,19 @@ constexpr std::array kGated{
     variant<N, true, 64, 112, 1>(),  variant<N, true, 64, 128, 1>(),  variant<N, true, 256, 96, 1>(),
     variant<N, true, 256, 112, 1>(), variant<N, true, 256, 128, 1>()};
 
+// Products whose sums over k have one order, of any number of rows: k in one piece, 16 numbers at a time from the first on,
+// whatever the tile's shape.
+template <typename T>
+constexpr std::array kInvariant{
+    variant<Plain<T>, false, 32, 48, 1>(),  variant<Plain<T>, false, 32, 64, 1>(),
+    variant<Plain<T>, false, 32, 96, 1>(),  variant<Plain<T>, false, 32, 128, 1>(),
+    variant<Plain<T>, false, 64, 48, 1>(),  variant<Plain<T>, false, 64, 64, 1>(),
+    variant<Plain<T>, false, 64, 96, 1>(),  variant<Plain<T>, false, 64, 128, 1>(),
+    variant<Plain<T>, false, 256, 128, 1>()};
+
 struct Size {
   int64_t rows, columns, depth;  // columns: of the result; depth: bytes of a row of x and of W
-  bool gated;
+  bool gated, invariant;
 };
 
 struct Plan {
@@ -87,6 +97,10 @@ double cycles(const Variant& v, const Size& size, int tiles, int resident) {
 // Where the kernels were measured to be faster than torch's library, in a model (H200): up to 64 rows; with
 // the activation and a large weight also where tiles of 256 rows are little less than full.
 bool takes(const Variant& v, const Size& size) {
+  if (size.invariant) {
+    // Where a row does not end with a stage, stages of another depth end with another number of zeros.
+    return v.rows <= 32 ? size.rows <= v.rows : v.rows <= 64 || size.depth % 256 == 0;
+  }
   constexpr int64_t kLargeWeight = 32 << 20;  // bytes
   if (size.rows <= 64) return size.rows <= v.rows && v.rows <= 64;
   return size.gated && v.rows == 256 && 4 * size.rows >= 3 * divide_up(size.rows, 256) * 256 &&
@@ -103,7 +117,9 @@ Plan plan_for(const std::array<Variant, N>& variants, const Size& size, int devi
     const int row_tiles = static_cast<int>(divide_up(size.rows, v.rows));
     const int columns = v.width / (size.gated ? 2 : 1);
     const int64_t tiles = row_tiles * divide_up(size.columns, columns);
-    if (resident == 0 || tiles > (1 << 20) || tiles < kFilled * resident) continue;
+    if (resident == 0 || tiles > (1 << 30) || (!size.invariant && (tiles > (1 << 20) || tiles < kFilled * resident))) {
+      continue;
+    }
     const int64_t steps = divide_up(size.depth, v.depth);
     if (v.split > 1 && (tiles > resident || (v.split - 1) * divide_up(steps, v.split) >= steps)) continue;
     const double cost = cycles(v, size, static_cast<int>(tiles), resident);
@@ -136,6 +152,10 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Product&
 
 template <typename N>
 Plan plan_of(const Size& size, int device) {
+  if (size.invariant) {
+    if constexpr (N::kScaled) return {};
+    else return plan_for(kInvariant<typename N::Result>, size, device);
+  }
   if (!size.gated) return plan_for(kPlain<N>, size, device);
   if constexpr (N::kScaled) {
     return plan_for(kScaledGated<typename N::Result>, size, device);
@@ -162,15 +182,16 @@ std::optional<Tensor> run(const Product& p, const Size& size, TileAct act) {
   return out;
 }
 
-std::optional<Tensor> run(const Product& p, TileAct act) {
+std::optional<Tensor> run(const Product& p, TileAct act, bool invariant) {
   constexpr int64_t kMost = 1 << 24;
   const bool gated = act != TileAct::kNone;
   const int64_t columns = gated ? p.n / 2 : p.n;
   const int64_t depth = p.k * (p.scales ? 1 : 2);
   const bool fits = columns >= 8 && columns % 8 == 0 && p.n <= kMost && depth >= 256 && depth % 16 == 0 && p.k <= kMost;
-  if (!kHopperKernels || p.rows < 1 || p.rows >= 1024 || !fits) return std::nullopt;
+  const int64_t most_rows = invariant ? kMost : 1023;
+  if (!kHopperKernels || p.rows < 1 || p.rows > most_rows || !fits) return std::nullopt;
   const Guard guard(p.x.get_device_index());
-  const Size size{p.rows, columns, depth, gated};
+  const Size size{p.rows, columns, depth, gated, invariant};
   const bool half = p.result == ScalarType::Half;
   if (p.scales) return half ? run<Scaled<__half>>(p, size, act) : run<Scaled<__nv_bfloat16>>(p, size, act);
   return half ? run<Plain<__half>>(p, size, act) : run<Plain<__nv_bfloat16>>(p, size, act);
@@ -178,10 +199,12 @@ std::optional<Tensor> run(const Product& p, TileAct act) {
 
 }  // namespace
 
-std::optional<Tensor> tile_linear(const Product& product) { return run(product, TileAct::kNone); }
+std::optional<Tensor> tile_linear(const Product& product, bool invariant) {
+  return run(product, TileAct::kNone, invariant);
+}
 
 std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh) {
-  return run(product, gelu_tanh ? TileAct::kGeluTanh : TileAct::kSilu);
+  return run(product, gelu_tanh ? TileAct::kGeluTanh : TileAct::kSilu, false);
 }
 
 }  // namespace raylm::cuda
