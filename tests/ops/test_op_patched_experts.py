@@ -86,6 +86,7 @@ def test_matches_reference(
         (70, 8, 3, 640, 144),
         (260, 4, 3, 80, 208),
         (700, 4, 2, 384, 256),
+        (300, 4, 2, 64, 160),  # the last tile's second half is empty, of both products
     ],
 )
 def test_more_sizes(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size):

@@ -235,7 +235,8 @@ struct GroupedBlock {
   __device__ Patches patches(const Segment& own, int column) const {
     const PatchedWeight& weight = params.patched;
     constexpr int kEach = Shape::kPatches / kHalves;
-    const int lane = threadIdx.x % kWarp, half = weight.below / kHalves, first = column / 16, below = min(kEach, half - first);
+    const int lane = threadIdx.x % kWarp, half = weight.below / kHalves, first = column / 16;
+    const int below = max(min(kEach, half - first), 0);  // a cluster's second block may have none
     const int64_t number = static_cast<int64_t>(own.expert) * weight.below + lane / kEach * half + first + lane % kEach;
     const bool is_there = lane < Shape::kPatches && lane % kEach < below;
     const unsigned char* row = weight.data + number * weight.across * Form::patch_bytes(weight.group_shift);
