@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Ray reads these when it is first imported, by whichever test does so first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# Without pandas, as `raylm serve` has it, a process that imports Serve starts half a second earlier.
+os.environ.setdefault("RAY_preload_python_modules", "raylm.serving.program.lean")
 # Serve gives up a proxy that takes over three times 5 s to start, as one does on two cores that compute meanwhile.
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
@@ -110,7 +112,11 @@ def ray_cluster() -> Iterator[None]:
         warnings.simplefilter("ignore")  # Ray's own, at import and start
         import ray
 
-        ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+        from raylm.executor.local_head import local_heads
+
+        # Nor does it start anything of Ray's dashboard, which takes longer than the rest.
+        with local_heads(lambda: None):
+            ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
