@@ -19,8 +19,9 @@ def main(config: str, port: int) -> None:
     from ray.util.placement_group import placement_group
 
     from raylm.executor.local_head import local_heads
+    from raylm.log import Laps
+    from raylm.serving.program.deploy import deploy
     from raylm.serving.program.serve_file import serve_config
-    from tests.support.deployed import deploy
 
     node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "include_dashboard": False}
     # As in `raylm serve`, nodes have nothing of Ray's dashboard, whose processes take longer to start than the others.
@@ -38,7 +39,7 @@ def main(config: str, port: int) -> None:
     served = serve_config(config, host="127.0.0.1", port=port)
     # Requests end with their engine here, which shows when a fault is found; elsewhere they go on.
     served["applications"][0].setdefault("args", {})["routing"] = {"failover_wait_s": 0}
-    deploy(served)
+    deploy(served, Laps())
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0.2)[0]:
         # Ray's processes take a dead raylet for alive while it is a zombie.
