@@ -26,8 +26,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Ray reads these when it is first imported, by whichever test does so first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-# Without pandas, as `raylm serve` has it, a process that imports Serve starts half a second earlier.
-os.environ.setdefault("RAY_preload_python_modules", "raylm.serving.program.lean")
 # Serve gives up a proxy that takes over three times 5 s to start, as one does on two cores that compute meanwhile.
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
@@ -107,14 +105,19 @@ def _environment_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """The session's one Ray cluster: small, on loopback. A process can have no second one."""
-    with warnings.catch_warnings():
+    """The session's one Ray cluster: small, on loopback. A process can have no second one.
+
+    As in `raylm serve`, nothing of Ray's dashboard is started, and Serve comes without pandas: its processes start
+    sooner.
+    """
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # Ray's own, at import and start
         import ray
 
         from raylm.executor.local_head import local_heads
 
-        # Nor does it start anything of Ray's dashboard, which takes longer than the rest.
+        # Not for `raylm serve` that a test starts: it does so by itself.
+        patch.setenv("RAY_preload_python_modules", "raylm.serving.program.lean")
         with local_heads(lambda: None):
             ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
     yield
