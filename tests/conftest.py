@@ -105,12 +105,21 @@ def _environment_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """The session's one Ray cluster: small, on loopback. A process can have no second one."""
-    with warnings.catch_warnings():
+    """The session's one Ray cluster: small, on loopback. A process can have no second one.
+
+    As in `raylm serve`, nothing of Ray's dashboard is started, and Serve comes without pandas: its processes start
+    sooner.
+    """
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # Ray's own, at import and start
         import ray
 
-        ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
+        from raylm.executor.local_head import local_heads
+
+        # Not for `raylm serve` that a test starts: it does so by itself.
+        patch.setenv("RAY_preload_python_modules", "raylm.serving.program.lean")
+        with local_heads(lambda: None):
+            ray.init("local", num_cpus=3, include_dashboard=False, namespace="serve", _node_ip_address="127.0.0.1")
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

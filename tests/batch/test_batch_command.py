@@ -26,7 +26,7 @@ class Running(NamedTuple):
 def batch(tmp_path: Path) -> Iterator[Running]:
     """The command, in the middle of its work; whatever lives of it at the end is killed."""
     model = checkpoints.llama(tmp_path / "model")
-    lines = [{"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}] * 20_000
+    lines = [{"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}] * 4_000
     source = write_lines(tmp_path / "in.jsonl", lines)
     words = ["--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--model", str(model), "--device", "cpu"]
     command = [sys.executable, "-m", "raylm.cli", "batch", *words, "--shard-size", "4", "--no-progress"]

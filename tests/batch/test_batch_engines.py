@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,17 @@ def no_cluster(monkeypatch, no_keeper):
     monkeypatch.setattr(cluster, "start_local_ray", start)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return errors
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that can be loaded, "llama", and one of an unknown architecture, "odd". Their tokenizers
+    are large: every test copies the folder instead of making both anew."""
+    folder = tmp_path_factory.mktemp("shapes")
+    write_shape("llama-3.1-8b", folder / "llama")
+    odd = shutil.copytree(folder / "llama", folder / "odd") / "config.json"
+    odd.write_text(odd.read_text().replace("LlamaForCausalLM", "OddForCausalLM"))
+    return folder
 
 
 def config(**sections) -> EngineConfig:
@@ -107,12 +120,11 @@ def test_a_plain_prompt_asks_the_model_of_the_batch():
         (["--input", "in.jsonl", "--output", "taken.jsonl"], "--output 'taken.jsonl' cannot be written: [Errno 17]"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_cluster_is_started(tmp_path, no_cluster, monkeypatch, capsys, words, problem):
+def test_what_is_wrong_is_said_before_a_cluster_is_started(
+    shapes, tmp_path, no_cluster, monkeypatch, capsys, words, problem
+):
     monkeypatch.chdir(tmp_path)
-    write_shape("llama-3.1-8b", tmp_path / "llama")
-    odd = tmp_path / "odd"
-    write_shape("llama-3.1-8b", odd)
-    (odd / "config.json").write_text((odd / "config.json").read_text().replace("LlamaForCausalLM", "OddForCausalLM"))
+    shutil.copytree(shapes, tmp_path, dirs_exist_ok=True)
     write_lines(tmp_path / "in.jsonl", [completion_line("a")])
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "taken.jsonl.batch").touch()
@@ -129,22 +141,20 @@ def test_a_model_that_only_the_cluster_has_is_not_looked_for_here():
         check_model(config(), must_be_here=True)
 
 
-def test_a_complete_batch_starts_no_cluster(tmp_path, no_cluster, capsys):
+def test_a_complete_batch_starts_no_cluster(shapes, tmp_path, no_cluster, capsys):
     source, output = write_lines(tmp_path / "in.jsonl", [completion_line("a")]), tmp_path / "out.jsonl"
-    write_shape("llama-3.1-8b", tmp_path / "llama")
-    engine = config(model={"path": str(tmp_path / "llama"), "load_format": "dummy"})
+    engine = config(model={"path": str(shapes / "llama"), "load_format": "dummy"})
     run_batch(settings(source, output, config=engine, shard_size=128, max_tokens=128), in_process)
-    words = ["batch", "--input", str(source), "--output", str(output), "--model", str(tmp_path / "llama")]
+    words = ["batch", "--input", str(source), "--output", str(output), "--model", str(shapes / "llama")]
     assert main([*words, "--load-format", "dummy"]) == 0
     assert "1 results, 0 of them errors" in capsys.readouterr().out
 
 
-def test_an_interrupted_batch_says_how_to_go_on(tmp_path, no_cluster, capsys):
+def test_an_interrupted_batch_says_how_to_go_on(shapes, tmp_path, no_cluster, capsys):
     source = write_lines(tmp_path / "in.jsonl", [completion_line("a")])
-    write_shape("llama-3.1-8b", tmp_path / "llama")
     no_cluster.append(KeyboardInterrupt())
     words = ["batch", "--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--no-progress"]
-    assert main([*words, "--model", str(tmp_path / "llama"), "--load-format", "dummy"]) == 130
+    assert main([*words, "--model", str(shapes / "llama"), "--load-format", "dummy"]) == 130
     assert capsys.readouterr().err == "raylm: interrupted; the same command goes on from here\n"
 
 

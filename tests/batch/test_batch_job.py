@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,9 +149,20 @@ print(json.dumps(answered.map(lambda row: {**row, "seen": True}).take_all()))
 """
 
 
-def test_a_processor_is_a_stage_of_any_pipeline(cluster: Cluster):
-    command = [sys.executable, "-W", "ignore", "-c", PIPELINE, cluster.address]
-    result = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=800)
+def test_a_processor_is_a_stage_of_any_pipeline():
+    """On a cluster of the pipeline's own."""
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    check_pipeline("local", env)
+
+
+@pytest.mark.nightly
+def test_a_processor_is_a_stage_on_a_cluster_that_is_there(cluster: Cluster):
+    check_pipeline(cluster.address, cluster.env)
+
+
+def check_pipeline(address: str, env: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PIPELINE, address]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads(result.stdout.splitlines()[-1])
     assert len(rows) == 25

@@ -39,7 +39,7 @@ def never(*arguments):
     raise AssertionError("nothing is left to be done")
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.nightly)])
 def test_killed_at_any_moment_it_loses_and_repeats_nothing(tmp_path, kind):
     source = write_lines(tmp_path / "in.jsonl", LINES)
     if kind == "parquet":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 from pathlib import Path
 
@@ -128,7 +129,11 @@ def test_pods_wait_until_all_folders_are_complete(tmp_path):
         (tmp_path / name).mkdir()
     words = [shell, option, script, "wait", str(tmp_path / "qwen"), "a@1", str(tmp_path / "llama"), "b"]
     (tmp_path / "qwen" / ".fetched").write_text("a@1", encoding="utf-8")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as waiting:
+    # The script's own sleep between two looks, a shorter one.
+    (sleep := tmp_path / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.1\n", encoding="utf-8")
+    sleep.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as waiting:
         assert waiting.stdout is not None
         assert waiting.stdout.readline() == f"waiting for the Job that fetches b into {tmp_path / 'llama'}\n"
         (tmp_path / "llama" / ".fetched").write_text("b", encoding="utf-8")

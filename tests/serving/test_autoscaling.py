@@ -164,7 +164,7 @@ def test_a_load_step_adds_replicas_once_and_takes_them_away_once():
 LOADS = given(rates=st.lists(st.floats(0.05, 6.0), min_size=1, max_size=4), start_s=st.floats(1, 90))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @LOADS
 def test_each_change_of_load_turns_the_number_at_most_once(rates, start_s):
     check_reversals(rates, start_s)

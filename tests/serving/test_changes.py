@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 DEMO = "smollm2-135m"
 NUM_STREAMS = 2
-PAUSE_S = 1.0
+PAUSE_S = 2.0
 """Of each reader after a stream: what is deployed needs the processors too."""
 
 
@@ -184,9 +184,8 @@ def test_a_model_comes_changes_and_goes_alone(
         assert [status_of(served.url, name, 2100) for name in (DEMO, "tiny")] == [400, 200]
         first = replicas()
         assert first | before == first
-        with long_stream(served.url, "tiny", 32000) as events:
+        with long_stream(served.url, "tiny", 32000):  # The drain does not wait for it.
             served.deploy(with_model(unchanged, changed, drain_timeout_s=5))
-            assert_told(events, "engine_stopped", "the replica's drain is over")
         second = replicas()
         assert second["tiny"].isdisjoint(first["tiny"]) and second | before == second
         assert status_of(served.url, "tiny") == 200
@@ -198,6 +197,21 @@ def test_a_model_comes_changes_and_goes_alone(
         assert status_of(served.url, "tiny") == 404 and names(served.url) == [DEMO]
     assert replicas() == before and engines() == kept
     assert httpx.get(f"{served.url}/ready", timeout=30).status_code == 200
+
+
+@pytest.mark.nightly
+def test_a_stream_that_outlives_the_drain_of_its_model_is_told(
+    served: Served, unchanged: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """After routing.failover_wait_s, a minute: until then another engine of the same model could come."""
+    folder, changed = (
+        str(checkpoints.llama(tmp_path_factory.mktemp(name), max_position_embeddings=32768))
+        for name in ("llama", "changed")
+    )
+    served.deploy(with_model(unchanged, folder, drain_timeout_s=1))
+    with long_stream(served.url, "tiny", 32000) as events:
+        served.deploy(with_model(unchanged, changed, drain_timeout_s=1))
+        assert_told(events, "engine_stopped", "the replica's drain is over")
 
 
 @pytest.mark.nightly

@@ -33,6 +33,7 @@ from raylm.errors import (
     ServerStopped,
 )
 from raylm.serving.directory import ModelEntry, StartFailure
+from raylm.serving.routing import failover
 from raylm.serving.routing.choice import Ask, Choice
 from raylm.serving.routing.failover import Journey
 from raylm.serving.routing.router import ModelRouter
@@ -286,7 +287,9 @@ def test_requests_wait_for_an_engine():
     asyncio.run(soon(run()))
 
 
-def test_who_has_waited_for_an_engine_waits_for_room_in_it():
+def test_who_has_waited_for_an_engine_waits_for_room_in_it(monkeypatch):
+    monkeypatch.setattr(failover, "_FULL_S", 0.05)
+
     async def run():
         host = Host("a", queue=1, max_num_seqs=1)
         router = router_of([host])

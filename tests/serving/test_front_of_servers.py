@@ -1,7 +1,15 @@
-"""Two `raylm serve` of one machine: who listens where, who answers whom, and what happens when a part in front dies."""
+"""Two `raylm serve` of one machine, as users run them: answers, keys, processes, who listens where, who answers whom,
+what happens when a part in front dies, and that nothing is left after a hangup.
+
+The first server has the application that the Helm chart submits by default. The faults are the second one's: the last
+test ends the first, which must then be as it was started.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +22,10 @@ import grpc
 import httpx
 import psutil
 import pytest
+import yaml
+from openai import AuthenticationError, OpenAI
 
+from tests.helm import rendered
 from tests.support import checkpoints
 from tests.support.ports import free_port
 from tests.support.serve_process import running, wait_for_line
@@ -22,16 +33,23 @@ from tests.support.serve_process import running, wait_for_line
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 INGRESS, REPLICA = "OpenAIIngress", "ray::ServeReplica"
+DEMO = "smollm2-135m"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running `raylm serve`, and a client of it."""
+    """A running `raylm serve`, what it prints, its file of keys, and a client of it."""
 
-    process: psutil.Process
+    popen: subprocess.Popen[str]
+    lines: list[str]
+    keys: Path
     client: httpx.Client
     model: str
     port: int
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.popen.pid)
 
     def family(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -52,27 +70,32 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
-def start(stack: ExitStack, name: str, folder: Path) -> Server:
-    port = free_port()
-    model = checkpoints.llama(folder / name)
-    (keys := folder / f"{name}.keys").write_text(f"key-of-{name}\n")
-    process, lines = stack.enter_context(running(str(model), "--port", str(port), "--api-keys-file", str(keys)))
-    wait_for_line(process, lines, "ready:")
-    headers = {"authorization": f"Bearer key-of-{name}"}
+def start(stack: ExitStack, model: str, served: Path, port: int) -> Server:
+    """Serve a file or a folder; the key is "key-of-" and the model's name."""
+    (keys := served.parent / f"{model}.keys").write_text(f"key-of-{model}\n")
+    options = ("--host", "127.0.0.1", "--port", str(port), "--api-keys-file", str(keys))
+    process, lines = stack.enter_context(running(str(served), *options))
+    wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1")
+    headers = {"authorization": f"Bearer key-of-{model}"}
     client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60))
-    return Server(psutil.Process(process.pid), client, name, port)
+    return Server(process, lines, keys, client, model, port)
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def servers(demo: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("servers")
+    application = folder / "serve.yaml"
+    application.write_text(yaml.safe_dump(rendered.serve_config({})), encoding="utf-8")
+    served = {DEMO: application, "tiny": checkpoints.llama(folder / "tiny")}
     with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
-        yield list(threads.map(lambda name: start(stack, name, folder), ["one", "two"]))
+        starts = [threads.submit(start, stack, model, path, free_port()) for model, path in served.items()]
+        yield [starting.result() for starting in starts]
 
 
 @pytest.fixture(scope="module")
 def server(servers: list[Server]) -> Server:
-    return servers[0]
+    """The one that faults happen to."""
+    return servers[1]
 
 
 def wait_for(condition: Callable[[], bool], message: str) -> None:
@@ -80,6 +103,62 @@ def wait_for(condition: Callable[[], bool], message: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, message
         time.sleep(0.05)
+
+
+def test_a_server_answers_who_has_a_key(servers: list[Server]):
+    server = servers[0]
+    url = f"http://127.0.0.1:{server.port}"
+    with OpenAI(base_url=f"{url}/v1", api_key=f"key-of-{DEMO}", max_retries=5) as client:
+        model = client.models.list().data[0].id
+        message = {"role": "user", "content": "What is the capital of France?"}
+        answer = client.chat.completions.create(model=model, messages=[message], temperature=0, max_tokens=16)
+        assert "Paris" in answer.choices[0].message.content
+        with pytest.raises(AuthenticationError):
+            client.with_options(api_key="theirs").chat.completions.create(model=model, messages=[message])
+        server.keys.write_text("theirs  # from now on\n")
+        wait_for(lambda: is_listed(client.with_options(api_key="theirs")), "the new key does not count")
+        with pytest.raises(AuthenticationError):
+            client.models.list()
+        server.keys.write_text(f"key-of-{DEMO}\n")
+        wait_for(lambda: is_listed(client), "the first key does not count again")
+    answer = httpx.get(f"{url}/v1/models", headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers.get_list("x-request-id")) == (401, ["mine"])
+    for probe in ("/health", "/ready", "/-/healthz"):
+        assert httpx.get(f"{url}{probe}").status_code == 200
+
+
+def is_listed(client: OpenAI) -> bool:
+    """Whether the server takes the client's key."""
+    try:
+        return client.models.list().data[0].id == DEMO
+    except AuthenticationError:
+        return False
+
+
+def test_a_server_is_haproxy_and_no_more_of_ray_than_it_needs(servers: list[Server]):
+    family = servers[0].process.children(recursive=True)
+    assert any("haproxy" in child.name() for child in family)
+    scripts = {os.path.basename(word) for child in family for word in child.cmdline()[:4] if word.endswith(".py")}
+    assert "log_monitor.py" in scripts
+    # Ray's option leaves it out in part only, and waits for the rest; and there is nothing to scale.
+    assert not scripts & {"dashboard.py", "monitor.py"}
+    assert {niceness(child) for child in family} - {None} == {os.getpriority(os.PRIO_PROCESS, 0)}
+    assert not [child.cmdline()[0] for child in family if maps(child, "/pandas/")]
+
+
+def niceness(process: psutil.Process) -> int | None:
+    try:
+        return process.nice()
+    except psutil.Error:
+        return None
+
+
+def maps(process: psutil.Process, part: str) -> bool:
+    """Whether the process has loaded a library at such a path."""
+    try:
+        return any(part in region.path for region in process.memory_maps())
+    except psutil.Error:
+        return False  # It has ended, as HAProxy's programs do.
 
 
 def listeners(server: Server) -> list[tuple[psutil.Process, str, int]]:
@@ -173,8 +252,8 @@ def test_haproxys_manager_killed_is_replaced_and_nobody_notices(server: Server):
 
 def test_two_servers_never_answer_for_each_other(servers: list[Server]):
     """Also while one has no ingress."""
-    one, two = servers
-    assert one.client.get("/v1/models", headers=two.client.headers).status_code == 401
+    other, one = servers
+    assert one.client.get("/v1/models", headers=other.client.headers).status_code == 401
     with Asking(one) as asking:
         for ingress in one.find(INGRESS):
             ingress.kill()
@@ -184,8 +263,19 @@ def test_two_servers_never_answer_for_each_other(servers: list[Server]):
         wait_for(lambda: asking.answers[-1].status_code == 200, "the server does not come back")
     for answer in asking.answers:
         if answer.status_code == 200:
-            assert [model["id"] for model in answer.json()["data"]] == ["one"]
+            assert [model["id"] for model in answer.json()["data"]] == [one.model]
         else:
             assert answer.status_code in (500, 502, 503) and answer.json()["error"]["message"]
             assert int(answer.headers["retry-after"]) > 0
-    assert [model["id"] for model in two.models().json()["data"]] == ["two"]
+    assert [model["id"] for model in other.models().json()["data"]] == [other.model]
+
+
+def test_a_hangup_ends_a_server_and_leaves_nothing_behind(servers: list[Server]):
+    """As a terminal that is closed does it; Ray's processes must not be hit before Serve has ended."""
+    server = servers[0]
+    family = server.process.children(recursive=True)
+    os.killpg(server.popen.pid, signal.SIGHUP)
+    assert server.popen.wait(180) == 0
+    assert not any("graceful_shutdown" in line for line in server.lines)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive, [child.cmdline()[:2] for child in alive]

@@ -14,27 +14,36 @@ from raylm.serving.program import run
 PRELOADED = "RAY_preload_python_modules"
 
 
-def imported(module: str) -> set[str]:
-    """What a fresh process has loaded once it has imported a module."""
-    code = f"import {module}, sys; print(*sys.modules)"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+WITHOUT = {
+    "raylm.serving.program.keeper": {"ray", "torch", "pydantic"},
+    "raylm.serving.program.run": {"ray", "torch", "fastapi"},
+    "raylm.executor.ray": {"ray.serve", "torch"},
+    "raylm.engine.actor": {"ray.serve", "torch", "transformers"},
+    "raylm.serving.directory": {"ray.serve", "torch", "transformers"},
+    "raylm.serving.replica": {"torch", "transformers"},
+    "raylm.serving.ingress": {"torch", "transformers"},
+}
+"""What each module must not import. The first have the least: one process imports all in this order, and what it has
+loaded after each is all that a process of that module alone would have, and more."""
 
 
-@pytest.mark.parametrize(
-    ("module", "without"),
-    [
-        ("raylm.serving.program.run", {"ray", "torch", "fastapi"}),
-        ("raylm.serving.program.keeper", {"ray", "torch", "pydantic"}),
-        ("raylm.serving.directory", {"ray.serve", "torch", "transformers"}),
-        ("raylm.serving.ingress", {"torch", "transformers"}),
-        ("raylm.serving.replica", {"torch", "transformers"}),
-        ("raylm.engine.actor", {"ray.serve", "torch", "transformers"}),
-        ("raylm.executor.ray", {"ray.serve", "torch"}),
-        ("raylm.worker.worker", {"ray", "transformers"}),
-    ],
-)
-def test_a_process_does_not_import_what_another_needs(module, without):
-    assert not without & imported(module)
+def imported(*modules: str) -> list[set[str]]:
+    """What a fresh process has loaded once it has imported each of the modules."""
+    code = "\n".join(["import sys", *(f"import {module}; print(*sys.modules)" for module in modules)])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+def test_a_process_does_not_import_what_another_needs():
+    found = imported(*WITHOUT)
+    assert [module in each for module, each in zip(WITHOUT, found, strict=True)] == [True] * len(WITHOUT)
+    needless = {module: WITHOUT[module] & each for module, each in zip(WITHOUT, found, strict=True)}
+    assert not any(needless.values()), needless
+
+
+def test_a_worker_imports_neither_ray_nor_transformers():
+    (found,) = imported("raylm.worker.worker")
+    assert "raylm.worker.worker" in found and not found & {"ray", "transformers"}
 
 
 def test_serve_comes_without_pandas_and_others_get_it():

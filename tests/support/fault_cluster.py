@@ -18,14 +18,19 @@ def main(config: str, port: int) -> None:
     from ray.cluster_utils import Cluster
     from ray.util.placement_group import placement_group
 
+    from raylm.executor.local_head import local_heads
+    from raylm.log import Laps
+    from raylm.serving.program.deploy import deploy
     from raylm.serving.program.serve_file import serve_config
-    from tests.support.deployed import deploy
 
     node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "include_dashboard": False}
-    # The head has no room for an engine, each of the others for one.
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 1})
-    for _ in range(2):
-        cluster.add_node(**node, num_cpus=2)
+    # As in `raylm serve`, nodes have nothing of Ray's dashboard, whose processes take longer to start than the others.
+    with local_heads(lambda: None):
+        # The head has no room for an engine, each of the others for one.
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 1})
+        for _ in range(2):
+            cluster.add_node(**node, num_cpus=2, wait=False)
+        cluster.wait_for_nodes()
     ray.init(cluster.address, namespace="serve", log_to_driver=False)
     # The ingress goes to the head, so that it outlives every node that an engine is on.
     everything = placement_group([{"CPU": 2}] * 2, strategy="STRICT_SPREAD")
@@ -34,7 +39,7 @@ def main(config: str, port: int) -> None:
     served = serve_config(config, host="127.0.0.1", port=port)
     # Requests end with their engine here, which shows when a fault is found; elsewhere they go on.
     served["applications"][0].setdefault("args", {})["routing"] = {"failover_wait_s": 0}
-    deploy(served)
+    deploy(served, Laps())
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0.2)[0]:
         # Ray's processes take a dead raylet for alive while it is a zombie.

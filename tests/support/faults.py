@@ -74,6 +74,7 @@ class FaultCluster:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+            "RAY_preload_python_modules": "raylm.serving.program.lean",
         }
         self._log = (self.folder / "log").open("w")
         self._process = subprocess.Popen(

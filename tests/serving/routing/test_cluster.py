@@ -17,7 +17,7 @@ from raylm.serving.routing.router import ModelRouter
 from tests.support.channel_fakes import OPTIONS, Served, collect, until
 from tests.support.fakes import FakeExecutor
 
-LOAD = {"rate": 8.0, "sessions": 30, "replicas": 4, "num_blocks": 8000}
+LOAD = {"rate": 8.0, "sessions": 20, "replicas": 4, "num_blocks": 8000}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def prefix():
 
 
 def test_conversations_find_their_prefixes_as_on_one_engine_of_all_the_memory(prefix) -> None:
-    whole = measure_policy("prefix", rate=8.0, sessions=30, replicas=1, num_blocks=32_000, speed=4)
+    whole = measure_policy("prefix", rate=8.0, sessions=20, replicas=1, num_blocks=32_000, speed=4)
     turns = measure_policy("round_robin", **LOAD)
     assert prefix.requests == whole.requests == turns.requests
     assert prefix.hit_rate > 0.95 * whole.hit_rate
