@@ -49,7 +49,7 @@ class Scheme:
     linears: Form | None = None
     """The form of all linear layers within the model's layers that `matrices` does not name."""
     experts: ExpertForm | None = None
-    """The form of all experts whose matrices `matrices` does not name."""
+    """The form of all experts within the model's layers whose matrices `matrices` does not name."""
 
     def forms(self, name: str) -> Forms:
         """A matrix's; PLAIN where it has the model's dtype."""
@@ -57,10 +57,11 @@ class Scheme:
 
     def of_experts(self, path: str, num_experts: int) -> ExpertForm | None:
         """Of a layer's experts, which are called "`path`0." and so on: one for all their matrices, or None."""
+        others = self.experts if path.startswith(_LAYERS) else None
         found: set[Form | ExpertForm | None] = set()
         for number in range(num_experts):
             for name, shards in _EXPERT_MATRICES.items():
-                forms = self.matrices.get(f"{path}{number}.{name}.weight", {None: self.experts})
+                forms = self.matrices.get(f"{path}{number}.{name}.weight", {None: others})
                 found.update([forms.get(None)] if None in forms else [forms.get(shard) for shard in shards])
         form = found.pop() if len(found) == 1 else None
         return form if isinstance(form, ExpertForm) else None
