@@ -73,8 +73,9 @@ class ModelConfig(FrozenConfig):
     quantization: Quantization | None = None
     """How the checkpoint must be quantised, or the start fails. By default it may be quantised in any of these ways, or
     not at all. fp8: a checkpoint that is not quantised is quantised while it is loaded, all linear layers within its
-    layers but experts and routers: 8-bit floats with a scale a row, activations with a scale a token. It takes about
-    half the memory of bfloat16. Needs a Hopper GPU; CPUs compute it for tests, slowly."""
+    layers but routers: 8-bit floats with a scale a row, activations with a scale a token; experts with a scale for each
+    128 columns, their activations as they are. It takes about half the memory of bfloat16. Needs a Hopper GPU; CPUs
+    compute it for tests, slowly, with experts in numbers of `dtype`."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     chat_template: str | None = None

@@ -141,6 +141,8 @@ def choose_backend(wanted: str, setting: Setting) -> tuple[AttentionBackend, str
 
 def _deterministic(setting: Setting) -> tuple[AttentionBackend, str]:
     """The configuration allows no other attention with it."""
+    if setting.device.type == "cpu":
+        raise ConfigError("runtime.deterministic is true, but the device is a CPU; allowed there: false")
     if lacking := raylm_lacks(setting.device, "invariant_attention"):
         raise ConfigError(f"runtime.deterministic needs raylm's own attention, but {lacking}")
     return INVARIANT, "runtime.deterministic: one kernel for all queries"

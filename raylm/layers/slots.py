@@ -81,10 +81,10 @@ class Slot:
     """Where one checkpoint tensor goes: its elements start..start+length-1 along `dim` belong into `destination`.
 
     `shape` is that of the whole checkpoint tensor; `offset` is added to every element. A slot with a `form` takes the
-    tensor's blocks or patches as they are, as uint8: its elements are bytes, in `shape` too where they are blocks, and
-    16 rows in patches are one row. A slot
-    with `scales`, float32, one for each row of `destination`, takes rows as codes of 8 bits with a scale each: they are
-    quantised where they are not stored so.
+    tensor's blocks or patches, as uint8: its elements are bytes, in `shape` too where they are blocks. With patches
+    `shape` counts numbers, `destination` and `start` rows of 16 rows, or bytes. A slot with `scales`, float32, one for
+    each row of `destination`, takes rows as codes of 8 bits with a scale each: they are quantised where they are not
+    stored so.
     """
 
     destination: Tensor

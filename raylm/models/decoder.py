@@ -43,7 +43,7 @@ class DecoderModel(nn.Module):
             self.embed_positions = PositionEmbedding(*shape, offset=arch.position_offset, context=context, dtype=dtype)
         self.layers = nn.ModuleDict({str(number): make_layer(build, number) for number in self.layer_numbers})
         self._layer_list = list(self.layers.values())
-        self.runs_layers_together = build.attention is RAYLM and not context.deterministic
+        self.runs_layers_together = build.attention is RAYLM
         """Whether one operator may run all layers of a step of few rows."""
         self._few_rows: FewRows | None = None
         self._most_few_rows = most_rows(context.device)

@@ -49,11 +49,11 @@ def load_model(
 
     `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. With
     `as_stored`, matrices stay in the blocks of a GGUF file, or such blocks that hold the same integers, in 8-bit floats
-    with a scale a row or a tensor, or in 16 bits where `dtype` is float32, if the device has kernels that read them so;
-    else they are converted to `dtype`.
-    With `quantise`, linear layers are quantised to FP8 while they are loaded. With `cache_codes` the KV cache will hold
-    8-bit floats, whose scales are read too. `fill` is tried first and may fill the model from elsewhere; it says if
-    it has. Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
+    with a scale a row or a tensor, as codes of experts, or in 16 bits where `dtype` is float32, if the device has
+    kernels that read them so; else they are converted to `dtype`.
+    With `quantise`, linear layers and experts are quantised to FP8 while they are loaded. With `cache_codes` the KV
+    cache will hold 8-bit floats, whose scales are read too. `fill` is tried first and may fill the model from
+    elsewhere; it says if it has. Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
     names = family_of(arch.architecture).names

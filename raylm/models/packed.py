@@ -12,15 +12,15 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import ExpertForm
+from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
 from raylm.models.quantised.matrix import Span
 from raylm.models.quantised.patched import numbers_of
 
 _CHUNK_VALUES = 1 << 19
 """Read at a time."""
-_NOT_A_NUMBER = 255
-"""As the exponent of a scale."""
+_BIAS = 127
+"""Of exponents as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,18 @@ class PackedTensor:
             yield row, self._packed(row * ops.PATCH_ROWS, min(row + step, stop) * ops.PATCH_ROWS, span)
 
     def _packed(self, start: int, stop: int, columns: Span) -> Tensor:
-        if self.form.numbers == "mxfp4":
-            assert isinstance(self.source, MXFP4Tensor)
-            codes, exponents = self.source.codes(start, stop, columns)
-            if bool((exponents == _NOT_A_NUMBER).any()):
-                tensor = self.source.scales
-                raise ConfigError(f"{tensor.path}: tensor {tensor.name} holds scales that are no finite numbers")
-            return ops.pack_mxfp4(codes, exponents)
-        return ops.quantise_fp8(torch.cat([piece.float() for _, piece in self.source.pieces(start, stop, columns)]))
+        source = self.source
+        if self.form == FP8_EXPERTS:
+            numbers = torch.cat([piece.float() for _, piece in source.pieces(start, stop, columns)])
+            if not bool(numbers.isfinite().all()):
+                raise ConfigError(f"{source.path}: tensor {source.name} holds numbers that are not finite")
+            return ops.quantise_fp8(numbers)
+        if self.form != MXFP4_EXPERTS or not isinstance(source, MXFP4Tensor):
+            raise ConfigError(f"{source.path}: tensor {source.name} is not stored as {self.form}, as other experts are")
+        codes, exponents = source.codes(start, stop, columns)
+        if bool((exponents > ops.MOST_EXPONENT).any()):
+            raise ConfigError(
+                f"{source.path}: tensor {source.scales.name} holds scales that are no finite numbers, or above 2 ** "
+                f"{ops.MOST_EXPONENT - _BIAS}, the largest that kernels take"
+            )
+        return ops.pack_mxfp4(codes, exponents)

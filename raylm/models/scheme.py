@@ -61,7 +61,8 @@ class Scheme:
         found: set[Form | ExpertForm | None] = set()
         for number in range(num_experts):
             for name, shards in _EXPERT_MATRICES.items():
-                forms = self.matrices.get(f"{path}{number}.{name}.weight", {None: others})
+                whole = self.matrices.get(f"{path}{name}.weight", {None: others})  # a tensor of all experts
+                forms = self.matrices.get(f"{path}{number}.{name}.weight", whole)
                 found.update([forms.get(None)] if None in forms else [forms.get(shard) for shard in shards])
         form = found.pop() if len(found) == 1 else None
         return form if isinstance(form, ExpertForm) else None
@@ -97,8 +98,11 @@ def gpu_scheme(arch: ArchConfig) -> Scheme:
     (scheme, *others) = stored.schemes or (None,)
     if scheme is None or others:
         return AS_NUMBERS
-    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in arch.layers)
-    return Scheme({}, linears=form_of(scheme), experts=expert_form_of(scheme) if has_experts else None)
+    form, specs = expert_form_of(scheme), [layer.mlp for layer in arch.layers if isinstance(layer.mlp, ExpertsSpec)]
+    # Columns of no whole groups are decoded.
+    unit = form.group if form is not None and scheme.columns else 1
+    is_whole = arch.hidden_size % unit == 0 and not any(spec.size % unit for spec in specs)
+    return Scheme({}, linears=form_of(scheme), experts=form if specs and is_whole else None)
 
 
 def wanted_scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
@@ -118,11 +122,11 @@ def dummy_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> 
     return replace(
         scheme,
         linears=scheme.linears if has_kernels else None,
-        experts=scheme.experts if scheme.experts and has_experts(scheme.experts, dtype, device) else None,
+        experts=scheme.experts if scheme.experts and has_expert_kernels(scheme.experts, dtype, device) else None,
     )
 
 
-def has_experts(form: ExpertForm, dtype: torch.dtype, device: torch.device) -> bool:
+def has_expert_kernels(form: ExpertForm, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has kernels for experts of that form, if they are not too many and their sizes fit."""
     return ops.takes_patched_experts(form.numbers, 1, ops.PATCH_ROWS, ops.PATCH_ROWS, dtype, device)
 
@@ -148,27 +152,27 @@ def read_scheme(
 ) -> Scheme:
     """What of a checkpoint the device has kernels for that read it as it is, with activations of `dtype`."""
     like = torch.empty(0, dtype=dtype, device=device)
-    matrices: defaultdict[str, dict[str | None, Form]] = defaultdict(dict)
-    experts: ExpertForm | None = None
+    matrices: defaultdict[str, dict[str | None, Form | ExpertForm]] = defaultdict(dict)
+    takes_mxfp4 = names.packed and has_expert_kernels(MXFP4_EXPERTS, dtype, device)
     for tensor in tensors:
         name, shard = slot_name(tensor.name, stored.table, names.prefixes)
-        if names.packed and name.endswith(f".{BLOCKS}") and has_experts(MXFP4_EXPERTS, dtype, device):
-            experts = MXFP4_EXPERTS
+        if takes_mxfp4 and name.endswith(f".{BLOCKS}"):
+            matrices[f"{name.removesuffix(BLOCKS)}weight"][shard] = MXFP4_EXPERTS
         if len(tensor.shape) != _MATRIX_DIMS:
             continue
         form = _form_of_parts(tensor, name, like) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
         # The loader norms the rows of such a head.
         if form is not None and not (arch.norm_head and name == "lm_head.weight"):
             matrices[name][shard] = form
-    return Scheme(matrices, experts=experts)
+    return Scheme(matrices)
 
 
-def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | None:
+def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | ExpertForm | None:
     """The same of a weight that is stored in parts. On GPUs a head and an embedding are decoded."""
     rows, columns = tensor.shape
     if _EXPERTS in name:
         form = expert_form_of(tensor.scheme)
-        return expert_form(tensor) if form and has_experts(form, like.dtype, like.device) else None
+        return expert_form(tensor) if form and has_expert_kernels(form, like.dtype, like.device) else None
     if is_scaled(tensor):
         fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None

@@ -31,7 +31,7 @@ from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.packed import PackedTensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import PatchedTensor, expert_form
+from raylm.models.quantised.patched import PatchedTensor, expert_form_of
 from raylm.models.quantised.repacked import RepackedTensor
 from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
@@ -227,7 +227,8 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
     if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, Int4Form):
         return PatchedTensor(tensor, slot.form)
     if isinstance(slot.form, ExpertForm):
-        is_stored_so = isinstance(tensor, QuantisedTensor) and expert_form(tensor) == slot.form
+        # An expert in integers has been looked at when the form was chosen: that reads its zero points.
+        is_stored_so = isinstance(tensor, QuantisedTensor) and expert_form_of(tensor.scheme) == slot.form
         return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor

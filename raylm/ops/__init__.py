@@ -43,6 +43,7 @@ from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
 from raylm.ops.layer_weights import few_layers_rows as few_layers_rows
 from raylm.ops.patched import patched_experts as patched_experts
 from raylm.ops.patched import takes_patched_experts as takes_patched_experts
+from raylm.ops.patches import MOST_EXPONENT as MOST_EXPONENT
 from raylm.ops.patches import MXFP4_GROUP as MXFP4_GROUP
 from raylm.ops.patches import SHORT_PATCH as SHORT_PATCH
 from raylm.ops.patches import Numbers as Numbers

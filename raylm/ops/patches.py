@@ -26,6 +26,8 @@ SHORT_PATCH = 128
 """Columns of a patch."""
 MXFP4_GROUP = 32
 """Columns of a scale."""
+MOST_EXPONENT = 191
+"""Of MXFP4's scales: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 _WORD_BYTES = 4
 _ROWS, _COLUMNS = (2, 8), (2, 4, 2, 4, 2)
 """Of a patch of 8-bit codes: how many h, g; s, k, p, t, e."""
@@ -45,8 +47,9 @@ def short_patch_bytes(numbers: Numbers, group: int) -> int:
 
 
 def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Numbers code * scale: codes of CODES [R, K], where R is a multiple of 16; scales float32, one for each row and
-    128 columns -> uint8 [R / 16, bytes], patches beside each other, the last of them filled up with zeros."""
+    """Numbers code * scale: codes of CODES [R, K], none of them NaN, where R is a multiple of 16; scales float32, one
+    for each row and 128 columns -> uint8 [R / 16, bytes], patches beside each other, the last of them filled up with
+    zeros."""
     across = scales.shape[1]
     in_bytes = F.pad(codes.view(torch.uint8), (0, across * SHORT_PATCH - codes.shape[1]))
     grid = patches_of(in_bytes, SHORT_PATCH).view(-1, *_ROWS, *_COLUMNS).flip(_P).permute(*_ORDER)
@@ -62,7 +65,8 @@ def quantise_fp8(values: Tensor) -> Tensor:
 
 
 def pack_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
-    """The same of codes uint8 [R, K], 0 to 15, and exponents uint8, one for each row and 32 columns."""
+    """The same of codes uint8 [R, K], 0 to 15, and exponents uint8, up to MOST_EXPONENT, one for each row and 32
+    columns."""
     each = SHORT_PATCH // MXFP4_GROUP
     across = -(-exponents.shape[1] // each)
     nibbles = pack_nibbles(F.pad(codes, (0, across * SHORT_PATCH - codes.shape[1])), SHORT_PATCH)

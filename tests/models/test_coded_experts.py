@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.experts import ParallelExperts
 from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
+from raylm.model_files.source import locate
+from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
-from raylm.models.scheme import Scheme
+from raylm.models.scheme import Scheme, gpu_scheme
 from raylm.ops.patches import unpack
 from raylm.parallel.context import ParallelContext
 from tests.models import test_mxfp4
@@ -98,13 +101,48 @@ def test_what_ranks_would_cut_is_decoded(tmp_path: Path) -> None:
     assert stored[0].form is None and torch.equal(stored[0].down_proj, expected[0].down_proj)
 
 
-def test_scales_of_mxfp4_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exponent", [192, 255])
+def test_scales_of_mxfp4_that_kernels_do_not_take_are_refused(exponent: int, tmp_path: Path) -> None:
     packed, _ = test_mxfp4.write_both(tmp_path)
     tensors = load_file(packed / test_mxfp4.FILE)
-    tensors[test_mxfp4.SCALES][0, 3] = 255
+    tensors[test_mxfp4.SCALES][0, 3] = exponent
     save_file(tensors, packed / test_mxfp4.FILE)
-    with pytest.raises(ConfigError, match="down_proj_scales holds scales that are no finite numbers"):
+    with pytest.raises(ConfigError, match="down_proj_scales holds scales that are no finite numbers, or above 2"):
         load(packed, as_stored=True)
+
+
+def test_a_layer_that_is_not_packed_has_numbers(tmp_path: Path) -> None:
+    packed, twin = test_mxfp4.write_both(tmp_path)
+    stored, plain = load_file(packed / test_mxfp4.FILE), load_file(twin / test_mxfp4.FILE)
+    of_first = [name for name in plain if ".layers.0.mlp.experts." in name]
+    mixed = {name: tensor for name, tensor in stored.items() if ".layers.0.mlp.experts." not in name}
+    save_file(mixed | {name: plain[name] for name in of_first}, packed / test_mxfp4.FILE)
+    first, second = experts_of(load(packed, as_stored=True))
+    assert (first.form, second.form) == (None, MXFP4_EXPERTS)
+
+
+def test_codes_and_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES)
+    packed, _ = write_both(plain, tmp_path, KINDS["fp8_128"])
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    for path, number, message, how in (
+        (packed, 0xFF, "holds codes that are no numbers", {"as_stored": True}),
+        (plain, math.inf, "holds numbers that are not finite", {"quantise": True}),
+    ):
+        tensors = load_file(path / test_mxfp4.FILE)
+        damaged = tensors[name].view(torch.uint8) if number == 0xFF else tensors[name]
+        damaged[3, 5] = number
+        save_file(tensors, path / test_mxfp4.FILE)
+        with pytest.raises(ConfigError, match=message):
+            load(path, **how)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("fp8_128", 192), ("fp8_128", 256), ("gptq_128", 192)])
+def test_plans_know_what_is_decoded(kind: str, size: int, tmp_path: Path) -> None:
+    plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES | {"moe_intermediate_size": size})
+    packed, _ = write_both(plain, tmp_path, KINDS[kind])
+    (stored,) = experts_of(load(packed, as_stored=True))
+    assert stored.form == gpu_scheme(ArchConfig.from_source(locate(str(packed)))).experts
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,7 +7,6 @@ namespace {
 
 constexpr const char* kOp = "patched_experts";
 constexpr int kMostRows = 128;  // of a segment
-constexpr int64_t kMostHeld = 512;  // experts
 
 enum class Numbers : int64_t { kInt4, kMxfp4, kFp8 };  // in the order of raylm/ops/patches.py
 
@@ -129,7 +128,7 @@ void check(const Call& c) {
   if (!is_aligned(c.x.data_ptr()) || c.x.stride(0) % 8 || !is_aligned(c.gate_up.data_ptr()) || !is_aligned(c.down.data_ptr())) {
     fail(kOp, "rows of x or weights are not 16-byte aligned");
   }
-  if (c.down.size(0) > kMostHeld) fail(kOp, "down has ", c.down.size(0), " experts, must have at most ", kMostHeld);
+  if (c.down.size(0) > kMostExperts) fail(kOp, "down has ", c.down.size(0), " experts, must have at most ", kMostExperts);
   if (!kHopperKernels || compute_major(c.x.get_device_index()) != 9) fail(kOp, "has kernels for Hopper GPUs alone");
 }
 

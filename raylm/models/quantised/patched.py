@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raylm import ops
+from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_EXPERTS, ExpertForm, Int4Form, PatchForm
 from raylm.models.quantised.grid import PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _BITS = 4
 _LAYOUTS = ("packed", "gptq", "awq")
 _FP8_BITS = 8
+_NAN = 0x7F
+"""A code of FP8, but for its sign."""
 
 
 def form_of(scheme: Scheme) -> Int4Form | None:
@@ -108,7 +111,10 @@ class PatchedTensor(Kept):
 
     def _pack(self, numbers: list[Tensor]) -> Tensor:
         if self.form == FP8_EXPERTS:
-            return ops.pack_fp8(*numbers)
+            codes, scales = numbers
+            if bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
+                raise ConfigError(f"{self.path}: tensor {self.source.main.name} holds codes that are no numbers")
+            return ops.pack_fp8(codes, scales)
         return ops.pack_int4(*numbers, self.form.group, self.form.columns)
 
 

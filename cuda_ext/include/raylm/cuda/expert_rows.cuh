@@ -12,7 +12,7 @@ namespace raylm::cuda {
 constexpr int kOrderWarps = 16;
 constexpr int kOrderThreads = kOrderWarps * kWarp;
 constexpr int kOrderAhead = 8;  // of a lane's pairs, read before they are looked at
-constexpr int kMostExperts = kOrderThreads;
+static_assert(kMostExperts <= kOrderThreads);
 
 struct OrderParams {
   const int64_t* chosen;  // [pairs]

@@ -1,7 +1,7 @@
 // Products of rows with the weights of their experts, for Hopper: out = x W[expert]^T (+ bias), or its gated activation.
 //
 // Rows lie in the order of their experts, and which rows are whose stands in a list of segments, on the device alone. A
-// block takes tiles of `Width` rows of W for one segment. One of its threads fetches and runs ahead, also into the next
+// block takes tiles of `Width` rows of W for one segment. One of its threads (of codes, a warp) fetches and runs ahead, also into the next
 // tile; one or two groups of four warps multiply by wgmma, with W as its A operand, whose height is fixed, and x as its B
 // operand, whose width follows the segment: so few rows cost few instructions. Of a gated product, W's rows come to shared
 // memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread then has the gate of a column and

@@ -5,6 +5,8 @@
 
 namespace raylm::cuda {
 
+constexpr int kMostExperts = 512;
+
 // Neighbouring rows of one expert that a product takes at a time. `source`: the first of them among the rows of x.
 struct alignas(16) Segment {
   int expert, first, rows, source;

@@ -64,7 +64,8 @@ struct Fp8Codes {
 };
 
 // Floats of 4 bits (e2m1), of which 32 columns have one scale, a power of two (e8m0): OCP Microscaling Formats, MXFP4. As
-// above the numbers made of codes are too small, 2^126 times; of that the scale takes half, so that neither is too large.
+// above the numbers made of codes are too small, 2^126 times; of that the scale takes half, so that neither is too large
+// for exponents up to 191, that of 2^64.
 template <typename T>
 struct Mxfp4Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);  // float16 does not hold all of the scales
