@@ -199,13 +199,8 @@ def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: torch.dtype, de
     name = dtype_name(dtype)
 
     if quantises(arch, config.model):
-        return [
-            Choice(
-                "quantization",
-                "fp8",
-                "model.quantization: linear layers and experts are quantised while they are loaded",
-            )
-        ]
+        reason = "model.quantization: linear layers and experts are quantised while they are loaded"
+        return [Choice("quantization", "fp8", reason)]
     if dummy_scheme(arch, dtype, device) != AS_NUMBERS and config.model.weights == "stored":
         return [Choice("stored weights", str(arch.quantisation), f"computed with as stored; all others are {name}")]
     if arch.quantisation is None or not arch.quantisation.of_weights:

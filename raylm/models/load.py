@@ -53,7 +53,8 @@ def load_model(
     kernels that read them so; else they are converted to `dtype`.
     With `quantise`, linear layers and experts are quantised to FP8 while they are loaded. With `cache_codes` the KV
     cache will hold 8-bit floats, whose scales are read too. `fill` is tried first and may fill the model from
-    elsewhere; it says if it has. Raises ConfigError when the format is not the source's, or the checkpoint is damaged or does not fit.
+    elsewhere; it says if it has. Raises ConfigError when the format is not the source's, or the checkpoint is damaged
+    or does not fit.
     """
     check_format(source, load_format)
     names = family_of(arch.architecture).names
