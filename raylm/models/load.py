@@ -22,7 +22,7 @@ from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, dummy_scheme, has_fp8, read_scheme, stored_forms
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, dummy_scheme, has_fp8, not_kept, read_scheme, stored_forms
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -90,6 +90,13 @@ def load_model(
         found = ", ".join(f"{count} in {name}" for name, count in sorted(forms.items()))
         how = "quantised while they were loaded" if quantise else "computed with as they are stored"
         logger.info("weights: %s: %s; activations and all other weights are %s", how, found, dtype_name(dtype))
+    if others := not_kept(model, scheme):
+        logger.info(
+            "weights: matrices that are %s all the same: %d; ranks cut their blocks or patches, kernels do not take "
+            "their sizes, or what is computed in one product with them is stored otherwise",
+            dtype_name(dtype),
+            others,
+        )
     return model
 
 

@@ -213,3 +213,15 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
         elif isinstance(module, ScaledWeight):
             found[f"{dtype_name(module.codes.dtype)} with a scale a row"] += 1
     return found
+
+
+def not_kept(model: DecoderModel, scheme: Scheme) -> int:
+    """How many matrices of a model have its dtype although the scheme has another form for them."""
+    count = 0
+    for name, module in model.named_modules():
+        if isinstance(module, PlainWeight):
+            count += module.values.dtype == model.dtype and bool(scheme.forms(name))
+        elif isinstance(module, ParallelExperts) and module.form is None:
+            num_experts = len(module.down_proj)
+            count += _MATRICES_OF_EXPERT * num_experts * (scheme.of_experts(f"{name}.", num_experts) is not None)
+    return count

@@ -93,11 +93,14 @@ def test_gpt_oss_stays_in_mxfp4(tmp_path: Path) -> None:
         torch.testing.assert_close(logits[name], expected_logits[name], atol=1e-4, rtol=1e-4)
 
 
-def test_what_ranks_would_cut_is_decoded(tmp_path: Path) -> None:
+def test_what_ranks_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Shares of 48 columns."""
     packed, twin = test_mxfp4.write_both(tmp_path)
     context = ParallelContext(1, 1, 2, 0, 1, CPU)
-    stored, expected = (experts_of(load(path, context=context, as_stored=True)) for path in (packed, twin))
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        stored, expected = (experts_of(load(path, context=context, as_stored=True)) for path in (packed, twin))
+    matrices = 2 * 2 * len(expected[0].down_proj)
+    assert sum(f"weights: matrices that are float32 all the same: {matrices};" in each for each in caplog.messages) == 1
     assert stored[0].form is None and torch.equal(stored[0].down_proj, expected[0].down_proj)
 
 

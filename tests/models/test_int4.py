@@ -67,10 +67,14 @@ def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp
 
 
 @pytest.mark.usefixtures("kernels")
-def test_what_a_rank_would_cut_is_decoded(tmp_path: Path) -> None:
+def test_what_a_rank_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed, dense = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["awq"])
     context = ParallelContext(1, 1, 2, 0, 1, CPU)
-    layer = load(packed, context=context, as_stored=True).layers["0"]
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        layer = load(packed, context=context, as_stored=True).layers["0"]
+    assert any(
+        "weights: matrices that are float32 all the same: 1; ranks cut" in message for message in caplog.messages
+    )
     expected = load(dense, context=context).layers["0"]
     assert isinstance(layer.mlp.down_proj.weight, Int4Weight)  # 512 columns a rank
     assert isinstance(layer.self_attn.o_proj.weight, PlainWeight)  # 256
