@@ -22,7 +22,7 @@ from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, dummy_scheme, has_fp8, not_kept, read_scheme, stored_forms
+from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, dummy_scheme, has_fp8, not_kept, read_scheme, stored_forms
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -86,18 +86,24 @@ def load_model(
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
+    _log_forms(model, scheme, quantised=quantise)
+    return model
+
+
+def _log_forms(model: DecoderModel, scheme: Scheme, *, quantised: bool) -> None:
+    """What matrices are, and what they are in spite of the scheme."""
+    dtype = dtype_name(model.dtype)
     if forms := stored_forms(model):
         found = ", ".join(f"{count} in {name}" for name, count in sorted(forms.items()))
-        how = "quantised while they were loaded" if quantise else "computed with as they are stored"
-        logger.info("weights: %s: %s; activations and all other weights are %s", how, found, dtype_name(dtype))
+        how = "quantised while they were loaded" if quantised else "computed with as they are stored"
+        logger.info("weights: %s: %s; activations and all other weights are %s", how, found, dtype)
     if others := not_kept(model, scheme):
         logger.info(
             "weights: matrices that are %s all the same: %d; ranks cut their blocks or patches, kernels do not take "
             "their sizes, or what is computed in one product with them is stored otherwise",
-            dtype_name(dtype),
+            dtype,
             others,
         )
-    return model
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:

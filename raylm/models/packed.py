@@ -15,18 +15,16 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
 from raylm.models.quantised.matrix import Span
-from raylm.models.quantised.patched import numbers_of
+from raylm.models.quantised.patched import check_exponents, numbers_of
 
 _CHUNK_VALUES = 1 << 19
 """Read at a time."""
-_BIAS = 127
-"""Of exponents as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """An expert's weight, with the interface of CheckpointTensor. Pieces are patches, uint8 [rows / 16, bytes]: MXFP4's
-    codes as they are stored, of all others numbers rounded to FP8."""
+    """An expert's weight, with the interface of CheckpointTensor. Pieces are patches, uint8 [rows / 16, bytes]:
+    GPT-OSS's codes as they are stored, of all others numbers rounded to FP8."""
 
     source: Source
     form: ExpertForm
@@ -70,9 +68,5 @@ class PackedTensor:
         if self.form != MXFP4_EXPERTS or not isinstance(source, MXFP4Tensor):
             raise ConfigError(f"{source.path}: tensor {source.name} is not stored as {self.form}, as other experts are")
         codes, exponents = source.codes(start, stop, columns)
-        if bool((exponents > ops.MOST_EXPONENT).any()):
-            raise ConfigError(
-                f"{source.path}: tensor {source.scales.name} holds scales that are no finite numbers, or above 2 ** "
-                f"{ops.MOST_EXPONENT - _BIAS}, the largest that kernels take"
-            )
+        check_exponents(exponents, f"{source.path}: tensor {source.scales.name}")
         return ops.pack_mxfp4(codes, exponents)

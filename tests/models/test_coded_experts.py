@@ -61,6 +61,8 @@ def read(experts: ParallelExperts) -> list[Tensor]:
     [
         ("fp8_128", FP8_EXPERTS, 2),
         ("fp8", FP8_EXPERTS, 1),
+        ("quark_mxfp4", MXFP4_EXPERTS, 2),
+        ("ct_mxfp4", MXFP4_EXPERTS, 1),
         ("awq", ExpertForm("int4", 32), 2),
         ("ct_w4a16_zeros", ExpertForm("int4", 32), 1),
     ],

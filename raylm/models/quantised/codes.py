@@ -68,6 +68,11 @@ class Nibbles:
         values = e2m1(read(self.tensor, rows, (first, last)).numpy())
         return values[:, columns[0] - 2 * first : columns[1] - 2 * first]
 
+    def bits(self, rows: Span, columns: Span) -> Tensor:
+        """The same as they are stored: uint8, 0 to 15. `columns` begin and end with a byte."""
+        data = read(self.tensor, rows, (columns[0] // 2, columns[1] // 2))
+        return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
+
 
 @dataclass(frozen=True, slots=True)
 class TableNibbles:

@@ -1,5 +1,5 @@
 """Weights put into patches while they are read, as GPUs' kernels take them: integers of 4 bits or fewer in groups, and
-experts' floats of 8 bits."""
+experts' floats of 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_EXPERTS, ExpertForm, Int4Form, PatchForm
+from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm, Int4Form, PatchForm
+from raylm.models.quantised.codes import Nibbles
 from raylm.models.quantised.grid import PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
 from raylm.models.quantised.matrix import Span
@@ -27,6 +28,8 @@ _LAYOUTS = ("packed", "gptq", "awq")
 _FP8_BITS = 8
 _NAN = 0x7F
 """A code of FP8, but for its sign."""
+_MANTISSA_BITS, _BIAS = 23, 127
+"""Of float32; exponents of MXFP4's scales have the same bias."""
 
 
 def form_of(scheme: Scheme) -> Int4Form | None:
@@ -58,9 +61,12 @@ def expert_form_of(scheme: Scheme) -> ExpertForm | None:
     """The same of experts' weights."""
     if (integers := form_of(scheme)) is not None:
         return ExpertForm("int4", integers.group)
-    floats = scheme.layout == "values" and scheme.numbers == "float" and scheme.bits == _FP8_BITS
-    plain = not scheme.two_scales and scheme.zero == "none" and scheme.columns % FP8_EXPERTS.columns == 0
-    return FP8_EXPERTS if floats and plain else None
+    if scheme.numbers != "float" or scheme.two_scales or scheme.zero != "none":
+        return None
+    if scheme.layout == "nibbles" and scheme.exponents and (scheme.rows, scheme.columns) == (1, MXFP4_EXPERTS.group):
+        return MXFP4_EXPERTS
+    is_fp8 = scheme.layout == "values" and scheme.bits == _FP8_BITS and scheme.columns % FP8_EXPERTS.columns == 0
+    return FP8_EXPERTS if is_fp8 else None
 
 
 def expert_form(tensor: QuantisedTensor) -> ExpertForm | None:
@@ -69,9 +75,12 @@ def expert_form(tensor: QuantisedTensor) -> ExpertForm | None:
         return ExpertForm("int4", integers.group)
     form, decoder = expert_form_of(tensor.scheme), tensor.decoder
     rows, columns = tensor.shape
-    is_whole = rows % ops.PATCH_ROWS == 0 and not (tensor.scheme.columns and columns % ops.SHORT_PATCH)
-    has_codes = tensor.main.encoding.dtype == ops.CODES and isinstance(decoder, Grouped) and decoder.zeros is None
-    return form if form == FP8_EXPERTS and is_whole and has_codes else None
+    if form is None or rows % ops.PATCH_ROWS or (tensor.scheme.columns and columns % form.group):
+        return None
+    if not isinstance(decoder, Grouped) or decoder.zeros is not None:
+        return None
+    is_stored_so = isinstance(decoder.codes, Nibbles) or tensor.main.encoding.dtype == ops.CODES
+    return form if is_stored_so else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +113,35 @@ class PatchedTensor(Kept):
         size = rows[1] - rows[0], -(-(columns[1] - columns[0]) // self.form.group)
         # A scale a row is that of all columns: also where these are fewer than a group.
         scales, zeros = decoder.numbers(rows, columns if decoder.columns else (0, self.form.group), self.form.group)
+        if isinstance(decoder.codes, Nibbles):
+            return [decoder.codes.bits(rows, columns), scales.expand(size)]
         codes = decoder.codes.read(rows, columns)
         if zeros is None:
             return [codes, scales.expand(size)]
         return [codes.to(torch.uint8), scales.expand(size), zeros.expand(size)]
 
     def _pack(self, numbers: list[Tensor]) -> Tensor:
+        where = f"{self.path}: tensor {self.source.main.name}"
+        codes, scales, *_ = numbers
         if self.form == FP8_EXPERTS:
-            codes, scales = numbers
             if bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
-                raise ConfigError(f"{self.path}: tensor {self.source.main.name} holds codes that are no numbers")
+                raise ConfigError(f"{where} holds codes that are no numbers")
             return ops.pack_fp8(codes, scales)
+        if self.form == MXFP4_EXPERTS:
+            # Powers of two: nothing but an exponent.
+            exponents = (scales.contiguous().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+            check_exponents(exponents, where)
+            return ops.pack_mxfp4(codes, exponents)
         return ops.pack_int4(*numbers, self.form.group, self.form.columns)
+
+
+def check_exponents(exponents: Tensor, where: str) -> None:
+    """Raises ConfigError for exponents of MXFP4's scales that kernels do not take; `where` names the tensor."""
+    if bool((exponents > ops.MOST_EXPONENT).any()):
+        raise ConfigError(
+            f"{where} holds scales that are no finite numbers, or above 2 ** {ops.MOST_EXPONENT - _BIAS}, the largest "
+            "that kernels take"
+        )
 
 
 def numbers_of(form: PatchForm, columns: Span | None, size: int) -> Span:
