@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from raylm.bench.shapes import SHAPES, shape_named
+from raylm.bench.shapes import QUANTISED, SHAPES, shape_named
 from raylm.errors import ConfigError
 
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -25,17 +25,16 @@ def write_dummy(folder: Path, *, num_layers: int = 1, max_position: int = 8192) 
     return folder
 
 
-AWQ: dict[str, object] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-
-
-def write_shape(name: str, folder: Path, *, awq: bool = False) -> Path:
-    """Write a folder with the config.json of a public model, one of SHAPES in any case; with `awq`, of a checkpoint in
-    that format. Raises ConfigError."""
+def write_shape(name: str, folder: Path, *, quantised: str | None = None) -> Path:
+    """Write a folder with the config.json of a public model, one of SHAPES in any case, or of a checkpoint of it that
+    is `quantised` as one of QUANTISED. Raises ConfigError."""
     if (known := shape_named(name)) is None:
         raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
     _write_tokenizer(folder, int(str(SHAPES[known]["vocab_size"])))
     config = {**SHAPES[known], "torch_dtype": "bfloat16", "hidden_act": "silu"}
-    _write(folder / "config.json", {**config, "quantization_config": AWQ} if awq else config)
+    if quantised is not None:
+        config["quantization_config"] = QUANTISED[quantised]
+    _write(folder / "config.json", config)
     return folder
 
 

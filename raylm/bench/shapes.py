@@ -114,6 +114,12 @@ SHAPES: dict[str, dict[str, object]] = {
     },
 }
 """Name -> config.json, as the models' publishers have it."""
+QUANTISED: dict[str, dict[str, object]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "fp8-blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+"""Formats of checkpoints -> quantization_config."""
 
 
 def shape_named(name: str) -> str | None:

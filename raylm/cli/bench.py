@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylm.bench.shapes import SHAPES
+from raylm.bench.shapes import QUANTISED, SHAPES
 from raylm.cli.bench_autoscaling import add_autoscaling
 from raylm.cli.bench_routing import add_routing
 from raylm.cli.bench_serve import add_cases, add_report, add_serve
@@ -161,7 +161,7 @@ def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write config.json and a tokenizer")
-    parser.add_argument("--awq", action="store_true", help="of a checkpoint of 4-bit integers in groups of 128")
+    parser.add_argument("--quantised", choices=list(QUANTISED), help="of a checkpoint in this format")
     parser.set_defaults(run=_shape)
 
 
@@ -304,7 +304,7 @@ def _all_reduce(args: argparse.Namespace, emit: Emit) -> None:
 def _shape(args: argparse.Namespace) -> int:
     from raylm.bench.dummy import write_shape
 
-    print(write_shape(args.name, args.folder, awq=args.awq))
+    print(write_shape(args.name, args.folder, quantised=args.quantised))
     return 0
 
 

@@ -14,7 +14,7 @@ from raylm.config.engine import EngineConfig, ParallelConfig
 from raylm.config.resolve import resolve
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
-from raylm.models.arch import ArchConfig
+from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.blocks import Build
 from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
@@ -63,6 +63,35 @@ def test_an_fp8_cache_holds_twice_as_many_tokens(llama_8b: ArchConfig) -> None:
     assert narrow.num_blocks == pytest.approx(2 * wide.num_blocks, abs=1)
     # A batch whose requests are half as large to read.
     assert narrow.batch_tokens_s > 1.5 * wide.batch_tokens_s
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name", "expert_bytes", "form"),
+    [
+        ("gpt-oss-20b", "mxfp4", 1088 / 2048, "mxfp4 with a scale for each 32 columns"),
+        ("qwen3-30b-a3b", "fp8-blocks", 2112 / 2048, "fp8 with a scale for each 128 columns"),
+        ("qwen3-30b-a3b", "awq", 1088 / 2048, "int4 with a scale for each 128 columns"),
+    ],
+)
+def test_experts_in_codes_take_their_bytes(
+    name: str, format_name: str, expert_bytes: float, form: str, tmp_path: Path
+) -> None:
+    plain = arch_of(name, tmp_path / "plain")
+    packed = ArchConfig.from_source(locate(str(write_shape(name, tmp_path / "packed", quantised=format_name))))
+    one, codes = (sizing(arch).plan(ParallelConfig()) for arch in (plain, packed))
+    assert codes.experts_kept_as == form and one.experts_kept_as is None
+    spec = plain.layers[0].mlp
+    assert isinstance(spec, ExpertsSpec)
+    sizes = [(2 * spec.size, plain.hidden_size), (plain.hidden_size, spec.size)]
+    numbers, held = (
+        plain.num_layers * spec.num_experts * sum(rows * (-(-columns // unit) * unit) for rows, columns in sizes)
+        for unit in (1, 128)  # columns of patches
+    )
+    saved = 2 * numbers - expert_bytes * held
+    # AWQ's linear layers are smaller as well.
+    assert one.weight_bytes - codes.weight_bytes == pytest.approx(saved, rel=1e-3 if codes.kept_as is None else 0.1)
+    if name.startswith("gpt"):
+        assert sizing(packed).plan(ParallelConfig(tensor=2)).experts_kept_as is None  # 1,440 columns a rank
 
 
 def test_a_step_reads_the_experts_that_its_tokens_go_to(tmp_path: Path) -> None:
