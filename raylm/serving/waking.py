@@ -11,6 +11,9 @@ from raylm.log import get_logger
 
 logger = get_logger(__name__)
 
+_TELL_AGAIN_S = 60.0
+"""For how long the log does not say once more that an application is woken."""
+
 
 class Waker:
     """Asks Serve for a replica of a model that has none. One call is under way for an application, however many
@@ -20,6 +23,7 @@ class Waker:
         """`call` returns when a replica of the application is there."""
         self._call = call or call_replica
         self._calls: dict[str, asyncio.Task[None]] = {}
+        self._told: dict[str, float] = {}
 
     def wake(self, application: str) -> None:
         task = self._calls.get(application)
@@ -27,7 +31,11 @@ class Waker:
             self._calls[application] = asyncio.get_running_loop().create_task(self._wake(application))
 
     async def _wake(self, application: str) -> None:
-        logger.info("application %s is woken: a request waits for its model", application)
+        # A replica that is there but takes no request (a model with another path) is asked for four times a second.
+        now = asyncio.get_running_loop().time()
+        if now - self._told.get(application, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told[application] = now
+            logger.info("application %s is woken: a request waits for its model", application)
         try:
             await self._call(application)
         except Exception as error:  # Serve's own and Ray's: whoever waits asks again in a moment.

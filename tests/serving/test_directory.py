@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -395,6 +396,19 @@ class Calls:
     async def __call__(self, application: str) -> None:
         self.asked.append(application)
         await self.there.wait()
+
+
+async def test_the_log_says_once_that_an_application_is_woken(caplog: pytest.LogCaptureFixture) -> None:
+    calls = Calls()
+    calls.there.set()
+    waker = Waker(calls)
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        for number in range(1, 4):
+            waker.wake("app")
+            await until(lambda number=number: len(calls.asked) == number)
+        waker.wake("other")
+        await until(lambda: "other" in calls.asked)
+    assert [record.args for record in caplog.records] == [("app",), ("other",)]
 
 
 async def test_a_model_that_sleeps_is_listed_and_a_request_wakes_it(catalogs, monkeypatch: pytest.MonkeyPatch) -> None:
