@@ -81,11 +81,26 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), OTHER)
 
 
+class WeightItems(NamedTuple):
+    """Bytes of a weight within the layers, where these are others than the model's dtype has."""
+
+    linear: float | None = None
+    expert: float | None = None
+
+
+AS_ACTIVATIONS = WeightItems()
+
+
 def needs(
-    arch: ArchConfig, step: StepShape, *, item: int, layer_item: float | None = None, cache_item: int | None = None
+    arch: ArchConfig,
+    step: StepShape,
+    *,
+    item: int,
+    weight_items: WeightItems = AS_ACTIVATIONS,
+    cache_item: int | None = None,
 ) -> dict[str, Need]:
     """What a step needs at least, by kind, on one device. `item`: bytes of a weight, an activation and a cached number;
-    `layer_item`: of a weight within the layers, and `cache_item`: of a cached number, where these are others.
+    `cache_item`: of a cached number, where that is another.
 
     Products read their weights and inputs and write their outputs; attention reads queries and keys and values of its
     context and writes its outputs; the rest reads and writes activations. What stays in the second-level cache between
@@ -94,9 +109,12 @@ def needs(
     tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     products = layers * [_Product(hidden, q + 2 * kv, tokens), _Product(q, hidden, tokens)]
-    layer_item, cache_item = layer_item or item, cache_item or item
+    linear_item, expert_item, cache_item = weight_items.linear or item, weight_items.expert or item, cache_item or item
     products += [product for layer in arch.layers for product in _mlp_products(layer.mlp, hidden, tokens)]
-    weights = sum(product.copies * product.k * product.n for product in products)
+    weights = sum(
+        (expert_item if product.of_experts else linear_item) * product.copies * product.k * product.n
+        for product in products
+    )
     flops = sum(2 * product.rows * product.k * product.n for product in products)
     head_weights = hidden * arch.vocab_size
     moved = sum(product.rows * (product.k + product.n) for product in products)
@@ -111,10 +129,10 @@ def needs(
     logits = step.logit_rows
     head = Need(item * (head_weights + logits * (hidden + arch.vocab_size)), 2 * logits * head_weights)
     return {
-        "products": Need(layer_item * weights + item * moved + head.bytes, flops + head.flops),
+        "products": Need(weights + item * moved + head.bytes, flops + head.flops),
         "attention": attention,
         # A kernel that runs all layers does their products and attention: the head is the only product beside it.
-        _TOGETHER: Need(layer_item * weights + attention.bytes, flops + attention.flops),
+        _TOGETHER: Need(weights + attention.bytes, flops + attention.flops),
         _HEAD: head,
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
@@ -130,6 +148,7 @@ class _Product(NamedTuple):
     n: int
     rows: float
     copies: float = 1.0
+    of_experts: bool = False
 
 
 def _mlp_products(mlp: MLPSpec | ExpertsSpec, hidden: int, tokens: float) -> list[_Product]:
@@ -138,7 +157,8 @@ def _mlp_products(mlp: MLPSpec | ExpertsSpec, hidden: int, tokens: float) -> lis
         return [_Product(hidden, (1 + mlp.gated) * mlp.size, tokens), _Product(mlp.size, hidden, tokens)]
     touched = mlp.num_experts * (1 - (1 - mlp.per_token / mlp.num_experts) ** tokens)
     rows = tokens * mlp.per_token
-    pair = [_Product(hidden, 2 * mlp.size, rows, touched), _Product(mlp.size, hidden, rows, touched)]
+    sizes = (hidden, 2 * mlp.size), (mlp.size, hidden)
+    pair = [_Product(k, n, rows, touched, of_experts=True) for k, n in sizes]
     return pair if mlp.shared is None else pair + _mlp_products(mlp.shared, hidden, tokens)
 
 

@@ -22,6 +22,7 @@ from raylm.bench.report import KindResult, TraceResult
 from raylm.bench.roofline import (
     Peaks,
     StepShape,
+    WeightItems,
     decode_shape,
     kind_results,
     kinds_us,
@@ -36,7 +37,7 @@ from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
-from raylm.layers.slots import Int4Form
+from raylm.layers.slots import PatchForm
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.scheme import Scheme, wanted_scheme
@@ -85,23 +86,23 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         arch = ArchConfig.from_source(locate(config.model.reference))
         scheme = wanted_scheme(arch, config.model)
         peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scheme.scales_rows)
-        layer_item = _layer_item(scheme)
-        return [_trace(engine, config.model.served_name, batch, work, arch, peaks, layer_item) for batch in batches]
+        items = _weight_items(scheme)
+        return [_trace(engine, config.model.served_name, batch, work, arch, peaks, items) for batch in batches]
     finally:
         engine.shutdown()
 
 
-def _layer_item(scheme: Scheme) -> float | None:
-    """Bytes of a weight within the layers; None for those of the model's dtype."""
-    if isinstance(scheme.linears, Int4Form):
-        return scheme.linears.patch_bytes / (ops.PATCH_ROWS * scheme.linears.columns)
-    return 1 if scheme.scales_rows else None
+def _weight_items(scheme: Scheme) -> WeightItems:
+    linear, expert = (
+        form.patch_bytes / (ops.PATCH_ROWS * form.columns) if isinstance(form, PatchForm) else None
+        for form in (scheme.linears, scheme.experts)
+    )
+    return WeightItems(1 if scheme.scales_rows else linear, expert)
 
 
 def _trace(
-    engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks, layer_item: float | None
+    engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks, items: WeightItems
 ) -> Traced:
-    """`layer_item`: as needs takes it."""
     for attempt in range(2):  # First times are not what a trace is about.
         run_work(engine, batch, work, salt=attempt, watch=nullcontext())
     _, unprofiled = run_work(engine, batch, work, salt=2, watch=nullcontext())
@@ -113,7 +114,7 @@ def _trace(
         spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
     result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
     item, cache_item = (getattr(torch, name).itemsize for name in (engine.info.dtype, engine.info.cache_dtype))
-    needed = needs(arch, _shape(batch, work, steps), item=item, layer_item=layer_item, cache_item=cache_item)
+    needed = needs(arch, _shape(batch, work, steps), item=item, weight_items=items, cache_item=cache_item)
     kinds = kind_results(
         kinds_us(spans, steps),
         needed,

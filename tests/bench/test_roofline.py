@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from raylm.bench.dummy import write_shape
@@ -9,6 +11,7 @@ from raylm.bench.roofline import (
     OTHER,
     Need,
     Peaks,
+    WeightItems,
     decode_shape,
     kind_of,
     kind_results,
@@ -88,10 +91,21 @@ def test_a_kind_is_held_against_what_it_needs() -> None:
 
 
 def test_weights_of_the_layers_may_have_fewer_bytes_than_the_head(llama: ArchConfig) -> None:
-    halves, bytes_each = (needs(llama, decode_shape(1, 100), item=2, layer_item=item)["products"] for item in (None, 1))
+    items = (WeightItems(item) for item in (None, 1))
+    halves, bytes_each = (needs(llama, decode_shape(1, 100), item=2, weight_items=each)["products"] for each in items)
     head = 128256 * 4096
     assert halves.flops == bytes_each.flops
     assert bytes_each.bytes - 2 * head == pytest.approx((halves.bytes - 2 * head) / 2, rel=1e-2)
+
+
+def test_experts_may_have_others_still(tmp_path: Path) -> None:
+    arch = ArchConfig.from_source(locate(str(write_shape("gpt-oss-20b", tmp_path))))
+    halves, codes = (
+        needs(arch, decode_shape(1, 100), item=2, weight_items=WeightItems(expert=item))["products"]
+        for item in (None, 0.5)
+    )
+    experts = 24 * 4 * 3 * 2880 * 2880  # four of a token
+    assert halves.bytes - codes.bytes == pytest.approx(1.5 * experts, rel=1e-6) and halves.flops == codes.flops
 
 
 def test_layers_in_one_kernel_leave_the_head(llama: ArchConfig) -> None:
