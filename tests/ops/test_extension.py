@@ -20,11 +20,12 @@ def test_status_of_what_is_installed():
     else:
         assert status.loaded, str(status)
         # What is done with logits is torch's on a CPU, and so is all with FP8 and int4; a gated product is two
-        # operators, whole layers have an operator of their own, and CPUs reduce through a process group.
+        # operators, whole layers have an operator of their own, CPUs reduce through a process group, and a
+        # deterministic engine is for GPUs.
         logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
         torchs = ("gated_linear", "few_layers", "route", "experts", "patched_experts", *logits)
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
-        elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "int4_"))}
+        elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "int4_", "invariant_"))}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)
 
