@@ -25,7 +25,9 @@ def test_status_of_what_is_installed():
         logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
         torchs = ("gated_linear", "few_layers", "route", "experts", "patched_experts", *logits)
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
-        elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "int4_", "invariant_"))}
+        elsewhere = {
+            name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "int4_", "invariant_"))
+        }
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)
 
