@@ -151,24 +151,16 @@ def _resolved(config: EngineConfig) -> dict[str, Any]:
 
 
 def _model_choices(config: EngineConfig, device: torch.device) -> list[Choice]:
-    from raylm.layers.attention_backends import Setting, choose_backend
+    from raylm.layers.attention_backends import choose_backend
     from raylm.layers.dtypes import dtype_name
     from raylm.model_files.source import locate
     from raylm.models.check import check_model
+    from raylm.models.coverage import setting_of
     from raylm.worker.device import choose_dtype
 
     arch, source = check_model(config), locate(config.model.reference)
     dtype = choose_dtype(config.model.dtype, arch.dtype, device)
-    setting = Setting(
-        device,
-        dtype,
-        arch.head_dim,
-        config.cache.block_size,
-        alibi=arch.alibi,
-        sinks=arch.sinks,
-        codes=config.cache.dtype == "fp8",
-        deterministic=config.runtime.deterministic,
-    )
+    setting = setting_of(config, arch, dtype, device)
     backend, reason = choose_backend(config.runtime.attention, setting)
     length = config.model.max_model_len
     return [

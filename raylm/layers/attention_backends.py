@@ -69,9 +69,12 @@ def _unchanged(meta: AttentionMetadata) -> AttentionMetadata:
     return meta
 
 
-def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
+def _attend(
+    operator: Callable[..., Tensor], q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores
+) -> Tensor:
+    """By one of raylm's operators."""
     k_cache, v_cache = cache
-    return ops.paged_attention(
+    return operator(
         q,
         k_cache,
         v_cache,
@@ -84,11 +87,14 @@ def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Sc
         window=scores.window,
         soft_cap=scores.soft_cap,
         alibi_slopes=scores.alibi_slopes,
-        arrivals=step.arrivals,
         sinks=scores.sinks,
         k_scale=scores.cache.keys,
         v_scale=scores.cache.values,
     )
+
+
+def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
+    return _attend(partial(ops.paged_attention, arrivals=step.arrivals), q, cache, step, scores)
 
 
 RAYLM = AttentionBackend("raylm", _unchanged, _attend_raylm, supports_graphs=True)
@@ -96,24 +102,7 @@ RAYLM = AttentionBackend("raylm", _unchanged, _attend_raylm, supports_graphs=Tru
 
 
 def _attend_invariant(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
-    k_cache, v_cache = cache
-    return ops.invariant_attention(
-        q,
-        k_cache,
-        v_cache,
-        step.block_table,
-        step.query_start,
-        step.seq_lens,
-        max_query_len=step.max_query_len,
-        max_seq_len=step.max_seq_len,
-        scale=scores.scale,
-        window=scores.window,
-        soft_cap=scores.soft_cap,
-        alibi_slopes=scores.alibi_slopes,
-        sinks=scores.sinks,
-        k_scale=scores.cache.keys,
-        v_scale=scores.cache.values,
-    )
+    return _attend(ops.invariant_attention, q, cache, step, scores)
 
 
 INVARIANT = AttentionBackend("raylm", _unchanged, _attend_invariant, supports_graphs=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import ExpertForm, Slot, SlotName, empty_parameter
+from raylm.layers.slots import ExpertForm, Slot, SlotName, empty_parameter, row_bytes
 from raylm.parallel.context import ParallelContext
 
 
@@ -75,7 +75,7 @@ class ParallelExperts(nn.Module):
 
     def _width(self, columns: int) -> int:
         """Elements of a row, or of a row of patches."""
-        return columns if self.form is None else self.form.row_bytes(columns)
+        return columns if self.form is None else row_bytes(self.form, columns)
 
     def slots(self) -> dict[SlotName, Slot]:
         """Each expert's as MLPs have them."""

@@ -42,10 +42,6 @@ class Int4Form(NamedTuple):
     def patch_bytes(self) -> int:
         return ops.patch_bytes(self.group)
 
-    def row_bytes(self, columns: int) -> int:
-        """Of patches beside each other that hold so many columns."""
-        return -(-columns // self.columns) * self.patch_bytes
-
 
 class ExpertForm(NamedTuple):
     """Codes of experts' weights, in patches of 16 rows and 128 columns (raylm/ops/patches.py)."""
@@ -63,10 +59,6 @@ class ExpertForm(NamedTuple):
     def patch_bytes(self) -> int:
         return ops.short_patch_bytes(self.numbers, self.group)
 
-    def row_bytes(self, columns: int) -> int:
-        """Of patches beside each other that hold so many columns."""
-        return -(-columns // self.columns) * self.patch_bytes
-
     def __str__(self) -> str:
         return f"{self.numbers} with a scale for each {self.group} columns"
 
@@ -74,6 +66,11 @@ class ExpertForm(NamedTuple):
 PatchForm = Int4Form | ExpertForm
 FP8_EXPERTS = ExpertForm("fp8", ops.SHORT_PATCH)
 MXFP4_EXPERTS = ExpertForm("mxfp4", ops.MXFP4_GROUP)
+
+
+def row_bytes(form: PatchForm, columns: int) -> int:
+    """Of patches beside each other that hold so many columns."""
+    return -(-columns // form.columns) * form.patch_bytes
 
 
 @dataclass(frozen=True, slots=True)

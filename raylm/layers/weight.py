@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import BlockForm, Int4Form, Slot, SlotName, empty_parameter
+from raylm.layers.slots import BlockForm, Int4Form, Slot, SlotName, empty_parameter, row_bytes
 
 Form = BlockForm | Int4Form | torch.dtype
 Forms = Mapping[str | None, Form]
@@ -59,7 +59,7 @@ class Columns(NamedTuple):
         cuts = self.share < self.size and any(count % form.columns for count in self)
         if cuts or self.share % ops.INT4_COLUMNS:
             return None
-        return Columns(*map(form.row_bytes, self))
+        return Columns(*(row_bytes(form, count) for count in self))
 
 
 class PlainWeight(nn.Module):

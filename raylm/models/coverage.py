@@ -5,9 +5,24 @@ from __future__ import annotations
 import torch
 
 from raylm import ops
+from raylm.config.engine import EngineConfig
 from raylm.layers.attention_backends import INVARIANT, RAYLM, AttentionBackend, Setting
 from raylm.layers.dtypes import dtype_name
 from raylm.models.arch import ArchConfig
+
+
+def setting_of(config: EngineConfig, arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> Setting:
+    """What attention has to do."""
+    return Setting(
+        device,
+        dtype,
+        arch.head_dim,
+        config.cache.block_size,
+        alibi=arch.alibi,
+        sinks=arch.sinks,
+        codes=config.cache.dtype == "fp8",
+        deterministic=config.runtime.deterministic,
+    )
 
 
 def slow_parts(arch: ArchConfig, setting: Setting, attention: AttentionBackend) -> list[str]:

@@ -13,13 +13,13 @@ import torch
 from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import TransferError
-from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend, raylm_lacks
+from raylm.layers.attention_backends import AttentionBackend, choose_backend, raylm_lacks
 from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
 from raylm.model_files.source import ModelSource, locate
 from raylm.models.arch import ArchConfig
 from raylm.models.check import quantises, target_arch
-from raylm.models.coverage import slow_parts
+from raylm.models.coverage import setting_of, slow_parts
 from raylm.models.decoder import DecoderModel
 from raylm.models.from_peer import Peer, WeightSender, receive_weights
 from raylm.models.load import checkpoint_digest, load_model
@@ -131,16 +131,7 @@ def choose_attention(
     config: ResolvedEngine, device: torch.device, arch: ArchConfig, dtype: torch.dtype
 ) -> AttentionBackend:
     """What attention runs on. Raises ConfigError."""
-    setting = Setting(
-        device,
-        dtype,
-        arch.head_dim,
-        config.cache.block_size,
-        alibi=arch.alibi,
-        sinks=arch.sinks,
-        codes=config.cache.dtype == "fp8",
-        deterministic=config.runtime.deterministic,
-    )
+    setting = setting_of(config, arch, dtype, device)
     attention, reason = choose_backend(config.runtime.attention, setting)
     graphs = "" if attention.supports_graphs else ", no CUDA graphs"
     if device.type == "cuda" and (missing := raylm_lacks(device)):

@@ -149,14 +149,9 @@ Tensor by_numbers(const Int4Product& p) {
   return linear(p.x, numbers, p.bias, false);
 }
 
-int shift_of(int64_t group) {
-  if (group != 32 && group != 64 && group != 128) fail(kOp, "group is ", group, ", must be 32, 64 or 128");
-  return group == 32 ? 0 : group == 64 ? 1 : 2;
-}
-
 Tensor int4_linear(Tensor x, Tensor weight, int64_t group, std::optional<Tensor> bias, bool frozen) {
   constexpr int64_t kMost = 1 << 24;
-  const int shift = shift_of(group);
+  const int shift = shift_of(kOp, group);
   Arg(kOp, "x", x).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).last_contiguous();
   const int64_t k = x.size(1), bytes = divide_up(k, kPatchColumns) * patch_bytes(shift);
   Arg(kOp, "weight", weight).dtype({ScalarType::Byte}).dim(2).on_device_of(x).contiguous();

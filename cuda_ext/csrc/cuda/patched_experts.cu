@@ -132,17 +132,12 @@ void check(const Call& c) {
   if (!kHopperKernels || compute_major(c.x.get_device_index()) != 9) fail(kOp, "has kernels for Hopper GPUs alone");
 }
 
-int shift_of(int64_t group) {
-  if (group != 32 && group != 64 && group != 128) fail(kOp, "group is ", group, ", must be 32, 64 or 128");
-  return group == 32 ? 0 : group == 64 ? 1 : 2;
-}
-
 Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen,
                        std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias, int64_t activation,
                        double limit, int64_t numbers, int64_t group) {
   if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
   const Call call{x, gate_up, down, weights, chosen, gate_up_bias, down_bias, static_cast<ExpertAct>(activation),
-                  static_cast<float>(limit), shift_of(group)};
+                  static_cast<float>(limit), shift_of(kOp, group)};
   check(call);
   const bool half = x.scalar_type() == ScalarType::Half;
   if (half && numbers != 0) fail(kOp, "x has type float16, must have bfloat16 with such numbers");

@@ -158,8 +158,8 @@ struct OnlineSoftmax {
       peak[r] = fmaxf(peak[r], __shfl_xor_sync(kAllLanes, peak[r], 1));
       peak[r] = fmaxf(peak[r], __shfl_xor_sync(kAllLanes, peak[r], 2));
       base[r] = peak[r] == -INFINITY ? 0.0f : peak[r] * scale;  // a row that sees no key yet
-      // 1, not about 1, where nothing is raised: keys that the row does not see may come in steps before or after those that it sees, as
-      // many as its neighbours in the tile want, and must leave no trace.
+      // 1, not about 1, where nothing is raised: keys that the row does not see may come in steps before or after those that
+      // it sees, as many as its neighbours in the tile want, and must leave no trace.
       shrink[r] = top[r] == peak[r] ? 1.0f : exp2_approx(top[r] * scale - base[r]);
       top[r] = peak[r];
       total[r] *= shrink[r];
