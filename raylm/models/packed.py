@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
+from raylm.models.quantised.joined import Kept
 from raylm.models.quantised.matrix import Span
 from raylm.models.quantised.patched import check_exponents, numbers_of
 
@@ -22,28 +22,11 @@ _CHUNK_VALUES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
+class PackedTensor(Kept[Source]):
     """An expert's weight, with the interface of CheckpointTensor. Pieces are patches, uint8 [rows / 16, bytes]:
     GPT-OSS's codes as they are stored, of all others numbers rounded to FP8."""
 
-    source: Source
     form: ExpertForm
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
-
-    @property
-    def offset(self) -> int:
-        return self.source.offset
 
     @property
     def row_unit(self) -> int:

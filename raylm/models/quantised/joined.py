@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from raylm.models.quantised.matrix import Span, read
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from raylm.models.checkpoint import CheckpointTensor, Room
+    from raylm.models.checkpoint import CheckpointTensor, Room, Source
     from raylm.models.quantised.scheme import Scheme
 
+S = TypeVar("S", bound="Source")
 _CHUNK_VALUES = 1 << 19
 """Values decoded at a time: a piece stays in the CPU's cache between reading, decoding and copying."""
 
@@ -180,10 +181,10 @@ class QuantisedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A QuantisedTensor that is not decoded, with the interface of CheckpointTensor: subclasses say what pieces are."""
+class Kept(Generic[S]):
+    """A tensor with the interface of CheckpointTensor whose pieces are not numbers: subclasses say what they are."""
 
-    source: QuantisedTensor
+    source: S
 
     @property
     def name(self) -> str:

@@ -84,7 +84,7 @@ def expert_form(tensor: QuantisedTensor) -> ExpertForm | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PatchedTensor(Kept):
+class PatchedTensor(Kept[QuantisedTensor]):
     """A QuantisedTensor whose `int4_form` or `expert_form` is `form`. Pieces are patches, uint8 [rows / 16, bytes]."""
 
     form: PatchForm

@@ -77,7 +77,7 @@ def _has_half_scales(decoder: Grouped) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RepackedTensor(Kept):
+class RepackedTensor(Kept[QuantisedTensor]):
     """A QuantisedTensor whose `block_form` is `form`, as such blocks: uint8 [N, bytes of a row]."""
 
     form: BlockForm

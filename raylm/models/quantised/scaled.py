@@ -28,7 +28,7 @@ def is_scaled(tensor: QuantisedTensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledTensor(Kept):
+class ScaledTensor(Kept[QuantisedTensor]):
     """A QuantisedTensor that `is_scaled`: pieces are codes and scales as the file has them. A scale of the whole weight
     is repeated for each row."""
 
