@@ -21,7 +21,7 @@ from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 _TOGETHER, _HEAD = "layers in one kernel", "head"
 _KINDS = (
     (_TOGETHER, ("few_layers",)),
-    ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas", "int4_decode")),
+    ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas", "patched_decode")),
     ("attention", ("attention_kernel", "prefill_kernel", "prefill_hopper", "flash")),
     ("sums over ranks", ("all_reduce", "peer_", "nccl")),
     ("norms", ("norm_kernel", "norm_any")),

@@ -84,8 +84,9 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         if not engine.info.device.startswith("cuda"):
             raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
         arch = ArchConfig.from_source(locate(config.model.reference))
-        scheme = wanted_scheme(arch, config.model)
-        peaks = measure_peaks(getattr(torch, engine.info.dtype), scaled=scheme.scales_rows)
+        dtype = getattr(torch, engine.info.dtype)
+        scheme = wanted_scheme(arch, config.model, dtype)
+        peaks = measure_peaks(dtype, scaled=scheme.scales_rows)
         items = _weight_items(scheme)
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks, items) for batch in batches]
     finally:
@@ -94,7 +95,7 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
 
 def _weight_items(scheme: Scheme) -> WeightItems:
     linear, expert = (
-        form.patch_bytes / (ops.PATCH_ROWS * form.columns) if isinstance(form, PatchForm) else None
+        form.patch_bytes / (ops.PATCH_ROWS * ops.PATCH_COLUMNS) if isinstance(form, PatchForm) else None
         for form in (scheme.linears, scheme.experts)
     )
     return WeightItems(1 if scheme.scales_rows else linear, expert)

@@ -186,14 +186,14 @@ def _quantisation(arch: ArchConfig, config: EngineConfig, dtype: torch.dtype, de
     """How weights are quantised; nothing where they are not."""
     from raylm.layers.dtypes import dtype_name
     from raylm.models.check import quantises
-    from raylm.models.scheme import AS_NUMBERS, dummy_scheme, may_repack
+    from raylm.models.scheme import AS_NUMBERS, configured_scheme, may_repack
 
     name = dtype_name(dtype)
 
     if quantises(arch, config.model):
         reason = "model.quantization: linear layers and experts are quantised while they are loaded"
         return [Choice("quantization", "fp8", reason)]
-    if dummy_scheme(arch, dtype, device) != AS_NUMBERS and config.model.weights == "stored":
+    if configured_scheme(arch, dtype, device) != AS_NUMBERS and config.model.weights == "stored":
         return [Choice("stored weights", str(arch.quantisation), f"computed with as stored; all others are {name}")]
     if arch.quantisation is None or not arch.quantisation.of_weights:
         return []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import ExpertForm, Slot, SlotName, empty_parameter, row_bytes
+from raylm.layers.slots import PatchForm, Slot, SlotName, empty_parameter, row_bytes
 from raylm.parallel.context import ParallelContext
 
 
@@ -25,7 +25,7 @@ class ParallelExperts(nn.Module):
         *,
         bias: bool = False,
         limit: float = 0.0,
-        form: ExpertForm | None = None,
+        form: PatchForm | None = None,
         context: ParallelContext,
         dtype: torch.dtype,
     ) -> None:
@@ -100,9 +100,9 @@ class ParallelExperts(nn.Module):
 
 
 def _can_be(
-    form: ExpertForm, num_experts: int, hidden: int, size: int, dtype: torch.dtype, context: ParallelContext
+    form: PatchForm, num_experts: int, hidden: int, size: int, dtype: torch.dtype, context: ParallelContext
 ) -> bool:
     """Whether the device has kernels for a rank's share of such experts."""
     share = size // context.tensor_size
-    cuts = share < size and share % form.columns
+    cuts = share < size and share % ops.PATCH_COLUMNS
     return not cuts and ops.takes_patched_experts(form.numbers, num_experts, hidden, share, dtype, context.device)

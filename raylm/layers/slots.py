@@ -28,49 +28,28 @@ class BlockForm(NamedTuple):
     num_bytes: int
 
 
-class Int4Form(NamedTuple):
-    """Integers of 4 bits with a scale and a zero point for each `group` columns, in patches (ops.pack_int4)."""
-
-    group: int
-
-    @property
-    def columns(self) -> int:
-        """Of a patch."""
-        return ops.PATCH_COLUMNS
-
-    @property
-    def patch_bytes(self) -> int:
-        return ops.patch_bytes(self.group)
-
-
-class ExpertForm(NamedTuple):
-    """Codes of experts' weights, in patches of 16 rows and 128 columns (raylm/ops/patches.py)."""
+class PatchForm(NamedTuple):
+    """Codes in patches of 16 rows and 128 columns (raylm/ops/patches.py)."""
 
     numbers: ops.Numbers
     group: int
     """Columns that share a scale."""
 
     @property
-    def columns(self) -> int:
-        """Of a patch."""
-        return ops.SHORT_PATCH
-
-    @property
     def patch_bytes(self) -> int:
-        return ops.short_patch_bytes(self.numbers, self.group)
+        return ops.patch_bytes(self.numbers, self.group)
 
     def __str__(self) -> str:
         return f"{self.numbers} with a scale for each {self.group} columns"
 
 
-PatchForm = Int4Form | ExpertForm
-FP8_EXPERTS = ExpertForm("fp8", ops.SHORT_PATCH)
-MXFP4_EXPERTS = ExpertForm("mxfp4", ops.MXFP4_GROUP)
+FP8_PATCHES = PatchForm("fp8", ops.PATCH_COLUMNS)
+MXFP4_PATCHES = PatchForm("mxfp4", 32)
 
 
 def row_bytes(form: PatchForm, columns: int) -> int:
     """Of patches beside each other that hold so many columns."""
-    return -(-columns // form.columns) * form.patch_bytes
+    return -(-columns // ops.PATCH_COLUMNS) * form.patch_bytes
 
 
 @dataclass(frozen=True, slots=True)

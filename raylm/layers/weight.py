@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import BlockForm, Int4Form, Slot, SlotName, empty_parameter, row_bytes
+from raylm.layers.slots import BlockForm, PatchForm, Slot, SlotName, empty_parameter, row_bytes
 
-Form = BlockForm | Int4Form | torch.dtype
+Form = BlockForm | PatchForm | torch.dtype
 Forms = Mapping[str | None, Form]
 """How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype. ops.CODES
 stands for codes of 8 bits with a scale a row (ScaledWeight)."""
@@ -53,11 +53,11 @@ class Columns(NamedTuple):
             return None
         return Columns(*(count // form.values * form.num_bytes for count in self))
 
-    def in_patches(self, form: Int4Form) -> Columns | None:
+    def in_patches(self, form: PatchForm) -> Columns | None:
         """The same columns counted in bytes of rows of patches, the last of which may be filled up; None where the part
         begins or ends within a patch, or is no multiple of what kernels take."""
-        cuts = self.share < self.size and any(count % form.columns for count in self)
-        if cuts or self.share % ops.INT4_COLUMNS:
+        cuts = self.share < self.size and any(count % ops.PATCH_COLUMNS for count in self)
+        if cuts or self.share % ops.PATCHED_UNIT:
             return None
         return Columns(*(row_bytes(form, count) for count in self))
 
@@ -282,14 +282,14 @@ class ScaledWeight(nn.Module):
         return slots
 
 
-class Int4Weight(nn.Module):
-    """A matrix of 4-bit integers with a scale and a zero point a group of columns; activations stay as they are."""
+class PatchedWeight(nn.Module):
+    """A matrix of codes with scales, in patches; activations have 16 bits."""
 
     plain = None
     takes_scaled_rows = False
 
     def __init__(
-        self, parts: Sequence[Part], columns: Columns, form: Int4Form, *, dtype: torch.dtype, device: torch.device
+        self, parts: Sequence[Part], columns: Columns, form: PatchForm, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`dtype`: of what `rows` returns."""
         super().__init__()
@@ -304,7 +304,8 @@ class Int4Weight(nn.Module):
     def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
         """As PlainWeight.matmul."""
         assert isinstance(x, Tensor)
-        return ops.int4_linear(x, self.patches, self.form.group, bias, frozen=True)
+        numbers, group = self.form
+        return ops.patched_linear(x, self.patches, bias, numbers=numbers, group=group, frozen=True)
 
     def gated_matmul(
         self,
@@ -321,7 +322,7 @@ class Int4Weight(nn.Module):
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows."""
         patches = self.patches.index_select(0, numbers // ops.PATCH_ROWS)
-        found = ops.unpack_int4(patches, self.form.group, self._columns.share).unflatten(0, (-1, ops.PATCH_ROWS))
+        found = ops.unpack(patches, *self.form, self._columns.share).unflatten(0, (-1, ops.PATCH_ROWS))
         return found[torch.arange(len(numbers), device=numbers.device), numbers % ops.PATCH_ROWS].to(self._dtype)
 
     def named_slots(self, name: str) -> dict[SlotName, Slot]:
@@ -337,7 +338,7 @@ class Int4Weight(nn.Module):
         return slots
 
 
-Weight = PlainWeight | BlockWeight | ScaledWeight | Int4Weight
+Weight = PlainWeight | BlockWeight | ScaledWeight | PatchedWeight
 
 
 def make_weight(
@@ -359,10 +360,11 @@ def make_weight(
     (kind, *others) = set(found)
     num_rows = sum(part.share + part.padding for part in parts)
     # Elsewhere than on a GPU torch's operators compute with codes and patches; there they would be far too slow.
-    if isinstance(kind, Int4Form) and not others:
+    if isinstance(kind, PatchForm) and not others:
         is_whole = _can_be_patches(parts) and columns.in_patches(kind) is not None
-        if is_whole and (device.type != "cuda" or ops.takes_int4(num_rows, columns.share, dtype, device)):
-            return Int4Weight(parts, columns, kind, dtype=dtype, device=device)
+        has_kernels = ops.takes_patched(kind.numbers, num_rows, columns.share, dtype, device)
+        if is_whole and (device.type != "cuda" or has_kernels):
+            return PatchedWeight(parts, columns, kind, dtype=dtype, device=device)
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None
     if kept_as == ops.CODES:
         has_kernels = dtype.itemsize == _HALF and ops.takes_scaled(num_rows, columns.share, device)
@@ -391,7 +393,7 @@ def _slot(
     destination: Tensor,
     part: Part,
     columns: Columns,
-    form: BlockForm | Int4Form | None = None,
+    form: BlockForm | PatchForm | None = None,
     scales: Tensor | None = None,
 ) -> Slot:
     shape = (part.size, columns.size)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.dtypes import dtype_name
-from raylm.layers.weight import BlockWeight, Int4Weight, PlainWeight, ScaledWeight
+from raylm.layers.weight import BlockWeight, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, MLPSpec
 from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
@@ -102,12 +102,17 @@ class _Read(NamedTuple):
 def _read(found: Sequence[nn.Module], dtype: torch.dtype) -> _Read | None:
     """None where the operator on GPUs does not read weights that are kept so."""
     scaled = [weight for weight in found if isinstance(weight, ScaledWeight)]
-    patched = [weight for weight in found if isinstance(weight, Int4Weight)]
+    patched = [weight for weight in found if isinstance(weight, PatchedWeight)]
     plain = [weight.values for weight in found if isinstance(weight, PlainWeight) and weight.values.dtype == dtype]
     if len(scaled) == len(found):
         return _Read([weight.codes for weight in scaled], [weight.scales for weight in scaled], 0)
-    if len(patched) == len(found) and len({weight.form for weight in patched}) == 1:
-        return _Read([weight.patches for weight in patched], [], patched[0].form.group)
+    if len(patched) == len(found):
+        form, *others = {weight.form for weight in patched}
+        return (
+            _Read([weight.patches for weight in patched], [], form.group)
+            if form.numbers == "int4" and not others
+            else None
+        )
     return _Read(plain, [], 0) if len(plain) == len(found) else None
 
 

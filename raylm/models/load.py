@@ -22,7 +22,16 @@ from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
 from raylm.models.formats import read_checkpoint
 from raylm.models.registry import family_of, model_class
-from raylm.models.scheme import AS_FP8, AS_NUMBERS, Scheme, dummy_scheme, has_fp8, not_kept, read_scheme, stored_forms
+from raylm.models.scheme import (
+    AS_FP8,
+    AS_NUMBERS,
+    Scheme,
+    configured_scheme,
+    has_fp8,
+    not_kept,
+    read_scheme,
+    stored_forms,
+)
 from raylm.models.weights import WeightLoader, fill_dummy
 from raylm.parallel.context import ParallelContext
 
@@ -65,7 +74,7 @@ def load_model(
             _check_fp8(context.device, dtype)
             scheme = AS_FP8
         elif as_stored and load_format == "dummy":
-            scheme = dummy_scheme(arch, dtype, context.device)
+            scheme = configured_scheme(arch, dtype, context.device)
         elif as_stored and (context.device.type == "cpu" or arch.quantisation is not None):
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
         scales = read_cache_scales(source, arch, load_format) if cache_codes else {}

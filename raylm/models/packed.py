@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
 from raylm.models.quantised.joined import Kept
 from raylm.models.quantised.matrix import Span
@@ -26,7 +26,7 @@ class PackedTensor(Kept[Source]):
     """An expert's weight, with the interface of CheckpointTensor. Pieces are patches, uint8 [rows / 16, bytes]:
     GPT-OSS's codes as they are stored, of all others numbers rounded to FP8."""
 
-    form: ExpertForm
+    form: PatchForm
 
     @property
     def row_unit(self) -> int:
@@ -43,12 +43,12 @@ class PackedTensor(Kept[Source]):
 
     def _packed(self, start: int, stop: int, columns: Span) -> Tensor:
         source = self.source
-        if self.form == FP8_EXPERTS:
+        if self.form == FP8_PATCHES:
             numbers = torch.cat([piece.float() for _, piece in source.pieces(start, stop, columns)])
             if not bool(numbers.isfinite().all()):
                 raise ConfigError(f"{source.path}: tensor {source.name} holds numbers that are not finite")
             return ops.quantise_fp8(numbers)
-        if self.form != MXFP4_EXPERTS or not isinstance(source, MXFP4Tensor):
+        if self.form != MXFP4_PATCHES or not isinstance(source, MXFP4Tensor):
             raise ConfigError(f"{source.path}: tensor {source.name} is not stored as {self.form}, as other experts are")
         codes, exponents = source.codes(start, stop, columns)
         check_exponents(exponents, f"{source.path}: tensor {source.scales.name}")

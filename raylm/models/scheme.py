@@ -15,14 +15,14 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, BlockForm, ExpertForm
-from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, Int4Weight, PlainWeight, ScaledWeight
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, PatchForm
+from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import BLOCKS, Stored, TensorNames, slot_name
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import expert_form, expert_form_of, form_of, int4_form
+from raylm.models.quantised.patched import form_of, patch_form
 from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
 from raylm.models.quantised.scaled import is_scaled
 
@@ -39,33 +39,35 @@ _EXPERT_MATRICES = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
 _MATRICES_OF_EXPERT = 2
 _FP8_UNIT = 16
 """Rows and columns of the smallest matrix that has kernels."""
+HOPPER = torch.device("meta")
+"""What stands for a GPU that has all kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """The forms of matrices by their names in the model, such as "layers.0.mlp.down_proj.weight"."""
 
-    matrices: Mapping[str, Forms | Mapping[str | None, ExpertForm]]
+    matrices: Mapping[str, Forms]
     linears: Form | None = None
     """The form of all linear layers within the model's layers that `matrices` does not name."""
-    experts: ExpertForm | None = None
+    experts: PatchForm | None = None
     """The form of all experts within the model's layers whose matrices `matrices` does not name."""
 
     def forms(self, name: str) -> Forms:
         """A matrix's; PLAIN where it has the model's dtype."""
         return self.matrices.get(name, self.of_linears if name.startswith(_LAYERS) else PLAIN)
 
-    def of_experts(self, path: str, num_experts: int) -> ExpertForm | None:
+    def of_experts(self, path: str, num_experts: int) -> PatchForm | None:
         """Of a layer's experts, which are called "`path`0." and so on: one for all their matrices, or None."""
         others = self.experts if path.startswith(_LAYERS) else None
-        found: set[Form | ExpertForm | None] = set()
+        found: set[Form | None] = set()
         for number in range(num_experts):
             for name, shards in _EXPERT_MATRICES.items():
                 whole = self.matrices.get(f"{path}{name}.weight", {None: others})  # a tensor of all experts
                 forms = self.matrices.get(f"{path}{number}.{name}.weight", whole)
                 found.update([forms.get(None)] if None in forms else [forms.get(shard) for shard in shards])
         form = found.pop() if len(found) == 1 else None
-        return form if isinstance(form, ExpertForm) else None
+        return form if isinstance(form, PatchForm) else None
 
     @property
     def scales_rows(self) -> bool:
@@ -80,53 +82,56 @@ class Scheme:
 
 AS_NUMBERS = Scheme({})
 """All matrices have the model's dtype."""
-AS_FP8 = Scheme({}, linears=ops.CODES, experts=FP8_EXPERTS)
+AS_FP8 = Scheme({}, linears=ops.CODES, experts=FP8_PATCHES)
 """The linear layers within the layers are quantised while they are loaded, and experts where the device has kernels for
 them. Embedding, head and routers have the model's dtype."""
 
 
-def gpu_scheme(arch: ArchConfig) -> Scheme:
-    """What read_scheme finds, by the configuration alone, in a checkpoint whose matrices are all stored alike, where a
-    GPU has all kernels."""
+def configured_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device = HOPPER) -> Scheme:
+    """What read_scheme finds, by the configuration alone, in a checkpoint whose matrices are all stored alike."""
     stored = arch.quantisation
     if stored is None or arch.transformers_config:
         return AS_NUMBERS
     if not stored.has_parts:
-        return Scheme({}, experts=MXFP4_EXPERTS)
+        return _with_kernels(Scheme({}, experts=MXFP4_PATCHES), dtype, device)
     if stored.scales_rows:
-        return AS_FP8
+        return _with_kernels(AS_FP8, dtype, device)
     (scheme, *others) = stored.schemes or (None,)
     if scheme is None or others:
         return AS_NUMBERS
-    form, specs = expert_form_of(scheme), [layer.mlp for layer in arch.layers if isinstance(layer.mlp, ExpertsSpec)]
+    form, specs = form_of(scheme), [layer.mlp for layer in arch.layers if isinstance(layer.mlp, ExpertsSpec)]
     # Columns of no whole groups are decoded.
     unit = form.group if form is not None and scheme.columns else 1
     is_whole = arch.hidden_size % unit == 0 and not any(spec.size % unit for spec in specs)
-    return Scheme({}, linears=form_of(scheme), experts=form if specs and is_whole else None)
+    return _with_kernels(Scheme({}, linears=form, experts=form if specs and is_whole else None), dtype, device)
 
 
-def wanted_scheme(arch: ArchConfig, config: ModelConfig) -> Scheme:
-    """The same as a configuration has it: linear layers may be quantised while they are loaded, or all be decoded."""
-    if quantises(arch, config):
-        return AS_FP8
-    return gpu_scheme(arch) if config.weights == "stored" else AS_NUMBERS
-
-
-def dummy_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device) -> Scheme:
-    """As gpu_scheme, for a device that may lack kernels."""
-    scheme = gpu_scheme(arch)
-    if scheme.scales_rows:
-        has_kernels = has_fp8(device) and (device.type != "cuda" or dtype.itemsize == _HALF_BYTES)
+def _with_kernels(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> Scheme:
+    """What of the scheme the device has kernels for, with activations of `dtype`."""
+    linears, experts = scheme.linears, scheme.experts
+    if linears == ops.CODES:
+        is_half = dtype.itemsize == _HALF_BYTES
+        has_kernels = is_half if device == HOPPER else has_fp8(device) and (device.type != "cuda" or is_half)
     else:
-        has_kernels = ops.takes_int4(ops.PATCH_ROWS, ops.PATCH_COLUMNS, dtype, device)
+        has_kernels = isinstance(linears, PatchForm) and ops.takes_patched(
+            linears.numbers, ops.PATCH_ROWS, ops.PATCH_COLUMNS, dtype, device
+        )
     return replace(
         scheme,
-        linears=scheme.linears if has_kernels else None,
-        experts=scheme.experts if scheme.experts and has_expert_kernels(scheme.experts, dtype, device) else None,
+        linears=linears if has_kernels else None,
+        experts=experts if experts and has_expert_kernels(experts, dtype, device) else None,
     )
 
 
-def has_expert_kernels(form: ExpertForm, dtype: torch.dtype, device: torch.device) -> bool:
+def wanted_scheme(arch: ArchConfig, config: ModelConfig, dtype: torch.dtype) -> Scheme:
+    """The same of Hopper GPUs, as a configuration has it: linear layers may be quantised while they are loaded, or all
+    be decoded."""
+    if quantises(arch, config):
+        return AS_FP8
+    return configured_scheme(arch, dtype) if config.weights == "stored" else AS_NUMBERS
+
+
+def has_expert_kernels(form: PatchForm, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has kernels for experts of that form, if they are not too many and their sizes fit."""
     return ops.takes_patched_experts(form.numbers, 1, ops.PATCH_ROWS, ops.PATCH_ROWS, dtype, device)
 
@@ -152,12 +157,12 @@ def read_scheme(
 ) -> Scheme:
     """What of a checkpoint the device has kernels for that read it as it is, with activations of `dtype`."""
     like = torch.empty(0, dtype=dtype, device=device)
-    matrices: defaultdict[str, dict[str | None, Form | ExpertForm]] = defaultdict(dict)
-    takes_mxfp4 = names.packed and has_expert_kernels(MXFP4_EXPERTS, dtype, device)
+    matrices: defaultdict[str, dict[str | None, Form]] = defaultdict(dict)
+    takes_mxfp4 = names.packed and has_expert_kernels(MXFP4_PATCHES, dtype, device)
     for tensor in tensors:
         name, shard = slot_name(tensor.name, stored.table, names.prefixes)
         if takes_mxfp4 and name.endswith(f".{BLOCKS}"):
-            matrices[f"{name.removesuffix(BLOCKS)}weight"][shard] = MXFP4_EXPERTS
+            matrices[f"{name.removesuffix(BLOCKS)}weight"][shard] = MXFP4_PATCHES
         if len(tensor.shape) != _MATRIX_DIMS:
             continue
         form = _form_of_parts(tensor, name, like) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
@@ -167,22 +172,21 @@ def read_scheme(
     return Scheme(matrices)
 
 
-def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | ExpertForm | None:
+def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | None:
     """The same of a weight that is stored in parts. On GPUs a head and an embedding are decoded."""
     rows, columns = tensor.shape
     if _EXPERTS in name:
-        form = expert_form_of(tensor.scheme)
-        return expert_form(tensor) if form and has_expert_kernels(form, like.dtype, like.device) else None
+        form = form_of(tensor.scheme)
+        return patch_form(tensor) if form and has_expert_kernels(form, like.dtype, like.device) else None
     if is_scaled(tensor):
         fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None
     # Some of the tensor may have to be read, so whether there are kernels is asked first.
-    if name.startswith(_LAYERS) and ops.takes_int4(rows, columns, like.dtype, like.device):
-        return int4_form(tensor)
-    if not _has_repacked(like):
-        return None
-    form = block_form(tensor)
-    return form if form is not None and ops.block_kernels(like, form.kind) else None
+    form = form_of(tensor.scheme)
+    if form and name.startswith(_LAYERS) and ops.takes_patched(form.numbers, rows, columns, like.dtype, like.device):
+        return patch_form(tensor)
+    blocks = block_form(tensor) if _has_repacked(like) else None
+    return blocks if blocks is not None and ops.block_kernels(like, blocks.kind) else None
 
 
 def _has_repacked(like: Tensor) -> bool:
@@ -204,8 +208,8 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
     for module in model.modules():
         if isinstance(module, BlockWeight):
             found.update(form.name for form in module.forms)
-        elif isinstance(module, Int4Weight):
-            found[f"int4 in groups of {module.form.group}"] += 1
+        elif isinstance(module, PatchedWeight):
+            found[str(module.form)] += 1
         elif isinstance(module, PlainWeight) and module.values.dtype != model.dtype:
             found[dtype_name(module.values.dtype)] += 1
         elif isinstance(module, ParallelExperts) and module.form is not None:

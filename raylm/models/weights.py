@@ -13,16 +13,7 @@ import torch.nn.functional as F
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import (
-    FP8_EXPERTS,
-    MXFP4_EXPERTS,
-    BlockForm,
-    ExpertForm,
-    Int4Form,
-    PatchForm,
-    Slot,
-    SlotName,
-)
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, PatchForm, Slot, SlotName
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import Filler, fill
@@ -31,7 +22,7 @@ from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.packed import PackedTensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import PatchedTensor, expert_form_of
+from raylm.models.quantised.patched import PatchedTensor, form_of
 from raylm.models.quantised.repacked import RepackedTensor
 from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
@@ -42,6 +33,8 @@ _MAX_NAMES = 8
 _DUMMY_STD = 0.02
 _DUMMY_ROWS = 1024
 """Of codes that are drawn at a time."""
+_DUMMY_CODES: dict[ops.Numbers, int] = {"int4": 16, "mxfp4": 16, "int8": 256}
+"""How many codes there are."""
 _DUMMY_EXPONENT = 120
 """2 ** -7: MXFP4's codes have a deviation of 2.9."""
 
@@ -188,18 +181,19 @@ def fill_dummy(model: Fillable, *, seed: int) -> None:
 
 def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generator) -> torch.Tensor:
     """Random codes, and scales by which numbers have about the deviation of others."""
-    rows, columns = len(like) * ops.PATCH_ROWS, like.shape[1] // form.patch_bytes * form.columns
+    rows, columns = len(like) * ops.PATCH_ROWS, like.shape[1] // form.patch_bytes * ops.PATCH_COLUMNS
     shape, device = (rows, columns), like.device
-    if form == FP8_EXPERTS:
+    if form == FP8_PATCHES:
         return ops.quantise_fp8(torch.empty(shape, device=device).normal_(std=_DUMMY_STD, generator=generator))
+    most = _DUMMY_CODES[form.numbers]
     codes, zeros = (
-        torch.randint(0, 16, (rows, size), generator=generator, device=device, dtype=torch.uint8)
+        torch.randint(0, most, (rows, size), generator=generator, device=device, dtype=torch.uint8)
         for size in (columns, columns // form.group)
     )
-    if form == MXFP4_EXPERTS:
+    if form == MXFP4_PATCHES:
         return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
-    scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD / 4
-    return ops.pack_int4(codes, scales, zeros, form.group, form.columns)
+    scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD * 4 / most
+    return ops.pack_integers(form.numbers, codes, scales, zeros, form.group)
 
 
 def _join_packed(found: dict[SlotName, list[Source]]) -> None:
@@ -224,11 +218,9 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
     """The tensor as its slot takes it."""
     if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, BlockForm):
         return RepackedTensor(tensor, slot.form)
-    if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, Int4Form):
-        return PatchedTensor(tensor, slot.form)
-    if isinstance(slot.form, ExpertForm):
-        # An expert in integers has been looked at when the form was chosen: that reads its zero points.
-        is_stored_so = isinstance(tensor, QuantisedTensor) and expert_form_of(tensor.scheme) == slot.form
+    if isinstance(slot.form, PatchForm):
+        # A weight of integers has been looked at when the form was chosen: that reads its zero points.
+        is_stored_so = isinstance(tensor, QuantisedTensor) and form_of(tensor.scheme) == slot.form
         return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor

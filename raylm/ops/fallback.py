@@ -16,11 +16,10 @@ from raylm.ops.block_fallback import block_gated_linear, block_kernels, block_li
 from raylm.ops.decode_layers import decode_layers
 from raylm.ops.experts import experts, experts_kernels, route
 from raylm.ops.few_layers import few_layers, few_layers_rows
-from raylm.ops.int4_fallback import int4_linear
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
-from raylm.ops.patches import patched_experts
+from raylm.ops.patches import patched_experts, patched_linear
 from raylm.ops.penalties import penalize
 from raylm.ops.sampling import sample
 from raylm.ops.scaled_fallback import CODES, codes_of, scale_rows, scaled_linear
@@ -376,7 +375,7 @@ _KERNELS = (
     scaled_gated,
     scaled_linear,
     scaled_gated_linear,
-    int4_linear,
+    patched_linear,
     route,
     experts,
     experts_kernels,

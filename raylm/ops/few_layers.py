@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.ops.int4_fallback import int4_linear
+from raylm.ops.patches import NUMBERS, patched_linear
 
 
 def few_layers(
@@ -61,7 +61,7 @@ class _Product(NamedTuple):
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.group:
-            return int4_linear(x, self.weight, self.group, bias)
+            return patched_linear(x, self.weight, bias, NUMBERS.index("int4"), self.group)
         if self.scales is None:
             return F.linear(x, self.weight, bias)
         return F.linear(x, (self.weight.float() * self.scales.unsqueeze(-1)).to(x.dtype), bias)

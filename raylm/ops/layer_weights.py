@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, library  # noqa: F401  (registers the schemas)
-from raylm.ops.int4_fallback import PATCH_ROWS
+from raylm.ops.patches import PATCH_ROWS
 
 _few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
 _few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
@@ -25,7 +25,7 @@ class LayerWeights:
 
     products: list[Tensor]
     """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]; or these
-    as pack_int4 makes them."""
+    as pack_integers makes them of "int4"."""
     scales: list[Tensor]
     """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none."""
     norms: list[Tensor]
@@ -35,7 +35,7 @@ class LayerWeights:
     biases: list[Tensor]
     """L, [(Hq + 2 Hk) * D]: of q, k and v; or none."""
     group: int
-    """Columns of a group of products that pack_int4 made; 0 of others."""
+    """Columns of a group of products that pack_integers made; 0 of others."""
     num_heads: int
     """Hq."""
     width: int

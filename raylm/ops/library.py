@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import Library
 
 from raylm.ops.block_fallback import block_size
-from raylm.ops.int4_fallback import PATCH_ROWS
+from raylm.ops.patches import PATCH_ROWS
 from raylm.ops.scaled_fallback import CODES
 from raylm.ops.tokens import Placed
 
@@ -66,7 +66,7 @@ SCHEMAS = {
         "(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType dtype, bool gelu_tanh, "
         "bool frozen=False) -> (Tensor, Tensor)"
     ),
-    "int4_linear": "(Tensor x, Tensor weight, int group, Tensor? bias, bool frozen=False) -> Tensor",
+    "patched_linear": "(Tensor x, Tensor weight, Tensor? bias, int numbers, int group, bool frozen=False) -> Tensor",
     "route": (
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
@@ -183,7 +183,7 @@ def _scaled_gated_linear(x: Tensor, x_scales: Tensor, weight: Tensor, *_: object
     return _scaled(x.new_empty(x.shape[0], weight.shape[0] // 2))
 
 
-def _int4_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+def _patched_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] * PATCH_ROWS)
 
 
@@ -253,7 +253,7 @@ _FAKES = {
     "scaled_gated": _scaled_gated,
     "scaled_linear": _scaled_linear,
     "scaled_gated_linear": _scaled_gated_linear,
-    "int4_linear": _int4_linear,
+    "patched_linear": _patched_linear,
     "route": _routed,
     "experts": _like,
     "patched_experts": _like,

@@ -1,4 +1,5 @@
-"""A mixture of experts whose weights are codes in patches; activations have 16 bits."""
+"""Products with weights that are codes in patches, of linear layers and of a mixture of experts; activations have 16
+bits."""
 
 from __future__ import annotations
 
@@ -10,14 +11,40 @@ from torch import Tensor
 
 from raylm.ops import extension, library  # noqa: F401  (registers the schemas)
 from raylm.ops.experts import ACTIVATIONS
-from raylm.ops.int4_fallback import PATCH_ROWS
-from raylm.ops.patches import NUMBERS, Numbers
+from raylm.ops.patches import NUMBERS, PATCH_ROWS, Numbers
 
+_patched_linear: Callable[..., Tensor] = torch.ops.raylm.patched_linear.default
 _patched_experts: Callable[..., Tensor] = torch.ops.raylm.patched_experts.default
 
+PATCHED_UNIT = 64
+"""Of which the columns of a linear layer's weight are a multiple."""
+MOST_PATCHED_ROWS = 1024
+"""Of x: for more, patched_linear makes numbers of the whole weight first."""
 _MOST_EXPERTS = 512
-_HALVES = {"int4": (torch.float16, torch.bfloat16), "mxfp4": (torch.bfloat16,), "fp8": (torch.bfloat16,)}
+_BOTH, _ONE = (torch.float16, torch.bfloat16), (torch.bfloat16,)
+_HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {"int4": _BOTH, "int8": _BOTH, "mxfp4": _ONE, "fp8": _ONE}
 """Types of activations."""
+
+
+def patched_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, numbers: Numbers, group: int, frozen: bool = False
+) -> Tensor:
+    """x [T, K] times the transpose of the weight, plus bias [N]: [T, N].
+
+    weight: uint8 [N / 16, bytes], patches as `numbers` and `group`, columns that share a scale, say. Of up to 32 rows,
+    products of a group are summed before they are scaled, all in float32; of more, scales and the weight's numbers are
+    rounded to x's dtype first, of more than MOST_PATCHED_ROWS the numbers alone. Rounding changes none of MXFP4's.
+    `frozen`: as in linear, of weight and bias.
+    """
+    return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)
+
+
+def takes_patched(numbers: Numbers, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether patched_linear has kernels for weights of that many rows and columns, and activations of `dtype`, on the
+    device: on Hopper GPUs, for which the meta device stands, where they are multiples of 16 and 64. Elsewhere torch's
+    operators do it in float32."""
+    fits = rows % PATCH_ROWS == 0 and columns % PATCHED_UNIT == 0 and dtype in _HALVES[numbers]
+    return fits and device.type != "cpu" and (device.type == "meta" or _has_kernels("patched_linear", device))
 
 
 def patched_experts(
@@ -37,8 +64,7 @@ def patched_experts(
     """As ops.experts, of weights in patches, uint8: gate_up [E, 2I / 16, bytes], gate's patches first, and down [E,
     H / 16, bytes]. `numbers` and `group`, columns that share a scale, say what patches hold.
 
-    Products of floats of 8 bits are summed over 128 columns before they are scaled; of the others scales and numbers
-    are rounded to x's dtype first, which changes none of MXFP4's.
+    Scales and numbers are rounded to x's dtype, which changes none of MXFP4's.
     """
     return _patched_experts(
         x,
@@ -64,7 +90,9 @@ def takes_patched_experts(
     fits = num_experts <= _MOST_EXPERTS and hidden % PATCH_ROWS == 0 and size % PATCH_ROWS == 0
     if device.type == "cpu" or not fits or dtype not in _HALVES[numbers]:
         return False
-    if device.type == "meta":
-        return True
-    has_kernels = "patched_experts" in extension.load().ops.get("cuda", ())
+    return device.type == "meta" or _has_kernels("patched_experts", device)
+
+
+def _has_kernels(op: str, device: torch.device) -> bool:
+    has_kernels = op in extension.load().ops.get("cuda", ())
     return has_kernels and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9

@@ -1,10 +1,14 @@
-"""Weights as codes in patches of 16 rows and 128 columns, as patched_experts takes them, and the operator in terms of
-torch's own.
+"""Weights as codes in patches of 16 rows and 128 columns, as patched_linear and patched_experts take them, and these
+operators in terms of torch's own.
 
-A patch is codes and then words of scales, one for each row: of "fp8" (e4m3) a float32, of "mxfp4" (e2m1) the exponents
-of four powers of two (e8m0), one for each 32 columns, and of "int4" one a group of columns, as int4_fallback has them.
-Codes of 4 bits lie as in int4_fallback. Those of 8 bits, of rows numbered 8 h + g and columns numbered 64 s + 16 k +
-8 p + 2 t + e, lie in the order of (s, h, g, t, k, e, 1 - p).
+A patch is codes and then words of scales. Of "int4" and "int8" these are a word for each group of columns and row, the
+bits of a float32 scale whose lowest 8 bits are the zero point; of "fp8" (e4m3) a float32 for each row; of "mxfp4"
+(e2m1) the exponents of four powers of two (e8m0) for each row, one for each 32 columns.
+
+Rows are numbered 8 h + g. Codes of 4 bits, of columns numbered 32 i + 8 p + 2 t + e, lie in the order of (h, g, t, i,
+e, p), two a byte, the first of them in the lower bits. Those of 8 bits, of columns numbered 64 s + 16 k + 8 p + 2 t +
+e, lie in the order of (s, h, g, t, k, e, 1 - p). So g and t say which of a warp's lanes takes 16 bytes of them.
+Integers of 8 bits have 128 taken from them.
 """
 
 from __future__ import annotations
@@ -15,83 +19,112 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.ops import experts, int4_fallback
-from raylm.ops.int4_fallback import PATCH_ROWS, pack_nibbles, patch_bytes, patches_of, rows_of, unpack_nibbles
+from raylm.ops import experts
 from raylm.ops.scaled_fallback import CODES, scale_rows
 
-Numbers = Literal["int4", "mxfp4", "fp8"]
-NUMBERS: tuple[Numbers, ...] = ("int4", "mxfp4", "fp8")
-"""The operator takes the place in this list."""
-SHORT_PATCH = 128
-"""Columns of a patch."""
-MXFP4_GROUP = 32
-"""Columns of a scale."""
+Numbers = Literal["int4", "int8", "mxfp4", "fp8"]
+NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8")
+"""Operators take the place in this list."""
+PATCH_ROWS, PATCH_COLUMNS = 16, 128
+GROUPS: dict[Numbers, tuple[int, ...]] = {
+    "int4": (32, 64, 128),
+    "int8": (16, 32, 64, 128),
+    "mxfp4": (32,),
+    "fp8": (PATCH_COLUMNS,),
+}
+"""Columns that may share a scale."""
+MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255}
+"""The largest zero point of integers: float16 and bfloat16 hold what is left of it and a code."""
 MOST_EXPONENT = 191
 """Of MXFP4's scales: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
+MOST_SCALE = 128.0
+"""Of FP8's: kernels have them 2 ** 120 times as large, in bfloat16."""
 _WORD_BYTES = 4
-_ROWS, _COLUMNS = (2, 8), (2, 4, 2, 4, 2)
-"""Of a patch of 8-bit codes: how many h, g; s, k, p, t, e."""
-_ORDER = (0, 3, 1, 2, 6, 4, 7, 5)
-"""Of (patch, h, g, s, k, p, t, e), in memory."""
-_BACK = tuple(_ORDER.index(axis) for axis in range(len(_ORDER)))
+_ZERO_BITS = 0xFF
+_MIDDLE = 0x80
+_ROWS, _FOURS, _EIGHTS = (2, 8), (4, 4, 4, 2), (2, 4, 2, 4, 2)
+"""Of a patch: how many h, g; of codes of 4 bits i, p, t, e; of 8 bits s, k, p, t, e."""
+_ORDER_FOURS, _ORDER_EIGHTS = (0, 1, 2, 5, 3, 6, 4), (0, 3, 1, 2, 6, 4, 7, 5)
+"""Of (patch, h, g, i, p, t, e) and (patch, h, g, s, k, p, t, e), in memory."""
 _P = 5
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def short_patch_bytes(numbers: Numbers, group: int) -> int:
+def patch_bytes(numbers: Numbers, group: int) -> int:
     """Of a patch. `group`: columns that share a scale."""
-    if numbers == "int4":
-        return patch_bytes(group, SHORT_PATCH)
-    bits = 8 if numbers == "fp8" else 4
-    return PATCH_ROWS * SHORT_PATCH * bits // 8 + PATCH_ROWS * _WORD_BYTES
+    words = 1 if numbers in ("mxfp4", "fp8") else PATCH_COLUMNS // group
+    return _code_bytes(numbers) + words * PATCH_ROWS * _WORD_BYTES
+
+
+def pack_integers(numbers: Numbers, codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
+    """Numbers (code - zero point) * scale: uint8 [R / 16, bytes], patches beside each other, the last of them filled up
+    with zeros.
+
+    codes: uint8 [R, K], of "int4" 0 to 15; R is a multiple of 16. scales: float32 [R, G], of which 16 bits of the
+    mantissa are kept. zeros: [R, G], integers from 0 to MOST_ZERO. G is the number of groups of `group` columns, the
+    last of which may be less.
+    """
+    columns, each = codes.shape[1], PATCH_COLUMNS // group
+    across = -(-columns // PATCH_COLUMNS)
+    filled = F.pad(codes, (0, across * PATCH_COLUMNS - columns))
+    in_bytes = _pack_fours(filled) if numbers == "int4" else _pack_eights(filled ^ _MIDDLE)
+    # Rounded to the nearest number whose last bits are free.
+    bits = scales.contiguous().view(torch.int32) + (_ZERO_BITS + 1) // 2 & ~_ZERO_BITS | zeros.to(torch.int32)
+    words = _patches_of(F.pad(bits, (0, across * each - bits.shape[1])), each).transpose(1, 2).contiguous()
+    return _joined(in_bytes, words.view(torch.uint8).flatten(1), len(codes))
 
 
 def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Numbers code * scale: codes of CODES [R, K], none of them NaN, where R is a multiple of 16; scales float32, one
-    for each row and 128 columns -> uint8 [R / 16, bytes], patches beside each other, the last of them filled up with
-    zeros."""
+    """The same of numbers code * scale: codes of CODES [R, K], none of them NaN, scales float32 up to MOST_SCALE, one
+    for each row and 128 columns."""
     across = scales.shape[1]
-    in_bytes = F.pad(codes.view(torch.uint8), (0, across * SHORT_PATCH - codes.shape[1]))
-    grid = patches_of(in_bytes, SHORT_PATCH).view(-1, *_ROWS, *_COLUMNS).flip(_P).permute(*_ORDER)
-    words = patches_of(scales.float(), 1).contiguous().view(torch.uint8).flatten(1)
-    return torch.cat((grid.reshape(len(words), -1), words), dim=-1).view(len(codes) // PATCH_ROWS, -1)
+    in_bytes = _pack_eights(F.pad(codes.view(torch.uint8), (0, across * PATCH_COLUMNS - codes.shape[1])))
+    return _joined(in_bytes, _patches_of(scales.float(), 1).contiguous().view(torch.uint8).flatten(1), len(codes))
 
 
 def quantise_fp8(values: Tensor) -> Tensor:
     """As pack_fp8, of float32 numbers [R, K] rounded to codes, by a scale for each row and 128 columns."""
-    across = -(-values.shape[1] // SHORT_PATCH)
-    codes, scales = scale_rows(F.pad(values, (0, across * SHORT_PATCH - values.shape[1])).unflatten(1, (across, -1)))
+    across = -(-values.shape[1] // PATCH_COLUMNS)
+    codes, scales = scale_rows(F.pad(values, (0, across * PATCH_COLUMNS - values.shape[1])).unflatten(1, (across, -1)))
     return pack_fp8(codes.flatten(1), scales)
 
 
 def pack_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
     """The same of codes uint8 [R, K], 0 to 15, and exponents uint8, up to MOST_EXPONENT, one for each row and 32
     columns."""
-    each = SHORT_PATCH // MXFP4_GROUP
+    each = PATCH_COLUMNS // GROUPS["mxfp4"][0]
     across = -(-exponents.shape[1] // each)
-    nibbles = pack_nibbles(F.pad(codes, (0, across * SHORT_PATCH - codes.shape[1])), SHORT_PATCH)
-    words = patches_of(F.pad(exponents, (0, across * each - exponents.shape[1])), each).flatten(1)
-    return torch.cat((nibbles, words), dim=-1).view(len(codes) // PATCH_ROWS, -1)
+    nibbles = _pack_fours(F.pad(codes, (0, across * PATCH_COLUMNS - codes.shape[1])))
+    words = _patches_of(F.pad(exponents, (0, across * each - exponents.shape[1])), each).flatten(1)
+    return _joined(nibbles, words, len(codes))
 
 
 def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor:
     """The numbers of a weight in patches, uint8 [R / 16, bytes]: float32 [R, columns]."""
-    if numbers == "int4":
-        return int4_fallback.unpack_int4(weight, group, columns, SHORT_PATCH)
-    across = -(-columns // SHORT_PATCH)
-    patches = weight.view(-1, short_patch_bytes(numbers, group))
-    codes, words = patches.split((patches.shape[1] - PATCH_ROWS * _WORD_BYTES, PATCH_ROWS * _WORD_BYTES), dim=1)
-    if numbers == "fp8":
-        sizes = (*_ROWS, *_COLUMNS)
-        stored = codes.reshape(-1, *(sizes[axis - 1] for axis in _ORDER[1:])).permute(*_BACK).flip(_P)
-        values = stored.reshape(len(patches), PATCH_ROWS, SHORT_PATCH).view(CODES).float()
-        scales = words.contiguous().view(torch.float32).view(-1, PATCH_ROWS, 1)
-    else:
-        values = _e2m1(unpack_nibbles(codes, SHORT_PATCH).view(-1, PATCH_ROWS, words.shape[1] // PATCH_ROWS, group))
+    across = -(-columns // PATCH_COLUMNS)
+    patches = weight.view(-1, patch_bytes(numbers, group))
+    codes, words = patches.tensor_split((_code_bytes(numbers),), dim=1)
+    if numbers == "mxfp4":
+        values = _e2m1(_unpack_fours(codes)).unflatten(2, (-1, group))
         # As bits: powers of two that are subnormal numbers may be flushed to 0.
         bits = words.reshape(-1, PATCH_ROWS, values.shape[2], 1).int() << 23
         scales = torch.where(bits == 0, torch.tensor(2.0**-127, device=bits.device), bits.view(torch.float32))
-    return rows_of((values * scales).flatten(1).view(-1, PATCH_ROWS, SHORT_PATCH), across)[:, :columns]
+    elif numbers == "fp8":
+        values = _unpack_eights(codes).view(CODES).float().unsqueeze(2)
+        scales = words.contiguous().view(torch.float32).view(-1, PATCH_ROWS, 1, 1)
+    else:
+        found = _unpack_fours(codes) if numbers == "int4" else _unpack_eights(codes) ^ _MIDDLE
+        of_groups = words.contiguous().view(torch.int32).view(len(patches), -1, PATCH_ROWS, 1).transpose(1, 2)
+        values = (found.int().unflatten(2, (-1, group)) - (of_groups & _ZERO_BITS)).float()
+        scales = (of_groups & ~_ZERO_BITS).view(torch.float32)
+    return _rows_of((values * scales).flatten(2), across)[:, :columns]
+
+
+def patched_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, numbers: int, group: int, frozen: bool = False
+) -> Tensor:
+    sums = F.linear(x.float(), unpack(weight, NUMBERS[numbers], group, x.shape[1]))
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
 def patched_experts(
@@ -113,6 +146,53 @@ def patched_experts(
         for weight, columns in ((gate_up, x.shape[1]), (down, inner))
     ]
     return experts.experts(x, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit)
+
+
+def _code_bytes(numbers: Numbers) -> int:
+    return PATCH_ROWS * PATCH_COLUMNS // (2 if numbers in ("int4", "mxfp4") else 1)
+
+
+def _pack_fours(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, uint8 [R, K], K a multiple of 128, in the patches' order: uint8 [patches, bytes]."""
+    nibbles = _patches_of(codes, PATCH_COLUMNS).view(-1, *_ROWS, *_FOURS).permute(*_ORDER_FOURS)
+    pairs = nibbles.reshape(len(nibbles), -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _unpack_fours(packed: Tensor) -> Tensor:
+    """The inverse: uint8 [patches, 16, 128]."""
+    return _in_rows(torch.stack((packed & 0xF, packed >> 4), dim=-1), (*_ROWS, *_FOURS), _ORDER_FOURS)
+
+
+def _pack_eights(codes: Tensor) -> Tensor:
+    """The same of codes of 8 bits."""
+    grid = _patches_of(codes, PATCH_COLUMNS).view(-1, *_ROWS, *_EIGHTS).flip(_P).permute(*_ORDER_EIGHTS)
+    return grid.reshape(len(grid), -1)
+
+
+def _unpack_eights(packed: Tensor) -> Tensor:
+    places = _in_rows(packed, (*_ROWS, *_EIGHTS), _ORDER_EIGHTS)
+    return places.view(-1, *_ROWS, *_EIGHTS).flip(_P).reshape(places.shape)
+
+
+def _in_rows(codes: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """Codes that lie in that order of a patch's sizes, in the order of rows and columns: [patches, 16, 128]."""
+    stored = codes.reshape(-1, *(sizes[axis - 1] for axis in order[1:]))
+    return stored.permute(*(order.index(axis) for axis in range(len(order)))).reshape(-1, PATCH_ROWS, PATCH_COLUMNS)
+
+
+def _joined(codes: Tensor, words: Tensor, rows: int) -> Tensor:
+    return torch.cat((codes, words), dim=-1).view(rows // PATCH_ROWS, -1)
+
+
+def _patches_of(grid: Tensor, columns: int) -> Tensor:
+    """[R, C] as [patches, 16, columns], patches row by row."""
+    return grid.unflatten(0, (-1, PATCH_ROWS)).unflatten(2, (-1, columns)).transpose(1, 2).flatten(0, 1)
+
+
+def _rows_of(patches: Tensor, across: int) -> Tensor:
+    """The inverse of _patches_of, which stand `across` beside each other."""
+    return patches.unflatten(0, (-1, across)).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _e2m1(codes: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import ExpertForm, Int4Form
-from raylm.layers.weight import Int4Weight
+from raylm.layers.slots import PatchForm
+from raylm.layers.weight import PatchedWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.check import quantises, target_arch
@@ -32,8 +32,8 @@ NCCL_BYTES = 3 * GIB // 4
 """The same for NCCL and the memory that GPUs read of each other, where there are several."""
 _ONE_KERNEL_ROWS = 1024
 """From here on gate and up have their activation in one kernel on Hopper GPUs."""
-_INT4_ROWS = 1024
-"""Up to here products read integers of 4 bits as they are."""
+_PATCHED_ROWS = 1024
+"""Up to here products read patches as they are."""
 TENSOR_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -49,7 +49,7 @@ class _Stage(NamedTuple):
     experts: int
     """Bytes of their experts."""
     expert_values: int
-    expert_form: ExpertForm | None
+    expert_form: PatchForm | None
     groups: CacheGroups
     """Their layout is the same in all stages."""
     kv: int
@@ -66,8 +66,8 @@ class Plan:
     cache_dtype: str
     """Of keys and values."""
     kept_as: str | None
-    """What linear layers are in other than `dtype`: FP8, as stored or quantised while they are loaded, or int4 as
-    stored."""
+    """What linear layers are in other than `dtype`: FP8 with a scale a row, as stored or quantised while they are
+    loaded, or codes in patches."""
     experts_kept_as: str | None
     """The same of experts."""
     tensor: int
@@ -168,15 +168,16 @@ class Sizing:
             if self._dtype.itemsize != 2:
                 raise ConfigError("model.quantization is fp8, but model.dtype is float32; allowed: bfloat16, float16")
         has_kernels = self._gpu.fp8_tflops is not None and self._dtype.itemsize == 2
-        return wanted_scheme(self._arch, config.model) if has_kernels else AS_NUMBERS
+        return wanted_scheme(self._arch, config.model, self._dtype) if has_kernels else AS_NUMBERS
 
     @property
-    def _is_int4(self) -> bool:
-        return isinstance(self._scheme.linears, Int4Form)
+    def _in_patches(self) -> bool:
+        return isinstance(self._scheme.linears, PatchForm)
 
     @property
     def _kept_as(self) -> str | None:
-        return "FP8" if self._scheme.scales_rows else "int4" if self._is_int4 else None
+        linears = self._scheme.linears
+        return "FP8" if self._scheme.scales_rows else str(linears) if isinstance(linears, PatchForm) else None
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation
@@ -222,7 +223,7 @@ class Sizing:
         experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
         values = sum(parameter.numel() for parameter in model.layers.parameters())
         for module in model.layers.modules():
-            if isinstance(module, Int4Weight):
+            if isinstance(module, PatchedWeight):
                 values += module.num_values - module.patches.numel()
         in_codes = sum(module.num_values - module.gate_up_proj.numel() - module.down_proj.numel() for module in experts)
         of_experts = in_codes + sum(parameter.numel() for module in experts for parameter in module.parameters())
@@ -257,7 +258,7 @@ class Sizing:
         rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
         # Of many rows, products decode their weight first.
         largest = 2 * max(layer.mlp.size for layer in arch.layers) // tensor * arch.hidden_size * item
-        decoded = largest if self._is_int4 and self._chunk > _INT4_ROWS else 0
+        decoded = largest if self._in_patches and self._chunk > _PATCHED_ROWS else 0
         return max(self._chunk * (max(mlp, heads) + hidden) * item + decoded, logits) + rotary
 
     def _mlp_columns(self, mlp: MLPSpec | ExpertsSpec, tensor: int) -> int:
@@ -270,7 +271,7 @@ class Sizing:
             return 5 * size // 2  # gate and up, and a byte for each number of their activation
         is_hopper = self._gpu.fp8_tflops is not None
         in_one = mlp.gated and not mlp.bias and self._dtype.itemsize == 2 and self._chunk >= _ONE_KERNEL_ROWS
-        return size if is_hopper and in_one and not self._is_int4 else 3 * size
+        return size if is_hopper and in_one and not self._in_patches else 3 * size
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
         """Every stage is busy with its part of the batch; the slowest sets the pace."""

@@ -66,7 +66,7 @@ def _patches(kind: tuple[Numbers, int], num_experts: int, hidden: int, size: int
     """Gate and up, and down, of random codes: what numbers they are changes nothing."""
 
     def random(rows: int, columns: int) -> Tensor:
-        shape = num_experts, rows // 16, -(-columns // 128) * ops.short_patch_bytes(*kind)
+        shape = num_experts, rows // 16, -(-columns // 128) * ops.patch_bytes(*kind)
         return torch.randint(0, 64, shape, dtype=torch.uint8, device="cuda")
 
     return [(random(2 * size, hidden), random(hidden, size)) for _ in range(2 * COPIES)]

@@ -14,11 +14,11 @@ from torch import Tensor
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
-from raylm.models.scheme import Scheme, gpu_scheme
+from raylm.models.scheme import Scheme, configured_scheme
 from raylm.ops.patches import unpack
 from raylm.parallel.context import ParallelContext
 from tests.models import test_mxfp4
@@ -59,15 +59,17 @@ def read(experts: ParallelExperts) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("kind", "form", "size"),
     [
-        ("fp8_128", FP8_EXPERTS, 2),
-        ("fp8", FP8_EXPERTS, 1),
-        ("quark_mxfp4", MXFP4_EXPERTS, 2),
-        ("ct_mxfp4", MXFP4_EXPERTS, 1),
-        ("awq", ExpertForm("int4", 32), 2),
-        ("ct_w4a16_zeros", ExpertForm("int4", 32), 1),
+        ("fp8_128", FP8_PATCHES, 2),
+        ("fp8", FP8_PATCHES, 1),
+        ("quark_mxfp4", MXFP4_PATCHES, 2),
+        ("ct_mxfp4", MXFP4_PATCHES, 1),
+        ("awq", PatchForm("int4", 32), 2),
+        ("ct_w4a16_zeros", PatchForm("int4", 32), 1),
+        ("ct_w8a16", PatchForm("int8", 128), 1),
+        ("ct_int8", PatchForm("int8", 128), 2),
     ],
 )
-def test_the_numbers_of_a_checkpoint_stay(kind: str, form: ExpertForm, size: int, tmp_path: Path) -> None:
+def test_the_numbers_of_a_checkpoint_stay(kind: str, form: PatchForm, size: int, tmp_path: Path) -> None:
     packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
     for rank in range(size):
         context = ParallelContext(rank, rank, size, 0, 1, CPU)
@@ -86,7 +88,7 @@ def test_the_numbers_of_a_checkpoint_stay(kind: str, form: ExpertForm, size: int
 def test_gpt_oss_stays_in_mxfp4(tmp_path: Path) -> None:
     packed, twin = test_mxfp4.write_both(tmp_path)
     for stored, expected in zip(experts_of(load(packed, as_stored=True)), experts_of(load(twin)), strict=True):
-        assert stored.form == MXFP4_EXPERTS
+        assert stored.form == MXFP4_PATCHES
         assert all(map(torch.equal, read(stored), read(expected)))
     texts, logits = generate(PagedRun(load(packed, as_stored=True)), PROMPTS, num_tokens=4)
     expected_texts, expected_logits = generate(PagedRun(load(twin)), PROMPTS, num_tokens=4)
@@ -123,7 +125,7 @@ def test_a_layer_that_is_not_packed_has_numbers(tmp_path: Path) -> None:
     mixed = {name: tensor for name, tensor in stored.items() if ".layers.0.mlp.experts." not in name}
     save_file(mixed | {name: plain[name] for name in of_first}, packed / test_mxfp4.FILE)
     first, second = experts_of(load(packed, as_stored=True))
-    assert (first.form, second.form) == (None, MXFP4_EXPERTS)
+    assert (first.form, second.form) == (None, MXFP4_PATCHES)
 
 
 def test_codes_and_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_plans_know_what_is_decoded(kind: str, size: int, tmp_path: Path) -> Non
     plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES | {"moe_intermediate_size": size})
     packed, _ = write_both(plain, tmp_path, KINDS[kind])
     (stored,) = experts_of(load(packed, as_stored=True))
-    assert stored.form == gpu_scheme(ArchConfig.from_source(locate(str(packed)))).experts
+    assert stored.form == configured_scheme(ArchConfig.from_source(locate(str(packed))), torch.bfloat16).experts
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -155,7 +157,7 @@ def test_experts_are_quantised_while_they_are_loaded(rank: int, tmp_path: Path) 
     plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path, **SIZES)
     context = ParallelContext(rank, rank, 2, 0, 1, CPU)
     (stored,), (expected,) = (experts_of(load(plain, context=context, quantise=each)) for each in (True, False))
-    assert stored.form == FP8_EXPERTS
+    assert stored.form == FP8_PATCHES
     for found, numbers in zip(read(stored), read(expected), strict=True):
         largest = numbers.unflatten(-1, (-1, 128)).abs().amax(-1, keepdim=True).expand(-1, -1, -1, 128).flatten(2)
         assert bool(((found - numbers).abs() <= numbers.abs() / 16 + largest / 448).all()) and not torch.equal(
@@ -163,7 +165,7 @@ def test_experts_are_quantised_while_they_are_loaded(rank: int, tmp_path: Path) 
         )
 
 
-@pytest.mark.parametrize("kind", ["gptq_ordered", "ct_w8a16", "ct_int8", "fp8_blocks", "ct_mxfp8"])
+@pytest.mark.parametrize("kind", ["gptq_ordered", "fp8_blocks", "ct_mxfp8"])
 def test_other_formats_are_decoded(kind: str, tmp_path: Path) -> None:
     packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
     (stored,), (expected,) = (experts_of(load(path, as_stored=True)) for path in (packed, dense))
@@ -184,9 +186,9 @@ def test_dummy_experts_are_as_the_configuration_says(tmp_path: Path, caplog: pyt
 def test_matrices_of_several_forms_are_none() -> None:
     parts = [f"{expert}.{name}" for expert in range(2) for name in ("gate_up_proj", "down_proj")]
     names = [f"layers.0.mlp.experts.{part}.weight" for part in parts]
-    matrices = {name: {None: FP8_EXPERTS} for name in names} | {names[0]: dict.fromkeys(("gate", "up"), FP8_EXPERTS)}
+    matrices = {name: {None: FP8_PATCHES} for name in names} | {names[0]: dict.fromkeys(("gate", "up"), FP8_PATCHES)}
     path = "layers.0.mlp.experts."
-    assert Scheme(matrices).of_experts(path, 2) == FP8_EXPERTS
+    assert Scheme(matrices).of_experts(path, 2) == FP8_PATCHES
     assert Scheme(matrices).of_experts(path, 3) is None  # the third has numbers
-    assert Scheme(matrices | {names[0]: {"gate": FP8_EXPERTS}}).of_experts(path, 2) is None
-    assert Scheme(matrices | {names[3]: {None: MXFP4_EXPERTS}}).of_experts(path, 2) is None
+    assert Scheme(matrices | {names[0]: {"gate": FP8_PATCHES}}).of_experts(path, 2) is None
+    assert Scheme(matrices | {names[3]: {None: MXFP4_PATCHES}}).of_experts(path, 2) is None

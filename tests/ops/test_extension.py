@@ -19,15 +19,13 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # What is done with logits is torch's on a CPU, and so is all with FP8 and int4; a gated product is two
+        # What is done with logits is torch's on a CPU, and so is all with codes; a gated product is two
         # operators, whole layers have an operator of their own, CPUs reduce through a process group, and a
         # deterministic engine is for GPUs.
         logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
-        torchs = ("gated_linear", "few_layers", "route", "experts", "patched_experts", *logits)
+        torchs = ("gated_linear", "few_layers", "route", "experts", "patched_experts", "patched_linear", *logits)
         torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
-        elsewhere = {
-            name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "int4_", "invariant_"))
-        }
+        elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "invariant_"))}
         assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
         assert str(status.path) in str(status)
 
@@ -45,7 +43,7 @@ def test_a_build_for_cuda_has_every_kernel():
         "prefill_hopper_kernel",
         "grouped_linear_kernel",
         "skinny_linear_kernel",
-        "int4_linear_kernel",
+        "patched_linear_kernel",
         "split_linear_kernel",
         "scaled_rows_kernel",
         "gated_linear_kernel",

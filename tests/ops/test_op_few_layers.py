@@ -85,7 +85,7 @@ def in_patches(weights: ops.LayerWeights, group: int = 128) -> ops.LayerWeights:
         codes = torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8)
         zeros = torch.randint(4, 12, (n, -(-k // group)), generator=generator)
         scales = (0.5 + torch.rand(zeros.shape, generator=generator)) / (5 * k**0.5)
-        packed.append(ops.pack_int4(codes, scales, zeros, group))
+        packed.append(ops.pack_integers("int4", codes, scales, zeros, group))
     return replace(weights, products=packed, group=group)
 
 
@@ -147,7 +147,7 @@ def exact_products(weights: ops.LayerWeights, head_dim: int) -> list[Tensor]:
         attended = weights.num_heads * head_dim
         columns = [hidden, attended, hidden, weights.width] * LAYERS
         read = zip(weights.products, columns, strict=True)
-        return [ops.unpack_int4(product, weights.group, k).double() for product, k in read]
+        return [ops.unpack(product, "int4", weights.group, k).double() for product, k in read]
     if not weights.scales:
         return weights.products
     return [x.double() * by.double()[:, None] for x, by in zip(weights.products, weights.scales, strict=True)]

@@ -7,59 +7,21 @@ import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.ops.patches import MXFP4_GROUP, NUMBERS, unpack
+from raylm.ops.patches import NUMBERS
 from tests.ops.devices import ON_CUDA
+from tests.ops.in_patches import KINDS, in_patches
 from tests.ops.op_reference import close, gated
 
 pytestmark = pytest.mark.operators("patched_experts")
 PLAIN = {"sigmoid": False, "normalized": True, "scale": 1.0, "groups": 1, "groups_per_token": 1}
-KINDS = [("fp8", 128), ("mxfp4", MXFP4_GROUP), ("int4", 32), ("int4", 64), ("int4", 128)]
 
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _weight(numbers: str, group: int, rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Patches, and the numbers that they hold, found by another way: [rows, columns]."""
-    generator, across = _generator(seed), -(-columns // group)
-    scales = (torch.rand(rows, across, generator=generator) + 0.5) / 64
-    spread = scales.repeat_interleave(group, 1)[:, :columns]
-    if numbers == "fp8":
-        codes = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
-        codes[::7, ::5] = codes[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
-        return ops.pack_fp8(codes, scales), codes.float() * spread
-    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    if numbers == "int4":
-        zeros = torch.randint(0, 16, (rows, across), generator=generator, dtype=torch.uint8)
-        found = codes.float() - zeros.float().repeat_interleave(group, 1)[:, :columns]
-        found *= spread.bfloat16()  # of which the words keep all bits
-        return ops.pack_int4(codes, scales.bfloat16().float(), zeros, group, ops.SHORT_PATCH), found
-    exponents = torch.randint(120, 130, (rows, across), generator=generator, dtype=torch.uint8)
-    exponents[0], exponents[1] = 60, 100
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    signed = torch.cat((table, -table))[codes.long()]
-    powers = torch.ldexp(torch.ones(rows, across), exponents.int() - 127).repeat_interleave(group, 1)[:, :columns]
-    return ops.pack_mxfp4(codes, exponents), signed * powers
-
-
-@pytest.mark.parametrize(("numbers", "group"), KINDS)
-@pytest.mark.parametrize("columns", [128, 256, 72, 200])
-def test_patches_hold_their_numbers(numbers, group, columns):
-    patches, expected = _weight(numbers, group, 48, columns, seed=1)
-    assert patches.shape == (3, -(-columns // 128) * ops.short_patch_bytes(numbers, group))
-    assert torch.equal(unpack(patches, numbers, group, columns), expected)
-
-
-def test_numbers_become_the_nearest_codes():
-    values = torch.randn(32, 200, generator=_generator(3))
-    values[3] = 0
-    found = unpack(ops.quantise_fp8(values), "fp8", 128, 200)
-    assert torch.all((found - values).abs() <= values.abs() / 16 + 1e-3)
-    assert torch.equal(found[3], values[3])
-
-
-CASES = [(*kind, torch.bfloat16) for kind in KINDS] + [("int4", 64, torch.float16)]
+CASES = [(*kind, torch.bfloat16) for kind in KINDS if kind != ("int8", 64)]
+CASES += [("int4", 64, torch.float16), ("int8", 64, torch.float16)]
 BIASES = [("silu", False), ("clamped_swiglu", True)]
 
 
@@ -95,8 +57,8 @@ def test_more_sizes(op, device, activation, biased, dtype, numbers, group, rows,
 
 
 def _compare(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size):
-    made = [_weight(numbers, group, 2 * size, hidden, seed=each) for each in range(num_experts)]
-    made += [_weight(numbers, group, hidden, size, seed=100 + each) for each in range(num_experts)]
+    made = [in_patches(numbers, group, 2 * size, hidden, seed=each) for each in range(num_experts)]
+    made += [in_patches(numbers, group, hidden, size, seed=100 + each) for each in range(num_experts)]
     gate_up, down = (torch.stack([each for each, _ in part]) for part in (made[:num_experts], made[num_experts:]))
     numbers_of_gate_up, numbers_of_down = (
         torch.stack([each for _, each in part]) for part in (made[:num_experts], made[num_experts:])

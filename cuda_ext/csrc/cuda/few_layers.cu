@@ -18,7 +18,7 @@ using Tensors = std::vector<Tensor>;
 struct Model {
   int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
   FewForm form;    // of products
-  int group_shift;  // of patches
+  int group_log2;  // columns of a group of patches
 
   int64_t attended() const { return num_heads * head_dim; }
   int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
@@ -39,7 +39,7 @@ void set_products(FewLayersArgs<T>& args, const Model& model) {
   args.num_heads = static_cast<int>(model.num_heads);
   args.num_kv_heads = static_cast<int>(model.num_kv_heads);
   args.num_layers = static_cast<int>(model.num_layers);
-  args.form = model.form, args.group_shift = model.group_shift;
+  args.form = model.form, args.group_log2 = model.group_log2;
 }
 
 template <typename T>
@@ -58,7 +58,7 @@ FewForm form_of(bool scaled, int64_t group) {
   return scaled ? FewForm::kCodes : group ? FewForm::kInt4 : FewForm::kPlain;
 }
 
-int shift_of(int64_t group) { return group == 128 ? 2 : 1; }
+int group_log2_of(int64_t group) { return group == 128 ? 7 : 6; }
 
 bool fits(const Model& m, int32_t device) {
   const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
@@ -111,7 +111,7 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
     Arg(kOp, "one of products", products[i]).dim(2);
     Arg(kOp, "one of products", products[i]).size(0, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
     Arg(kOp, "one of products", products[i])
-        .size(1, in_patches ? patches * patch_bytes(m.group_shift) : k, "as the model's other sizes say");
+        .size(1, in_patches ? patches * bytes_of_patch(4, m.group_log2) : k, "as the model's other sizes say");
   }
   for (size_t i = 0; i < scales.size(); ++i) {
     check("one of scales", scales[i], ScalarType::Float);
@@ -220,7 +220,7 @@ int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_
                         int64_t num_layers, bool scaled, int64_t group) {
   if (x.scalar_type() == ScalarType::Float || (group != 0 && group != 64 && group != 128)) return 0;
   Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, form_of(scaled, group),
-              shift_of(group)};
+              group_log2_of(group)};
   while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
   return model.rows;
 }
@@ -238,7 +238,7 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
   if (head_dim < 1) fail(kOp, "cos_sin has no columns");
   const int64_t kv_heads = k_caches[0].size(2), heads = products[0].size(0) * unit / head_dim - 2 * kv_heads;
   const Model model{residual.size(0), residual.size(1), products[2].size(0) * unit / 2, heads, kv_heads, head_dim,
-                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), shift_of(group)};
+                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), group_log2_of(group)};
   const int32_t device = residual.get_device_index();
   if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
   check_layers(model, products, scales, norms, head_norms, biases, k_caches, v_caches, residual);

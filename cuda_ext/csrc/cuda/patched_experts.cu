@@ -1,4 +1,5 @@
 #include "experts.h"
+#include "patches.h"
 #include "raylm/cuda/grouped_linear.cuh"
 #include "tensor_map.h"
 
@@ -8,19 +9,17 @@ namespace {
 constexpr const char* kOp = "patched_experts";
 constexpr int kMostRows = 128;  // of a segment
 
-enum class Numbers : int64_t { kInt4, kMxfp4, kFp8 };  // in the order of raylm/ops/patches.py
-
 struct PatchedProduct {
   const Tensor& x;       // [rows, k], in the order of the experts or one a token
   const Tensor& weight;  // [experts, n / 16, bytes of patches beside each other]
   const std::optional<Tensor>& bias;
   const Order& order;
   const Sizes& sizes;
-  int group_shift;
+  int group_log2;
   ExpertAct act;
   float limit;
   int64_t halves = act == ExpertAct::kNone ? 1 : 2;
-  int64_t k = x.size(1), columns = weight.size(1) * 16 / halves, across = divide_up(k, kShortPatch);
+  int64_t k = x.size(1), columns = weight.size(1) * 16 / halves, across = divide_up(k, kPatchColumns);
 };
 
 // Clusters that the device runs at a time.
@@ -41,7 +40,7 @@ void launch(const PatchedProduct& p, GroupedParams params, cudaStream_t stream) 
   }
   params.column_tiles = static_cast<int>(divide_up(p.columns, Shape::kWidth / p.halves * Shape::kCluster));
   params.steps = static_cast<int>(divide_up(p.across, Shape::kChunks));
-  params.stage_bytes = Shape::stage_bytes(params.box_rows, Form<T>::patch_bytes(p.group_shift));
+  params.stage_bytes = Shape::stage_bytes(params.box_rows, bytes_of_patch(Form<T>::kBits, p.group_log2));
   const int most = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048;  // also what residency is asked for
   const int beside = Shape::kResultBytes + Shape::kAlignment;
   params.stages = std::min(kMostGroupedStages, (most - beside) / params.stage_bytes);
@@ -63,7 +62,7 @@ Tensor product(const PatchedProduct& p, cudaStream_t stream) {
   const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns});
   GroupedParams params{};
   params.patched = {data<unsigned char>(p.weight), static_cast<int>(p.across), static_cast<int>(p.weight.size(1)),
-                    p.group_shift};
+                    p.group_log2};
   params.segments = p.order.segments;
   params.segments.share = static_cast<int>(p.sizes.pairs / p.x.size(0));
   params.bias = p.bias ? data<T>(*p.bias) : nullptr;
@@ -86,15 +85,15 @@ struct Call {
   const std::optional<Tensor>&gate_up_bias, &down_bias;
   ExpertAct act;
   float limit;
-  int group_shift;
+  int group_log2;
   int64_t size = gate_up.size(1) * 8;  // columns between the products
 };
 
 template <typename T, template <typename> typename Form>
 Tensor run(const Call& c) {
-  const int patch = Form<T>::patch_bytes(c.group_shift);
-  Arg(kOp, "gate_up", c.gate_up).size(2, divide_up(c.x.size(1), kShortPatch) * patch, "the patches of x's columns");
-  Arg(kOp, "down", c.down).size(2, divide_up(c.size, kShortPatch) * patch, "the patches of gate's rows");
+  const int patch = bytes_of_patch(Form<T>::kBits, c.group_log2);
+  Arg(kOp, "gate_up", c.gate_up).size(2, divide_up(c.x.size(1), kPatchColumns) * patch, "the patches of x's columns");
+  Arg(kOp, "down", c.down).size(2, divide_up(c.size, kPatchColumns) * patch, "the patches of gate's rows");
   if (c.x.size(0) == 0) return torch::stable::new_empty(c.x, {0, c.x.size(1)});
   const Sizes sizes{c.x.size(0), c.chosen.size(1), c.down.size(0), c.x.size(1), c.size, kMostRows};
   const Guard guard(c.x.get_device_index());
@@ -102,9 +101,9 @@ Tensor run(const Call& c) {
   const Order order = order_of(c.chosen, sizes, stream);
   const Tensor rows = spread(c.x, order, sizes, stream);
   const Tensor inner =
-      product<T, Form>({rows, c.gate_up, c.gate_up_bias, order, sizes, c.group_shift, c.act, c.limit}, stream);
+      product<T, Form>({rows, c.gate_up, c.gate_up_bias, order, sizes, c.group_log2, c.act, c.limit}, stream);
   const Tensor parts =
-      product<T, Form>({inner, c.down, c.down_bias, order, sizes, c.group_shift, ExpertAct::kNone, 0}, stream);
+      product<T, Form>({inner, c.down, c.down_bias, order, sizes, c.group_log2, ExpertAct::kNone, 0}, stream);
   const Tensor out = gather_sums(parts, c.weights, order, sizes, stream);
   check_launch(kOp);
   return out;
@@ -136,17 +135,17 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
                        std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias, int64_t activation,
                        double limit, int64_t numbers, int64_t group) {
   if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
+  const Numbers kind = numbers_of(kOp, numbers, x);
   const Call call{x, gate_up, down, weights, chosen, gate_up_bias, down_bias, static_cast<ExpertAct>(activation),
-                  static_cast<float>(limit), shift_of(kOp, group)};
+                  static_cast<float>(limit), group_log2_of(kOp, kind, group)};
   check(call);
   const bool half = x.scalar_type() == ScalarType::Half;
-  if (half && numbers != 0) fail(kOp, "x has type float16, must have bfloat16 with such numbers");
-  switch (static_cast<Numbers>(numbers)) {
-    case Numbers::kInt4: return half ? run<__half, Int4Codes>(call) : run<__nv_bfloat16, Int4Codes>(call);
+  switch (kind) {
+    case Numbers::kInt4: return half ? run<__half, Int4Groups>(call) : run<__nv_bfloat16, Int4Groups>(call);
+    case Numbers::kInt8: return half ? run<__half, Int8Codes>(call) : run<__nv_bfloat16, Int8Codes>(call);
     case Numbers::kMxfp4: return run<__nv_bfloat16, Mxfp4Codes>(call);
-    case Numbers::kFp8: return run<__nv_bfloat16, Fp8Codes>(call);
+    default: return run<__nv_bfloat16, Fp8Codes>(call);
   }
-  fail(kOp, "numbers is ", numbers, ", must be from 0 to 2");
 }
 
 }  // namespace

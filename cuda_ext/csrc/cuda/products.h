@@ -47,12 +47,6 @@ std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh);
 // gated_linear by the kernels for up to 1,023 rows; nothing where they do not take the shape.
 std::optional<Tensor> fused_gated_linear(const Product& product, bool gelu_tanh);
 
-// Of groups of columns that share a scale: 32 << the result.
-inline int shift_of(const char* op, int64_t group) {
-  if (group != 32 && group != 64 && group != 128) fail(op, "group is ", group, ", must be 32, 64 or 128");
-  return group == 32 ? 0 : group == 64 ? 1 : 2;
-}
-
 // For a result that has x's rows, of so many columns.
 inline Tensor new_rows(const Tensor& x, int64_t columns, std::optional<ScalarType> dtype = std::nullopt) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());

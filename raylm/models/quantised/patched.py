@@ -1,5 +1,4 @@
-"""Weights put into patches while they are read, as GPUs' kernels take them: integers of 4 bits or fewer in groups, and
-experts' floats of 8 and 4 bits."""
+"""Weights put into patches while they are read, as GPUs' kernels take them."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_EXPERTS, MXFP4_EXPERTS, ExpertForm, Int4Form, PatchForm
-from raylm.models.quantised.codes import Nibbles
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
+from raylm.models.quantised.codes import Nibbles, Values
 from raylm.models.quantised.grid import PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
 from raylm.models.quantised.matrix import Span
@@ -23,69 +22,65 @@ from raylm.models.quantised.scheme import Scheme
 if TYPE_CHECKING:
     from raylm.models.checkpoint import Room
 
-_BITS = 4
-_LAYOUTS = ("packed", "gptq", "awq")
-_FP8_BITS = 8
+_FOUR_BITS, _EIGHT_BITS = 4, 8
 _NAN = 0x7F
 """A code of FP8, but for its sign."""
+_MIDDLE = 128
+"""What integers of 8 bits with a sign have less than those without one."""
 _MANTISSA_BITS, _BIAS = 23, 127
 """Of float32; exponents of MXFP4's scales have the same bias."""
 
 
-def form_of(scheme: Scheme) -> Int4Form | None:
+def form_of(scheme: Scheme) -> PatchForm | None:
     """The patches that hold weights which are stored so; None where none do."""
-    has_own_groups = scheme.ordered and scheme.columns > 0
-    is_integer = scheme.layout in _LAYOUTS and scheme.bits <= _BITS and scheme.rows == 1
-    if not is_integer or has_own_groups:
+    if scheme.numbers == "int":
+        return _integer_form(scheme)
+    if scheme.two_scales or scheme.zero != "none":
         return None
-    return next((Int4Form(group) for group in reversed(ops.INT4_GROUPS) if scheme.columns % group == 0), None)
+    (group,) = ops.GROUPS["mxfp4"]
+    if scheme.layout == "nibbles" and scheme.exponents and (scheme.rows, scheme.columns) == (1, group):
+        return MXFP4_PATCHES
+    is_fp8 = scheme.layout == "values" and scheme.bits == _EIGHT_BITS and scheme.columns % ops.PATCH_COLUMNS == 0
+    return FP8_PATCHES if is_fp8 else None
 
 
-def int4_form(tensor: QuantisedTensor) -> Int4Form | None:
+def _integer_form(scheme: Scheme) -> PatchForm | None:
+    has_own_groups = scheme.ordered and scheme.columns > 0
+    if has_own_groups or scheme.bits > _EIGHT_BITS:
+        return None
+    numbers: ops.Numbers = "int4" if scheme.bits <= _FOUR_BITS else "int8"
+    groups = (group for group in reversed(ops.GROUPS[numbers]) if scheme.columns % group == 0)
+    return next((PatchForm(numbers, group) for group in groups), None)
+
+
+def patch_form(tensor: QuantisedTensor) -> PatchForm | None:
     """The patches that hold the weight's numbers; None where none do. Zero points that may be any number are read to
     find out."""
     form, decoder = form_of(tensor.scheme), tensor.decoder
     rows, columns = tensor.shape
-    if form is None or not isinstance(decoder, Grouped) or decoder.zeros is None or rows % ops.PATCH_ROWS:
+    if form is None or not isinstance(decoder, Grouped) or rows % ops.PATCH_ROWS:
         return None
     if decoder.columns and columns % form.group:
         return None
+    most = ops.MOST_ZERO.get(form.numbers)
+    if most is None:
+        is_stored_so = isinstance(decoder.codes, Nibbles) or tensor.main.encoding.dtype == ops.CODES
+        return form if is_stored_so and decoder.zeros is None else None
     if isinstance(decoder.zeros, PlainZeros):
-        zeros = decoder.zeros.read(*decoder.grid)
-        if not bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros <= ops.MOST_ZERO)).all()):
+        zeros = decoder.zeros.read(*decoder.grid) + _added(decoder)
+        if not bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros <= most)).all()):
             return None
     return form
 
 
-def expert_form_of(scheme: Scheme) -> ExpertForm | None:
-    """The same of experts' weights."""
-    if (integers := form_of(scheme)) is not None:
-        return ExpertForm("int4", integers.group)
-    if scheme.numbers != "float" or scheme.two_scales or scheme.zero != "none":
-        return None
-    if scheme.layout == "nibbles" and scheme.exponents and (scheme.rows, scheme.columns) == (1, MXFP4_EXPERTS.group):
-        return MXFP4_EXPERTS
-    is_fp8 = scheme.layout == "values" and scheme.bits == _FP8_BITS and scheme.columns % FP8_EXPERTS.columns == 0
-    return FP8_EXPERTS if is_fp8 else None
-
-
-def expert_form(tensor: QuantisedTensor) -> ExpertForm | None:
-    """The same of an expert's weight."""
-    if (integers := int4_form(tensor)) is not None:
-        return ExpertForm("int4", integers.group)
-    form, decoder = expert_form_of(tensor.scheme), tensor.decoder
-    rows, columns = tensor.shape
-    if form is None or rows % ops.PATCH_ROWS or (tensor.scheme.columns and columns % form.group):
-        return None
-    if not isinstance(decoder, Grouped) or decoder.zeros is not None:
-        return None
-    is_stored_so = isinstance(decoder.codes, Nibbles) or tensor.main.encoding.dtype == ops.CODES
-    return form if is_stored_so else None
+def _added(decoder: Grouped) -> int:
+    """To integers and zero points, so that they have no sign."""
+    return _MIDDLE if isinstance(decoder.codes, Values) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class PatchedTensor(Kept[QuantisedTensor]):
-    """A QuantisedTensor whose `int4_form` or `expert_form` is `form`. Pieces are patches, uint8 [rows / 16, bytes]."""
+    """A QuantisedTensor whose `patch_form` is `form`. Pieces are patches, uint8 [rows / 16, bytes]."""
 
     form: PatchForm
 
@@ -116,23 +111,27 @@ class PatchedTensor(Kept[QuantisedTensor]):
         if isinstance(decoder.codes, Nibbles):
             return [decoder.codes.bits(rows, columns), scales.expand(size)]
         codes = decoder.codes.read(rows, columns)
-        if zeros is None:
+        if self.form == FP8_PATCHES:
             return [codes, scales.expand(size)]
-        return [codes.to(torch.uint8), scales.expand(size), zeros.expand(size)]
+        added = _added(decoder)
+        codes = (codes.to(torch.int16) + added).to(torch.uint8)
+        return [codes, scales.expand(size), (torch.zeros(1, 1) if zeros is None else zeros).expand(size) + added]
 
     def _pack(self, numbers: list[Tensor]) -> Tensor:
         where = f"{self.path}: tensor {self.source.main.name}"
         codes, scales, *_ = numbers
-        if self.form == FP8_EXPERTS:
+        if self.form == FP8_PATCHES:
             if bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
                 raise ConfigError(f"{where} holds codes that are no numbers")
+            if bool((scales > ops.MOST_SCALE).any()):
+                raise ConfigError(f"{where} has scales above {ops.MOST_SCALE:g}, the largest that kernels take")
             return ops.pack_fp8(codes, scales)
-        if self.form == MXFP4_EXPERTS:
+        if self.form == MXFP4_PATCHES:
             # Powers of two: nothing but an exponent.
             exponents = (scales.contiguous().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
             check_exponents(exponents, where)
             return ops.pack_mxfp4(codes, exponents)
-        return ops.pack_int4(*numbers, self.form.group, self.form.columns)
+        return ops.pack_integers(self.form.numbers, *numbers, self.form.group)
 
 
 def check_exponents(exponents: Tensor, where: str) -> None:
@@ -149,4 +148,4 @@ def numbers_of(form: PatchForm, columns: Span | None, size: int) -> Span:
     if columns is None:
         return 0, size
     first, last = (count // form.patch_bytes for count in columns)
-    return first * form.columns, min(last * form.columns, size)
+    return first * ops.PATCH_COLUMNS, min(last * ops.PATCH_COLUMNS, size)

@@ -228,7 +228,7 @@ class FewBlock {
     for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (half == 0 || gated) add_patch(sums[half], reader_.next(), k, args_.x_pitch(product.k));
+        if (half == 0 || gated) add_patches(sums[half], reader_.next(), k, args_.x_pitch(product.k));
       }
     }
     const int row = lane_ % 4 * 2, column = lane_ / 4;
@@ -243,38 +243,32 @@ class FewBlock {
   }
 
   // Two chains of products run side by side; a group has 64 columns or twice as many.
-  __device__ void add_patch(float (&sums)[4], const char* patch, int k, int pitch) const {
-    const char* const codes = patch + lane_ * 16;
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(patch + kPatchCodes) + lane_ / 4;
+  __device__ void add_patches(float (&sums)[4], const char* patches, int k, int pitch) const {
+    const int patch = bytes_of_patch(4, args_.group_log2);
+    const uint32_t from = shared_address(patches);
     const uint32_t x = shared_address(x_) + min(lane_ % 8, args_.rows - 1) * pitch + k * 2 + lane_ / 8 * 16;
 #pragma unroll
-    for (int chunk = 0; chunk < 4; ++chunk) {
-      const uint4 low = *reinterpret_cast<const uint4*>(codes + chunk * 1024);
-      const uint4 high = *reinterpret_cast<const uint4*>(codes + chunk * 1024 + 512);
+    for (int chunk = 0; chunk < kFewPatches; ++chunk) {
+      Int4Codes<T, 64> rows[2];
+      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * patch, i, args_.group_log2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int group = chunk * 4 + half * 2 >> args_.group_shift;
-        const auto first = Int4Group<T>::of(words[group * kPatchRows]);
-        const auto second = Int4Group<T>::of(words[group * kPatchRows + 8]);
         float parts[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t b[4];
           load_matrices(b, x + (chunk * 4 + half * 2 + i) * 64);
-          const uint32_t c = half == 0 ? i == 0 ? low.x : low.y : i == 0 ? low.z : low.w;
-          const uint32_t d = half == 0 ? i == 0 ? high.x : high.y : i == 0 ? high.z : high.w;
 #pragma unroll
-          for (int j = 0; j < 4; j += 2) {
-            const uint32_t a[4] = {subtract_pairs<T>(int4_pair<T>(c, j), first.zeros),
-                                   subtract_pairs<T>(int4_pair<T>(d, j), second.zeros),
-                                   subtract_pairs<T>(int4_pair<T>(c, j + 1), first.zeros),
-                                   subtract_pairs<T>(int4_pair<T>(d, j + 1), second.zeros)};
-            multiply_add<T>(parts[j / 2], a, b[j], b[j + 1]);
+          for (int j = 0; j < 2; ++j) {
+            const int step = half * 4 + i * 2 + j;
+            const uint32_t a[4] = {rows[0].number(step, 0), rows[1].number(step, 0), rows[0].number(step, 1),
+                                   rows[1].number(step, 1)};
+            multiply_add<T>(parts[j], a, b[2 * j], b[2 * j + 1]);
           }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sums[i] = fmaf(parts[0][i] + parts[1][i], i < 2 ? first.scale : second.scale, sums[i]);
+          sums[i] = fmaf(parts[0][i] + parts[1][i], rows[i / 2].scale(half * 4), sums[i]);
         }
       }
     }

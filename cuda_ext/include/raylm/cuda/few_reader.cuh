@@ -2,11 +2,22 @@
 #pragma once
 
 #include "raylm/cuda/skinny_linear.cuh"
-#include "raylm/cuda/tile/int4.cuh"
+#include "raylm/cuda/tile/numbers.cuh"
+#include "raylm/cuda/tile/patches.cuh"
 
 namespace raylm::cuda {
 
 constexpr int kFewWarps = 8;
+constexpr int kFewPatches = 4;  // beside each other, of a copy
+
+// What a product multiplies, as numbers.cuh has it: W is patches of integers of 4 bits, x and results are of T.
+template <typename T>
+struct Int4 {
+  using Stored = unsigned char;
+  using Result = T;
+  static constexpr bool kScaled = false;
+};
+
 enum class FewForm { kPlain, kCodes, kInt4 };  // of weights: numbers, 8-bit codes with a scale a row, patches
 
 template <typename N>
@@ -16,7 +27,9 @@ inline constexpr FewForm kFewForm<Int4<T>> = FewForm::kInt4;
 
 // Of k: what a warp takes at a time, as the kernel for few rows does.
 __host__ __device__ constexpr int few_block(FewForm form) {
-  return form == FewForm::kPlain ? kSkinnyBytes / 2 : form == FewForm::kCodes ? kSkinnyBytes : kPatchColumns;
+  return form == FewForm::kPlain   ? kSkinnyBytes / 2
+         : form == FewForm::kCodes ? kSkinnyBytes
+                                   : kFewPatches * kPatchColumns;
 }
 constexpr int kFewThreads = kFewWarps * kWarp;
 constexpr int kFewRows = 4;
@@ -78,7 +91,7 @@ struct FewLayersArgs {
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
   FewForm form;
-  int group_shift;  // of patches
+  int group_log2;  // columns of a group of patches
 
   // Bytes of a row of x in shared memory, which has room for whole blocks of k.
   __host__ __device__ int x_pitch(int k) const {
@@ -138,7 +151,7 @@ class FewReader {
   static constexpr int kItem = sizeof(typename N::Stored), kBlock = few_block(kFewForm<N>);
   static constexpr int kStage = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kStage && patch_bytes(1) <= kStage && kStage % (16 * kWarp) == 0);
+  static_assert(kFewKeys * kKeyPitch <= kStage && kFewPatches * bytes_of_patch(4, 6) <= kStage && kStage % (16 * kWarp) == 0);
 
   __device__ FewReader(const FewLayersArgs<T>& args, const FewColumn& column, char* stages)
       : args_(args), column_(column), warp_(threadIdx.x / kWarp), lane_(threadIdx.x % kWarp), stages_(stages),
@@ -183,7 +196,7 @@ class FewReader {
 
   // What lies beyond the weight's columns becomes zeros.
   __device__ void load_weights(uint32_t to) {
-    if constexpr (kFewForm<N> == FewForm::kInt4) return load_patch(to);
+    if constexpr (kFewForm<N> == FewForm::kInt4) return load_patches(to);
     const bool inside = k_ + lane_ * (16 / kItem) < product_.k;
     to += lane_ * 16;
 #pragma unroll
@@ -196,9 +209,10 @@ class FewReader {
     if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
   }
 
-  // A patch, of a gated product gate's and then up's.
-  __device__ void load_patch(uint32_t to) {
-    const int vectors = patch_bytes(args_.group_shift) / 16;
+  // Patches beside each other, of a gated product gate's and then up's.
+  __device__ void load_patches(uint32_t to) {
+    const int patch = bytes_of_patch(4, args_.group_log2);
+    const int vectors = min(kBlock, product_.k - k_ + kPatchColumns - 1) / kPatchColumns * patch / 16;
     const char* const from = from_ + (up_ ? half_ : 0);
 #pragma unroll
     for (int i = 0; i < kStage / 16 / kWarp; ++i) {
@@ -207,7 +221,7 @@ class FewReader {
     }
     if (phase_ == kFewGateUp) up_ = !up_;
     if (up_) return;
-    k_ += team_.split * kBlock, from_ += team_.split * vectors * 16;
+    k_ += team_.split * kBlock, from_ += team_.split * kFewPatches * patch;
     if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
   }
 
@@ -260,10 +274,11 @@ class FewReader {
     const int each = ((product_.k - k_ - 1) >> step_log2) + 1;
     const int tiles = (product_.tiles - team_.first_tile - 1) / team_.tile_step + 1;
     if constexpr (kFewForm<N> == FewForm::kInt4) {
-      const int64_t patch = patch_bytes(args_.group_shift), row = (product_.k + kBlock - 1) / kBlock * patch;
+      const int64_t patch = bytes_of_patch(4, args_.group_log2), copied = kFewPatches * patch;
+      const int64_t row = (product_.k + kPatchColumns - 1) / kPatchColumns * patch;
       half_ = product_.n / 2 / kPatchRows * row, up_ = false;
-      from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * row + team_.warp * patch;
-      next_tile_ = team_.tile_step * row - each * team_.split * patch;
+      from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * row + team_.warp * copied;
+      next_tile_ = team_.tile_step * row - each * team_.split * copied;
       return each * tiles * (gated ? 2 : 1);
     }
     const int64_t row = static_cast<int64_t>(product_.k) * kItem, tile = (gated ? 4 : 8) * row;

@@ -239,12 +239,12 @@ struct GroupedBlock {
     const int below = max(min(kEach, half - first), 0);  // a cluster's second block may have none
     const int64_t number = static_cast<int64_t>(own.expert) * weight.below + lane / kEach * half + first + lane % kEach;
     const bool is_there = lane < Shape::kPatches && lane % kEach < below;
-    const unsigned char* row = weight.data + number * weight.across * Form::patch_bytes(weight.group_shift);
+    const unsigned char* row = weight.data + number * weight.across * bytes_of_patch(Form::kBits, weight.group_log2);
     return {is_there ? row : nullptr, kHalves * below};
   }
 
   __device__ void load_patches(const Patches& from, int num_boxes, int step, int stage) const {
-    const int patch = Form::patch_bytes(params.patched.group_shift), bytes = chunks(step) * patch;
+    const int patch = bytes_of_patch(Form::kBits, params.patched.group_log2), bytes = chunks(step) * patch;
     const int x_bytes = 2 * chunks(step) * num_boxes * params.box_rows * Shape::kRowBytes, lane = threadIdx.x % kWarp;
     if (lane == 0) barrier_arrive_expecting(full + 8 * stage, from.below * bytes + x_bytes);
     __syncwarp();
@@ -295,38 +295,29 @@ struct GroupedBlock {
   template <int N>
   __device__ __forceinline__ void multiply_codes(float (&sums)[N / 2], int stage, int chunk, int tall) const {
     const int warp = threadIdx.x % 128 / kWarp, eights = tall * 8 + warp * 2;  // rows of W, in eights of the tile
-    const int patch = Form::patch_bytes(params.patched.group_shift), row = Shape::kChunks * patch;
+    const int patch = bytes_of_patch(Form::kBits, params.patched.group_log2), row = Shape::kChunks * patch;
     const uint32_t from = weights(stage) + chunk * patch;
     // A thread has of two rows the gate and up of one column, or those of a patch.
     Form low, high;
     if constexpr (Gated) {
-      low.load(from + eights / 4 * row, eights / 2 % 2, params.patched.group_shift);
-      high.load(from + (Shape::kPatches / 2 + eights / 4) * row, eights / 2 % 2, params.patched.group_shift);
+      low.load(from + eights / 4 * row, eights / 2 % 2, params.patched.group_log2);
+      high.load(from + (Shape::kPatches / 2 + eights / 4) * row, eights / 2 % 2, params.patched.group_log2);
     } else {
-      low.load(from + eights / 2 * row, 0, params.patched.group_shift);
-      high.load(from + eights / 2 * row, 1, params.patched.group_shift);
+      low.load(from + eights / 2 * row, 0, params.patched.group_log2);
+      high.load(from + eights / 2 * row, 1, params.patched.group_log2);
     }
-    float parts[N / 2] = {};
-    if constexpr (Form::kScaled) settle(parts);
     uint32_t a[2][4][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) a[half][i / 4][i % 4] = (i % 2 ? high : low).pair(half, i / 4, i % 4 / 2);
+      for (int i = 0; i < 16; ++i) a[half][i / 4][i % 4] = (i % 2 ? high : low).scaled(half * 4 + i / 4, i % 4 / 2);
       const uint64_t right = matrix_descriptor(x(stage) + (chunk * 2 + half) * Shape::x_pitch(params.box_rows), 1024, 0);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        multiply_by_transpose<T, N>(Form::kScaled ? parts : sums, a[half][k], right + 2 * k);
-      }
+      for (int k = 0; k < 4; ++k) multiply_by_transpose<T, N>(sums, a[half][k], right + 2 * k);
       wgmma_commit();
     }
     wgmma_wait<0>();
-    if constexpr (Form::kScaled) {
-      settle(parts);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[i] = fmaf(parts[i], i % 4 < 2 ? low.scale : high.scale, sums[i]);
-    }
   }
 
   template <int N>

@@ -1,5 +1,5 @@
-// Weights as codes in patches of 16 rows and 128 columns (raylm/ops/patches.py packs them), and how codes become what wgmma
-// takes from registers.
+// Weights as codes in patches of 16 rows and 128 columns (raylm/ops/patches.py packs them), and how codes become what
+// matrix instructions take from registers.
 //
 // A patch is codes in the order in which a warp's lanes take them, 16 bytes a lane at a time for 8 rows, and then words of
 // scales. A lane has rows lane / 4 and lane / 4 + 8, and of each 16 columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, where t is
@@ -8,58 +8,66 @@
 
 #include "raylm/cuda/ptx/shared.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
-#include "raylm/cuda/tile/int4.cuh"
+#include "raylm/cuda/tile/integers.cuh"
 
 namespace raylm::cuda {
 
-constexpr int kShortPatch = 128;  // columns
+constexpr int kPatchRows = 16, kPatchColumns = 128;
 
 // [experts, n / 16, across] patches.
 struct PatchedWeight {
   const unsigned char* data;
-  int across;       // patches beside each other
-  int below;        // below each other, of an expert
-  int group_shift;  // columns of a group of integers: 32 << group_shift
+  int across;      // patches beside each other
+  int below;       // below each other, of an expert
+  int group_log2;  // columns of a group
 };
 
-// What a product multiplies: numbers of T as they are, or codes. `kScaled`: products of 128 columns are summed before they
-// are scaled, else codes become numbers with their scales in them, up to a factor of all.
+// What a product multiplies: numbers of T as they are, or codes.
 template <typename T>
 struct AsNumbers {
-  static constexpr bool kCodes = false, kScaled = false;
-  static constexpr float kFactor = 1.0f;
+  static constexpr bool kCodes = false;
 };
 
 __device__ inline uint32_t word_of(const uint4& four, int i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
+// Of a patch whose groups have so many columns, with a word for each group and row.
+__host__ __device__ constexpr int bytes_of_patch(int code_bits, int group_log2) {
+  return kPatchRows * kPatchColumns * code_bits / 8 + (kPatchColumns >> group_log2) * kPatchRows * 4;
+}
+
+// A form has 8 rows of a patch, the upper ones or the lower. Its pairs are of 16 columns, of which `step` is the number
+// within the patch: the first two, or those 8 behind. `scaled` gives numbers of T, up to a factor of all; where kSums,
+// `number` gives them without their scales, exactly, so that products may be summed first over kColumns columns.
+
 // Floats of 8 bits (e4m3) with a float32 scale for each row of a patch. Bits of bfloat16 that have a code's exponent and
-// mantissa in their own's lowest bits are a number 2^120 times too small, of float16 2^8: also where the code is subnormal.
+// mantissa in their own's lowest bits are a number 2^120 times too small, also where the code is subnormal.
 template <typename T>
 struct Fp8Codes {
-  static constexpr bool kCodes = true, kScaled = true;
+  static_assert(std::is_same_v<T, __nv_bfloat16>);
+  static constexpr bool kCodes = true, kSums = true;
+  static constexpr int kColumns = 128, kBits = 8;
   static constexpr float kFactor = 1.0f;
-  static constexpr bool kHalf = std::is_same_v<T, __half>;
-  static constexpr int kShift = kHalf ? 1 : 4;
-  static constexpr uint32_t kMagnitude = kHalf ? 0x3f803f80 : 0x07f007f0, kPower = kHalf ? 0x5c005c00 : 0x7b807b80;
-  static constexpr int kBytes = 16 * kShortPatch;  // of codes
-  __host__ __device__ static constexpr int patch_bytes(int) { return kBytes + 16 * 4; }
 
   uint4 codes[2];  // of 64 columns each
-  float scale;
+  float of_row;
+  uint32_t power;  // of_row 2^120, twice
 
-  // Of 8 rows of a patch, the upper ones or the lower.
   __device__ void load(uint32_t patch, int rows, int) {
     const int lane = threadIdx.x % kWarp;
     for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    scale = __uint_as_float(load_shared_word(patch + kBytes + (rows * 8 + lane / 4) * 4));
+    of_row = __uint_as_float(load_shared_word(patch + 2048 + (rows * 8 + lane / 4) * 4));
+    power = pack<T>(of_row * 0x1p120f, of_row * 0x1p120f);
   }
 
-  // Of 16 columns, of which `step` is the number within a half of the patch: the first two, or those 8 behind.
-  __device__ uint32_t pair(int half, int step, int behind) const {
-    const uint32_t word = word_of(codes[half], step), pair = behind ? word << 8 : word;
-    return multiply_pairs<T>((pair & 0x80008000) | (pair >> kShift & kMagnitude), kPower);
+  __device__ float scale(int) const { return of_row; }
+  __device__ uint32_t number(int step, int behind) const { return multiply_pairs<T>(small(step, behind), 0x7b807b80); }
+  __device__ uint32_t scaled(int step, int behind) const { return multiply_pairs<T>(small(step, behind), power); }
+
+  __device__ uint32_t small(int step, int behind) const {
+    const uint32_t word = word_of(codes[step / 4], step % 4), pair = behind ? word << 8 : word;
+    return (pair & 0x80008000) | (pair >> 4 & 0x07f007f0);
   }
 };
 
@@ -69,10 +77,9 @@ struct Fp8Codes {
 template <typename T>
 struct Mxfp4Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);  // float16 does not hold all of the scales
-  static constexpr bool kCodes = true, kScaled = false;
+  static constexpr bool kCodes = true, kSums = false;
+  static constexpr int kColumns = 32, kBits = 4;
   static constexpr float kFactor = 0x1p63f;
-  static constexpr int kBytes = 16 * kShortPatch / 2;
-  __host__ __device__ static constexpr int patch_bytes(int) { return kBytes + 16 * 4; }
 
   uint4 codes;
   uint32_t exponents;  // a byte each 32 columns
@@ -80,45 +87,73 @@ struct Mxfp4Codes {
   __device__ void load(uint32_t patch, int rows, int) {
     const int lane = threadIdx.x % kWarp;
     codes = load_shared(patch + rows * 512 + lane * 16);
-    exponents = load_shared_word(patch + kBytes + (rows * 8 + lane / 4) * 4);
+    exponents = load_shared_word(patch + 1024 + (rows * 8 + lane / 4) * 4);
   }
 
-  __device__ uint32_t pair(int half, int step, int behind) const {
-    const int part = half * 2 + step / 2;
+  __device__ uint32_t scaled(int step, int behind) const {
+    const int part = step / 2;
     const uint32_t pair = word_of(codes, part) << (12 - 4 * (step % 2 * 2 + behind));
     const uint32_t scale = ((exponents >> 8 * part & 0xff) + 63) * 0x00800080;
     return multiply_pairs<T>((pair & 0x80008000) | (pair >> 6 & 0x01c001c0), scale);
   }
 };
 
-// Integers of 4 bits with a scale and a zero point a group of columns, words as in tile/int4.cuh.
-template <typename T>
+// Integers of 4 bits with a scale and a zero point a group of at least Columns columns.
+template <typename T, int Columns>
 struct Int4Codes {
-  static constexpr bool kCodes = true, kScaled = false;
+  static constexpr bool kCodes = true, kSums = true;
+  static constexpr int kColumns = Columns, kBits = 4;
   static constexpr float kFactor = 1.0f;
-  static constexpr int kBytes = 16 * kShortPatch / 2;
-  __host__ __device__ static constexpr int patch_bytes(int group_shift) { return kBytes + (4 >> group_shift) * 16 * 4; }
 
   uint4 codes;
-  uint32_t zeros[4], scales[4];  // each twice, of 32 columns
+  uint32_t words[kPatchColumns / Columns];
 
-  __device__ void load(uint32_t patch, int rows, int group_shift) {
+  __device__ void load(uint32_t patch, int rows, int group_log2) {
     const int lane = threadIdx.x % kWarp;
     codes = load_shared(patch + rows * 512 + lane * 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int word = (i >> group_shift) * 16 + rows * 8 + lane / 4;
-      const auto group = Int4Group<T>::of(load_shared_word(patch + kBytes + word * 4));
-      zeros[i] = group.zeros;
-      scales[i] = pack<T>(group.scale, group.scale);
-    }
+    load_words<Columns>(words, patch + 1024 + (rows * 8 + lane / 4) * 4, group_log2);
   }
 
-  __device__ uint32_t pair(int half, int step, int behind) const {
-    const int part = half * 2 + step / 2;
-    const uint32_t pair = int4_pair<T>(word_of(codes, part), step % 2 * 2 + behind);
-    return multiply_pairs<T>(subtract_pairs<T>(pair, zeros[part]), scales[part]);
+  __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step * 16 / Columns]); }
+  __device__ float scale(int step) const { return group(step).scale; }
+  __device__ uint32_t number(int step, int behind) const {
+    return subtract_pairs<T>(int4_pair<T>(word_of(codes, step / 2), step % 2 * 2 + behind), group(step).zeros_beside());
+  }
+  __device__ uint32_t scaled(int step, int behind) const {
+    return multiply_pairs<T>(number(step, behind), group(step).scales());
   }
 };
+
+// The same of 8 bits, from which 128 is taken, as the zero points' is.
+template <typename T>
+struct Int8Codes {
+  static constexpr bool kCodes = true, kSums = true;
+  static constexpr int kColumns = 16, kBits = 8;
+  static constexpr float kFactor = 1.0f;
+
+  uint4 codes[2];  // of 64 columns each
+  uint32_t words[kPatchColumns / kColumns];
+
+  __device__ void load(uint32_t patch, int rows, int group_log2) {
+    const int lane = threadIdx.x % kWarp;
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
+    load_words<kColumns>(words, patch + 2048 + (rows * 8 + lane / 4) * 4, group_log2);
+  }
+
+  __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step]); }
+  __device__ float scale(int step) const { return group(step).scale; }
+  __device__ uint32_t number(int step, int behind) const {
+    const uint32_t word = word_of(codes[step / 4], step % 4);
+    return subtract_pairs<T>(int8_pair<T>(behind ? word : word >> 8), int8_pair<T>(group(step).zero * 0x10001u ^ 0x800080));
+  }
+  __device__ uint32_t scaled(int step, int behind) const {
+    return multiply_pairs<T>(number(step, behind), group(step).scales());
+  }
+};
+
+template <typename T>
+using Int4Groups = Int4Codes<T, 32>;  // of any size
+template <typename T>
+using Int4LongGroups = Int4Codes<T, 128>;
 
 }  // namespace raylm::cuda

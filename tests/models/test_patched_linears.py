@@ -1,4 +1,4 @@
-"""Linear layers of 4-bit integers in groups, kept so where GPUs have kernels; torch stands for these here."""
+"""Linear layers as codes in patches, kept so where GPUs have kernels; torch stands for these here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import Int4Form
-from raylm.layers.weight import Columns, Int4Weight, Part, PlainWeight, make_weight
-from raylm.models.scheme import stored_forms
+from raylm.layers.slots import PatchForm
+from raylm.layers.weight import Columns, Part, PatchedWeight, PlainWeight, make_weight
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
@@ -25,15 +24,19 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU had kernels for such weights."""
-    monkeypatch.setattr(ops, "takes_int4", lambda rows, columns, dtype, device: rows % 16 == 0 and columns % 64 == 0)
+
+    def takes(numbers: ops.Numbers, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+        return rows % ops.PATCH_ROWS == 0 and columns % ops.PATCHED_UNIT == 0
+
+    monkeypatch.setattr(ops, "takes_patched", takes)
 
 
-def weights(model: nn.Module) -> dict[str, Int4Weight]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Int4Weight)}
+def weights(model: nn.Module) -> dict[str, PatchedWeight]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PatchedWeight)}
 
 
-def read(weight: Int4Weight) -> Tensor:
-    return ops.unpack_int4(weight.patches, weight.form.group, weight.num_values // (len(weight.patches) * 16))
+def read(weight: PatchedWeight) -> Tensor:
+    return ops.unpack(weight.patches, *weight.form, weight.num_values // (len(weight.patches) * 16))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -47,6 +50,15 @@ def read(weight: Int4Weight) -> Tensor:
         ("gpt_neox", "ct_w2a16", 1),  # by heads, a scale a row
         ("cohere", "gptq_4_v2", 1),  # rotary dimensions in pairs
         ("qwen2", "awq_rows", 1),
+        ("llama", "fp8_128", 2),
+        ("qwen3", "modelopt_blocks", 1),
+        ("llama", "ct_fp8_weights", 2),
+        ("phi3", "ct_int8", 2),
+        ("llama", "ct_int8_tensor", 1),
+        ("qwen2", "ct_int8_zeros", 2),
+        ("llama", "ct_w8a16", 1),
+        ("qwen3", "gptq_8", 2),
+        ("llama", "ct_mxfp4", 2),
     ],
 )
 def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp_path: Path) -> None:
@@ -76,16 +88,16 @@ def test_what_a_rank_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCapt
         "weights: matrices that are float32 all the same: 1; ranks cut" in message for message in caplog.messages
     )
     expected = load(dense, context=context).layers["0"]
-    assert isinstance(layer.mlp.down_proj.weight, Int4Weight)  # 512 columns a rank
+    assert isinstance(layer.mlp.down_proj.weight, PatchedWeight)  # 512 columns a rank
     assert isinstance(layer.self_attn.o_proj.weight, PlainWeight)  # 256
     torch.testing.assert_close(layer.self_attn.o_proj.weight.values, expected.self_attn.o_proj.weight.values)
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["gptq_ordered", "ct_w4a16_ordered", "ct_w8a16", "gptq_8", "nf4", "ct_int8"])
+@pytest.mark.parametrize("kind", ["gptq_ordered", "ct_w4a16_ordered", "nf4", "fp8_blocks", "ct_nvfp4", "ct_mxfp8"])
 def test_other_formats_are_not_kept_so(kind: str, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, KINDS[kind])
-    assert not any(name.startswith("int4") for name in stored_forms(load(packed, as_stored=True)))
+    assert not weights(load(packed, as_stored=True))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -94,7 +106,7 @@ def test_the_log_says_what_is_computed_with(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, logger="raylm"):
         load(packed, as_stored=True)
         dummy = weights(load(packed, "dummy", as_stored=True, seed=3))
-    found = "weights: computed with as they are stored: 4 in int4 in groups of 32; activations and all other"
+    found = "weights: computed with as they are stored: 4 in int4 with a scale for each 32 columns; activations and all"
     assert sum(found in message for message in caplog.messages) == 2 and "decoded to" not in caplog.text
     for weight in dummy.values():
         numbers = read(weight)
@@ -104,13 +116,13 @@ def test_the_log_says_what_is_computed_with(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_table_gives_its_rows() -> None:
-    form = Int4Form(32)
+    form = PatchForm("int4", 32)
     weight = make_weight([Part(None, 64, 32, 16)], Columns.whole(576), {None: form}, dtype=torch.float32, device=CPU)
-    assert isinstance(weight, Int4Weight)
+    assert isinstance(weight, PatchedWeight)
     slot = weight.named_slots("weight")["weight", None]
     assert slot.shape == (64, 576) and slot.start == 1
     numbers = [torch.randint(0, 16, (32, size)) for size in (576, 18)]
-    slot.put(0, ops.pack_int4(numbers[0].to(torch.uint8), torch.rand(32, 18), numbers[1], 32))
+    slot.put(0, ops.pack_integers("int4", numbers[0].to(torch.uint8), torch.rand(32, 18), numbers[1], 32))
     picked = torch.tensor([31, 0, 31, 17])
     assert torch.equal(weight.rows(picked), read(weight)[picked])
 
@@ -119,5 +131,5 @@ def test_a_table_gives_its_rows() -> None:
     "parts", [[Part(None, 24, 24, 0)], [Part(None, 48, 16, 8)], [Part(None, 32, 32, 0, padding=16)]]
 )
 def test_parts_that_rows_of_patches_do_not_end_with_are_plain(parts: list[Part]) -> None:
-    weight = make_weight(parts, Columns.whole(512), {None: Int4Form(64)}, dtype=torch.float32, device=CPU)
+    weight = make_weight(parts, Columns.whole(512), {None: PatchForm("int4", 64)}, dtype=torch.float32, device=CPU)
     assert isinstance(weight, PlainWeight)

@@ -1,8 +1,8 @@
-// y = x W^T (+ bias), where W has integers of 4 bits with a scale and a zero point a group of columns, for Hopper.
+// y = x W^T (+ bias), where W has codes in patches (tile/patches.cuh), for Hopper.
 //
-// W comes in patches (tile/int4.cuh), each one copy. Products of a group are summed first and scaled then, in float32.
+// A block takes tiles of Width rows of W and up to 32 rows of x, all columns or a slice of them, Chunks patches beside each
+// other a stage. Products of a group are summed first and scaled then, in float32.
 //
-// A block takes tiles of Width rows of W and up to 32 rows of x, all columns or a slice of them, Across patches a stage.
 // One of its warps fetches and runs ahead, W also before the kernel ahead has ended. The others multiply: 32 rows of W and a
 // part of the stage's columns each, so that x is read from shared memory as often as a tile has 32 rows. The parts' sums
 // meet in shared memory. Where n is too small for all multiprocessors, the blocks of a cluster take a slice each of one
@@ -24,84 +24,84 @@
 #include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
-#include "raylm/cuda/tile/int4.cuh"
+#include "raylm/cuda/tile/patches.cuh"
 
 namespace raylm::cuda {
 
-constexpr int kMostInt4Stages = 8, kInt4XStages = 4;  // the latter: where x has a ring of its own
+constexpr int kMostPatchedStages = 8, kPatchedXStages = 4;  // the latter: where x has a ring of its own
+constexpr int kCopied = 4;  // patches beside each other, at most, of a copy
 
-struct Int4Params {
+struct PatchedParams {
   CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns
-  const unsigned char* weight;  // [n / 16, patches, bytes of a patch]
+  const unsigned char* weight;  // [n / 16, across, bytes of a patch]
   const void* bias;             // or null
   void* out;                    // [rows, n]
   int rows, n;
   int box_rows;          // of x
-  int group_shift;       // columns of a group: 32 << group_shift, which is 0, 1 or 2
+  int group_log2;        // columns of a group
   int row_tiles, tiles;  // below each other; in all
-  int patches;           // beside each other
+  int across;            // patches beside each other
   int steps, slice;      // stages: in all, and those of a block at most; each block has some
   int split, stages;
   bool early;  // W may be read while the kernel ahead still runs
 };
 
-template <int Rows, int Width, int Across, int Warps>
-struct Int4Shape {
+template <int Rows, int Width, int Chunks, int Warps>
+struct PatchedFewShape {
   static constexpr bool kWide = false;
   static constexpr int kRows = Rows, kEights = Rows / 8;
   static constexpr int kWidth = Width, kTall = 2;  // rows of W: of a tile; those of a warp, in sixteens
-  static constexpr int kAcross = Across, kColumns = Across * kPatchColumns;
+  static constexpr int kChunks = Chunks, kColumns = Chunks * kPatchColumns;  // of a stage
   static constexpr int kThreads = Warps * kWarp;  // that multiply
   static constexpr int kTeam = Width / (16 * kTall);  // warps that have the same part of a stage's columns
-  static constexpr int kParts = Warps / kTeam, kChunks = 4 * Across / kParts;  // of a stage; 128 columns of a part
+  static constexpr int kParts = Warps / kTeam, kPartChunks = Chunks / kParts;
   static constexpr int kAreas = kParts > 4 ? kParts / 4 : 1;  // where sums meet
-  static constexpr int kPatches = kWidth / kPatchRows * Across;  // of a stage
+  static constexpr int kPatches = kWidth / kPatchRows * Chunks;  // of a stage
+  static constexpr int kCopies = Chunks / kCopied;  // of patches beside each other
   static constexpr int kBoxBytes = kRows * 128, kBoxes = kColumns / 64, kXBytes = kBoxes * kBoxBytes;
   static constexpr int kPitch = kWidth + 4;  // of sums that meet
   static constexpr int kAreaBytes = kRows * kPitch * 4, kMeetingBytes = kAreas * kAreaBytes;
-  static_assert(kTeam * kParts == Warps && kChunks * kParts == 4 * Across && kPatches <= kWarp && kBoxes <= kWarp);
-  __host__ __device__ static constexpr int stage_bytes(int group_shift) {
-    return kXBytes + kPatches * patch_bytes(group_shift);
-  }
-  static constexpr int shared_bytes(int group_shift, int stages) {
-    return 1024 + stages * stage_bytes(group_shift) + kMeetingBytes;  // 1024: alignment
+  static_assert(kTeam * kParts == Warps && kPartChunks * kParts == Chunks && kCopies * kCopied == Chunks);
+  static_assert(kWidth / kPatchRows * kCopies <= kWarp && kBoxes <= kWarp);
+  __host__ __device__ static constexpr int stage_bytes(int patch) { return kXBytes + kPatches * patch; }
+  static constexpr int shared_bytes(int patch, int stages) {
+    return 1024 + stages * stage_bytes(patch) + kMeetingBytes;  // 1024: alignment
   }
 };
 
 // For more rows, by wgmma.
-template <int Rows>
-struct Int4WideShape {
+template <int Rows, int Chunks>
+struct PatchedWideShape {
   static constexpr bool kWide = true;
   static constexpr int kRows = Rows, kEights = Rows / 8;
-  static constexpr int kWidth = 128, kTall = 1, kAcross = 1, kColumns = kPatchColumns, kThreads = 256;
-  static constexpr int kTeam = 8, kParts = 1, kAreas = 1, kPatches = kWidth / kPatchRows;
+  static constexpr int kWidth = 128, kTall = 1, kChunks = Chunks, kColumns = Chunks * kPatchColumns, kThreads = 256;
+  static constexpr int kTeam = 8, kParts = 1, kAreas = 1, kPatches = kWidth / kPatchRows * Chunks, kCopies = 1;
   static constexpr int kBoxBytes = Rows * 128, kBoxes = 2, kXBytes = kBoxes * kBoxBytes;  // of a stage of x
   static constexpr int kPitch = kWidth + 4;
   static constexpr int kAreaBytes = kRows * kPitch * 4;
   // Sums meet only of blocks that have one tile, where x was.
-  static_assert(kAreaBytes <= kInt4XStages * kXBytes);
-  __host__ __device__ static constexpr int stage_bytes(int group_shift) { return kPatches * patch_bytes(group_shift); }
-  static constexpr int shared_bytes(int group_shift, int stages) {
-    return 1024 + stages * stage_bytes(group_shift) + kInt4XStages * kXBytes;
+  static_assert(kAreaBytes <= kPatchedXStages * kXBytes && Chunks <= kCopied);
+  __host__ __device__ static constexpr int stage_bytes(int patch) { return kPatches * patch; }
+  static constexpr int shared_bytes(int patch, int stages) {
+    return 1024 + stages * stage_bytes(patch) + kPatchedXStages * kXBytes;
   }
 };
 
-struct Int4Barriers {
-  uint64_t full[kMostInt4Stages], empty[kMostInt4Stages];
-  uint64_t x_full[kInt4XStages], x_empty[kInt4XStages];  // where x has a ring of its own
+struct PatchedBarriers {
+  uint64_t full[kMostPatchedStages], empty[kMostPatchedStages];
+  uint64_t x_full[kPatchedXStages], x_empty[kPatchedXStages];  // where x has a ring of its own
 };
 
-// Narrow: a group may have fewer than 128 columns.
-template <typename T, typename Shape, bool Narrow>
-struct Int4Block {
+template <typename T, typename Shape, typename Form>
+struct PatchedBlock {
   using Sums = float[Shape::kTall][Shape::kEights * 4];  // as the matrix instructions leave them
-  const Int4Params& params;
+  const PatchedParams& params;
   const uint32_t memory, full, empty, x_full, x_empty;
-  const int patch = patch_bytes(params.group_shift), stage_bytes = Shape::stage_bytes(params.group_shift);
+  const int patch = bytes_of_patch(Form::kBits, params.group_log2), stage_bytes = Shape::stage_bytes(patch);
   const int rank = params.split > 1 ? cluster_rank() : 0;
   const int from = rank * params.slice, steps = min(params.slice, params.steps - from);
 
-  __device__ Int4Block(const Int4Params& p, const unsigned char* dynamic, Int4Barriers& barriers)
+  __device__ PatchedBlock(const PatchedParams& p, const unsigned char* dynamic, PatchedBarriers& barriers)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
         empty(shared_address(barriers.empty)), x_full(shared_address(barriers.x_full)),
         x_empty(shared_address(barriers.x_empty)) {}
@@ -123,7 +123,7 @@ struct Int4Block {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, Shape::kThreads / kWarp);
     }
-    for (int i = 0; Shape::kWide && i < kInt4XStages; ++i) {
+    for (int i = 0; Shape::kWide && i < kPatchedXStages; ++i) {
       barrier_init(x_full + 8 * i, 1);
       barrier_init(x_empty + 8 * i, Shape::kThreads / kWarp);
     }
@@ -132,18 +132,21 @@ struct Int4Block {
 
   __device__ uint64_t policy() const { return params.row_tiles == 1 ? evict_first_policy() : evict_normal_policy(); }
 
-  // By a warp, a lane each patch.
+  // Patches of a stage that are there, beside each other.
+  __device__ int chunks(int step) const { return min(Shape::kChunks, params.across - (from + step) * Shape::kChunks); }
+
+  // By a warp, a lane each copy.
   __device__ void load_weights(int tile, int step, int i) const {
-    const int lane = threadIdx.x % kWarp, first = column(tile) / kPatchRows, across = (from + step) * Shape::kAcross;
+    const int lane = threadIdx.x % kWarp, first = column(tile) / kPatchRows, beside = chunks(step);
     const int below = min(Shape::kWidth / kPatchRows, params.n / kPatchRows - first);
-    const int beside = min(Shape::kAcross, params.patches - across);
     const int x_bytes = Shape::kWide ? 0 : Shape::kBoxes * params.box_rows * 128;
     if (lane == 0) barrier_arrive_expecting(full + 8 * i, x_bytes + below * beside * patch);
     __syncwarp();
-    const int down = lane / Shape::kAcross, right = lane % Shape::kAcross;
+    const int down = lane / Shape::kCopies, right = lane % Shape::kCopies * kCopied;
     if (down >= below || right >= beside) return;
-    const int64_t number = static_cast<int64_t>(first + down) * params.patches + across + right;
-    bulk_copy_once(weights(i) + lane * patch, params.weight + number * patch, patch, full + 8 * i, policy());
+    const int64_t number = static_cast<int64_t>(first + down) * params.across + (from + step) * Shape::kChunks + right;
+    bulk_copy_once(weights(i) + (down * Shape::kChunks + right) * patch, params.weight + number * patch,
+                   min(kCopied, beside - right) * patch, full + 8 * i, policy());
   }
 
   // A stage's columns; what is more of x stays empty.
@@ -152,12 +155,12 @@ struct Int4Block {
     load_box(x(i), params.x, full + 8 * i, {0, row(tile), (from + step) * Shape::kBoxes});
   }
 
-  __device__ void load_x_in_parts(int tile, int step, Ring<kInt4XStages>& ring) const {
+  __device__ void load_x_in_parts(int tile, int step, Ring<kPatchedXStages>& ring) const {
     if (threadIdx.x % kWarp > 0) return;
-    for (int chunk = 0; chunk < 4; ++chunk, ring.advance()) {
+    for (int chunk = 0; chunk < chunks(step); ++chunk, ring.advance()) {
       barrier_wait(x_empty + 8 * ring.stage, ring.parity ^ 1);
       barrier_arrive_expecting(x_full + 8 * ring.stage, Shape::kXBytes);
-      load_box(x(ring.stage), params.x, x_full + 8 * ring.stage, {0, row(tile), ((from + step) * 4 + chunk) * 2});
+      load_box(x(ring.stage), params.x, x_full + 8 * ring.stage, {0, row(tile), ((from + step) * Shape::kChunks + chunk) * 2});
     }
   }
 
@@ -174,7 +177,7 @@ struct Int4Block {
   __device__ void fetch() const {
     wait_for_dependencies();
     SizedRing ring{params.stages};
-    Ring<kInt4XStages> x_ring;
+    Ring<kPatchedXStages> x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       for (int step = 0; step < steps; ++step, ring.advance()) {
         if (tile != first() || step >= ahead()) {
@@ -209,41 +212,28 @@ struct Int4Block {
 
   // Adds 128 columns' products, of which `chunk` is the number within the stage.
   __device__ __forceinline__ void add(Sums& sums, int stage, int chunk) const {
-    const int lane = threadIdx.x % kWarp, inside = chunk % 4;
-    const uint32_t mine = weights(stage) + (first_row() / kPatchRows * Shape::kAcross + chunk / 4) * patch;
-    uint4 codes[Shape::kTall][2];
+    constexpr int kSteps = Form::kColumns / 16;  // of those that are summed before they are scaled
+    const uint32_t mine = weights(stage) + (first_row() / kPatchRows * Shape::kChunks + chunk) * patch;
+    Form rows[Shape::kTall][2];
 #pragma unroll
     for (int m = 0; m < 2 * Shape::kTall; ++m) {
-      codes[m / 2][m % 2] = load_shared(mine + m / 2 * Shape::kAcross * patch + (inside * 2 + m % 2) * 512 + lane * 16);
+      rows[m / 2][m % 2].load(mine + m / 2 * Shape::kChunks * patch, m % 2, params.group_log2);
     }
-    Int4Group<T> groups[Shape::kTall][2];
     Sums parts;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t b[Shape::kEights][4];
       load_x_fragments(b, stage, chunk * 4 + i);
-      if (Narrow || i == 0) {
-        const int group = inside * 4 + i >> params.group_shift;
 #pragma unroll
-        for (int m = 0; m < 2 * Shape::kTall; ++m) {
-          const int row = group * kPatchRows + m % 2 * 8 + lane / 4;
-          const uint32_t at = mine + m / 2 * Shape::kAcross * patch + kPatchCodes + row * 4;
-          groups[m / 2][m % 2] = Int4Group<T>::of(load_shared_word(at));
+      for (int step = 2 * i; step < 2 * i + 2; ++step) {
+        if (step % kSteps == 0) clear(parts);
+#pragma unroll
+        for (int m = 0; m < Shape::kTall; ++m) {
+          multiply(Form::kSums ? parts[m] : sums[m], rows[m], step, b);
+          if (Form::kSums && (step + 1) % kSteps == 0) scale(sums[m], parts[m], rows[m], step);
         }
-        clear(parts);
-      }
-#pragma unroll
-      for (int m = 0; m < Shape::kTall; ++m) multiply(parts[m], words(codes[m], i), groups[m], b);
-      if (Narrow || i == 3) {
-#pragma unroll
-        for (int m = 0; m < Shape::kTall; ++m) scale(sums[m], parts[m], groups[m]);
       }
     }
-  }
-
-  __device__ static uint2 words(const uint4 (&codes)[2], int i) {
-    const auto word = [&](const uint4& c) { return i == 0 ? c.x : i == 1 ? c.y : i == 2 ? c.z : c.w; };
-    return make_uint2(word(codes[0]), word(codes[1]));
   }
 
   __device__ static void clear(Sums& sums) {
@@ -254,62 +244,54 @@ struct Int4Block {
     }
   }
 
-  // 16 rows of W, of which a lane has two, and 32 columns, by all rows of x.
-  __device__ static void multiply(float (&parts)[Shape::kEights * 4], uint2 codes, const Int4Group<T> (&groups)[2],
-                                  const uint32_t (&b)[Shape::kEights][4]) {
+  __device__ static void multiply_all(Sums& sums, float factor) {
 #pragma unroll
-    for (int k = 0; k < 4; k += 2) {
-      const uint32_t a[4] = {subtract_pairs<T>(int4_pair<T>(codes.x, k), groups[0].zeros),
-                             subtract_pairs<T>(int4_pair<T>(codes.y, k), groups[1].zeros),
-                             subtract_pairs<T>(int4_pair<T>(codes.x, k + 1), groups[0].zeros),
-                             subtract_pairs<T>(int4_pair<T>(codes.y, k + 1), groups[1].zeros)};
+    for (auto& tall : sums) {
 #pragma unroll
-      for (int q = 0; q < Shape::kEights; ++q) multiply_add<T>(parts + 4 * q, a, b[q][k], b[q][k + 1]);
+      for (float& sum : tall) sum *= factor;
     }
+  }
+
+  // 16 rows of W, of which a lane has two, and 16 columns, by all rows of x; `b` has 32 columns.
+  __device__ static void multiply(float (&sums)[Shape::kEights * 4], const Form (&rows)[2], int step,
+                                  const uint32_t (&b)[Shape::kEights][4]) {
+    uint32_t a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (Form::kSums) {
+        a[i] = rows[i % 2].number(step, i / 2);
+      } else {
+        a[i] = rows[i % 2].scaled(step, i / 2);
+      }
+    }
+    const int k = step % 2 * 2;
+#pragma unroll
+    for (int q = 0; q < Shape::kEights; ++q) multiply_add<T>(sums + 4 * q, a, b[q][k], b[q][k + 1]);
   }
 
   __device__ static void scale(float (&sums)[Shape::kEights * 4], const float (&parts)[Shape::kEights * 4],
-                               const Int4Group<T> (&groups)[2]) {
+                               const Form (&rows)[2], int step) {
+    if constexpr (Form::kSums) {
 #pragma unroll
-    for (int i = 0; i < Shape::kEights * 4; ++i) sums[i] = fmaf(parts[i], groups[i / 2 % 2].scale, sums[i]);
-  }
-
-  // What wgmma takes as its left operand of 64 columns, a half of 128 of a patch whose codes are given: 16 a fragment, of
-  // this lane's two rows. `groups` is where the words of the first of the 128 columns are.
-  __device__ __forceinline__ void widen(uint32_t (&a)[4][4], const uint4 (&codes)[2], uint32_t groups, int half) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t group = groups + (half * 2 + i >> params.group_shift) * kPatchRows * 4;
-      const uint2 pair = words(codes, half * 2 + i);
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const auto of = Int4Group<T>::of(load_shared_word(group + row * 32));
-        const uint32_t scales = pack<T>(of.scale, of.scale);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t two = subtract_pairs<T>(int4_pair<T>(row == 0 ? pair.x : pair.y, j), of.zeros);
-          a[2 * i + j / 2][j % 2 * 2 + row] = multiply_pairs<T>(two, scales);
-        }
-      }
+      for (int i = 0; i < Shape::kEights * 4; ++i) sums[i] = fmaf(parts[i], rows[i / 2 % 2].scale(step), sums[i]);
     }
   }
 
-  __device__ __forceinline__ void sum_wide_tile(Sums& sums, SizedRing& ring, Ring<kInt4XStages>& x_ring) const {
-    const int lane = threadIdx.x % kWarp;
+  __device__ __forceinline__ void sum_wide_tile(Sums& sums, SizedRing& ring, Ring<kPatchedXStages>& x_ring) const {
     clear(sums);
     settle(sums[0]);
     uint32_t a[2][4][4];
     int last = x_ring.stage;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
-      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp * patch;
-      for (int chunk = 0; chunk < 4; ++chunk, x_ring.advance()) {
-        const uint32_t from = own + chunk * 1024 + lane * 16;
-        const uint4 codes[2] = {load_shared(from), load_shared(from + 512)};
-        const uint32_t groups = own + kPatchCodes + (chunk * 4 >> params.group_shift) * kPatchRows * 4 + lane / 4 * 4;
+      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp * Shape::kChunks * patch;
+      for (int chunk = 0; chunk < chunks(step); ++chunk, x_ring.advance()) {
+        Form rows[2];
+        for (int i = 0; i < 2; ++i) rows[i].load(own + chunk * patch, i, params.group_log2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          widen(a[half], codes, groups, half);
+#pragma unroll
+          for (int i = 0; i < 16; ++i) a[half][i / 4][i % 4] = rows[i % 2].scaled(half * 4 + i / 4, i % 4 / 2);
           if (half == 0) barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
           wgmma_fence();
 #pragma unroll
@@ -340,10 +322,10 @@ struct Int4Block {
     clear(sums);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
-      const int chunks = (params.patches - (from + step) * Shape::kAcross) * 4;  // in W; the rest of the stage is empty
+      const int there = chunks(step);
 #pragma unroll
-      for (int i = Shape::kChunks * part(); i < Shape::kChunks * (part() + 1); ++i) {
-        if (Shape::kAcross == 1 || i < chunks) add(sums, ring.stage, i);
+      for (int i = Shape::kPartChunks * part(); i < Shape::kPartChunks * (part() + 1); ++i) {
+        if (i < there) add(sums, ring.stage, i);
       }
       arrive(empty + 8 * ring.stage);
     }
@@ -438,14 +420,16 @@ struct Int4Block {
 
   __device__ __forceinline__ void compute() const {
     SizedRing ring{params.stages};
-    Ring<kInt4XStages> x_ring;
+    Ring<kPatchedXStages> x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       Sums sums;
       if constexpr (Shape::kWide) {
         sum_wide_tile(sums, ring, x_ring);
+        multiply_all(sums, Form::kFactor);
         params.split == 1 ? write_sums(sums, tile) : meet(sums);
       } else {
         sum_tile(sums, ring);
+        multiply_all(sums, Form::kFactor);
         meet(sums);
         if (params.split == 1) write(tile);
       }
@@ -453,14 +437,14 @@ struct Int4Block {
   }
 };
 
-template <typename T, typename Shape, bool Narrow>
+template <typename T, typename Shape, typename Form>
 __global__ void __launch_bounds__(Shape::kThreads + kWarp, 1)
-    int4_linear_kernel(const __grid_constant__ Int4Params params) {
+    patched_linear_kernel(const __grid_constant__ PatchedParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
-  __shared__ Int4Barriers barriers;
+  __shared__ PatchedBarriers barriers;
   start_dependents();
-  const Int4Block<T, Shape, Narrow> block(params, dynamic, barriers);
+  const PatchedBlock<T, Shape, Form> block(params, dynamic, barriers);
   const bool computes = threadIdx.x < Shape::kThreads;
   if (!computes) block.begin();
   __syncthreads();
@@ -480,39 +464,55 @@ __global__ void __launch_bounds__(Shape::kThreads + kWarp, 1)
 #endif
 }
 
-// W as numbers of T, for products of many rows: a warp takes 8 rows and 128 columns of a patch.
-struct Int4DecodeParams {
+// W as numbers of T, for products of many rows: a warp takes a patch.
+struct PatchedDecodeParams {
   const unsigned char* weight;
   void* out;  // [n, k]
-  int n, k, steps, group_shift;
+  int n, k, across, group_log2;
 };
 
-template <typename T>
-__global__ void int4_decode_kernel(Int4DecodeParams p) {
+constexpr int kDecodeWarps = 8;
+
+// A pair, rounded once.
+template <typename T, typename Form>
+__device__ inline uint32_t decoded(const Form& form, int step, int behind) {
+  if constexpr (Form::kSums) {
+    const float2 pair = unpack<T>(form.number(step, behind));
+    return pack<T>(pair.x * form.scale(step), pair.y * form.scale(step));
+  } else {
+    const float2 pair = unpack<T>(form.scaled(step, behind));
+    return pack<T>(pair.x * Form::kFactor, pair.y * Form::kFactor);
+  }
+}
+
+template <typename T, typename Form>
+__global__ void patched_decode_kernel(PatchedDecodeParams p) {
+  constexpr int kMostBytes = bytes_of_patch(Form::kBits, 4);
+  __shared__ alignas(16) unsigned char patches[kDecodeWarps][kMostBytes];
   wait_for_dependencies();
-  const int lane = threadIdx.x % kWarp, part = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-  const int patch = part / 8, chunk = part / 2 % 4, low = part % 2 * 8 + lane / 4;  // low: the row within the patch
-  if (patch >= p.n / kPatchRows * p.steps) return;
-  const unsigned char* from = p.weight + static_cast<int64_t>(patch) * patch_bytes(p.group_shift);
-  const uint4 codes = *reinterpret_cast<const uint4*>(from + part % 8 * 512 + lane * 16);
-  const int64_t row = patch / p.steps * kPatchRows + low;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, bytes = bytes_of_patch(Form::kBits, p.group_log2);
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + warp;
+  if (number >= static_cast<int64_t>(p.n / kPatchRows) * p.across) return;
+  const uint4* from = reinterpret_cast<const uint4*>(p.weight + number * bytes);
+  uint4* to = reinterpret_cast<uint4*>(patches[warp]);
+  for (int i = lane; i < bytes / 16; i += kWarp) to[i] = from[i];
+  __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int group = chunk * 4 + i >> p.group_shift;
-    const auto* words = reinterpret_cast<const uint32_t*>(from + kPatchCodes);
-    const auto of = Int4Group<T>::of(words[group * kPatchRows + low]);
-    const uint32_t word = i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
-    uint32_t pairs[4];
+  for (int rows = 0; rows < 2; ++rows) {
+    Form form;
+    form.load(shared_address(to), rows, p.group_log2);
+    const int64_t row = number / p.across * kPatchRows + rows * 8 + lane / 4;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 numbers = unpack<T>(subtract_pairs<T>(int4_pair<T>(word, j), of.zeros));
-      pairs[j] = pack<T>(numbers.x * of.scale, numbers.y * of.scale);
+    for (int i = 0; i < 4; ++i) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pairs[j] = decoded<T>(form, 2 * i + j / 2, j % 2);
+      transpose4(pairs);
+      const int column = static_cast<int>(number % p.across) * kPatchColumns + i * 32 + lane % 4 * 8;
+      if (column >= p.k) continue;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + row * p.k + column) =
+          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    transpose4(pairs);
-    const int column = patch % p.steps * kPatchColumns + chunk * 128 + i * 32 + lane % 4 * 8;
-    if (column >= p.k) continue;
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + row * p.k + column) =
-        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }
 

@@ -1,0 +1,178 @@
+// Products with weights of codes in patches: the kernels of a form, and which of them takes a call. Each form's kernels are
+// compiled in a file of their own.
+#pragma once
+
+#include <algorithm>
+
+#include "products.h"
+#include "raylm/cuda/patched_linear.cuh"
+#include "tensor_map.h"
+
+namespace raylm::cuda {
+
+constexpr int64_t kMostPatchedRows = 1024;  // of x that the kernel was measured to be faster with (H100); more read W as numbers
+
+struct PatchedProduct {
+  const Tensor& x;       // [rows, k]
+  const Tensor& weight;  // [n / 16, bytes of patches beside each other]
+  const std::optional<Tensor>& bias;
+  int group_log2;
+  bool frozen;
+  int64_t rows = x.size(0), k = x.size(1), n = weight.size(0) * kPatchRows, across = divide_up(k, kPatchColumns);
+};
+
+// x W^T (+ bias) of arguments that have been checked, for a form of x's type.
+template <typename T, typename Form>
+Tensor patched_product(const PatchedProduct& p);
+
+// The form whose patches may have groups of any size, for kernels to which it makes no difference.
+template <typename Form>
+struct AnyGroups {
+  using Type = Form;
+};
+template <typename T>
+struct AnyGroups<Int4LongGroups<T>> {
+  using Type = Int4Groups<T>;
+};
+
+// A kernel, by its shape.
+struct PatchedVariant {
+  int rows, width, columns, box_columns, threads;
+  int (*stage_bytes)(int patch);
+  int (*shared_bytes)(int patch, int stages);
+  int (*resident)(int device, int split);  // clusters that the device runs at a time
+  void (*kernel)(PatchedParams);
+};
+
+template <typename T, typename Shape, typename Form, int Split>
+int resident_patched(int device) {
+  static DeviceNumber known;
+  return known.of(device, [] {
+    const auto* kernel = reinterpret_cast<const void*>(patched_linear_kernel<T, Shape, Form>);
+    return resident_clusters(kernel, Split, Shape::kThreads + kWarp, kDynamicOfBlock);
+  });
+}
+
+template <typename T, typename Shape, typename Form>
+int resident_patched_of(int device, int split) {
+  switch (split) {
+    case 1: return resident_patched<T, Shape, Form, 1>(device);
+    case 2: return resident_patched<T, Shape, Form, 2>(device);
+    case 4: return resident_patched<T, Shape, Form, 4>(device);
+    default: return resident_patched<T, Shape, Form, 8>(device);
+  }
+}
+
+template <typename T, typename Form, typename Shape>
+constexpr PatchedVariant patched_variant() {
+  return {Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes * 64, Shape::kThreads + kWarp,
+          Shape::stage_bytes, Shape::shared_bytes, resident_patched_of<T, Shape, Form>,
+          patched_linear_kernel<T, Shape, Form>};
+}
+
+// Codes of 8 bits have stages of as many bytes, and so of half the columns.
+template <typename T, typename Form, bool Short = Form::kBits == 8>
+constexpr PatchedVariant kPatchedVariants[] = {
+    patched_variant<T, Form, PatchedFewShape<8, 32, Short ? 8 : 16, Short ? 8 : 16>>(),
+    patched_variant<T, Form, PatchedFewShape<8, 64, Short ? 4 : 8, Short ? 8 : 16>>(),
+    patched_variant<T, Form, PatchedFewShape<16, 64, Short ? 4 : 8, Short ? 8 : 16>>(),
+    patched_variant<T, Form, PatchedFewShape<16, 128, 4, 16>>(),
+    patched_variant<T, Form, PatchedFewShape<32, 64, 4, 8>>(),
+    patched_variant<T, Form, PatchedFewShape<32, 128, 4, 8>>(),
+    patched_variant<T, typename AnyGroups<Form>::Type, PatchedWideShape<64, Short ? 2 : 4>>(),
+    patched_variant<T, typename AnyGroups<Form>::Type, PatchedWideShape<128, Short ? 2 : 4>>()};
+
+struct PatchedPlan {
+  const PatchedVariant* variant;  // null: none
+  int split, tiles, row_tiles, clusters;
+  double cost;
+};
+
+// Cycles of a block, about: a stage takes what is longest, its products or its bytes' ways.
+inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int patch, int64_t tiles, int split,
+                        int resident) {
+  constexpr double kFromCache = 45, kFromMemory = 3400;  // bytes a cycle, of a block and of all
+  constexpr double kMultiply = 1.0 / 32, kTile = 1500, kMeet = 2000;
+  const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch;
+  const double bytes = weights + v.columns * 2.0 * v.rows;
+  const double multiply = v.width * static_cast<double>(v.columns) * kMultiply * std::max(1, v.rows / 16);
+  double sum = split > 1 ? kMeet : 0;
+  for (int64_t left = tiles; left > 0; left -= resident) {
+    const double all = weights * split * std::min<int64_t>(left, resident) / kFromMemory;
+    sum += divide_up(divide_up(p.k, v.columns), split) * std::max({bytes / kFromCache, all, multiply}) + kTile;
+  }
+  return sum;
+}
+
+template <typename T, typename Form>
+PatchedPlan patched_plan(const PatchedProduct& p, int patch, int device) {
+  constexpr int kSplits[] = {1, 2, 4, 8};
+  PatchedPlan best{};
+  const int most = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : p.rows <= 32 ? 32 : p.rows <= 64 ? 64 : 128;
+  for (const PatchedVariant& v : kPatchedVariants<T, Form>) {
+    if (v.rows != most) continue;
+    const int64_t row_tiles = divide_up(p.rows, v.rows), tiles = row_tiles * divide_up(p.n, v.width);
+    for (const int split : kSplits) {
+      const int resident = v.resident(device, split);
+      const int64_t steps = divide_up(p.k, v.columns);
+      const bool some = (split - 1) * divide_up(steps, split) < steps;  // for each block
+      if (!some || resident == 0 || (split > 1 && tiles > resident)) continue;
+      const double cost = cycles_of(v, p, patch, tiles, split, resident);
+      if (best.variant && best.cost <= cost) continue;
+      best = {&v, split, static_cast<int>(tiles), static_cast<int>(row_tiles),
+              static_cast<int>(std::min<int64_t>(tiles, resident)), cost};
+    }
+  }
+  return best;
+}
+
+template <typename T, typename Form>
+bool run_patched(const PatchedProduct& p, const Tensor& out) {
+  const int patch = bytes_of_patch(Form::kBits, p.group_log2);
+  const PatchedPlan plan = patched_plan<T, Form>(p, patch, p.x.get_device_index());
+  PatchedParams params{};
+  if (!plan.variant) return false;
+  const PatchedVariant& v = *plan.variant;
+  params.box_rows = v.rows == 8 ? static_cast<int>(std::min<int64_t>(p.rows, 8)) : v.rows;
+  const int64_t boxes = v.box_columns / 64;
+  if (!make_map<T, 3>(&params.x, data<T>(p.x), {64, p.rows, p.k / 64}, {p.x.stride(0), 64}, {64, params.box_rows, boxes})) {
+    return false;
+  }
+  params.weight = data<unsigned char>(p.weight);
+  params.bias = p.bias ? p.bias->data_ptr() : nullptr;
+  params.out = out.data_ptr();
+  params.rows = static_cast<int>(p.rows), params.n = static_cast<int>(p.n);
+  params.group_log2 = p.group_log2;
+  params.row_tiles = plan.row_tiles, params.tiles = plan.tiles, params.split = plan.split;
+  params.across = static_cast<int>(p.across), params.steps = static_cast<int>(divide_up(p.k, v.columns));
+  params.slice = divide_up(params.steps, plan.split);
+  const int room = (kDynamicOfBlock - v.shared_bytes(patch, 0)) / v.stage_bytes(patch);
+  params.stages = std::min({room, kMostPatchedStages, params.slice * divide_up(plan.tiles, plan.clusters)});
+  params.early = p.frozen;
+  launch_dependent(v.kernel,
+                   {dim3(plan.clusters * plan.split), dim3(v.threads), current_stream(p.x),
+                    static_cast<size_t>(v.shared_bytes(patch, params.stages)), static_cast<unsigned>(plan.split)},
+                   params);
+  return true;
+}
+
+// W as numbers, and torch's product with them.
+template <typename T, typename Form>
+Tensor by_numbers(const PatchedProduct& p) {
+  const Tensor numbers = torch::stable::new_empty(p.x, {p.n, p.k});
+  const PatchedDecodeParams params{data<unsigned char>(p.weight), numbers.data_ptr(), static_cast<int>(p.n),
+                                   static_cast<int>(p.k), static_cast<int>(p.across), p.group_log2};
+  launch_dependent(patched_decode_kernel<T, Form>, dim3(divide_up(p.n / kPatchRows * p.across, kDecodeWarps)),
+                   dim3(kDecodeWarps * kWarp), current_stream(p.x), params);
+  return linear(p.x, numbers, p.bias, false);
+}
+
+template <typename T, typename Form>
+Tensor patched_product(const PatchedProduct& p) {
+  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.n});
+  if (p.rows == 0) return out;
+  if (p.rows <= kMostPatchedRows && run_patched<T, Form>(p, out)) return out;
+  return by_numbers<T, typename AnyGroups<Form>::Type>(p);
+}
+
+}  // namespace raylm::cuda

@@ -1,0 +1,42 @@
+"""Weights in patches, and the numbers that they hold, found by another way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.ops.patches import GROUPS, NUMBERS
+
+KINDS = [(numbers, group) for numbers in NUMBERS for group in GROUPS[numbers]]
+HALVES = {"int4": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16, torch.float16)}
+"""Types of activations that kernels take; of other numbers bfloat16 alone."""
+_NUM_CODES = {"int4": 16, "int8": 256}
+
+
+def dtypes(numbers: str) -> tuple[torch.dtype, ...]:
+    return HALVES.get(numbers, (torch.bfloat16,))
+
+
+def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Patches of random numbers, and these numbers: float32 [rows, columns]."""
+    generator, across = torch.Generator().manual_seed(seed), -(-columns // group)
+    # Words keep all bits of such scales.
+    scales = ((torch.rand(rows, across, generator=generator) + 0.5) / 64).bfloat16().float()
+    spread = scales.repeat_interleave(group, 1)[:, :columns]
+    if numbers == "fp8":
+        codes = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
+        codes[::7, ::5] = codes[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
+        return ops.pack_fp8(codes, scales), codes.float() * spread
+    most = _NUM_CODES.get(numbers, 16)
+    codes = torch.randint(0, most, (rows, columns), generator=generator, dtype=torch.uint8)
+    if numbers in _NUM_CODES:
+        zeros = torch.randint(0, most, (rows, across), generator=generator, dtype=torch.uint8)
+        found = codes.float() - zeros.float().repeat_interleave(group, 1)[:, :columns]
+        return ops.pack_integers(numbers, codes, scales, zeros, group), found * spread
+    exponents = torch.randint(120, 130, (rows, across), generator=generator, dtype=torch.uint8)
+    exponents[0], exponents[1] = 60, 100
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    signed = torch.cat((table, -table))[codes.long()]
+    powers = torch.ldexp(torch.ones(rows, across), exponents.int() - 127).repeat_interleave(group, 1)[:, :columns]
+    return ops.pack_mxfp4(codes, exponents), signed * powers

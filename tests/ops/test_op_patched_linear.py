@@ -1,0 +1,139 @@
+"""Products with weights of linear layers that are codes in patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylm import ops
+from raylm.ops.patches import NUMBERS
+from tests.ops.devices import ON_CUDA
+from tests.ops.in_patches import KINDS, dtypes, in_patches
+
+pytestmark = pytest.mark.operators("patched_linear")
+
+Pick = Callable[[str], Callable[..., Any]]
+EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
+CASES = [(*kind, dtype) for kind in KINDS for dtype in dtypes(kind[0])]
+
+
+def _rows(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("numbers", "group"), KINDS)
+@pytest.mark.parametrize("columns", [128, 256, 72, 200, 896])
+def test_patches_hold_their_numbers(numbers: ops.Numbers, group: int, columns: int) -> None:
+    patches, expected = in_patches(numbers, group, 48, columns, seed=1)
+    assert patches.shape == (3, -(-columns // 128) * ops.patch_bytes(numbers, group)) and patches.dtype == torch.uint8
+    assert torch.equal(ops.unpack(patches, numbers, group, columns), expected)
+
+
+def test_numbers_become_the_nearest_codes() -> None:
+    values = _rows(32, 200, torch.float32, seed=3)
+    values[3] = 0
+    found = ops.unpack(ops.quantise_fp8(values), "fp8", 128, 200)
+    assert torch.all((found - values).abs() <= values.abs() / 16 + 1e-3)
+    assert torch.equal(found[3], values[3])
+
+
+def test_scales_keep_sixteen_bits_of_their_mantissa() -> None:
+    codes = torch.randint(0, 16, (16, 128), dtype=torch.uint8)
+    scales, zeros = torch.rand(16, 4).bfloat16().float(), torch.randint(0, 17, (16, 4))
+    wide = scales * (1 + 0.3 * 2.0**-16)  # as float32 scales are
+    found = [ops.unpack(ops.pack_integers("int4", codes, each, zeros, 32), "int4", 32, 128) for each in (wide, scales)]
+    assert torch.equal(*found)
+    negative = ops.unpack(ops.pack_integers("int4", codes, -scales, zeros, 32), "int4", 32, 128)
+    assert torch.equal(negative, -found[1])
+
+
+@pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(16, 576), (48, 1024)])
+def test_products_are_those_of_the_numbers(
+    op: Pick, device: str, n: int, k: int, numbers: str, group: int, dtype: torch.dtype
+) -> None:
+    check_products(op, device, n, k, numbers, group, dtype, (1, 5, 9))
+
+
+LARGE = [(128, 512), (256, 1024), (144, 896), (1024, 4096), (384, 2560), (4096, 1536), (16, 3072), (528, 14336)]
+
+
+@ON_CUDA
+@pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
+@pytest.mark.parametrize(("n", "k"), LARGE)
+def test_every_kernel_has_its_share(
+    op: Pick, device: str, n: int, k: int, numbers: str, group: int, dtype: torch.dtype
+) -> None:
+    rows = (1, 5, 8, 13, 16, 31, 32, 40, 64, 130, 300, 1500) if n * k < 1 << 20 else (1, 9, 33, 200)
+    check_products(op, device, n, k, numbers, group, dtype, rows)
+
+
+def check_products(
+    op: Pick, device: str, n: int, k: int, numbers: str, group: int, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    packed, numbers_of_weight = in_patches(numbers, group, n, k, seed=0)
+    packed, weight = packed.to(device), numbers_of_weight.double()
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    for rows in sizes:
+        x = _rows(rows, k, dtype)
+        expected = x.double() @ weight.t()
+        # Of more rows, the weight is rounded too.
+        most = EPSILON[dtype] * (x.double().abs() @ weight.abs().t() * (1 if rows > 32 else 1e-2) + expected.abs())
+        found = op("patched_linear")(x.to(device), packed, None, NUMBERS.index(numbers), group)
+        assert found.dtype == dtype and found.shape == (rows, n)
+        assert ((found.cpu().double() - expected).abs() <= most).all(), rows
+        biased = op("patched_linear")(x.to(device), packed, bias, NUMBERS.index(numbers), group)
+        most += EPSILON[dtype] * bias.cpu().double().abs()
+        assert ((biased.cpu().double() - expected - bias.cpu().double()).abs() <= 2 * most).all(), rows
+
+
+@pytest.mark.parametrize("group", ops.GROUPS["int4"])
+def test_small_integers_are_exact(op: Pick, device: str, group: int) -> None:
+    """Each number of x meets its own number of the weight."""
+    n, k = 128, 1536
+    codes, zeros = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.randint(0, 17, (n, k // group))
+    packed = ops.pack_integers("int4", codes, torch.full(zeros.shape, 0.5), zeros, group)
+    weight = ops.unpack(packed, "int4", group, k).double()
+    for rows in (1, 12, 64):
+        x = torch.zeros(rows, k, dtype=torch.bfloat16)
+        columns = torch.randint(0, k, (rows, 3), generator=torch.Generator().manual_seed(rows))
+        x.scatter_(1, columns, torch.tensor([1.0, 2.0, -4.0], dtype=torch.bfloat16).expand(rows, 3))
+        found = op("patched_linear")(x.to(device), packed.to(device), None, NUMBERS.index("int4"), group)
+        assert torch.equal(found.cpu().double(), (x.double() @ weight.t()).bfloat16().double())
+
+
+@pytest.mark.parametrize(("numbers", "group"), [("int4", 128), ("fp8", 128), ("int8", 32)])
+def test_a_row_is_the_same_beside_other_rows(op: Pick, device: str, numbers: str, group: int) -> None:
+    packed = in_patches(numbers, group, 256, 4096, seed=4)[0].to(device)
+    x = _rows(40, 4096, torch.bfloat16).to(device)
+    found = op("patched_linear")(x, packed, None, NUMBERS.index(numbers), group)
+    x[:7], x[8:] = 1.0, -2.0
+    assert torch.equal(op("patched_linear")(x, packed, None, NUMBERS.index(numbers), group)[7], found[7])
+
+
+def test_rows_may_be_strided_and_none(op: Pick, device: str) -> None:
+    packed, int4 = in_patches("int4", 64, 128, 512, seed=5)[0].to(device), NUMBERS.index("int4")
+    x = _rows(6, 1024, torch.bfloat16).to(device)
+    strided = op("patched_linear")(x[:, :512], packed, None, int4, 64)
+    torch.testing.assert_close(strided, op("patched_linear")(x[:, :512].contiguous(), packed, None, int4, 64))
+    assert op("patched_linear")(x[:0, :512], packed, None, int4, 64).shape == (0, 128)
+
+
+@ON_CUDA
+def test_a_wrong_weight_is_refused(op: Pick, device: str) -> None:
+    packed, int4 = in_patches("int4", 64, 128, 512, seed=5)[0].to(device), NUMBERS.index("int4")
+    x = _rows(2, 512, torch.bfloat16).to(device)
+    with pytest.raises(RuntimeError, match="group is 48, must be 32, 64 or 128"):
+        op("patched_linear")(x, packed, None, int4, 48)
+    with pytest.raises(RuntimeError, match="weight has size 4608 in dimension 1, must have 4352"):
+        op("patched_linear")(x, packed, None, int4, 128)
+    with pytest.raises(RuntimeError, match="x is float32, must be bfloat16 or float16"):
+        op("patched_linear")(x.float(), packed, None, int4, 64)
+    with pytest.raises(RuntimeError, match="x is float16, must be bfloat16 with such numbers"):
+        op("patched_linear")(x.half(), packed, None, NUMBERS.index("fp8"), 128)
+    with pytest.raises(RuntimeError, match="numbers is 4, must be from 0 to 3"):
+        op("patched_linear")(x, packed, None, 4, 64)
