@@ -33,8 +33,6 @@ _MAX_NAMES = 8
 _DUMMY_STD = 0.02
 _DUMMY_ROWS = 1024
 """Of codes that are drawn at a time."""
-_DUMMY_CODES: dict[ops.Numbers, int] = {"int4": 16, "mxfp4": 16, "int8": 256}
-"""How many codes there are."""
 _DUMMY_EXPONENT = 120
 """2 ** -7: MXFP4's codes have a deviation of 2.9."""
 
@@ -185,7 +183,7 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     shape, device = (rows, columns), like.device
     if form == FP8_PATCHES:
         return ops.quantise_fp8(torch.empty(shape, device=device).normal_(std=_DUMMY_STD, generator=generator))
-    most = _DUMMY_CODES[form.numbers]
+    most = ops.MOST_CODE.get(form.numbers, 15) + 1
     codes, zeros = (
         torch.randint(0, most, (rows, size), generator=generator, device=device, dtype=torch.uint8)
         for size in (columns, columns // form.group)
@@ -193,7 +191,9 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     if form == MXFP4_PATCHES:
         return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
     scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD * 4 / most
-    return ops.pack_integers(form.numbers, codes, scales, zeros, form.group)
+    if form.numbers in ops.MOST_ZERO:
+        return ops.pack_integers(form.numbers, codes, scales, zeros, form.group)
+    return ops.pack_affine(form.numbers, codes, scales, -scales * zeros, form.group)
 
 
 def _join_packed(found: dict[SlotName, list[Source]]) -> None:

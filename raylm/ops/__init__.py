@@ -38,12 +38,14 @@ from raylm.ops.patched import patched_linear as patched_linear
 from raylm.ops.patched import takes_patched as takes_patched
 from raylm.ops.patched import takes_patched_experts as takes_patched_experts
 from raylm.ops.patches import GROUPS as GROUPS
+from raylm.ops.patches import MOST_CODE as MOST_CODE
 from raylm.ops.patches import MOST_EXPONENT as MOST_EXPONENT
 from raylm.ops.patches import MOST_SCALE as MOST_SCALE
 from raylm.ops.patches import MOST_ZERO as MOST_ZERO
 from raylm.ops.patches import PATCH_COLUMNS as PATCH_COLUMNS
 from raylm.ops.patches import PATCH_ROWS as PATCH_ROWS
 from raylm.ops.patches import Numbers as Numbers
+from raylm.ops.patches import pack_affine as pack_affine
 from raylm.ops.patches import pack_fp8 as pack_fp8
 from raylm.ops.patches import pack_integers as pack_integers
 from raylm.ops.patches import pack_mxfp4 as pack_mxfp4

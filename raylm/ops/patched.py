@@ -22,7 +22,14 @@ MOST_PATCHED_ROWS = 1024
 """Of x: for more, patched_linear makes numbers of the whole weight first."""
 _MOST_EXPERTS = 512
 _BOTH, _ONE = (torch.float16, torch.bfloat16), (torch.bfloat16,)
-_HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {"int4": _BOTH, "int8": _BOTH, "mxfp4": _ONE, "fp8": _ONE}
+_HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
+    "int4": _BOTH,
+    "int8": _BOTH,
+    "mxfp4": _ONE,
+    "fp8": _ONE,
+    "affine4": _ONE,
+    "affine8": _ONE,
+}
 """Types of activations."""
 
 

@@ -2,13 +2,14 @@
 operators in terms of torch's own.
 
 A patch is codes and then words of scales. Of "int4" and "int8" these are a word for each group of columns and row, the
-bits of a float32 scale whose lowest 8 bits are the zero point; of "fp8" (e4m3) a float32 for each row; of "mxfp4"
-(e2m1) the exponents of four powers of two (e8m0) for each row, one for each 32 columns.
+bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two bfloat16, the scale and
+the offset; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) the exponents of four powers of two (e8m0) for
+each row, one for each 32 columns.
 
 Rows are numbered 8 h + g. Codes of 4 bits, of columns numbered 32 i + 8 p + 2 t + e, lie in the order of (h, g, t, i,
 e, p), two a byte, the first of them in the lower bits. Those of 8 bits, of columns numbered 64 s + 16 k + 8 p + 2 t +
 e, lie in the order of (s, h, g, t, k, e, 1 - p). So g and t say which of a warp's lanes takes 16 bytes of them.
-Integers of 8 bits have 128 taken from them.
+Those of "int8" have 128 taken from them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from raylm.ops import experts
 from raylm.ops.scaled_fallback import CODES, scale_rows
 
-Numbers = Literal["int4", "int8", "mxfp4", "fp8"]
-NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8")
+Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8"]
+NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8", "affine4", "affine8")
 """Operators take the place in this list."""
 PATCH_ROWS, PATCH_COLUMNS = 16, 128
 GROUPS: dict[Numbers, tuple[int, ...]] = {
@@ -31,10 +32,13 @@ GROUPS: dict[Numbers, tuple[int, ...]] = {
     "int8": (16, 32, 64, 128),
     "mxfp4": (32,),
     "fp8": (PATCH_COLUMNS,),
+    "affine4": (16, 32),
+    "affine8": (32,),
 }
 """Columns that may share a scale."""
 MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255}
 """The largest zero point of integers: float16 and bfloat16 hold what is left of it and a code."""
+MOST_CODE: dict[Numbers, int] = {"int4": 15, "int8": 255, "affine4": 15, "affine8": 127}
 MOST_EXPONENT = 191
 """Of MXFP4's scales: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 MOST_SCALE = 128.0
@@ -64,14 +68,16 @@ def pack_integers(numbers: Numbers, codes: Tensor, scales: Tensor, zeros: Tensor
     mantissa are kept. zeros: [R, G], integers from 0 to MOST_ZERO. G is the number of groups of `group` columns, the
     last of which may be less.
     """
-    columns, each = codes.shape[1], PATCH_COLUMNS // group
-    across = -(-columns // PATCH_COLUMNS)
-    filled = F.pad(codes, (0, across * PATCH_COLUMNS - columns))
-    in_bytes = _pack_fours(filled) if numbers == "int4" else _pack_eights(filled ^ _MIDDLE)
     # Rounded to the nearest number whose last bits are free.
-    bits = scales.contiguous().view(torch.int32) + (_ZERO_BITS + 1) // 2 & ~_ZERO_BITS | zeros.to(torch.int32)
-    words = _patches_of(F.pad(bits, (0, across * each - bits.shape[1])), each).transpose(1, 2).contiguous()
-    return _joined(in_bytes, words.view(torch.uint8).flatten(1), len(codes))
+    words = scales.contiguous().view(torch.int32) + (_ZERO_BITS + 1) // 2 & ~_ZERO_BITS | zeros.to(torch.int32)
+    return _with_words(codes if numbers == "int4" else codes ^ _MIDDLE, words, group, fours=numbers == "int4")
+
+
+def pack_affine(numbers: Numbers, codes: Tensor, scales: Tensor, offsets: Tensor, group: int) -> Tensor:
+    """The same of numbers code * scale + offset: codes uint8, of "affine4" 0 to 15, of "affine8" to 127; scales and
+    offsets float32 [R, G], rounded to bfloat16."""
+    low, high = (each.bfloat16().contiguous().view(torch.int16).int() for each in (scales, offsets))
+    return _with_words(codes, high << 16 | low & 0xFFFF, group, fours=numbers == "affine4")
 
 
 def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
@@ -112,6 +118,11 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
     elif numbers == "fp8":
         values = _unpack_eights(codes).view(CODES).float().unsqueeze(2)
         scales = words.contiguous().view(torch.float32).view(-1, PATCH_ROWS, 1, 1)
+    elif numbers in ("affine4", "affine8"):
+        found = _unpack_fours(codes) if numbers == "affine4" else _unpack_eights(codes)
+        halves = words.contiguous().view(torch.bfloat16).float().view(len(patches), -1, PATCH_ROWS, 2).transpose(1, 2)
+        scales, offsets = halves.unsqueeze(-1).unbind(3)
+        return _rows_of((found.unflatten(2, (-1, group)) * scales + offsets).flatten(2), across)[:, :columns]
     else:
         found = _unpack_fours(codes) if numbers == "int4" else _unpack_eights(codes) ^ _MIDDLE
         of_groups = words.contiguous().view(torch.int32).view(len(patches), -1, PATCH_ROWS, 1).transpose(1, 2)
@@ -149,7 +160,7 @@ def patched_experts(
 
 
 def _code_bytes(numbers: Numbers) -> int:
-    return PATCH_ROWS * PATCH_COLUMNS // (2 if numbers in ("int4", "mxfp4") else 1)
+    return PATCH_ROWS * PATCH_COLUMNS // (2 if numbers in ("int4", "mxfp4", "affine4") else 1)
 
 
 def _pack_fours(codes: Tensor) -> Tensor:
@@ -179,6 +190,15 @@ def _in_rows(codes: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> T
     """Codes that lie in that order of a patch's sizes, in the order of rows and columns: [patches, 16, 128]."""
     stored = codes.reshape(-1, *(sizes[axis - 1] for axis in order[1:]))
     return stored.permute(*(order.index(axis) for axis in range(len(order)))).reshape(-1, PATCH_ROWS, PATCH_COLUMNS)
+
+
+def _with_words(codes: Tensor, words: Tensor, group: int, *, fours: bool) -> Tensor:
+    """Patches of codes [R, K] and of int32 words, one for each row and group of columns."""
+    each, across = PATCH_COLUMNS // group, -(-codes.shape[1] // PATCH_COLUMNS)
+    filled = F.pad(codes, (0, across * PATCH_COLUMNS - codes.shape[1]))
+    grid = _patches_of(F.pad(words, (0, across * each - words.shape[1])), each).transpose(1, 2).contiguous()
+    in_bytes = _pack_fours(filled) if fours else _pack_eights(filled)
+    return _joined(in_bytes, grid.view(torch.uint8).flatten(1), len(codes))
 
 
 def _joined(codes: Tensor, words: Tensor, rows: int) -> Tensor:

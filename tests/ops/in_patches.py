@@ -11,7 +11,6 @@ from raylm.ops.patches import GROUPS, NUMBERS
 KINDS = [(numbers, group) for numbers in NUMBERS for group in GROUPS[numbers]]
 HALVES = {"int4": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16, torch.float16)}
 """Types of activations that kernels take; of other numbers bfloat16 alone."""
-_NUM_CODES = {"int4": 16, "int8": 256}
 
 
 def dtypes(numbers: str) -> tuple[torch.dtype, ...]:
@@ -28,9 +27,13 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
         codes = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
         codes[::7, ::5] = codes[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
         return ops.pack_fp8(codes, scales), codes.float() * spread
-    most = _NUM_CODES.get(numbers, 16)
+    most = ops.MOST_CODE.get(numbers, 15) + 1
     codes = torch.randint(0, most, (rows, columns), generator=generator, dtype=torch.uint8)
-    if numbers in _NUM_CODES:
+    if numbers.startswith("affine"):
+        offsets = (torch.randn(rows, across, generator=generator) * most / 256).bfloat16().float()
+        wide = offsets.repeat_interleave(group, 1)[:, :columns]
+        return ops.pack_affine(numbers, codes, scales, offsets, group), codes.float() * spread + wide
+    if numbers in ops.MOST_ZERO:
         zeros = torch.randint(0, most, (rows, across), generator=generator, dtype=torch.uint8)
         found = codes.float() - zeros.float().repeat_interleave(group, 1)[:, :columns]
         return ops.pack_integers(numbers, codes, scales, zeros, group), found * spread

@@ -143,6 +143,8 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
   switch (kind) {
     case Numbers::kInt4: return half ? run<__half, Int4Groups>(call) : run<__nv_bfloat16, Int4Groups>(call);
     case Numbers::kInt8: return half ? run<__half, Int8Codes>(call) : run<__nv_bfloat16, Int8Codes>(call);
+    case Numbers::kAffine4: return run<__nv_bfloat16, Affine4Codes>(call);
+    case Numbers::kAffine8: return run<__nv_bfloat16, Affine8Codes>(call);
     case Numbers::kMxfp4: return run<__nv_bfloat16, Mxfp4Codes>(call);
     default: return run<__nv_bfloat16, Fp8Codes>(call);
   }

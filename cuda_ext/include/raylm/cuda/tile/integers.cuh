@@ -25,6 +25,13 @@ __device__ inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
+template <typename T>
+__device__ inline uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  const auto* pairs = reinterpret_cast<const Pair<T>*>(&a);
+  const Pair<T> sum = __hfma2(*pairs, *reinterpret_cast<const Pair<T>*>(&b), *reinterpret_cast<const Pair<T>*>(&c));
+  return *reinterpret_cast<const uint32_t*>(&sum);
+}
+
 // The power of two that codes are added to, twice.
 template <typename T>
 inline constexpr uint32_t kIntegerBase = std::is_same_v<T, __half> ? 0x64006400 : 0x43004300;

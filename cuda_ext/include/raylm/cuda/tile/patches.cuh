@@ -151,6 +151,41 @@ struct Int8Codes {
   }
 };
 
+// Codes of 4 bits, or of 7 in bytes, whose numbers are code scale + offset: a word of two bfloat16 a group of columns, the
+// scale in the lower half.
+template <typename T, int Bits>
+struct AffineCodes {
+  static_assert(std::is_same_v<T, __nv_bfloat16>);
+  static constexpr bool kCodes = true, kSums = false;
+  static constexpr int kColumns = 16, kBits = Bits;
+  static constexpr float kFactor = 1.0f;
+
+  uint4 codes[Bits / 4];
+  uint32_t words[kPatchColumns / kColumns];
+
+  __device__ void load(uint32_t patch, int rows, int group_log2) {
+    const int lane = threadIdx.x % kWarp;
+    for (int i = 0; i < Bits / 4; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
+    load_words<kColumns>(words, patch + Bits * 256 + (rows * 8 + lane / 4) * 4, group_log2);
+  }
+
+  __device__ uint32_t scaled(int step, int behind) const {
+    uint32_t pair;
+    if constexpr (Bits == 4) {
+      pair = int4_pair<T>(word_of(codes[0], step / 2), step % 2 * 2 + behind);
+    } else {
+      const uint32_t word = word_of(codes[step / 4], step % 4);
+      pair = ((behind ? word : word >> 8) & 0x007f007f) | kIntegerBase<T>;
+    }
+    const uint32_t scales = __byte_perm(words[step], 0, 0x1010), offsets = __byte_perm(words[step], 0, 0x3232);
+    return multiply_add_pairs<T>(subtract_pairs<T>(pair, kIntegerBase<T>), scales, offsets);
+  }
+};
+
+template <typename T>
+using Affine4Codes = AffineCodes<T, 4>;
+template <typename T>
+using Affine8Codes = AffineCodes<T, 8>;
 template <typename T>
 using Int4Groups = Int4Codes<T, 32>;  // of any size
 template <typename T>
