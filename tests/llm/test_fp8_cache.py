@@ -50,7 +50,8 @@ def folder(tmp_path_factory):
 @pytest.mark.usefixtures("demo")
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_perplexity_of_a_text(text: str) -> None:
-    """Of two pieces. With scales of 1 it was 0.4 to 1.7 % above that of a cache of float32."""
+    """Of two pieces. With scales of 1 it was 0.1 to 0.8 % above that of a cache of float32, with measured
+    ones -0.2 to 0.9 %."""
     sums = []
     for cache in ({}, {"cache_dtype": "fp8"}, {"cache_dtype": "fp8", "cache_scales": "measured"}):
         llm = LLM(DEMO, max_model_len=PIECE + 1, **cache)
@@ -60,7 +61,7 @@ def test_the_perplexity_of_a_text(text: str) -> None:
         llm.close()
     losses = [math.expm1(sums[0] - of_codes) for of_codes in sums[1:]]
     print(f"{text}: perplexity with scales of 1 {losses[0]:+.2%}, with measured ones {losses[1]:+.2%}")
-    assert all(0 < loss < 0.03 for loss in losses)
+    assert all(0 < abs(loss) < 0.03 for loss in losses)
 
 
 def engine(folder: Path, **sections: dict[str, object]) -> LLM:

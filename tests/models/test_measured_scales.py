@@ -55,7 +55,7 @@ def test_a_scale_is_a_power_of_two_with_room_above_the_largest(family: str, tmp_
     for scales, magnitudes in zip(model.cache_scales.values(), largest(plain), strict=True):
         for scale, magnitude in zip(scales, magnitudes, strict=True):
             assert math.frexp(scale)[0] == 0.5
-            assert 448 / 4 < magnitude / scale <= 448 / 2
+            assert 448 / 8 < magnitude / scale <= 448 / 4
     texts, logits = generate(PagedRun(model, dtype=ops.CODES), PROMPTS, num_tokens=4)
     _, expected = generate(PagedRun(plain), {name: text[:-1] for name, text in texts.items()}, num_tokens=1)
     for name, row in expected.items():
@@ -107,6 +107,19 @@ def test_scales_of_the_checkpoint_stay(tmp_path: Path, caplog: pytest.LogCapture
     assert "KV cache: fp8, with the checkpoint's scales in 1 of 2 layers; these are not measured" in caplog.messages
     ends = f"from {min(expected):g} to {max(expected):g}"
     assert f"KV cache: fp8, with measured scales in 1 of 2 layers, {ends}" in caplog.messages
+
+
+def test_nothing_is_measured_where_the_checkpoint_has_all_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(2)]
+    path = checkpoint(tmp_path, {name: torch.tensor(0.5) for name in names})
+    runs: list[DecoderModel] = []
+    forward = DecoderModel.forward
+    monkeypatch.setattr(DecoderModel, "forward", lambda self, *given: runs.append(self) or forward(self, *given))
+    assert measured(path).cache_scales == dict.fromkeys(range(2), CacheScales(0.5, 0.5)) and not runs
+    measured(tmp_path / "plain")
+    assert len(runs) == 1
 
 
 def test_dummy_weights_are_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
