@@ -23,6 +23,7 @@ Implementation = Literal["auto", "raylm", "transformers"]
 Weights = Literal["stored", "decoded"]
 BlockHash = Literal["xxhash", "sha256"]
 CacheDType = Literal["auto", "fp8"]
+CacheScaling = Literal["checkpoint", "measured"]
 POLICIES = ("fcfs", "priority", "fair")
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
 NumBatchedTokens = Annotated[int, Field(ge=1)]
@@ -115,8 +116,11 @@ class CacheConfig(FrozenConfig):
     """Tokens a block."""
     dtype: CacheDType = "auto"
     """How keys and values are stored (the option is cache_dtype). auto: as numbers of `model.dtype`. fp8: as 8-bit
-    floats (e4m3), in half the memory of 16 bits, with a scale for a layer's keys and one for its values: the
-    checkpoint's, or 1 where it has none."""
+    floats (e4m3), in half the memory of 16 bits, with a scale for a layer's keys and one for its values."""
+    scales: CacheScaling = "checkpoint"
+    """Where the scales of an fp8 cache come from (the option is cache_scales). checkpoint: from the checkpoint; 1 in
+    layers where it has none. measured: in these layers from the largest key and value of a fixed text of 1,024 tokens,
+    which the model computes when it has been loaded; for models whose keys or values are larger than 448, or small."""
     num_blocks: int | None = Field(default=None, ge=2)
     """Blocks of the cache; by default what fits in the memory below."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
@@ -133,6 +137,12 @@ class CacheConfig(FrozenConfig):
     events: bool = True
     """Let ingresses follow which blocks are stored and removed: they send requests to where their prefix is. Offline
     nobody follows, and nothing is kept."""
+
+    @model_validator(mode="after")
+    def _scales_are_of_codes(self) -> CacheConfig:
+        if self.scales == "measured" and self.dtype != "fp8":
+            raise ValueError(f"scales is measured, but dtype is {self.dtype}, which has none; allowed with it: fp8")
+        return self
 
 
 class SchedulerConfig(FrozenConfig):

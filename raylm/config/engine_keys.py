@@ -1,7 +1,7 @@
 """The keys of EngineConfig as options: of commands, and of LLM(...). They are made of the configuration's own fields.
 
 A key of model, parallel, cache, scheduler, runtime or load is an option of its own name (max_model_len); those of other
-sections, and cache.dtype, begin with the section's (speculation_num_drafts).
+sections, cache.dtype and cache.scales begin with the section's (speculation_num_drafts).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, VALUES
 from raylm.errors import ConfigError
 
 _BARE = ("model", "parallel", "cache", "scheduler", "runtime", "load")
-_NOT_BARE = (("cache", "dtype"),)
-"""Keys of these sections that would have the name of another's."""
+_NOT_BARE = (("cache", "dtype"), ("cache", "scales"))
+"""Keys of these sections that would have the name of another's, or one that does not say whose they are."""
 Sections = dict[str, dict[str, Any]]
 """Values of keys, section by section."""
 

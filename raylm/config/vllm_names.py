@@ -26,6 +26,10 @@ def _not(value: object) -> object:
     return not value
 
 
+def _measured(value: object) -> object:
+    return "measured" if value else "checkpoint"
+
+
 VALUES: dict[str, dict[object, object]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "cache_dtype": {"fp8_e4m3": "fp8"},
@@ -55,6 +59,9 @@ NAMES: dict[str, Renamed] = {
     "prefix_caching_hash_algo": Renamed("block_hash"),
     "num_gpu_blocks_override": Renamed("num_blocks"),
     "kv_cache_dtype": Renamed("cache_dtype"),
+    "calculate_kv_scales": Renamed(
+        "cache_scales", _measured, "calculate_kv_scales is cache_scales: measured", is_flag=True
+    ),
     "swap_space": Renamed("swap_gib"),
     "scheduling_policy": Renamed("policy"),
     "served_model_name": Renamed("name", note="further names are `--aliases` (`model.aliases`)", rest="aliases"),
@@ -84,7 +91,6 @@ ANYWAY: dict[str, str] = {
     "use_tqdm_on_load": "progress is shown on a terminal alone",
     "disable_uvicorn_access_log": "requests are not logged",
     "enable_prompt_tokens_details": "usage has them",
-    "calculate_kv_scales": "scales of an fp8 cache are the checkpoint's, or 1; they are not measured",
     "max_log_len": "prompts are not logged",
     "enable_request_id_headers": "every answer has x-request-id",
 }

@@ -297,8 +297,12 @@ def make_cache(config: ResolvedEngine, info: ModelInfo, events: EventLog | None)
 
 
 def _named_prefixes(config: ResolvedEngine) -> str:
-    """What the names of prefixes say of the model: keys and values of another type are others."""
-    return config.model.path if config.cache.dtype == "auto" else f"{config.model.path}, {config.cache.dtype}"
+    """What the names of prefixes say of the model: keys and values of another type, or with other scales, are
+    others."""
+    cache, named = config.cache, config.model.path
+    if cache.dtype != "auto":
+        named += f", {cache.dtype}"
+    return f"{named}, scales {cache.scales}" if cache.scales != "checkpoint" else named
 
 
 def _prefix_form(config: ResolvedEngine, info: ModelInfo) -> PrefixForm | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -99,6 +99,15 @@ class Attention:
         self._scores = Scores(
             scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, cache=cache
         )
+
+    @property
+    def cache_scales(self) -> CacheScales:
+        """What keys and values must be stored with."""
+        return self._scores.cache
+
+    def scale_cache(self, scales: CacheScales) -> None:
+        """Read the cache by these scales from now on. Nothing may be stored yet, and no CUDA graph hold the layer."""
+        self._scores = replace(self._scores, cache=scales)
 
     def __call__(self, q: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """q [T, num_heads, head_dim] -> [T, num_heads, head_dim]. `meta` is what the backend has planned."""

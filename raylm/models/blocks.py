@@ -146,7 +146,6 @@ class SelfAttention(nn.Module):
         self._norm_eps = arch.norm_eps
         self._rotary = build.rotary_table(spec.rope) if spec.rope is not None else None
         self.sinks = self._sinks(build) if arch.sinks else None
-        self._cache_scales = build.scales_of_layer
         self._attention = Attention(
             build.attention,
             scale=arch.attention_scale,
@@ -154,7 +153,7 @@ class SelfAttention(nn.Module):
             soft_cap=arch.attention_soft_cap,
             alibi_slopes=alibi_slopes_of_rank(arch.num_heads, build.context) if arch.alibi else None,
             sinks=self.sinks,
-            cache=self._cache_scales,
+            cache=build.scales_of_layer,
         )
         self._first_head, self._num_heads = build.context.tensor_rank * self.qkv_proj.num_heads, arch.num_heads
 
@@ -167,6 +166,10 @@ class SelfAttention(nn.Module):
         if self.sinks is None:
             return {}
         return {("sinks", None): Slot(self.sinks, (self._num_heads,), start=self._first_head)}
+
+    def scale_cache(self, scales: CacheScales) -> None:
+        """As Attention.scale_cache, for what is stored too."""
+        self._attention.scale_cache(scales)
 
     def forward(self, x: ops.Rows, step: LayerInput) -> Tensor:
         """x, output: [T, hidden_size]. Only where it `takes_scaled_rows` x may be ScaledRows."""
@@ -193,7 +196,7 @@ class SelfAttention(nn.Module):
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
-        k_scale, v_scale = self._cache_scales
+        k_scale, v_scale = self._attention.cache_scales
         if self._rotary is None:
             ops.store_kv(k, v, *step.cache, step.meta.slot_mapping, k_scale=k_scale, v_scale=v_scale)
             return q

@@ -20,9 +20,11 @@ _NAME = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_s
 """Such as model.layers.0.self_attn.k_scale, ...attn.v_scale, ...k_proj.k_scale: keys, values or both of a layer."""
 
 
-def read_cache_scales(source: ModelSource, arch: ArchConfig, load_format: str) -> dict[int, CacheScales]:
-    """Of layers by their numbers; a layer that is not there has scales of 1. Raises ConfigError for scales that are not
-    one number for the layer, and positive."""
+def read_cache_scales(
+    source: ModelSource, arch: ArchConfig, load_format: str, *, others_measured: bool = False
+) -> dict[int, CacheScales]:
+    """Of layers by their numbers; a layer that is not there has scales of 1, or is measured later. Raises ConfigError
+    for scales that are not one number for the layer, and positive."""
     found: dict[int, dict[str, float]] = {}
     quantisation = arch.quantisation
     has_scales = quantisation is not None and quantisation.has_parts and quantisation.cache != "other"
@@ -34,8 +36,11 @@ def read_cache_scales(source: ModelSource, arch: ArchConfig, load_format: str) -
                 scale = _value(tensor)
                 found.setdefault(int(match[1]), {}).update(dict.fromkeys(match[2] or match[3], scale))
     if found:
-        logger.info("KV cache: fp8, with the checkpoint's scales in %d of %d layers", len(found), arch.num_layers)
-    else:
+        kept = "; these are not measured" if others_measured else ""
+        logger.info(
+            "KV cache: fp8, with the checkpoint's scales in %d of %d layers%s", len(found), arch.num_layers, kept
+        )
+    elif not others_measured:
         why = "the checkpoint has none for such numbers" if load_format != "dummy" else "there is no checkpoint"
         logger.info("KV cache: fp8, with scales of 1: %s", why)
     return {number: CacheScales(scales.get("k", 1.0), scales.get("v", 1.0)) for number, scales in found.items()}

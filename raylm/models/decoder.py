@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from raylm.layers.attention import LayerInput
+from raylm.layers.attention import UNSCALED, CacheScales, LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from raylm.layers.slots import Slot, SlotName, slots_of
-from raylm.models.blocks import Build
+from raylm.models.blocks import Build, SelfAttention
 from raylm.models.few_rows import FewRows, most_rows
 from raylm.models.layers import make_layer
 
@@ -110,6 +113,19 @@ class DecoderModel(nn.Module):
     def attention(self) -> AttentionBackend:
         """What plans the metadata of `step` that forward() takes."""
         return self._build.attention
+
+    @property
+    def cache_scales(self) -> Mapping[int, CacheScales]:
+        """Scales of the KV cache by the numbers of layers; layers that are not there have scales of 1."""
+        return self._build.cache_scales
+
+    def scale_cache(self, scales: Mapping[int, CacheScales]) -> None:
+        """Set `cache_scales`. Nothing may be stored yet, and no CUDA graph hold the model."""
+        self._build = replace(self._build, cache_scales=scales)
+        for number, layer in self.layers.items():
+            attention = layer.get_submodule("self_attn")
+            assert isinstance(attention, SelfAttention), "layers of a family have their attention there"
+            attention.scale_cache(scales.get(int(number), UNSCALED))
 
     @property
     def head(self) -> VocabParallelEmbedding:

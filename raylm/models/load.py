@@ -20,7 +20,9 @@ from raylm.models.blocks import Build
 from raylm.models.cache_scales import read_cache_scales
 from raylm.models.check import check_format
 from raylm.models.decoder import DecoderModel
-from raylm.models.formats import read_checkpoint
+from raylm.models.formats import FileTensor, read_checkpoint
+from raylm.models.measured_scales import measure_scales
+from raylm.models.names import Stored
 from raylm.models.registry import family_of, model_class
 from raylm.models.scheme import (
     AS_FP8,
@@ -50,6 +52,7 @@ def load_model(
     as_stored: bool = False,
     quantise: bool = False,
     cache_codes: bool = False,
+    measure_cache: bool = False,
     seed: int = 0,
     progress: bool = True,
     fill: Callable[[DecoderModel], bool] = lambda model: False,
@@ -61,9 +64,9 @@ def load_model(
     with a scale a row or a tensor, as codes of experts, or in 16 bits where `dtype` is float32, if the device has
     kernels that read them so; else they are converted to `dtype`.
     With `quantise`, linear layers and experts are quantised to FP8 while they are loaded. With `cache_codes` the KV
-    cache will hold 8-bit floats, whose scales are read too. `fill` is tried first and may fill the model from
-    elsewhere; it says if it has. Raises ConfigError when the format is not the source's, or the checkpoint is damaged
-    or does not fit.
+    cache will hold 8-bit floats, whose scales are read too, or measured with `measure_cache`. `fill` is tried first and
+    may fill the model from elsewhere; it says if it has. Raises ConfigError when the format is not the source's, or the
+    checkpoint is damaged or does not fit.
     """
     check_format(source, load_format)
     names = family_of(arch.architecture).names
@@ -77,10 +80,29 @@ def load_model(
             scheme = configured_scheme(arch, dtype, context.device)
         elif as_stored and (context.device.type == "cpu" or arch.quantisation is not None):
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
-        scales = read_cache_scales(source, arch, load_format) if cache_codes else {}
+        scales = {}
+        if cache_codes:
+            scales = read_cache_scales(source, arch, load_format, others_measured=measure_cache)
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme, scales))
-    if fill(model):
-        return model
+    if not fill(model):
+        _fill(model, source, load_format, read, seed=seed, progress=progress)
+        _log_forms(model, scheme, quantised=quantise)
+    if cache_codes and measure_cache:
+        measure_scales(model)
+    return model
+
+
+def _fill(
+    model: DecoderModel,
+    source: ModelSource,
+    load_format: str,
+    read: Callable[[], tuple[list[FileTensor], Stored]],
+    *,
+    seed: int,
+    progress: bool,
+) -> None:
+    """With the source's weights, or with random ones."""
+    arch = model.arch
     began = time.monotonic()
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
@@ -89,14 +111,12 @@ def load_model(
             logger.info(
                 "weights: stored as %s, decoded to %s while they are loaded: they take the memory of the latter",
                 arch.quantisation,
-                dtype_name(dtype),
+                dtype_name(model.dtype),
             )
-        WeightLoader(model, names, progress=progress).load(*read())
+        WeightLoader(model, family_of(arch.architecture).names, progress=progress).load(*read())
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
-    _log_forms(model, scheme, quantised=quantise)
-    return model
 
 
 def _log_forms(model: DecoderModel, scheme: Scheme, *, quantised: bool) -> None:

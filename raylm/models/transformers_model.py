@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from raylm.errors import ConfigError
-from raylm.layers.attention import LayerInput
+from raylm.layers.attention import CacheScales, LayerInput
 from raylm.layers.embedding import VocabParallelEmbedding
 from raylm.layers.slots import Loadable, Slot, SlotName, empty_parameter, slots_of
 from raylm.layers.weight import Weight
@@ -85,6 +88,10 @@ class TransformersModel(DecoderModel):
         """As DecoderModel.logits."""
         found: Tensor = self.causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return found.squeeze(0)
+
+    def scale_cache(self, scales: Mapping[int, CacheScales]) -> None:
+        """As DecoderModel.scale_cache."""
+        self._build = replace(self._build, cache_scales=scales)
 
     def is_elsewhere(self, parameter: str) -> bool:
         """As DecoderModel.is_elsewhere."""

@@ -60,6 +60,11 @@ def all_gather(x: Tensor, context: ParallelContext) -> Tensor:
     return x if context.tensor_size == 1 else _parts(x, context).movedim(0, -2).flatten(-2)
 
 
+def largest(x: Tensor, context: ParallelContext) -> Tensor:
+    """The largest of every tensor rank's x, element by element."""
+    return x if context.tensor_size == 1 else _parts(x, context).amax(0)
+
+
 def _parts(x: Tensor, context: ParallelContext) -> Tensor:
     """Every tensor rank's x: [tensor_size, *x.shape]."""
     parts = x.new_empty((context.tensor_size * x.shape[0], *x.shape[1:]))

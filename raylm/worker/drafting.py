@@ -63,7 +63,10 @@ class DraftSettings(NamedTuple):
     """Tokens of the largest step."""
     block_size: int
     cache_dtype: torch.dtype
-    """Of the KV cache, the target's and that of the layers that draft; these have scales of 1."""
+    """Of the KV cache, the target's and that of the layers that draft."""
+    measure_cache: bool = False
+    """Whether a draft model's cache of 8-bit floats has scales as load_model measures them. All other layers that draft
+    have scales of 1: what they store follows from the target's hidden states of a request."""
 
 
 def load_drafting(
@@ -136,6 +139,8 @@ def _draft_model(
         "dummy" if settings.dummy else "auto",
         attention=choose_attention(arch, target.dtype),
         as_stored=settings.as_stored,
+        cache_codes=settings.measure_cache,
+        measure_cache=settings.measure_cache,
         seed=settings.seed,
         progress=progress,
     )

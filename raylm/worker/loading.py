@@ -111,6 +111,7 @@ def load(
             as_stored=model_config.weights == "stored",
             quantise=quantises(arch, model_config),
             cache_codes=config.cache.dtype == "fp8",
+            measure_cache=config.cache.scales == "measured",
             seed=model_config.seed,
             progress=progress,
             fill=lambda model: digest is not None and _receive(config, model, digest, peer),
@@ -173,7 +174,13 @@ def _load_drafting(
         max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
         block_size=config.cache.block_size,
         cache_dtype=choose_cache_dtype(config.cache.dtype, model.dtype),
+        measure_cache=config.cache.scales == "measured",
     )
+    if settings.measure_cache and settings.method != "draft_model":
+        logger.info(
+            "KV cache: fp8, with scales of 1 in the layer that drafts (speculation.method %s), which is not measured",
+            settings.method,
+        )
     with memory.out_of_memory(device, f"what drafts (speculation.method {speculation.method}) did not fit"):
         attention = partial(choose_attention, config, device)
         return load_drafting(settings, model, attention, progress=progress)

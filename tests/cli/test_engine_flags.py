@@ -59,6 +59,13 @@ def test_types_of_the_model_and_of_its_cache_are_two_options():
     assert (config.model.dtype, config.cache.dtype) == ("float16", "fp8")
 
 
+def test_scales_of_the_cache():
+    fp8 = ("--cache-dtype", "fp8")
+    measured = [(*fp8, "--cache-scales", "measured"), (*fp8, "--calculate-kv-scales")]
+    assert [given(*flags).cache.scales for flags in measured] == ["measured"] * 2
+    assert given(*fp8, "--no-calculate-kv-scales").cache.scales == given(*fp8).cache.scales == "checkpoint"
+
+
 def test_several_served_names_are_a_name_and_aliases():
     model = given("--served-model-name", "chat", "small", "owner/chat").model
     assert (model.served_name, model.aliases) == ("chat", ["small", "owner/chat"])

@@ -32,6 +32,11 @@ MODEL = {"path": "smollm2-135m"}
         ),
         ({"model": MODEL, "cahce": {}}, ["'cahce'", "did you mean 'cache'?", "runtime"]),
         ({"model": MODEL, "cache": {"dtype": "fp8_e5m2"}}, ["'cache.dtype'", "'fp8_e5m2'", "'auto' or 'fp8'"]),
+        ({"model": MODEL, "cache": {"dtype": "fp8", "scales": "1"}}, ["'cache.scales'", "'checkpoint' or 'measured'"]),
+        (
+            {"model": MODEL, "cache": {"scales": "measured"}},
+            ["'cache'", "scales is measured, but dtype is auto, which has none; allowed with it: fp8"],
+        ),
         ({"model": {**MODEL, "dtype": "int3"}}, ["'model.dtype'", "'int3'", "'float32'", "'bfloat16'"]),
         ({"model": {**MODEL, "sampling": {"temperature": -1}}}, ["'model.sampling.temperature'", "value -1"]),
         ({"model": {**MODEL, "sampling": {"top_p": 0}}}, ["'model.sampling.top_p'", "greater than 0"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.support import checkpoints
 from tests.support.drafting import METHODS, Fixed, Models
 from tests.support.engines import audit, run_to_end
 from tests.support.greedy import random_prompts
+from tests.support.huge_keys import with_huge_keys
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -119,6 +121,33 @@ def test_a_cache_of_8_bits_is_the_drafts_too(method: str, models: Models) -> Non
         found.append(run_to_end(engine).tokens)
         engine.shutdown()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_measured_scales_of_a_draft_models_cache(
+    method: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A draft model has scales of its own: as the target itself with huge keys, it drafts what is accepted. EAGLE-3
+    heads and MTP layers have scales of 1, and the log says so."""
+    target, drafter, cache = models.target(method), Fixed(3), {"num_blocks": 200, "dtype": "fp8", "scales": "measured"}
+    speculation = models.speculation(method)
+    if method == "draft_model":
+        target = with_huge_keys(models.llama, tmp_path / "huge")
+        speculation = {"method": method, "model": str(target), "num_drafts": 3}
+    found = []
+    for drafts in ({}, speculation):
+        with caplog.at_level(logging.INFO, logger="raylm"):
+            engine = engine_of(target, drafter=drafter if drafts else None, speculation=drafts, cache=cache)
+        for index, prompt in enumerate(random_prompts(4, checkpoints.VOCAB_SIZE)):
+            engine.add([f"greedy {index}"], prompt, PARAMS["greedy"])
+        found.append(run_to_end(engine).tokens)
+        engine.shutdown()
+    assert found[0] == found[1]
+    unmeasured = [message for message in caplog.messages if "scales of 1 in the layer that drafts" in message]
+    assert len(unmeasured) == (method != "draft_model")
+    if method == "draft_model":
+        drafted, accepted = (sum(counts) for counts in zip(*drafter.accepted, strict=True))
+        assert accepted > 0.95 * drafted > 0
 
 
 @pytest.mark.parametrize("features", ["room", "recompute", "swap, prefixes, two plans"])

@@ -29,13 +29,15 @@ def load(
     as_stored: bool = False,
     quantise: bool = False,
     cache_codes: bool = False,
+    measure_cache: bool = False,
     seed: int = 0,
 ) -> DecoderModel:
     """A model on the CPU."""
     source = locate(str(path))
     context = context or ParallelContext.single(CPU)
     arch = ArchConfig.from_source(source, implementation)
-    how = {"as_stored": as_stored, "quantise": quantise, "cache_codes": cache_codes, "seed": seed, "progress": False}
+    how = {"as_stored": as_stored, "quantise": quantise, "seed": seed, "progress": False}
+    how |= {"cache_codes": cache_codes, "measure_cache": measure_cache}
     return load_model(source, arch, context, dtype, load_format, **how)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from safetensors.torch import load_file, save_file
 
 import raylm.llm.offline
 from raylm import LLM, EngineConfig, SamplingParams
@@ -123,6 +125,27 @@ def test_a_model_of_transformers_gives_the_same_tokens(name, shape, tmp_path, lo
         **(checkpoints.ERNIE_EXPERTS if "Moe" in name else {}),
     )
     assert tokens(load(folder, shape), PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[] if s in ((2, 2), (4, 1)) else [pytest.mark.nightly]) for s in SHAPES]
+)
+def test_measured_scales_of_a_cache_are_one_ranks(shape, folders, load, tmp_path):
+    """Of two heads, the first one's keys are so much larger that the other's become 0 by the scale of both: a rank with
+    a scale of its own would keep them."""
+    folder = tmp_path / "uneven"
+    shutil.copytree(folders("llama"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith("k_proj.weight"):
+            tensors[name][: len(tensors[name]) // 2] *= 2.0**20
+        if name.endswith("q_proj.weight"):
+            tensors[name][: len(tensors[name]) // 2] *= 2.0**-20
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    cache = {"dtype": "fp8", "scales": "measured"}
+    alone = tokens(load(folder, cache=cache), PROMPTS, GREEDY)
+    assert tokens(load(folder, shape, cache=cache), PROMPTS, GREEDY) == alone
+    assert tokens(load(folder), PROMPTS, GREEDY) != alone
 
 
 @pytest.mark.parametrize("shape", SHAPES)
