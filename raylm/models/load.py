@@ -25,6 +25,7 @@ from raylm.models.registry import family_of, model_class
 from raylm.models.scheme import (
     AS_FP8,
     AS_NUMBERS,
+    HOPPER,
     Scheme,
     configured_scheme,
     has_fp8,
@@ -75,7 +76,7 @@ def load_model(
             scheme = AS_FP8
         elif as_stored and load_format == "dummy":
             scheme = configured_scheme(arch, dtype, context.device)
-        elif as_stored and (context.device.type == "cpu" or arch.quantisation is not None):
+        elif as_stored and _may_stay(source, arch, context):
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
         scales = read_cache_scales(source, arch, load_format) if cache_codes else {}
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme, scales))
@@ -91,12 +92,29 @@ def load_model(
                 arch.quantisation,
                 dtype_name(dtype),
             )
-        WeightLoader(model, names, progress=progress).load(*read())
+        decoded = WeightLoader(model, names, progress=progress).load(*read())
+        if decoded:
+            found = ", ".join(f"{count} in {name}" for name, count in sorted(decoded.items()))
+            logger.info("weights: matrices decoded to %s while they are loaded: %s", dtype_name(dtype), found)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
     _log_forms(model, scheme, quantised=quantise)
     return model
+
+
+def _may_stay(source: ModelSource, arch: ArchConfig, context: ParallelContext) -> bool:
+    """Whether the device may compute with matrices as the source stores them."""
+    if context.device.type == "cpu" or arch.quantisation is not None:
+        return True
+    # Products of patches sum in an order that depends on the number of rows.
+    return source.kind == "gguf" and not context.deterministic
+
+
+def file_scheme(source: ModelSource, arch: ArchConfig, dtype: torch.dtype) -> Scheme:
+    """What Hopper GPUs keep of a GGUF file as it is stored, by its header alone. Raises ConfigError."""
+    names = family_of(arch.architecture).names
+    return read_scheme(*read_checkpoint(source, arch, "gguf"), names, arch, dtype, HOPPER)
 
 
 def _log_forms(model: DecoderModel, scheme: Scheme, *, quantised: bool) -> None:
