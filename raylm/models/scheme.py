@@ -76,6 +76,12 @@ class Scheme:
         return self.linears == ops.CODES
 
     @property
+    def patches_of_linears(self) -> list[str]:
+        """The names of the patches that linear layers are in, each once."""
+        named = (form for name, forms in self.matrices.items() if _EXPERTS not in name for form in forms.values())
+        return sorted({str(form) for form in (self.linears, *named) if isinstance(form, PatchForm)})
+
+    @property
     def of_linears(self) -> Forms:
         """Of a linear layer that `matrices` does not name."""
         return PLAIN if self.linears is None else {None: self.linears}
