@@ -222,7 +222,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
         ("qwen3", LEGACY, 2),
         *[
             pytest.param(family, kinds, size, marks=pytest.mark.nightly)
-            for family in ("llama", "qwen2", "qwen3", "gemma3", "olmo2", "glm4")
+            for family in ("llama", "qwen2", "qwen3", "olmo2", "glm4")
             for kinds in (MEDIUM, OTHERS, LEGACY)
             for size in (1, 2, 4)
         ],
