@@ -28,6 +28,7 @@ _HALF = 2
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
 _MIDDLE = 128
+"""The code of 0, of integers of 8 bits with a sign."""
 _IQ4_CODES = (_IQ4 + _MIDDLE).astype(np.uint8)
 
 
@@ -65,21 +66,21 @@ class BlocksInPatches(Kept[CheckpointTensor]):
             start * ops.PATCH_ROWS, stop * ops.PATCH_ROWS, (before * blocks.num_bytes, behind * blocks.num_bytes)
         )
         first, last = first - before * blocks.values, last - before * blocks.values
+        groups = slice(first // kind.form.group, -(-last // kind.form.group))
         for row, piece in read:
-            codes, *words = (
-                part.reshape(len(piece), -1) for part in kind.read(piece.reshape(-1, blocks.num_bytes).contiguous())
-            )
-            groups = slice(first // kind.form.group, -(-last // kind.form.group))
-            yield row // ops.PATCH_ROWS, self._pack(kind, codes[:, first:last], [word[:, groups] for word in words])
+            parts = kind.read(piece.reshape(-1, blocks.num_bytes).contiguous())
+            codes, scales, *offsets = (part.reshape(len(piece), -1) for part in parts)
+            offset = offsets[0][:, groups] if offsets else None
+            yield row // ops.PATCH_ROWS, self._pack(kind, codes[:, first:last], scales[:, groups], offset)
 
-    def _pack(self, kind: _Type, codes: Tensor, words: list[Tensor]) -> Tensor:
+    def _pack(self, kind: _Type, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
         numbers, group = kind.form
         if kind.form == MXFP4_PATCHES:
-            check_exponents(words[0], f"{self.path}: tensor {self.name}")
-            return ops.pack_mxfp4(codes, words[0])
-        if numbers in ops.MOST_ZERO:
-            return ops.pack_integers(numbers, codes, *words, torch.full_like(words[0], kind.zero), group)
-        return ops.pack_affine(numbers, codes, *words, group)
+            check_exponents(scales, f"{self.path}: tensor {self.name}")
+            return ops.pack_mxfp4(codes, scales)
+        if offsets is None:
+            return ops.pack_integers(numbers, codes, scales, torch.full_like(scales, kind.zero), group)
+        return ops.pack_affine(numbers, codes, scales, offsets, group)
 
 
 def patches_of(blocks: BlockForm | None) -> PatchForm | None:

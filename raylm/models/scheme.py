@@ -218,7 +218,8 @@ def _patches(tensor: CheckpointTensor, name: str, like: Tensor) -> PatchForm | N
         return None
     if _EXPERTS in name:
         return form if has_expert_kernels(form, like.dtype, like.device) else None
-    return form if ops.takes_patched(form.numbers, *tensor.shape, like.dtype, like.device) else None
+    rows, columns = tensor.shape
+    return form if ops.takes_patched(form.numbers, rows, columns, like.dtype, like.device) else None
 
 
 def stored_forms(model: DecoderModel) -> Counter[str]:

@@ -309,6 +309,7 @@ def both(experts: ParallelExperts) -> list[Tensor]:
         ("qwen3_moe", "Q4_K", gguf.GGUFWriter, 2),
         ("qwen3_moe", "MXFP4", Joining, 1),
         ("mixtral", "Q8_0", Apart, 2),
+        ("gpt_oss", "MXFP4", gguf.GGUFWriter, 1),
         *[
             pytest.param("qwen3_moe", name, writer, 2, marks=pytest.mark.nightly)
             for name in FORMS
@@ -320,7 +321,11 @@ def test_experts_stay(
     family: str, name: str, writer: type, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf, "GGUFWriter", writer)
-    changes = OF_MIXTURES | ({"intermediate_size": 512} if family == "mixtral" else {})
+    own = {
+        "mixtral": {"intermediate_size": 512},
+        "gpt_oss": {"intermediate_size": 512, "layer_types": ["full_attention"]},
+    }
+    changes = OF_MIXTURES | own.get(family, {})
     path = written(tmp_path, family, dict.fromkeys(EXPERTS, GGMLType[name]), **changes)
     for rank in range(size):
         context = ParallelContext(rank, rank, size, 0, 1, CPU)
