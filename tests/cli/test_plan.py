@@ -102,6 +102,18 @@ def test_a_plan_of_an_engine_file_and_of_a_gguf_file(capsys, tmp_path):
     assert found["weight_bytes"] == 2 * 134_515_008 and found["kv_bytes_token"] == 23_040
 
 
+@pytest.mark.usefixtures("demo")
+def test_a_plan_of_a_gguf_file_counts_patches(capsys):
+    _, found = plan(capsys, "smollm2-135m", "--gpu", "H200")
+    # 576 and 1,536 columns are 5 and 12 patches; embedding and norms are bfloat16.
+    patches = 30 * ((960 + 576 + 3072) * 5 + 576 * 12) // 16 * 1280
+    assert found["weight_bytes"] == patches + 2 * (49_152 + 61) * 576
+    assert found["kept_as"] == "affine4 with a scale for each 32 columns"
+    for words in (("--weights", "decoded"), ("--dtype", "float16"), ("--deterministic",)):
+        _, found = plan(capsys, "smollm2-135m", "--gpu", "H200", *words)
+        assert found["weight_bytes"] == 2 * 134_515_008 and found["kept_as"] is None, words
+
+
 def test_what_does_not_fit_is_exit_code_1(capsys):
     assert main(["doctor", "--plan", "llama-3.1-70b", "--gpu", "H100"]) == 1
     out = capsys.readouterr().out

@@ -16,6 +16,8 @@ from tests.support.asked import DEMO
 PIECE = 512
 MOST = 0.0005
 """Of perplexity, relative. 16-bit activations change it by 0.00001, 8-bit ones by up to 0.006."""
+MOST_IN_PATCHES = 0.002
+"""The same of patches, whose scales and offsets are bfloat16."""
 TEXTS = ("docs/reliability.md", "docs/scheduling.md", "README.md", "docs/deploy.md")
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time"]
 
@@ -26,6 +28,18 @@ def llms(demo: None) -> Iterator[tuple[LLM, LLM]]:
     if not ops.block_kernels(torch.empty(0), Kind.Q4_1):
         pytest.skip("the extension has no kernels for Q4_1: all weights are decoded")
     both = LLM(DEMO, max_model_len=PIECE + 1), LLM(DEMO, max_model_len=PIECE + 1, weights="decoded")
+    yield both
+    for llm in both:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def as_on_gpus(demo: None) -> Iterator[tuple[LLM, LLM]]:
+    """The same of weights in patches, which GPUs have kernels for; torch stands for these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "block_kernels", lambda like, kind: False)
+        patch.setattr(ops, "takes_patched", lambda numbers, rows, columns, dtype, device: columns % 64 == 0)
+        both = LLM(DEMO, max_model_len=PIECE + 1), LLM(DEMO, max_model_len=PIECE + 1, weights="decoded")
     yield both
     for llm in both:
         llm.close()
@@ -59,6 +73,11 @@ def test_the_perplexity_of_a_piece(llms: tuple[LLM, LLM]) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_perplexity_of_a_text(llms: tuple[LLM, LLM], text: str) -> None:
     assert abs(change(llms, text, 4)) < MOST
+
+
+@pytest.mark.nightly
+def test_the_perplexity_of_patches(as_on_gpus: tuple[LLM, LLM]) -> None:
+    assert abs(sum(change(as_on_gpus, text, 2) for text in TEXTS) / len(TEXTS)) < MOST_IN_PATCHES
 
 
 def test_the_same_answers(llms: tuple[LLM, LLM]) -> None:

@@ -366,9 +366,10 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
             tensor = tensor + 1
         kind = gguf.GGMLQuantizationType.F32
         if tensor.ndim > 1:
-            asked = (kind for part, kind in (quants or {}).items() if part in names[name].split("."))
+            parts = names[name].removesuffix(".weight").split(".")  # biases of experts have two dimensions too
+            asked = (kind for part, kind in (quants or {}).items() if part == parts[-1])
             kind = next(asked, gguf.GGMLQuantizationType.F16)
-        data = gguf.quantize(tensor.contiguous().numpy(), kind)
+        data = gguf_kinds.quantize(tensor.contiguous().numpy(), kind)
         writer.add_tensor(names[name], data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
