@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import BlockForm, PatchForm, Slot, SlotName, empty_parameter, row_bytes
+from raylm.layers.slots import BlockForm, OrderedForm, PatchForm, Slot, SlotName, empty_parameter, row_bytes
 
-Form = BlockForm | PatchForm | torch.dtype
+Form = BlockForm | PatchForm | OrderedForm | torch.dtype
 Forms = Mapping[str | None, Form]
 """How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype. ops.CODES
 stands for codes of 8 bits with a scale a row (ScaledWeight)."""
@@ -283,16 +283,31 @@ class ScaledWeight(nn.Module):
 
 
 class PatchedWeight(nn.Module):
-    """A matrix of codes with scales, in patches; activations have 16 bits."""
+    """A matrix of codes with scales, in patches; activations have 16 bits.
+
+    Patches of an OrderedForm hold the columns in another `order`, int32 [columns]; a product permutes the activations
+    first. Other forms have no `order`. It comes with the form, no slot fills it.
+    """
 
     plain = None
     takes_scaled_rows = False
 
     def __init__(
-        self, parts: Sequence[Part], columns: Columns, form: PatchForm, *, dtype: torch.dtype, device: torch.device
+        self,
+        parts: Sequence[Part],
+        columns: Columns,
+        kept_as: PatchForm | OrderedForm,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`dtype`: of what `rows` returns."""
+        """`dtype`: of what `rows` returns. An OrderedForm wants all columns."""
         super().__init__()
+        self.kept_as = kept_as
+        self.order: Tensor | None = None
+        form = kept_as
+        if isinstance(form, OrderedForm):
+            self.order, form = form.places(columns.share, device), form.patches
         in_patches = columns.in_patches(form)
         assert in_patches is not None and _can_be_patches(parts)
         self._parts, self._columns, self._in_patches = parts, columns, in_patches
@@ -305,6 +320,8 @@ class PatchedWeight(nn.Module):
         """As PlainWeight.matmul."""
         assert isinstance(x, Tensor)
         numbers, group = self.form
+        if self.order is not None:
+            x = x.index_select(1, self.order)
         return ops.patched_linear(x, self.patches, bias, numbers=numbers, group=group, frozen=True)
 
     def gated_matmul(
@@ -322,7 +339,10 @@ class PatchedWeight(nn.Module):
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows."""
         patches = self.patches.index_select(0, numbers // ops.PATCH_ROWS)
-        found = ops.unpack(patches, *self.form, self._columns.share).unflatten(0, (-1, ops.PATCH_ROWS))
+        found = ops.unpack(patches, *self.form, self._columns.share)
+        if self.order is not None:
+            found = torch.empty_like(found).index_copy_(1, self.order.long(), found)
+        found = found.unflatten(0, (-1, ops.PATCH_ROWS))
         return found[torch.arange(len(numbers), device=numbers.device), numbers % ops.PATCH_ROWS].to(self._dtype)
 
     def named_slots(self, name: str) -> dict[SlotName, Slot]:
@@ -360,9 +380,12 @@ def make_weight(
     (kind, *others) = set(found)
     num_rows = sum(part.share + part.padding for part in parts)
     # Elsewhere than on a GPU torch's operators compute with codes and patches; there they would be far too slow.
-    if isinstance(kind, PatchForm) and not others:
-        is_whole = _can_be_patches(parts) and columns.in_patches(kind) is not None
-        has_kernels = ops.takes_patched(kind.numbers, num_rows, columns.share, dtype, device)
+    if isinstance(kind, PatchForm | OrderedForm) and not others:
+        form = kind.patches if isinstance(kind, OrderedForm) else kind
+        is_whole = _can_be_patches(parts) and columns.in_patches(form) is not None
+        # The groups of columns that are sorted have columns on every rank.
+        is_whole = is_whole and (form is kind or columns.share == columns.size)
+        has_kernels = ops.takes_patched(form.numbers, num_rows, columns.share, dtype, device)
         if is_whole and (device.type != "cuda" or has_kernels):
             return PatchedWeight(parts, columns, kind, dtype=dtype, device=device)
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None

@@ -172,12 +172,13 @@ class Sizing:
 
     @property
     def _in_patches(self) -> bool:
-        return isinstance(self._scheme.linears, PatchForm)
+        return self._scheme.linear_patches is not None
 
     @property
     def _kept_as(self) -> str | None:
-        linears = self._scheme.linears
-        return "FP8" if self._scheme.scales_rows else str(linears) if isinstance(linears, PatchForm) else None
+        if self._scheme.scales_rows:
+            return "FP8"
+        return str(self._scheme.linears) if self._in_patches else None
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation
