@@ -23,7 +23,7 @@ from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
-from tests.support.quantised import KINDS, groups_of, write_both
+from tests.support.quantised import KINDS, change_config, groups_of, write_both
 
 PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -229,6 +229,19 @@ def test_weights_from_a_peer_have_the_order_too(tmp_path: Path) -> None:
 
 def run(model: DecoderModel) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
     return generate(PagedRun(model), PROMPTS, num_tokens=4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_dummy_weights_that_would_have_an_order_have_their_columns_own(tmp_path: Path) -> None:
+    plain = checkpoints.llama(tmp_path / "plain", **SIZES)
+    change_config(plain, quantization_config=KINDS["gptq_ordered"].config)
+    model = load(plain, "dummy", as_stored=True)
+    orders = [weight.order for weight in weights(model).values()]
+    assert [order.tolist() for order in orders if order is not None] == [
+        list(range(columns)) for columns in (512, 64, 512, 1024)
+    ]
+    _, logits = run(model)
+    assert bool(logits["a"].isfinite().all())
 
 
 @pytest.mark.usefixtures("kernels")

@@ -16,6 +16,8 @@ from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.blocks import Build
+from raylm.models.quantised.gptq import scheme_of
+from raylm.models.quantised.scheme import Group, Quantisation
 from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
 from raylm.planning.gpus import GPUS, find_gpu
@@ -92,6 +94,25 @@ def test_experts_in_codes_take_their_bytes(
     assert one.weight_bytes - codes.weight_bytes == pytest.approx(saved, rel=1e-3 if codes.kept_as is None else 0.1)
     if name.startswith("gpt"):
         assert sizing(packed).plan(ParallelConfig(tensor=2)).experts_kept_as is None  # 1,440 columns a rank
+
+
+def test_columns_in_activation_order_are_decoded_where_ranks_share_them(llama_8b: ArchConfig) -> None:
+    plain, ordered = (
+        dataclasses.replace(
+            llama_8b,
+            quantisation=Quantisation(
+                method="gptq", groups=(Group(targets=(), scheme=scheme_of("gptq", 4, 128, "stored", ordered=sorts)),)
+            ),
+        )
+        for sorts in (False, True)
+    )
+    one, in_order = (sizing(arch).plan(ParallelConfig()) for arch in (plain, ordered))
+    assert one.kept_as == "int4 with a scale for each 128 columns"
+    assert in_order.kept_as == f"{one.kept_as} in activation order"
+    assert in_order.weight_bytes == one.weight_bytes and in_order.prefill_tokens_s == one.prefill_tokens_s
+    two, in_order = (sizing(arch).plan(ParallelConfig(tensor=2)) for arch in (plain, ordered))
+    shared = 32 * 4096 * (4096 + 14_336)  # o_proj and down_proj
+    assert in_order.weight_bytes_gpu - two.weight_bytes_gpu == shared / 2 * (2 - 1088 / 2048)
 
 
 def test_a_step_reads_the_experts_that_its_tokens_go_to(tmp_path: Path) -> None:
