@@ -48,15 +48,18 @@ class OrderedForm(NamedTuple):
 
     patches: PatchForm
     order: bytes
-    """int32: the column that each place holds. Empty for a form that is known from a configuration alone; columns are
-    in their own order then."""
+    """int32: the column that each place holds. Empty for a form that is known from a configuration alone: `places`
+    draws an order then."""
 
     def __str__(self) -> str:
         return f"{self.patches} in activation order"
 
     def places(self, columns: int, device: torch.device) -> Tensor:
         """`order` of so many columns: int32 [columns]."""
-        found = torch.frombuffer(bytearray(self.order), dtype=torch.int32) if self.order else torch.arange(columns)
+        if self.order:
+            found = torch.frombuffer(bytearray(self.order), dtype=torch.int32)
+        else:
+            found = torch.randperm(columns, generator=torch.Generator().manual_seed(0))
         return found.to(device, torch.int32)
 
 

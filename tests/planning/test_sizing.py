@@ -16,8 +16,6 @@ from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.blocks import Build
-from raylm.models.quantised.gptq import scheme_of
-from raylm.models.quantised.scheme import Group, Quantisation
 from raylm.models.registry import model_class
 from raylm.parallel.context import ParallelContext
 from raylm.planning.gpus import GPUS, find_gpu
@@ -96,15 +94,10 @@ def test_experts_in_codes_take_their_bytes(
         assert sizing(packed).plan(ParallelConfig(tensor=2)).experts_kept_as is None  # 1,440 columns a rank
 
 
-def test_columns_in_activation_order_are_decoded_where_ranks_share_them(llama_8b: ArchConfig) -> None:
+def test_columns_in_activation_order_are_decoded_where_ranks_share_them(tmp_path: Path) -> None:
     plain, ordered = (
-        dataclasses.replace(
-            llama_8b,
-            quantisation=Quantisation(
-                method="gptq", groups=(Group(targets=(), scheme=scheme_of("gptq", 4, 128, "stored", ordered=sorts)),)
-            ),
-        )
-        for sorts in (False, True)
+        ArchConfig.from_source(locate(str(write_shape("llama-3.1-8b", tmp_path / kind, quantised=kind))))
+        for kind in ("awq", "gptq-ordered")
     )
     one, in_order = (sizing(arch).plan(ParallelConfig()) for arch in (plain, ordered))
     assert one.kept_as == "int4 with a scale for each 128 columns"
