@@ -55,7 +55,7 @@ class OrderedForm(NamedTuple):
         return f"{self.patches} in activation order"
 
     def places(self, columns: int, device: torch.device) -> Tensor:
-        """`order` of so many columns: int32 [columns]."""
+        """`order` of a matrix with so many columns: int32 [columns]."""
         if self.order:
             found = torch.frombuffer(bytearray(self.order), dtype=torch.int32)
         else:

@@ -23,7 +23,7 @@ from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
-from tests.support.quantised import KINDS, change_config, groups_of, write_both
+from tests.support.quantised import KINDS, change_config, gptq, groups_of, write_both
 
 PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -185,6 +185,20 @@ def test_orders_that_no_patches_have_are_decoded(change: dict[str, Tensor], deco
     )
     for name, weight in kept.items():
         assert torch.equal(read(weight), expected.get_submodule(name).values), name
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_last_group_in_activation_order_may_be_smaller(tmp_path: Path) -> None:
+    plain = checkpoints.llama(tmp_path / "plain", hidden_size=512, intermediate_size=640, num_hidden_layers=1)
+    kind = replace(
+        KINDS["gptq_ordered"],
+        config=KINDS["gptq_ordered"].config | {"group_size": 256},
+        packer=gptq(4, 256, ordered=True),
+    )
+    packed, dense = write_both(plain, tmp_path, kind)
+    name = "layers.0.mlp.down_proj.weight"
+    weight = weights(load(packed, as_stored=True))[name]  # groups of 256, 256 and 128
+    assert weight.order is not None and torch.equal(read(weight), load(dense).get_submodule(name).values)
 
 
 @pytest.mark.usefixtures("kernels")
