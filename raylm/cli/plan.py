@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
     from raylm.config.engine import EngineConfig, ParallelConfig
+    from raylm.model_files.source import ModelSource
     from raylm.models.arch import ArchConfig
     from raylm.planning.gpus import Gpu
     from raylm.planning.sizing import Plan
@@ -42,6 +44,7 @@ def refuse_options(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where the model does not fit. Raises ConfigError."""
     from raylm.config.resolve import resolve
+    from raylm.models.load import file_scheme
     from raylm.planning.gpus import find_gpu
     from raylm.planning.sizing import Sizing
 
@@ -49,9 +52,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("doctor --plan needs a MODEL and --gpu NAME")
     gpu = find_gpu(args.gpu)
     config = engine_config(args)
-    arch = _arch(config.model.reference)
+    arch, source = _arch(config.model.reference)
     limit = config.model.max_model_len or arch.max_position
-    sizing = Sizing(resolve(config, "cuda"), arch, gpu, context=args.context or min(_USUAL_CONTEXT, limit))
+    # A GGUF file's header says how each matrix is stored.
+    stored = partial(file_scheme, source, arch) if source is not None and source.kind == "gguf" else None
+    context = args.context or min(_USUAL_CONTEXT, limit)
+    sizing = Sizing(resolve(config, "cuda"), arch, gpu, context=context, stored=stored)
     parallel = _parallel(args, config)
     plan, attempts = sizing.plan(parallel), sizing.attempts(parallel.pipeline)
     if args.json:
@@ -64,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.problem is None else 1
 
 
-def _arch(path: str) -> ArchConfig:
-    """The model's description; a shape of `raylm bench shape` needs no folder. Raises ConfigError."""
+def _arch(path: str) -> tuple[ArchConfig, ModelSource | None]:
+    """The model's description, and where it is; a shape of `raylm bench shape` is nowhere. Raises ConfigError."""
     from raylm.bench.dummy import write_shape
     from raylm.bench.shapes import SHAPES, shape_named
     from raylm.model_files.source import locate
@@ -73,14 +79,15 @@ def _arch(path: str) -> ArchConfig:
 
     if path not in SHAPES:
         try:
-            return ArchConfig.from_source(locate(path))
+            source = locate(path)
+            return ArchConfig.from_source(source), source
         except ConfigError as error:
             if Path(path).exists():
                 raise
             if shape_named(path) is None:
                 raise ConfigError(f"{error}, or a shape ({', '.join(SHAPES)})") from None
     with tempfile.TemporaryDirectory() as folder:
-        return ArchConfig.from_source(locate(str(write_shape(path, Path(folder)))))
+        return ArchConfig.from_source(locate(str(write_shape(path, Path(folder))))), None
 
 
 def _parallel(args: argparse.Namespace, config: EngineConfig) -> ParallelConfig:

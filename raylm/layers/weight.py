@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import torch
@@ -358,7 +359,45 @@ class PatchedWeight(nn.Module):
         return slots
 
 
-Weight = PlainWeight | BlockWeight | ScaledWeight | PatchedWeight
+class MixedWeight(nn.Module):
+    """A matrix in patches whose parts are of different forms: a PatchedWeight for each run of neighbouring parts of one
+    form, whose products stand side by side."""
+
+    plain = None
+    takes_scaled_rows = False
+
+    def __init__(self, runs: Sequence[PatchedWeight]) -> None:
+        super().__init__()
+        self._runs = list(runs)
+        self._sizes = [len(run.patches) * ops.PATCH_ROWS for run in runs]
+        self.runs = nn.ModuleList(runs)
+
+    def matmul(self, x: ops.Rows, bias: Tensor | None = None) -> Tensor:
+        """As PlainWeight.matmul."""
+        biases = [None] * len(self._runs) if bias is None else bias.split(self._sizes)
+        return torch.cat([run.matmul(x, each) for run, each in zip(self._runs, biases, strict=True)], dim=-1)
+
+    def gated_matmul(
+        self,
+        x: ops.Rows,
+        activation: Literal["silu", "gelu_tanh"],
+        bias: Tensor | None = None,
+        *,
+        scales: bool = False,
+    ) -> ops.Rows:
+        """As PlainWeight.gated_matmul."""
+        return _rows(_gated(self.matmul(x, bias), activation), scales)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Refused: tables are matrices of one part."""
+        raise NotImplementedError("a matrix of several parts is no table of rows")
+
+    def named_slots(self, name: str) -> dict[SlotName, Slot]:
+        """As PlainWeight.named_slots."""
+        return {slot_name: slot for run in self._runs for slot_name, slot in run.named_slots(name).items()}
+
+
+Weight = PlainWeight | BlockWeight | ScaledWeight | PatchedWeight | MixedWeight
 
 
 def make_weight(
@@ -372,22 +411,15 @@ def make_weight(
 ) -> Weight:
     """This rank's part of a matrix. It is in blocks where all parts have a form whose blocks the rank's columns do not
     cut, and in codes with scales, or in patches that nothing cuts, where all parts are and the device has kernels for
-    its size; the loader decodes what a plain matrix is stored as. `deterministic`: as in ParallelContext."""
+    their sizes; the loader decodes what a plain matrix is stored as. `deterministic`: as in ParallelContext."""
     found = [forms.get(part.shard) or forms.get(None) for part in parts]
     blocks = [form for form in found if isinstance(form, BlockForm) and columns.in_blocks(form) is not None]
     if len(blocks) == len(parts):
         return BlockWeight(parts, columns, blocks, dtype=dtype, device=device)
+    if (patched := _in_patches(parts, columns, found, dtype=dtype, device=device)) is not None:
+        return patched
     (kind, *others) = set(found)
     num_rows = sum(part.share + part.padding for part in parts)
-    # Elsewhere than on a GPU torch's operators compute with codes and patches; there they would be far too slow.
-    if isinstance(kind, PatchForm | OrderedForm) and not others:
-        form = kind.patches if isinstance(kind, OrderedForm) else kind
-        is_whole = _can_be_patches(parts) and columns.in_patches(form) is not None
-        # The groups of columns that are sorted have columns on every rank.
-        is_whole = is_whole and (form is kind or columns.share == columns.size)
-        has_kernels = ops.takes_patched(form.numbers, num_rows, columns.share, dtype, device)
-        if is_whole and (device.type != "cuda" or has_kernels):
-            return PatchedWeight(parts, columns, kind, dtype=dtype, device=device)
     kept_as = kind if isinstance(kind, torch.dtype) and not others else None
     if kept_as == ops.CODES:
         has_kernels = dtype.itemsize == _HALF and ops.takes_scaled(num_rows, columns.share, device)
@@ -396,6 +428,34 @@ def make_weight(
         kept_as = None
     plain = InvariantWeight if deterministic else PlainWeight
     return plain(parts, columns, dtype=dtype, device=device, kept_as=kept_as)
+
+
+def _in_patches(
+    parts: Sequence[Part],
+    columns: Columns,
+    forms: Sequence[Form | None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PatchedWeight | MixedWeight | None:
+    """None where a part is in no patches, something cuts them, or the device has no kernels for them."""
+    grouped = groupby(zip(forms, parts, strict=True), key=lambda pair: pair[0])
+    runs = [(form, [part for _, part in pairs]) for form, pairs in grouped]
+    weights: list[tuple[PatchForm | OrderedForm, list[Part]]] = []
+    for kept_as, run in runs:
+        form = kept_as.patches if isinstance(kept_as, OrderedForm) else kept_as
+        if not isinstance(form, PatchForm) or not _can_be_patches(run) or columns.in_patches(form) is None:
+            return None
+        # The groups of columns that are sorted have columns on every rank; one product has one order.
+        if isinstance(kept_as, OrderedForm) and (columns.share < columns.size or len(runs) > 1):
+            return None
+        num_rows = sum(part.share for part in run)
+        # Elsewhere than on a GPU torch's operators compute with patches; there they would be far too slow.
+        if device.type == "cuda" and not ops.takes_patched(form.numbers, num_rows, columns.share, dtype, device):
+            return None
+        weights.append((kept_as, run))
+    made = [PatchedWeight(run, columns, form, dtype=dtype, device=device) for form, run in weights]
+    return made[0] if len(made) == 1 else MixedWeight(made)
 
 
 def _can_be_patches(parts: Sequence[Part]) -> bool:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from raylm import ops
 from raylm.layers.slots import Slot
 from raylm.models.checkpoint import Room, Source
+from raylm.models.gguf_patched import BlocksInPatches
 from raylm.models.packed import PackedTensor
 from raylm.models.quantised.scaled import ScaledTensor
 from raylm.models.staging import Staging
@@ -26,7 +27,7 @@ from raylm.models.staging import Staging
 _PART_VALUES = 1 << 24
 """Values of a part at most, so that one large tensor keeps all threads busy."""
 MAX_THREADS = 8
-Filler = Source | ScaledTensor | PackedTensor
+Filler = Source | ScaledTensor | PackedTensor | BlocksInPatches
 """What a slot is filled from."""
 
 

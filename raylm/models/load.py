@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -25,6 +26,7 @@ from raylm.models.registry import family_of, model_class
 from raylm.models.scheme import (
     AS_FP8,
     AS_NUMBERS,
+    HOPPER,
     Scheme,
     configured_scheme,
     has_fp8,
@@ -58,7 +60,7 @@ def load_model(
 
     `load_format` is a LoadFormat of the configuration; "dummy" reads no weights and draws them from `seed`. With
     `as_stored`, matrices stay in the blocks of a GGUF file, or such blocks that hold the same integers, in 8-bit floats
-    with a scale a row or a tensor, as codes of experts, or in 16 bits where `dtype` is float32, if the device has
+    with a scale a row or a tensor, as codes in patches, or in 16 bits where `dtype` is float32, if the device has
     kernels that read them so; else they are converted to `dtype`.
     With `quantise`, linear layers and experts are quantised to FP8 while they are loaded. With `cache_codes` the KV
     cache will hold 8-bit floats, whose scales are read too. `fill` is tried first and may fill the model from
@@ -75,7 +77,7 @@ def load_model(
             scheme = AS_FP8
         elif as_stored and load_format == "dummy":
             scheme = configured_scheme(arch, dtype, context.device)
-        elif as_stored and (context.device.type == "cpu" or arch.quantisation is not None):
+        elif as_stored and _may_stay(source, arch, context):
             scheme = read_scheme(*read(), names, arch, dtype, context.device)
         scales = read_cache_scales(source, arch, load_format) if cache_codes else {}
         model = model_class(arch.architecture)(Build(arch, context, dtype, attention, scheme, scales))
@@ -91,12 +93,33 @@ def load_model(
                 arch.quantisation,
                 dtype_name(dtype),
             )
-        WeightLoader(model, names, progress=progress).load(*read())
+        _log_decoded(WeightLoader(model, names, progress=progress).load(*read()), dtype)
     seconds, size = time.monotonic() - began, sum(x.nbytes for x in model.parameters()) / 1e9
     origin = f"seed {seed}" if load_format == "dummy" else source.path
     logger.info("weights: %.2f GB from %s in %.2f s (%.1f GB/s)", size, origin, seconds, size / max(seconds, 1e-9))
     _log_forms(model, scheme, quantised=quantise)
     return model
+
+
+def _may_stay(source: ModelSource, arch: ArchConfig, context: ParallelContext) -> bool:
+    """Whether the device may compute with matrices as the source stores them."""
+    if context.device.type == "cpu" or arch.quantisation is not None:
+        return True
+    # Products of patches sum in an order that depends on the number of rows.
+    return source.kind == "gguf" and not context.deterministic
+
+
+def file_scheme(source: ModelSource, arch: ArchConfig, dtype: torch.dtype) -> Scheme:
+    """What Hopper GPUs keep of a GGUF file as it is stored, by its header alone. Raises ConfigError."""
+    names = family_of(arch.architecture).names
+    return read_scheme(*read_checkpoint(source, arch, "gguf"), names, arch, dtype, HOPPER)
+
+
+def _log_decoded(blocks: Counter[str], dtype: torch.dtype) -> None:
+    """How many matrices in blocks of a GGUF file, by their types, are not computed with as they are stored."""
+    if blocks:
+        found = ", ".join(f"{count} in {name}" for name, count in sorted(blocks.items()))
+        logger.info("weights: matrices decoded to %s while they are loaded: %s", dtype_name(dtype), found)
 
 
 def _log_forms(model: DecoderModel, scheme: Scheme, *, quantised: bool) -> None:

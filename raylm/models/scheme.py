@@ -15,11 +15,12 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
+from raylm.models.gguf_patched import patches_of
 from raylm.models.names import BLOCKS, Stored, TensorNames, slot_name
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.patched import form_of, patch_form
@@ -79,6 +80,12 @@ class Scheme:
         """Of a linear layer that `matrices` does not name, whatever the order of its columns."""
         form = self.linears.patches if isinstance(self.linears, OrderedForm) else self.linears
         return form if isinstance(form, PatchForm) else None
+
+    @property
+    def patches_of_linears(self) -> list[str]:
+        """The names of the patches that linear layers are in, each once."""
+        named = (form for name, forms in self.matrices.items() if _EXPERTS not in name for form in forms.values())
+        return sorted({str(form) for form in (self.linears, *named) if isinstance(form, PatchForm | OrderedForm)})
 
     @property
     def of_linears(self) -> Forms:
@@ -172,9 +179,11 @@ def read_scheme(
         name, shard = slot_name(tensor.name, stored.table, names.prefixes)
         if takes_mxfp4 and name.endswith(f".{BLOCKS}"):
             matrices[f"{name.removesuffix(BLOCKS)}weight"][shard] = MXFP4_PATCHES
-        if len(tensor.shape) != _MATRIX_DIMS:
+        # Of GGUF files: those of all experts of a layer.
+        are_blocks = isinstance(tensor, CheckpointTensor) and tensor.encoding.form is not None and _EXPERTS in name
+        if len(tensor.shape) != _MATRIX_DIMS and not (are_blocks and len(tensor.shape) == _MATRIX_DIMS + 1):
             continue
-        form = _form_of_parts(tensor, name, like) if isinstance(tensor, QuantisedTensor) else _form(tensor, like)
+        form = _form_of_parts(tensor, name, like) if isinstance(tensor, QuantisedTensor) else _form(tensor, name, like)
         # The loader norms the rows of such a head.
         if form is not None and not (arch.norm_head and name == "lm_head.weight"):
             matrices[name][shard] = form
@@ -203,13 +212,23 @@ def _has_repacked(like: Tensor) -> bool:
     return any(ops.block_kernels(like, form.kind) for form in FORMS.values())
 
 
-def _form(tensor: CheckpointTensor, like: Tensor) -> BlockForm | torch.dtype | None:
+def _form(tensor: CheckpointTensor, name: str, like: Tensor) -> Form | None:
     """What the tensor is kept as; None for the type of `like`."""
     encoding = tensor.encoding
     if encoding.form is not None:
-        return encoding.form if ops.block_kernels(like, encoding.form.kind) else None
+        return encoding.form if ops.block_kernels(like, encoding.form.kind) else _patches(tensor, name, like)
     is_half = encoding.dtype in (torch.bfloat16, torch.float16)
     return encoding.dtype if is_half and ops.takes_narrow_weights(like) else None
+
+
+def _patches(tensor: CheckpointTensor, name: str, like: Tensor) -> PatchForm | None:
+    """Of a GGUF file's blocks. A head and an embedding are decoded."""
+    form = patches_of(tensor.encoding.form)
+    if form is None or not name.startswith(_LAYERS):
+        return None
+    if _EXPERTS in name:
+        return form if has_expert_kernels(form, like.dtype, like.device) else None
+    return form if ops.takes_patched(form.numbers, *tensor.shape, like.dtype, like.device) else None
 
 
 def stored_forms(model: DecoderModel) -> Counter[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, PatchForm,
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import Filler, fill
+from raylm.models.gguf_patched import BlocksInPatches, patches_of
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.packed import PackedTensor
@@ -61,12 +62,18 @@ class WeightLoader:
         self._progress = progress
         self._filled = filled
 
-    def load(self, tensors: Iterable[FileTensor], stored: Stored) -> None:
-        """Read a checkpoint into the model.
+    def load(self, tensors: Iterable[FileTensor], stored: Stored) -> Counter[str]:
+        """Read a checkpoint into the model. Returns how many matrices in blocks of a GGUF file were decoded, by the
+        names of the blocks' types.
 
         Raises ConfigError naming tensors that are missing, have no place, come twice or have another shape.
         """
-        fill(self._assign(tensors, stored), progress=self._progress)
+        jobs = self._assign(tensors, stored)
+        fill(jobs, progress=self._progress)
+        blocks = (
+            each.encoding.form for each, slot in jobs if isinstance(each, CheckpointTensor) and slot.scales is None
+        )
+        return Counter(form.name for form in blocks if form is not None)
 
     def _assign(self, tensors: Iterable[FileTensor], stored: Stored) -> list[tuple[Filler, Slot]]:
         slots = {name: slot for name, slot in self._model.slots().items() if name[0] not in self._filled}
@@ -219,6 +226,8 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
     if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, BlockForm):
         return RepackedTensor(tensor, slot.form)
     if isinstance(slot.form, PatchForm):
+        if isinstance(tensor, CheckpointTensor) and patches_of(tensor.encoding.form) == slot.form:
+            return BlocksInPatches(tensor)
         # A weight of integers has been looked at when the form was chosen: that reads its zero points.
         is_stored_so = isinstance(tensor, QuantisedTensor) and form_of(tensor.scheme) == slot.form
         return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)

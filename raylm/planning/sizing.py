@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -106,8 +107,17 @@ class Plan:
 class Sizing:
     """One model and one kind of GPU; plans for as many of them as are asked for."""
 
-    def __init__(self, config: ResolvedEngine, arch: ArchConfig, gpu: Gpu, *, context: int) -> None:
-        """Raises ConfigError when the model does not take requests of `context` tokens."""
+    def __init__(
+        self,
+        config: ResolvedEngine,
+        arch: ArchConfig,
+        gpu: Gpu,
+        *,
+        context: int,
+        stored: Callable[[torch.dtype], Scheme] | None = None,
+    ) -> None:
+        """`stored` says what Hopper GPUs keep of a checkpoint as it is stored, beside activations of a type; without
+        it, the configuration does. Raises ConfigError when the model does not take requests of `context` tokens."""
         limit = config.model.max_model_len or arch.max_position
         if not 2 <= context <= limit:
             raise ConfigError(f"--context is {context}, but this model takes requests of 2 to {limit} tokens")
@@ -118,7 +128,7 @@ class Sizing:
         self._context = context
         self._dtype = choose_dtype(config.model.dtype, arch.dtype, torch.device("cuda"))
         self._cache_dtype = choose_cache_dtype(config.cache.dtype, self._dtype)
-        self._scheme = self._choose_scheme(config)
+        self._scheme = self._choose_scheme(config, stored)
         self._limit = limit
 
     def plan(self, parallel: ParallelConfig) -> Plan:
@@ -160,7 +170,7 @@ class Sizing:
             prefill_tokens_s=self._prefill_tokens_s(whole, parallel.num_workers),
         )
 
-    def _choose_scheme(self, config: ResolvedEngine) -> Scheme:
+    def _choose_scheme(self, config: ResolvedEngine, stored: Callable[[torch.dtype], Scheme] | None) -> Scheme:
         """What linear layers are on the GPU. Modules that the checkpoint leaves out count as quantised."""
         if quantises(self._arch, config.model):
             if self._gpu.fp8_tflops is None:
@@ -168,17 +178,20 @@ class Sizing:
             if self._dtype.itemsize != 2:
                 raise ConfigError("model.quantization is fp8, but model.dtype is float32; allowed: bfloat16, float16")
         has_kernels = self._gpu.fp8_tflops is not None and self._dtype.itemsize == 2
-        return wanted_scheme(self._arch, config.model, self._dtype) if has_kernels else AS_NUMBERS
+        if not has_kernels:
+            return AS_NUMBERS
+        if stored is None or quantises(self._arch, config.model) or config.model.load_format == "dummy":
+            return wanted_scheme(self._arch, config.model, self._dtype)
+        is_read = config.model.weights == "stored" and not config.runtime.deterministic
+        return stored(self._dtype) if is_read else AS_NUMBERS
 
     @property
     def _in_patches(self) -> bool:
-        return self._scheme.linear_patches is not None
+        return bool(self._scheme.patches_of_linears)
 
     @property
     def _kept_as(self) -> str | None:
-        if self._scheme.scales_rows:
-            return "FP8"
-        return str(self._scheme.linears) if self._in_patches else None
+        return "FP8" if self._scheme.scales_rows else " and ".join(self._scheme.patches_of_linears) or None
 
     def _quantisation(self) -> str | None:
         quantisation = self._arch.quantisation

@@ -368,7 +368,7 @@ def write_gguf(folder: Path, path: Path, quants: dict[str, gguf.GGMLQuantization
         if tensor.ndim > 1:
             asked = (kind for part, kind in (quants or {}).items() if part in names[name].split("."))
             kind = next(asked, gguf.GGMLQuantizationType.F16)
-        data = gguf.quantize(tensor.contiguous().numpy(), kind)
+        data = gguf_kinds.quantize(tensor.contiguous().numpy(), kind)
         writer.add_tensor(names[name], data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as GGMLType
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -49,6 +50,34 @@ WHOLE = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
 """With what stands behind the last dot."""
+
+
+_DRAWN = {
+    GGMLType.Q2_K: ((80, 2e-3), (82, 4e-4)),
+    GGMLType.Q3_K: ((108, 5e-4),),
+    GGMLType.Q4_K: ((0, 1e-4), (2, 8e-4)),
+    GGMLType.Q5_K: ((0, 5e-5), (2, 8e-4)),
+    GGMLType.Q6_K: ((208, 2e-5),),
+    GGMLType.IQ3_S: ((0, 1e-4),),
+    GGMLType.IQ4_NL: ((0, 5e-4),),
+    GGMLType.IQ4_XS: ((0, 3e-5),),
+}
+"""Of types that the gguf package cannot write: at which bytes of a block its scales of 16 bits are, and what they are
+about, so that numbers are those of a model."""
+
+
+def quantize(values: np.ndarray, kind: GGMLType) -> np.ndarray:
+    """In blocks; random ones of a type that the gguf package cannot write."""
+    if kind not in _DRAWN:
+        return gguf.quantize(values, kind)
+    random = np.random.default_rng(values.size + kind.value)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    *rows, columns = values.shape
+    blocks = random.integers(0, 256, (*rows, columns // size, num_bytes), dtype=np.uint8)
+    for place, scale in _DRAWN[kind]:
+        drawn = random.uniform(0.7, 1.3, (*blocks.shape[:-1], 1)) * scale
+        blocks[..., place : place + 2] = drawn.astype(np.float16).view(np.uint8)
+    return blocks.reshape(*rows, -1)
 
 
 def without_fused_experts(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
