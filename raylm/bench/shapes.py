@@ -117,6 +117,7 @@ SHAPES: dict[str, dict[str, object]] = {
 QUANTISED: dict[str, dict[str, object]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "fp8-blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "gptq-ordered": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
 """Formats of checkpoints -> quantization_config."""

@@ -37,7 +37,6 @@ from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
-from raylm.layers.slots import PatchForm
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.scheme import Scheme, wanted_scheme
@@ -95,8 +94,8 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
 
 def _weight_items(scheme: Scheme) -> WeightItems:
     linear, expert = (
-        form.patch_bytes / (ops.PATCH_ROWS * ops.PATCH_COLUMNS) if isinstance(form, PatchForm) else None
-        for form in (scheme.linears, scheme.experts)
+        form.patch_bytes / (ops.PATCH_ROWS * ops.PATCH_COLUMNS) if form is not None else None
+        for form in (scheme.linear_patches, scheme.experts)
     )
     return WeightItems(1 if scheme.scales_rows else linear, expert)
 

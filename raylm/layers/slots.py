@@ -43,6 +43,26 @@ class PatchForm(NamedTuple):
         return f"{self.numbers} with a scale for each {self.group} columns"
 
 
+class OrderedForm(NamedTuple):
+    """Patches whose columns are sorted by the group that shares a scale (activation order)."""
+
+    patches: PatchForm
+    order: bytes
+    """int32: the column that each place holds. Empty for a form that is known from a configuration alone: `places`
+    draws an order then."""
+
+    def __str__(self) -> str:
+        return f"{self.patches} in activation order"
+
+    def places(self, columns: int, device: torch.device) -> Tensor:
+        """`order` of a matrix with so many columns: int32 [columns]."""
+        if self.order:
+            found = torch.frombuffer(bytearray(self.order), dtype=torch.int32)
+        else:
+            found = torch.randperm(columns, generator=torch.Generator().manual_seed(0))
+        return found.to(device, torch.int32)
+
+
 FP8_PATCHES = PatchForm("fp8", ops.PATCH_COLUMNS)
 MXFP4_PATCHES = PatchForm("mxfp4", 32)
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
-from raylm.layers.slots import BlockForm, PatchForm, Slot, SlotName, empty_parameter, row_bytes
+from raylm.layers.slots import BlockForm, OrderedForm, PatchForm, Slot, SlotName, empty_parameter, row_bytes
 
-Form = BlockForm | PatchForm | torch.dtype
+Form = BlockForm | PatchForm | OrderedForm | torch.dtype
 Forms = Mapping[str | None, Form]
 """How a matrix is kept: each shard's form, or under None that of all. Without one it has the layer's dtype. ops.CODES
 stands for codes of 8 bits with a scale a row (ScaledWeight)."""
@@ -284,16 +284,31 @@ class ScaledWeight(nn.Module):
 
 
 class PatchedWeight(nn.Module):
-    """A matrix of codes with scales, in patches; activations have 16 bits."""
+    """A matrix of codes with scales, in patches; activations have 16 bits.
+
+    Patches of an OrderedForm hold the columns in another `order`, int32 [columns]; a product permutes the activations
+    first. Other forms have no `order`. It comes with the form, no slot fills it.
+    """
 
     plain = None
     takes_scaled_rows = False
 
     def __init__(
-        self, parts: Sequence[Part], columns: Columns, form: PatchForm, *, dtype: torch.dtype, device: torch.device
+        self,
+        parts: Sequence[Part],
+        columns: Columns,
+        kept_as: PatchForm | OrderedForm,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`dtype`: of what `rows` returns."""
+        """`dtype`: of what `rows` returns. An OrderedForm wants all columns."""
         super().__init__()
+        self.kept_as = kept_as
+        self.order: Tensor | None = None
+        form = kept_as
+        if isinstance(form, OrderedForm):
+            self.order, form = form.places(columns.share, device), form.patches
         in_patches = columns.in_patches(form)
         assert in_patches is not None and _can_be_patches(parts)
         self._parts, self._columns, self._in_patches = parts, columns, in_patches
@@ -306,6 +321,8 @@ class PatchedWeight(nn.Module):
         """As PlainWeight.matmul."""
         assert isinstance(x, Tensor)
         numbers, group = self.form
+        if self.order is not None:
+            x = x.index_select(1, self.order)
         return ops.patched_linear(x, self.patches, bias, numbers=numbers, group=group, frozen=True)
 
     def gated_matmul(
@@ -323,7 +340,10 @@ class PatchedWeight(nn.Module):
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows."""
         patches = self.patches.index_select(0, numbers // ops.PATCH_ROWS)
-        found = ops.unpack(patches, *self.form, self._columns.share).unflatten(0, (-1, ops.PATCH_ROWS))
+        found = ops.unpack(patches, *self.form, self._columns.share)
+        if self.order is not None:
+            found = torch.empty_like(found).index_copy_(1, self.order.long(), found)
+        found = found.unflatten(0, (-1, ops.PATCH_ROWS))
         return found[torch.arange(len(numbers), device=numbers.device), numbers % ops.PATCH_ROWS].to(self._dtype)
 
     def named_slots(self, name: str) -> dict[SlotName, Slot]:
@@ -421,15 +441,19 @@ def _in_patches(
     """None where a part is in no patches, something cuts them, or the device has no kernels for them."""
     grouped = groupby(zip(forms, parts, strict=True), key=lambda pair: pair[0])
     runs = [(form, [part for _, part in pairs]) for form, pairs in grouped]
-    weights: list[tuple[PatchForm, list[Part]]] = []
-    for form, run in runs:
+    weights: list[tuple[PatchForm | OrderedForm, list[Part]]] = []
+    for kept_as, run in runs:
+        form = kept_as.patches if isinstance(kept_as, OrderedForm) else kept_as
         if not isinstance(form, PatchForm) or not _can_be_patches(run) or columns.in_patches(form) is None:
+            return None
+        # The groups of columns that are sorted have columns on every rank; one product has one order.
+        if isinstance(kept_as, OrderedForm) and (columns.share < columns.size or len(runs) > 1):
             return None
         num_rows = sum(part.share for part in run)
         # Elsewhere than on a GPU torch's operators compute with patches; there they would be far too slow.
         if device.type == "cuda" and not ops.takes_patched(form.numbers, num_rows, columns.share, dtype, device):
             return None
-        weights.append((form, run))
+        weights.append((kept_as, run))
     made = [PatchedWeight(run, columns, form, dtype=dtype, device=device) for form, run in weights]
     return made[0] if len(made) == 1 else MixedWeight(made)
 

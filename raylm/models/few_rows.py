@@ -106,7 +106,7 @@ class _Read(NamedTuple):
 def _read(found: Sequence[nn.Module], dtype: torch.dtype) -> _Read | None:
     """None where weights are not all kept alike, or in another type than `dtype`."""
     scaled = [weight for weight in found if isinstance(weight, ScaledWeight)]
-    patched = [weight for weight in found if isinstance(weight, PatchedWeight)]
+    patched = [weight for weight in found if isinstance(weight, PatchedWeight) and weight.order is None]
     plain = [weight.values for weight in found if isinstance(weight, PlainWeight) and weight.values.dtype == dtype]
     if len(scaled) == len(found):
         return _Read([weight.codes for weight in scaled], [weight.scales for weight in scaled], None)

@@ -15,7 +15,7 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
@@ -76,10 +76,16 @@ class Scheme:
         return self.linears == ops.CODES
 
     @property
+    def linear_patches(self) -> PatchForm | None:
+        """Of a linear layer that `matrices` does not name, whatever the order of its columns."""
+        form = self.linears.patches if isinstance(self.linears, OrderedForm) else self.linears
+        return form if isinstance(form, PatchForm) else None
+
+    @property
     def patches_of_linears(self) -> list[str]:
         """The names of the patches that linear layers are in, each once."""
         named = (form for name, forms in self.matrices.items() if _EXPERTS not in name for form in forms.values())
-        return sorted({str(form) for form in (self.linears, *named) if isinstance(form, PatchForm)})
+        return sorted({str(form) for form in (self.linears, *named) if isinstance(form, PatchForm | OrderedForm)})
 
     @property
     def of_linears(self) -> Forms:
@@ -110,6 +116,8 @@ def configured_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device
     # Columns of no whole groups are decoded.
     unit = form.group if form is not None and scheme.columns else 1
     is_whole = arch.hidden_size % unit == 0 and not any(spec.size % unit for spec in specs)
+    if form is not None and scheme.ordered and scheme.columns:
+        return _with_kernels(Scheme({}, linears=OrderedForm(form, b"")), dtype, device)
     return _with_kernels(Scheme({}, linears=form, experts=form if specs and is_whole else None), dtype, device)
 
 
@@ -120,8 +128,9 @@ def _with_kernels(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> S
         is_half = dtype.itemsize == _HALF_BYTES
         has_kernels = is_half if device == HOPPER else has_fp8(device) and (device.type != "cuda" or is_half)
     else:
-        has_kernels = isinstance(linears, PatchForm) and ops.takes_patched(
-            linears.numbers, ops.PATCH_ROWS, ops.PATCH_COLUMNS, dtype, device
+        form = scheme.linear_patches
+        has_kernels = form is not None and ops.takes_patched(
+            form.numbers, ops.PATCH_ROWS, ops.PATCH_COLUMNS, dtype, device
         )
     return replace(
         scheme,
@@ -186,7 +195,8 @@ def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | N
     rows, columns = tensor.shape
     if _EXPERTS in name:
         form = form_of(tensor.scheme)
-        return patch_form(tensor) if form and has_expert_kernels(form, like.dtype, like.device) else None
+        found = patch_form(tensor) if form and has_expert_kernels(form, like.dtype, like.device) else None
+        return None if isinstance(found, OrderedForm) else found
     if is_scaled(tensor):
         fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None
@@ -229,7 +239,7 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
         if isinstance(module, BlockWeight):
             found.update(form.name for form in module.forms)
         elif isinstance(module, PatchedWeight):
-            found[str(module.form)] += 1
+            found[str(module.kept_as)] += 1
         elif isinstance(module, PlainWeight) and module.values.dtype != model.dtype:
             found[dtype_name(module.values.dtype)] += 1
         elif isinstance(module, ParallelExperts) and module.form is not None:

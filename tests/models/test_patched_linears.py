@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
+from raylm.errors import ConfigError
 from raylm.layers.slots import PatchForm
 from raylm.layers.weight import Columns, Part, PatchedWeight, PlainWeight, make_weight
+from raylm.model_files.source import locate
+from raylm.models import few_rows
+from raylm.models.arch import ArchConfig
+from raylm.models.decoder import DecoderModel
+from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
-from tests.support.quantised import KINDS, write_both
+from tests.support.quantised import KINDS, change_config, gptq, groups_of, write_both
 
 PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -36,7 +44,9 @@ def weights(model: nn.Module) -> dict[str, PatchedWeight]:
 
 
 def read(weight: PatchedWeight) -> Tensor:
-    return ops.unpack(weight.patches, *weight.form, weight.num_values // (len(weight.patches) * 16))
+    """The numbers, with columns in their own order."""
+    numbers = ops.unpack(weight.patches, *weight.form, weight.num_values // (len(weight.patches) * 16))
+    return numbers if weight.order is None else numbers[:, weight.order.long().argsort()]
 
 
 @pytest.mark.usefixtures("kernels")
@@ -59,6 +69,13 @@ def read(weight: PatchedWeight) -> Tensor:
         ("llama", "ct_w8a16", 1),
         ("qwen3", "gptq_8", 2),
         ("llama", "ct_mxfp4", 2),
+        ("llama", "gptq_ordered", 1),
+        ("phi3", "gptq_ordered", 2),
+        ("gpt_neox", "gptq_3_ordered", 1),
+        ("qwen3", "ct_w4a16_ordered", 1),
+        ("cohere", "ct_w4a16_ordered", 2),
+        ("llama", "ct_w8a16_ordered", 1),
+        ("qwen2", "ct_fp8_ordered", 1),
     ],
 )
 def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp_path: Path) -> None:
@@ -93,8 +110,164 @@ def test_what_a_rank_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCapt
     torch.testing.assert_close(layer.self_attn.o_proj.weight.values, expected.self_attn.o_proj.weight.values)
 
 
+def by_groups(columns: int) -> list[int]:
+    groups = groups_of(columns, 32)
+    return sorted(range(columns), key=groups.__getitem__)
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["gptq_ordered", "ct_w4a16_ordered", "nf4", "fp8_blocks", "ct_nvfp4", "ct_mxfp8"])
+def test_columns_in_activation_order_are_sorted_by_their_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["gptq_ordered"])
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        found = weights(load(packed, as_stored=True))
+    orders = {name.split(".")[-2]: weight.order for name, weight in found.items()}
+    assert {name: order.tolist() for name, order in orders.items() if order is not None} == {
+        "qkv_proj": by_groups(512),
+        "o_proj": by_groups(64),
+        "gate_up_proj": by_groups(512),
+        "down_proj": by_groups(1024),
+    }
+    assert "4 in int4 with a scale for each 32 columns in activation order; activations" in caplog.text
+    weight = found["layers.0.mlp.down_proj.weight"]
+    picked = torch.tensor([31, 0, 31, 17])
+    assert torch.equal(weight.rows(picked), read(weight)[picked])
+    x = torch.randn(1025, 6).t()[:, 1:]  # as no layer has them, but an operator takes them
+    torch.testing.assert_close(weight.matmul(x), F.linear(x, read(weight)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_ranks_that_share_the_columns_of_sorted_groups_decode_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed, dense = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["gptq_ordered"])
+    context = ParallelContext(1, 1, 2, 0, 1, CPU)
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        layer = load(packed, context=context, as_stored=True).layers["0"]
+    assert "weights: matrices that are float32 all the same: 2; ranks cut" in caplog.text
+    assert isinstance(layer.self_attn.qkv_proj.weight, PatchedWeight)
+    assert isinstance(layer.mlp.gate_up_proj.weight, PatchedWeight)
+    expected = load(dense, context=context).layers["0"]
+    for found, numbers in (
+        (layer.self_attn.o_proj.weight, expected.self_attn.o_proj.weight),
+        (layer.mlp.down_proj.weight, expected.mlp.down_proj.weight),
+    ):
+        assert isinstance(found, PlainWeight)
+        torch.testing.assert_close(found.values, numbers.values)
+
+
+def in_turn(columns: int) -> Tensor:
+    """As if each group of 32 had every so many columns: another order than the checkpoints'."""
+    return (torch.arange(columns) % (columns // 32)).to(torch.int32)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("change", "decoded"),
+    [
+        ({"self_attn.k_proj": in_turn(512)}, "self_attn.qkv_proj"),
+        ({"mlp.up_proj": torch.arange(512, dtype=torch.int32) // 32}, "mlp.gate_up_proj"),
+        # A column more in the first group, and one less in the second.
+        ({"mlp.down_proj": (torch.arange(1024) - 1).clamp(0).div(32, rounding_mode="floor").int()}, "mlp.down_proj"),
+    ],
+)
+def test_orders_that_no_patches_have_are_decoded(change: dict[str, Tensor], decoded: str, tmp_path: Path) -> None:
+    changes = {f"model.layers.0.{module}.g_idx": groups for module, groups in change.items()}
+    plain = checkpoints.llama(tmp_path / "plain", **SIZES)
+    packed, _ = write_both(plain, tmp_path, KINDS["gptq_ordered"], changes=changes)
+    found, expected = load(packed, as_stored=True), load(packed)
+    kept = weights(found)
+    assert len(kept) == 3
+    assert torch.equal(
+        found.get_submodule(f"layers.0.{decoded}.weight").values,
+        expected.get_submodule(f"layers.0.{decoded}.weight").values,
+    )
+    for name, weight in kept.items():
+        assert torch.equal(read(weight), expected.get_submodule(name).values), name
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_last_group_in_activation_order_may_be_smaller(tmp_path: Path) -> None:
+    plain = checkpoints.llama(tmp_path / "plain", hidden_size=512, intermediate_size=640, num_hidden_layers=1)
+    kind = replace(
+        KINDS["gptq_ordered"],
+        config=KINDS["gptq_ordered"].config | {"group_size": 256},
+        packer=gptq(4, 256, ordered=True),
+    )
+    packed, dense = write_both(plain, tmp_path, kind)
+    name = "layers.0.mlp.down_proj.weight"
+    weight = weights(load(packed, as_stored=True))[name]  # groups of 256, 256 and 128
+    assert weight.order is not None and torch.equal(read(weight), load(dense).get_submodule(name).values)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_groups_of_neighbours_have_no_order_whatever_the_configuration_says(tmp_path: Path) -> None:
+    plain, kind = checkpoints.llama(tmp_path / "plain", **SIZES), KINDS["gptq_4"]
+    packed, dense = write_both(plain, tmp_path, replace(kind, config=kind.config | {"desc_act": True}))
+    for size in (1, 2):
+        context = ParallelContext(size - 1, size - 1, size, 0, 1, CPU)
+        found, expected = (load(path, context=context, as_stored=True) for path in (packed, dense))
+        kept = weights(found)
+        assert len(kept) == 5 - size  # two ranks cut o_proj's patches
+        for name, weight in kept.items():
+            assert weight.order is None and torch.equal(read(weight), expected.get_submodule(name).values), name
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    changes = {"model.layers.0.self_attn.q_proj.g_idx": torch.full((512,), 16, dtype=torch.int32)}
+    plain = checkpoints.llama(tmp_path / "plain", **SIZES)
+    packed, _ = write_both(plain, tmp_path, KINDS["gptq_ordered"], changes=changes)
+    with pytest.raises(ConfigError, match=r"q_proj\.g_idx names group 16; allowed: 0 to 15"):
+        load(packed, as_stored=True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_weights_from_a_peer_have_the_order_too(tmp_path: Path) -> None:
+    """A peer sends parameters alone."""
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["gptq_ordered"])
+    source, context = locate(str(packed)), ParallelContext.single(CPU)
+    peer = load(packed, as_stored=True)
+
+    def fill(model: DecoderModel) -> bool:
+        for own, sent in zip(model.parameters(), peer.parameters(), strict=True):
+            own.copy_(sent)
+        return True
+
+    arch = ArchConfig.from_source(source)
+    filled = load_model(source, arch, context, torch.float32, "auto", as_stored=True, progress=False, fill=fill)
+    texts, logits = (list(each) for each in zip(*(run(model) for model in (peer, filled)), strict=True))
+    assert texts[0] == texts[1] and all(torch.equal(logits[0][name], logits[1][name]) for name in PROMPTS)
+
+
+def run(model: DecoderModel) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+    return generate(PagedRun(model), PROMPTS, num_tokens=4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_dummy_weights_that_would_have_an_order_have_some(tmp_path: Path) -> None:
+    plain = checkpoints.llama(tmp_path / "plain", **SIZES)
+    change_config(plain, quantization_config=KINDS["gptq_ordered"].config)
+    model = load(plain, "dummy", as_stored=True)
+    orders = [weight.order.tolist() for weight in weights(model).values() if weight.order is not None]
+    assert [sorted(order) for order in orders] == [list(range(columns)) for columns in (512, 64, 512, 1024)]
+    assert all(order != sorted(order) for order in orders)
+    _, logits = run(model)
+    assert bool(logits["a"].isfinite().all())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_one_kernel_for_all_layers_takes_columns_in_their_own_order_alone(tmp_path: Path) -> None:
+    for name, reads in (("gptq_4", True), ("gptq_ordered", False)):
+        plain = checkpoints.llama(tmp_path / name / "plain", **SIZES)
+        packed, _ = write_both(plain, tmp_path / name, KINDS[name])
+        found = list(weights(load(packed, as_stored=True)).values())
+        assert len(found) == 4 and (few_rows._read(found, torch.float32) is not None) == reads
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["nf4", "fp8_blocks", "ct_nvfp4", "ct_mxfp8"])
 def test_other_formats_are_not_kept_so(kind: str, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, KINDS[kind])
     assert not weights(load(packed, as_stored=True))

@@ -94,6 +94,20 @@ def test_experts_in_codes_take_their_bytes(
         assert sizing(packed).plan(ParallelConfig(tensor=2)).experts_kept_as is None  # 1,440 columns a rank
 
 
+def test_columns_in_activation_order_are_decoded_where_ranks_share_them(tmp_path: Path) -> None:
+    plain, ordered = (
+        ArchConfig.from_source(locate(str(write_shape("llama-3.1-8b", tmp_path / kind, quantised=kind))))
+        for kind in ("awq", "gptq-ordered")
+    )
+    one, in_order = (sizing(arch).plan(ParallelConfig()) for arch in (plain, ordered))
+    assert one.kept_as == "int4 with a scale for each 128 columns"
+    assert in_order.kept_as == f"{one.kept_as} in activation order"
+    assert in_order.weight_bytes == one.weight_bytes and in_order.prefill_tokens_s == one.prefill_tokens_s
+    two, in_order = (sizing(arch).plan(ParallelConfig(tensor=2)) for arch in (plain, ordered))
+    shared = 32 * 4096 * (4096 + 14_336)  # o_proj and down_proj
+    assert in_order.weight_bytes_gpu - two.weight_bytes_gpu == shared / 2 * (2 - 1088 / 2048)
+
+
 def test_a_step_reads_the_experts_that_its_tokens_go_to(tmp_path: Path) -> None:
     arch = arch_of("gpt-oss-20b", tmp_path)
     experts = 2 * 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)

@@ -79,7 +79,14 @@ def grid_shape(n: int, k: int, rows: int, columns: int) -> tuple[int, int]:
 
 
 def fp8(
-    rows: int, columns: int, *, name: str = "weight_scale", shape: str = "matrix", kind: str = "float", extra: str = ""
+    rows: int,
+    columns: int,
+    *,
+    name: str = "weight_scale",
+    shape: str = "matrix",
+    kind: str = "float",
+    extra: str = "",
+    ordered: bool = False,
 ) -> Packer:
     """`shape` of the scales: matrix, vector, number or 4 (ModelOpt's blocks). `kind`: float, e8m0 or exponents."""
 
@@ -93,13 +100,16 @@ def fp8(
             scale = 2.0 ** (exponents.float() - 127)
             stored = exponents.to(torch.uint8)
             stored = stored.view(torch.float8_e8m0fnu) if kind == "e8m0" else stored
-        dense = decoded(codes.float(), 0, scale, blocks(rows, columns))
+        places = groups_of(k, columns) if ordered else []
+        dense = decoded(codes.float(), 0, scale, (lambda i, j: (i, places[j])) if ordered else blocks(rows, columns))
         stored = {"vector": stored.flatten(), "number": stored.flatten()[0], "4": stored[:, None, :, None]}.get(
             shape, stored
         )
         parts = {"weight": codes, name: stored.contiguous()}
         if extra:
             parts[extra] = torch.tensor(0.7)
+        if ordered:
+            parts["weight_g_idx"] = torch.tensor(places, dtype=torch.int32)
         return parts, dense
 
     return pack
@@ -117,6 +127,11 @@ def int8(rows: int, columns: int, *, symmetric: bool = True) -> Packer:
         return parts, decoded(codes, zeros, scale, blocks(rows, columns))
 
     return pack
+
+
+def groups_of(k: int, columns: int) -> list[int]:
+    """Of each column, in an activation order: the same for all matrices that see the same inputs."""
+    return (torch.randperm(k, generator=torch.Generator().manual_seed(k)) // columns).tolist()
 
 
 def ct_packed(bits: int, columns: int, *, symmetric: bool = True, ordered: bool = False) -> Packer:
@@ -138,9 +153,8 @@ def ct_packed(bits: int, columns: int, *, symmetric: bool = True, ordered: bool 
             parts["weight_zero_point"] = pack_columns(zeros + middle, bits)
         group_of = blocks(1, columns)
         if ordered:
-            index = torch.randperm(k, generator=random) // columns
-            parts["weight_g_idx"] = index.to(torch.int32)
-            places = index.tolist()
+            places = groups_of(k, columns)
+            parts["weight_g_idx"] = torch.tensor(places, dtype=torch.int32)
             group_of = lambda i, j: (i, places[j])  # noqa: E731
         return parts, decoded(codes, zeros, scale, group_of)
 
@@ -159,7 +173,7 @@ def gptq(bits: int, columns: int, *, v2: bool = False, ordered: bool = False, ze
         stored = pack_columns(zeros if v2 else zeros - 1, bits).t().contiguous()
         places = [j // columns if columns else 0 for j in range(k)]
         if ordered:
-            places = (torch.randperm(k, generator=random) // columns).tolist()
+            places = groups_of(k, columns)
         parts = {
             "qweight": pack_columns(codes.t().contiguous(), bits),
             "qzeros": stored,
@@ -340,6 +354,12 @@ KINDS: dict[str, Kind] = {
     "ct_fp8_weights": Kind(
         weights_only(compressed("float-quantized", **_float(8, strategy="tensor"))), fp8(0, 0, shape="vector")
     ),
+    "ct_fp8_ordered": Kind(
+        weights_only(
+            compressed("float-quantized", **_float(8, strategy="group", group_size=128, actorder="group")),
+        ),
+        fp8(1, 128, ordered=True),
+    ),
     "ct_fp8_channel": Kind(compressed("float-quantized", **_float(8, strategy="channel")), fp8(1, 0)),
     "ct_fp8_blocks": Kind(
         compressed("float-quantized", **_float(8, strategy="block", block_structure=[24, 32])), fp8(24, 32)
@@ -359,6 +379,10 @@ KINDS: dict[str, Kind] = {
     "ct_w4a16_ordered": Kind(
         compressed("pack-quantized", **_int(4, strategy="group", group_size=32, actorder="group")),
         ct_packed(4, 32, ordered=True),
+    ),
+    "ct_w8a16_ordered": Kind(
+        compressed("pack-quantized", **_int(8, strategy="group", group_size=64, actorder="group")),
+        ct_packed(8, 64, ordered=True),
     ),
     "ct_w2a16": Kind(compressed("pack-quantized", **_int(2, strategy="channel")), ct_packed(2, 0)),
     "ct_nvfp4": Kind(
@@ -402,6 +426,7 @@ KINDS: dict[str, Kind] = {
     },
     "gptq_rows": Kind(_gptq_config(4, -1), gptq(4, 0)),
     "gptq_ordered": Kind(_gptq_config(4, 32) | {"desc_act": True}, gptq(4, 32, ordered=True)),
+    "gptq_3_ordered": Kind(_gptq_config(3, 32) | {"desc_act": True}, gptq(3, 32, ordered=True)),
     "gptq_128": Kind(_gptq_config(4, 128) | {"sym": True}, gptq(4, 128, zero=8)),
     "gptq_file": Kind({}, gptq(4, 32), file=("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False})),
     "awq_file": Kind({}, awq(32), file=("quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True})),

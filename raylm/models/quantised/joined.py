@@ -86,8 +86,9 @@ class Grouped:
         return (values * _spread(self.scales.read(*spans), down - top, places)).flatten(1)
 
     def numbers(self, rows: Span, columns: Span, width: int) -> tuple[Tensor, Tensor | None]:
-        """float32 scales and zero points, a number for each row and each `width` columns; a dimension along which all
-        are the same one may be 1. Groups of neighbours are of a multiple of `width` columns, and so are `columns`."""
+        """float32 scales and zero points, a number for each row and each `width` columns, which are sorted by their
+        groups; a dimension along which all are the same one may be 1. Groups are of a multiple of `width` columns, and
+        so are `columns`."""
         down = _blocks(rows, self.rows)
         across = _blocks((columns[0] // width, columns[1] // width), self.columns // width)
         top, left = int(down.min()), int(across.min())
@@ -106,6 +107,16 @@ class Groups:
 
     tensor: CheckpointTensor
     count: int
+
+    def sizes(self, columns: int) -> Tensor:
+        """How many of so many columns each group has: int64 [count]. Raises ConfigError as `read`."""
+        return self.read((0, columns)).bincount(minlength=self.count)
+
+    def order(self, columns: int) -> Tensor | None:
+        """So many columns sorted by their groups, int64 [columns]; None where they are sorted already. Raises
+        ConfigError as `read`."""
+        found = self.read((0, columns))
+        return None if bool((found[1:] >= found[:-1]).all()) else found.argsort(stable=True)
 
     def read(self, columns: Span) -> Tensor:
         """Raises ConfigError for a group that is not there."""

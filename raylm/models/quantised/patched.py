@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
 from raylm.models.quantised.codes import Nibbles, Values
 from raylm.models.quantised.grid import PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
@@ -32,7 +32,7 @@ _MANTISSA_BITS, _BIAS = 23, 127
 
 
 def form_of(scheme: Scheme) -> PatchForm | None:
-    """The patches that hold weights which are stored so; None where none do."""
+    """The patches that hold weights which are stored so, whatever the order of their columns; None where none do."""
     if scheme.numbers == "int":
         return _integer_form(scheme)
     if scheme.two_scales or scheme.zero != "none":
@@ -45,17 +45,30 @@ def form_of(scheme: Scheme) -> PatchForm | None:
 
 
 def _integer_form(scheme: Scheme) -> PatchForm | None:
-    has_own_groups = scheme.ordered and scheme.columns > 0
-    if has_own_groups or scheme.bits > _EIGHT_BITS:
+    if scheme.bits > _EIGHT_BITS:
         return None
     numbers: ops.Numbers = "int4" if scheme.bits <= _FOUR_BITS else "int8"
     groups = (group for group in reversed(ops.GROUPS[numbers]) if scheme.columns % group == 0)
     return next((PatchForm(numbers, group) for group in groups), None)
 
 
-def patch_form(tensor: QuantisedTensor) -> PatchForm | None:
-    """The patches that hold the weight's numbers; None where none do. Zero points that may be any number are read to
-    find out."""
+def patch_form(tensor: QuantisedTensor) -> PatchForm | OrderedForm | None:
+    """The patches that hold the weight's numbers; None where none do. Which group a column is of is read to find out,
+    where it is stored, and zero points that may be any number. Raises ConfigError for a group that is not there."""
+    form = _form_by_numbers(tensor)
+    groups = tensor.decoder.groups if isinstance(tensor.decoder, Grouped) else None
+    if form is None or groups is None:
+        return form
+    columns = tensor.shape[1]
+    # The last group has the rest then, as groups of neighbours do.
+    if not bool((groups.sizes(columns)[:-1] == tensor.scheme.columns).all()):
+        return None
+    order = groups.order(columns)
+    return form if order is None else OrderedForm(form, order.to(torch.int32).numpy().tobytes())
+
+
+def _form_by_numbers(tensor: QuantisedTensor) -> PatchForm | None:
+    """The same if columns are sorted by their groups."""
     form, decoder = form_of(tensor.scheme), tensor.decoder
     rows, columns = tensor.shape
     if form is None or not isinstance(decoder, Grouped) or rows % ops.PATCH_ROWS:
@@ -80,7 +93,8 @@ def _added(decoder: Grouped) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PatchedTensor(Kept[QuantisedTensor]):
-    """A QuantisedTensor whose `patch_form` is `form`. Pieces are patches, uint8 [rows / 16, bytes]."""
+    """A QuantisedTensor whose `patch_form` is `form`, or an OrderedForm of it: columns are sorted then. Pieces are
+    patches, uint8 [rows / 16, bytes]."""
 
     form: PatchForm
 
@@ -94,14 +108,20 @@ class PatchedTensor(Kept[QuantisedTensor]):
         """As CheckpointTensor.pieces. `columns` are bytes, of whole patches."""
         span = numbers_of(self.form, columns, self.source.shape[1])
         source = replace(self.source, row_unit=lcm(self.source.row_unit, ops.PATCH_ROWS))
+        order = self._order()
         for row, stretches in source.stretches(start * ops.PATCH_ROWS, stop * ops.PATCH_ROWS, span):
-            read = [self._read(rows, span) for rows in stretches]
+            read = [self._read(rows, span, order) for rows in stretches]
             numbers = [torch.cat(parts) for parts in zip(*read, strict=True)]
             if source.rearrange is not None:
                 numbers = [source.rearrange(part) for part in numbers]
             yield row // ops.PATCH_ROWS, self._pack(numbers)
 
-    def _read(self, rows: Span, columns: Span) -> list[Tensor]:
+    def _order(self) -> Tensor | None:
+        decoder = self.source.decoder
+        assert isinstance(decoder, Grouped)
+        return None if decoder.groups is None else decoder.groups.order(decoder.shape[1])
+
+    def _read(self, rows: Span, columns: Span, order: Tensor | None) -> list[Tensor]:
         """Codes, scales and, of integers, zero points: of the last two a number for each row and group."""
         decoder = self.source.decoder
         assert isinstance(decoder, Grouped)
@@ -110,7 +130,10 @@ class PatchedTensor(Kept[QuantisedTensor]):
         scales, zeros = decoder.numbers(rows, columns if decoder.columns else (0, self.form.group), self.form.group)
         if isinstance(decoder.codes, Nibbles):
             return [decoder.codes.bits(rows, columns), scales.expand(size)]
-        codes = decoder.codes.read(rows, columns)
+        if order is None:
+            codes = decoder.codes.read(rows, columns)
+        else:
+            codes = decoder.codes.read(rows, (0, len(order)))[:, order[slice(*columns)]]
         if self.form == FP8_PATCHES:
             return [codes, scales.expand(size)]
         added = _added(decoder)
