@@ -189,5 +189,5 @@ _TYPES = {
     GGMLType.IQ4_XS: _Type(PatchForm("int8", 32), _iq4_xs, zero=_MIDDLE),
     GGMLType.MXFP4: _Type(MXFP4_PATCHES, _mxfp4),
 }
-"""Affine forms round scale and offset to bfloat16, integers keep 16 bits of a scale's mantissa: all of them but
-Q6_K's."""
+"""Affine forms round scale and offset to float16, which changes none of Q4_1's and Q5_1's; integers keep 16 bits of a
+scale's mantissa, which are all of them but Q6_K's."""

@@ -40,7 +40,8 @@ def patched_linear(
 
     weight: uint8 [N / 16, bytes], patches as `numbers` and `group`, columns that share a scale, say. Of up to 32 rows,
     products of a group are summed before they are scaled, all in float32; of more, scales and the weight's numbers are
-    rounded to x's dtype first, of more than MOST_PATCHED_ROWS the numbers alone. Rounding changes none of MXFP4's.
+    rounded to x's dtype first, of more than MOST_PATCHED_ROWS the numbers alone. Rounding changes none of MXFP4's;
+    numbers of codes with offsets are rounded however many rows there are.
     `frozen`: as in linear, of weight and bias.
     """
     return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)

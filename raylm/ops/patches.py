@@ -2,7 +2,7 @@
 operators in terms of torch's own.
 
 A patch is codes and then words of scales. Of "int4" and "int8" these are a word for each group of columns and row, the
-bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two bfloat16, the scale and
+bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two float16, the scale and
 the offset; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) the exponents of four powers of two (e8m0) for
 each row, one for each 32 columns.
 
@@ -47,6 +47,8 @@ MOST_SCALE = 128.0
 _WORD_BYTES = 4
 _ZERO_BITS = 0xFF
 _MIDDLE = 0x80
+_MOST_HALF = 65504.0
+"""The largest float16."""
 _ROWS, _FOURS, _EIGHTS = (2, 8), (4, 4, 4, 2), (2, 4, 2, 4, 2)
 """Of a patch: how many h, g; of codes of 4 bits i, p, t, e; of 8 bits s, k, p, t, e."""
 _ORDER_FOURS, _ORDER_EIGHTS = (0, 1, 2, 5, 3, 6, 4), (0, 3, 1, 2, 6, 4, 7, 5)
@@ -80,8 +82,11 @@ def pack_integers(numbers: Numbers, codes: Tensor, scales: Tensor, zeros: Tensor
 
 def pack_affine(numbers: Numbers, codes: Tensor, scales: Tensor, offsets: Tensor, group: int) -> Tensor:
     """The same of numbers code * scale + offset: codes uint8, of "affine4" 0 to 15, of "affine8" to 127; scales and
-    offsets float32 [R, G], rounded to bfloat16."""
-    low, high = (each.bfloat16().contiguous().view(torch.int16).int() for each in (scales, offsets))
+    offsets float32 [R, G], rounded to float16, of which the largest stands for larger ones."""
+    halves = [
+        torch.where(each.isfinite(), each.clamp(-_MOST_HALF, _MOST_HALF), each).half() for each in (scales, offsets)
+    ]
+    low, high = (each.contiguous().view(torch.int16).int() for each in halves)
     return _with_words(codes, high << 16 | low & 0xFFFF, group, fours=numbers == "affine4")
 
 
@@ -125,7 +130,7 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
         scales = words.contiguous().view(torch.float32).view(-1, PATCH_ROWS, 1, 1)
     elif numbers in ("affine4", "affine8"):
         found = _unpack_fours(codes) if numbers == "affine4" else _unpack_eights(codes)
-        halves = words.contiguous().view(torch.bfloat16).float().view(len(patches), -1, PATCH_ROWS, 2).transpose(1, 2)
+        halves = words.contiguous().view(torch.float16).float().view(len(patches), -1, PATCH_ROWS, 2).transpose(1, 2)
         scales, offsets = halves.unsqueeze(-1).unbind(3)
         return _rows_of((found.unflatten(2, (-1, group)) * scales + offsets).flatten(2), across)[:, :columns]
     else:

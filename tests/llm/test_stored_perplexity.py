@@ -16,8 +16,6 @@ from tests.support.asked import DEMO
 PIECE = 512
 MOST = 0.0005
 """Of perplexity, relative. 16-bit activations change it by 0.00001, 8-bit ones by up to 0.006."""
-MOST_IN_PATCHES = 0.002
-"""The same of patches, whose scales and offsets are bfloat16."""
 TEXTS = ("docs/reliability.md", "docs/scheduling.md", "README.md", "docs/deploy.md")
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time"]
 
@@ -77,7 +75,7 @@ def test_the_perplexity_of_a_text(llms: tuple[LLM, LLM], text: str) -> None:
 
 @pytest.mark.nightly
 def test_the_perplexity_of_patches(as_on_gpus: tuple[LLM, LLM]) -> None:
-    assert abs(sum(change(as_on_gpus, text, 2) for text in TEXTS) / len(TEXTS)) < MOST_IN_PATCHES
+    assert all(abs(change(as_on_gpus, text, 1)) < MOST for text in TEXTS)
 
 
 def test_the_same_answers(llms: tuple[LLM, LLM]) -> None:

@@ -30,7 +30,7 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
     most = ops.MOST_CODE.get(numbers, 15) + 1
     codes = torch.randint(0, most, (rows, columns), generator=generator, dtype=torch.uint8)
     if numbers.startswith("affine"):
-        offsets = (torch.randn(rows, across, generator=generator) * most / 256).bfloat16().float()
+        offsets = (torch.randn(rows, across, generator=generator) * most / 256).half().float()
         wide = offsets.repeat_interleave(group, 1)[:, :columns]
         return ops.pack_affine(numbers, codes, scales, offsets, group), codes.float() * spread + wide
     if numbers in ops.MOST_ZERO:

@@ -151,7 +151,7 @@ struct Int8Codes {
   }
 };
 
-// Codes of 4 bits, or of 7 in bytes, whose numbers are code scale + offset: a word of two bfloat16 a group of columns, the
+// Codes of 4 bits, or of 7 in bytes, whose numbers are code scale + offset: a word of two float16 a group of columns, the
 // scale in the lower half.
 template <typename T, int Bits>
 struct AffineCodes {
@@ -172,13 +172,15 @@ struct AffineCodes {
   __device__ uint32_t scaled(int step, int behind) const {
     uint32_t pair;
     if constexpr (Bits == 4) {
-      pair = int4_pair<T>(word_of(codes[0], step / 2), step % 2 * 2 + behind);
+      pair = int4_pair<__half>(word_of(codes[0], step / 2), step % 2 * 2 + behind);
     } else {
       const uint32_t word = word_of(codes[step / 4], step % 4);
-      pair = ((behind ? word : word >> 8) & 0x007f007f) | kIntegerBase<T>;
+      pair = ((behind ? word : word >> 8) & 0x007f007f) | kIntegerBase<__half>;
     }
     const uint32_t scales = __byte_perm(words[step], 0, 0x1010), offsets = __byte_perm(words[step], 0, 0x3232);
-    return multiply_add_pairs<T>(subtract_pairs<T>(pair, kIntegerBase<T>), scales, offsets);
+    pair = multiply_add_pairs<__half>(subtract_pairs<__half>(pair, kIntegerBase<__half>), scales, offsets);
+    const float2 numbers = unpack<__half>(pair);
+    return pack<T>(numbers.x, numbers.y);
   }
 };
 
