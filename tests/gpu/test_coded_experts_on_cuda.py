@@ -56,7 +56,7 @@ def test_one_row_in_one_kernel_answers_as_layer_by_layer(
         return taken[-1]
 
     monkeypatch.setattr(ops, "few_layers_rows", seen)
-    prompts = [random_prompts(1, length) for length in (5, 60, 300)]
+    prompts = [[[7 * i % 190 + 3 for i in range(length)]] for length in (5, 60, 300)]
     ours = [answers(path, one) for one in prompts]
     assert taken and all(each == 1 for each in taken)
     monkeypatch.setattr(ops, "few_layers_rows", lambda *args, **keywords: 0)
