@@ -136,6 +136,8 @@ def _read_mixture(layers: Sequence[nn.Module], dtype: torch.dtype) -> _Read | No
 
 def _on_cpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """As _on_gpu."""
+    if isinstance(build.arch.layers[0].mlp, ExpertsSpec):
+        return "layers have experts"
     table = _rotary_table(build)
     products = [weight for weight in _products(layers) if isinstance(weight, PlainWeight | BlockWeight)]
     if len(products) < _PRODUCTS * len(layers):
@@ -159,7 +161,7 @@ def _on_cpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
 def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str | None:
     """What of a model the operator does not do; None where there is nothing."""
     mlp, rope = arch.layers[0].mlp, arch.layers[0].rope
-    if isinstance(mlp, ExpertsSpec) and (reason := _why_no_mixture(mlp, context)) is not None:
+    if isinstance(mlp, ExpertsSpec) and (reason := _why_no_mixture(mlp)) is not None:
         return reason
     if context.tensor_size > 1 or context.pipeline_size > 1:
         # The kernel's blocks must all be resident at once. A kernel that waits for another GPU could keep one of them
@@ -187,10 +189,8 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
     return None
 
 
-def _why_no_mixture(mlp: ExpertsSpec, context: ParallelContext) -> str | None:
+def _why_no_mixture(mlp: ExpertsSpec) -> str | None:
     """The same of a mixture of experts."""
-    if context.device.type == "cpu":
-        return "layers have experts"
     if mlp.activation == "clamped_swiglu" or mlp.shared is not None:
         return "it knows experts with silu or gelu_tanh, and none that are shared"
     if mlp.scores == "sparse_mixer" or mlp.router_bias or mlp.choice_bias or mlp.groups > 1:

@@ -50,6 +50,10 @@ void set_products(FewLayersArgs<T>& args, const Model& model) {
   args.scaled = model.form == FewForm::kScaled, args.group_log2 = model.group_log2;
   args.mixture.experts = static_cast<int>(model.experts), args.mixture.per_token = static_cast<int>(model.per_token);
   args.mixture.size = static_cast<int>(model.width);
+  if (!model.per_token) return;
+  const auto inverse = [](int divisor) { return static_cast<unsigned>((uint64_t{1} << 32) / divisor + 1); };
+  args.mixture.tiles = args.products[kFewGateUp].tiles / args.mixture.per_token;
+  args.mixture.of_size = inverse(args.mixture.size), args.mixture.of_tiles = inverse(args.mixture.tiles);
 }
 
 // As many stages as shared memory has room for; head sizes share the size of a stage.

@@ -391,7 +391,7 @@ class FewBlock {
       out = gated(rounded(out), rounded(scaled<P>(sum(up, split, each), besides.scales[1])));
       if constexpr (kMixture) {
         // What an expert gives is multiplied here by its weight, as down is linear.
-        const float weight = routed_.weights[column / args_.mixture.size];
+        const float weight = routed_.weights[__umulhi(column, args_.mixture.of_size)];
         out.x *= weight, out.y *= weight;
       }
     }

@@ -86,6 +86,8 @@ struct FewProduct {
 // activations are multiplied by down is in one piece: [experts' columns] of each row.
 struct FewMixture {
   int experts, per_token, size;  // per_token: 0 where there are none; size: columns between an expert's products
+  int tiles;                     // of an expert's gate and up
+  unsigned of_size, of_tiles;    // 2^32 divided by these, rounded up: by a product with it 16 bits are divided, exactly
   float scale;
   bool sigmoid, normalized;
 };
@@ -310,9 +312,8 @@ class FewReader {
   __device__ const char* place() const {
     const FewMixture& mixture = args_.mixture;
     const bool down = phase_ == kFewDown;
-    const int each = down ? mixture.size : product_.tiles / mixture.per_token;
-    const int number = (down ? k_ : tile_) / each, tile = down ? tile_ : tile_ - number * each;
-    const int k = down ? k_ - number * each : k_;
+    const int number = down ? __umulhi(k_, mixture.of_size) : __umulhi(tile_, mixture.of_tiles);
+    const int tile = down ? tile_ : tile_ - number * mixture.tiles, k = down ? k_ - number * mixture.size : k_;
     const int64_t expert = routed_.chosen[number], rows = down ? product_.n : 2 * mixture.size;  // of each
     const char* const from = args_.layers[layer_].weights[phase_];
     if constexpr (kInPatches<E>) {
