@@ -39,7 +39,7 @@ def test_answers_are_those_of_the_decoded_model(family: str, kind: str, graphs: 
     assert max(found) < 1 and sum(found) < 0.05 * len(found)
 
 
-@pytest.mark.parametrize("kind", [None, "fp8_128", "awq"])
+@pytest.mark.parametrize("kind", [None, "fp8_128", "gptq_128"])
 def test_one_row_in_one_kernel_answers_as_layer_by_layer(
     kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

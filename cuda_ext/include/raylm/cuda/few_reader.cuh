@@ -159,6 +159,10 @@ struct FewColumn {
 //
 // All blocks wait for those that attend, so these are the last to get tiles of what follows, and of o none where the
 // others need no more rounds without them.
+__device__ inline bool spared(const FewProduct& product, int phase, int attending) {
+  return phase == kFewO && attending <= product.spare;
+}
+
 struct FewTeam {
   int split, index, warp, first_tile, tile_step;
 
@@ -166,7 +170,7 @@ struct FewTeam {
     const int teams_log2 = product.k > 4 * block ? 0 : 1, blocks = gridDim.x;
     const bool reversed = phase == kFewO || phase == kFewRouter;
     const int place = reversed ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
-    const int working = phase == kFewO && attending <= product.spare ? blocks - attending : blocks;
+    const int working = spared(product, phase, attending) ? blocks - attending : blocks;
     split = kFewWarps >> teams_log2;
     index = teams_log2 ? warp_of_block / (kFewWarps / 2) : 0, warp = warp_of_block - index * split;
     first_tile = place < working ? (place << teams_log2) + index : product.tiles;
@@ -198,20 +202,24 @@ class FewReader {
     for (int i = 0; i < args.stages; ++i) fill();
   }
 
-  // The stage that comes next, once it has arrived. The one before is given up.
+  // The stage that comes next, once it has arrived. The one before is given up, and filled with the copy behind all those
+  // under way.
   __device__ char* next() {
-    refill();
-    return take();
+    if (holds_) fill();
+    return take(owed());
   }
 
-  // The same while the block attends, which all others wait for: stages are filled only if they are the cache's.
+  // The same while the block attends, which all others wait for: stages are filled at once only if they are the cache's.
   __device__ char* next_of_cache() {
-    if (phase_ == kFewAttention) refill();
-    return take();
+    if (phase_ == kFewAttention) {
+      refill();
+    } else {
+      free_ += holds_;
+    }
+    return take(owed() + free_);
   }
 
-  // Fills the stages that were given up with the copies behind all those under way. It takes a while: better done where
-  // the warp would only wait.
+  // Fills the stages that were given up. It takes a while: better done where the warp would only wait.
   __device__ void refill() {
     free_ += holds_, holds_ = false;
 #pragma unroll 1
@@ -226,13 +234,16 @@ class FewReader {
   }
 
  private:
-  __device__ char* take() {
-    free_ += holds_, holds_ = true;
-    copy_wait(--flying_);
+  __device__ int owed() const { return kMixture ? owed_ : 0; }
+
+  // The oldest stage that is filled, where so many are not.
+  __device__ char* take(int missing) {
+    copy_wait(args_.stages - 1 - missing);
     __syncwarp();
-    char* const stage = stages_ + read_ * kStage;
-    if (++read_ == args_.stages) read_ = 0;
-    return stage;
+    holds_ = true;
+    int at = write_ + missing;
+    if (at >= args_.stages) at -= args_.stages;
+    return stages_ + at * kStage;
   }
 
   __device__ void fill() {
@@ -249,7 +260,6 @@ class FewReader {
       if (--left_ == 0) skip();
     }
     copy_commit();  // of nothing, at the end: stages are counted by groups
-    ++flying_;
     if (++write_ == args_.stages) write_ = 0;
   }
 
@@ -405,8 +415,7 @@ class FewReader {
   const FewRouted& routed_;
   const int warp_, lane_;
   char* const stages_;
-  int read_ = 0, write_ = 0;  // stages
-  int flying_ = 0, owed_ = 0, free_ = 0;  // stages that are being filled; that wait for a route; that were given up
+  int write_ = 0, owed_ = 0, free_ = 0;  // stages: filled next; that wait for a route; that were given up
   int routed_layers_ = 0;
   bool holds_ = false;
   int layer_ = 0, phase_ = -1, left_ = 0;  // copies of the phase
