@@ -11,7 +11,7 @@ message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} for ${RAYLM_CUDA_ARCHS}")
 
 target_sources(raylm_kernels PRIVATE
   csrc/cuda/all_reduce.cu csrc/cuda/attention.cu csrc/cuda/decode_attention.cu csrc/cuda/decode_codes.cu
-  csrc/cuda/experts.cu csrc/cuda/few_layers.cu csrc/cuda/few_mixture.cu csrc/cuda/gated.cu csrc/cuda/gated_linear.cu csrc/cuda/patched_linear.cu
+  csrc/cuda/experts.cu csrc/cuda/few_layers.cu csrc/cuda/gated.cu csrc/cuda/gated_linear.cu csrc/cuda/patched_linear.cu
   csrc/cuda/linear.cu csrc/cuda/logits.cu csrc/cuda/logprobs.cu csrc/cuda/norm.cu
   csrc/cuda/patched_experts.cu csrc/cuda/patched_linear_affine.cu csrc/cuda/patched_linear_floats.cu
   csrc/cuda/patched_linear_int4.cu csrc/cuda/patched_linear_int8.cu

@@ -1,104 +1,73 @@
 #include <algorithm>
 #include <vector>
 
-#include "few_layers.h"
-#include "patches.h"
+#include "launch.h"
+#include "products.h"
+#include "raylm/cuda/few_layers.cuh"
 
 namespace raylm::cuda {
 namespace {
 
 constexpr const char* kOp = "few_layers";
 constexpr int kLeastStages = 2;  // of a warp's ring: one is used while the other is filled
+constexpr int kStatic = 8 * 1024;  // bytes of shared memory that the kernel has besides
+static_assert(sizeof(FewAttentionShared<__half, 128>) <= kStatic);
+
 using Tensors = std::vector<Tensor>;
 
 struct Model {
-  int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;  // width: of a mixture, an expert's
-  FewForm form;
+  int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
+  FewForm form;    // of products
   int group_log2;  // columns of a group of patches
-  int64_t experts, per_token;  // 0 where there is no mixture
-  int64_t blocks;              // of the kernel
 
   int64_t attended() const { return num_heads * head_dim; }
   int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
-  int64_t activated() const { return per_token ? per_token * width : width; }
-  bool in_patches(bool of_mlp) const {
-    return form == FewForm::kInt4 || form == FewForm::kFp8 || (of_mlp && per_token && form == FewForm::kScaled);
-  }
 };
 
 template <typename T>
 void set_products(FewLayersArgs<T>& args, const Model& model) {
-  const auto product = [&](int64_t n, int64_t k, int64_t each) {
-    return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / each), 0};
+  const auto product = [&](int64_t n, int64_t k, bool gated = false) {
+    const int64_t each = model.form != FewForm::kInt4 ? 8 : gated ? 2 * kPatchRows : kPatchRows;
+    return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / each)};
   };
-  const int64_t each = model.in_patches(false) ? kPatchRows : 8, of_mlp = model.in_patches(true) ? kPatchRows : 8;
-  args.products[kFewQkv] = product(model.qkv(), model.hidden, each);
-  args.products[kFewO] = product(model.hidden, model.attended(), each);
-  // Blocks that attend have no part in o where they can be spared.
-  const int64_t block = model.form == FewForm::kPlain || model.form == FewForm::kFp8 ? 256 : 512;
-  const int64_t teams = model.attended() > 4 * block ? 1 : 2, tiles = args.products[kFewO].tiles;
-  const int64_t needed = divide_up(tiles, divide_up(tiles, model.blocks * teams) * teams);
-  args.products[kFewO].spare = static_cast<int>(model.blocks - needed);
-  if (model.per_token) args.products[kFewRouter] = product(model.experts, model.hidden, 8);
-  args.products[kFewGateUp] = product(2 * model.activated(), model.hidden, model.in_patches(true) ? 2 * kPatchRows : 8);
-  args.products[kFewDown] = product(model.hidden, model.activated(), of_mlp);
+  args.products[kFewQkv] = product(model.qkv(), model.hidden);
+  args.products[kFewO] = product(model.hidden, model.attended());
+  args.products[kFewGateUp] = product(2 * model.width, model.hidden, true);
+  args.products[kFewDown] = product(model.hidden, model.width);
   args.rows = static_cast<int>(model.rows);
   args.hidden = static_cast<int>(model.hidden);
   args.num_heads = static_cast<int>(model.num_heads);
   args.num_kv_heads = static_cast<int>(model.num_kv_heads);
   args.num_layers = static_cast<int>(model.num_layers);
-  args.scaled = model.form == FewForm::kScaled, args.group_log2 = model.group_log2;
-  args.mixture.experts = static_cast<int>(model.experts), args.mixture.per_token = static_cast<int>(model.per_token);
-  args.mixture.size = static_cast<int>(model.width);
-  if (!model.per_token) return;
-  const auto inverse = [](int divisor) { return static_cast<unsigned>((uint64_t{1} << 32) / divisor + 1); };
-  args.mixture.tiles = args.products[kFewGateUp].tiles / args.mixture.per_token;
-  args.mixture.of_size = inverse(args.mixture.size), args.mixture.of_tiles = inverse(args.mixture.tiles);
+  args.form = model.form, args.group_log2 = model.group_log2;
+}
+
+template <typename T>
+int shared_besides_rings(const FewLayersArgs<T>& args) {
+  return args.x_bytes() + args.norm_bytes() + args.meeting_bytes();
 }
 
 // As many stages as shared memory has room for; head sizes share the size of a stage.
 template <typename T>
 int stages_of(const FewLayersArgs<T>& args) {
-  const int room = kSharedOfBlock - kFewStatic - shared_besides_rings(args);
-  return std::min(kFewMostStages, room / (kFewWarps * FewReader<Plain<T>, NoExperts, 128>::kStage));
+  const int room = kSharedOfBlock - kStatic - shared_besides_rings(args);
+  return std::min(kFewMostStages, room / (kFewWarps * FewReader<Plain<T>, 128>::kStage));
 }
 
-// `numbers`: what patches hold, or -1.
-FewForm form_of(bool scaled, int64_t numbers) {
-  if (scaled) return FewForm::kScaled;
-  if (numbers == static_cast<int64_t>(Numbers::kFp8)) return FewForm::kFp8;
-  return numbers == static_cast<int64_t>(Numbers::kInt4) ? FewForm::kInt4 : FewForm::kPlain;
+FewForm form_of(bool scaled, int64_t group) {
+  return scaled ? FewForm::kCodes : group ? FewForm::kInt4 : FewForm::kPlain;
 }
 
-// Whether there are kernels for such patches.
-bool takes_patches(int64_t numbers, int64_t group) {
-  const bool is_int4 = numbers == static_cast<int64_t>(Numbers::kInt4) && (group == 64 || group == 128);
-  return numbers == -1 || is_int4 || numbers == static_cast<int64_t>(Numbers::kFp8);
-}
+int group_log2_of(int64_t group) { return group == 128 ? 7 : 6; }
 
-int group_log2_of(int64_t group) { return group == 64 ? 6 : 7; }
-
-int64_t blocks_of(const Tensor& x) {
-  return device_attribute(cudaDevAttrMultiProcessorCount, x.get_device_index());
-}
-
-bool fits_mixture(const Model& m) {
-  constexpr int64_t kBlock = 256;  // of an expert's columns, what a warp takes at a time
-  return m.rows == 1 && m.head_dim == 128 && m.experts % 8 == 0 && m.experts <= kFewExperts &&
-         m.per_token <= std::min<int64_t>(kFewChosen, m.experts) && m.width % kBlock == 0;
-}
-
-bool fits(const Model& m, const Tensor& x) {
-  const int32_t device = x.get_device_index();
+bool fits(const Model& m, int32_t device) {
+  const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
   if (!kHopperKernels || compute_major(device) != 9 || m.num_layers > kFewMostLayers) return false;
-  if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > m.blocks) return false;
+  if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > blocks) return false;
   if (m.num_kv_heads < 1 || m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
   if (m.head_dim != 64 && m.head_dim != 128) return false;
-  if (m.per_token && !fits_mixture(m)) return false;
-  const bool fp8 = m.form == FewForm::kFp8 || (m.form == FewForm::kScaled && m.per_token);
-  if (fp8 && x.scalar_type() != ScalarType::BFloat16) return false;
   const int64_t unit = m.form == FewForm::kPlain ? 8 : 16;
-  if (m.hidden % unit != 0 || m.width % unit != 0 || std::max(m.hidden, m.activated()) > (1 << 16)) return false;
+  if (m.hidden % unit != 0 || m.width % unit != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
   FewLayersArgs<__half> args{};
   set_products(args, m);
   return stages_of(args) >= kLeastStages;
@@ -107,38 +76,10 @@ bool fits(const Model& m, const Tensor& x) {
 // Where the cells of each phase begin, for kFewRows rows; the last is how many there are in all.
 std::vector<int64_t> cell_starts(const Model& m) {
   std::vector<int64_t> starts{0};
-  for (const int64_t outputs : {m.qkv(), m.attended(), m.hidden, m.experts, m.activated(), m.hidden}) {
+  for (const int64_t outputs : {m.qkv(), m.attended(), m.hidden, m.width, m.hidden}) {
     starts.push_back(starts.back() + kFewRows * outputs / 2);
   }
   return starts;
-}
-
-// The products of a layer, in their order.
-std::vector<FewPhase> phases_of(const Model& m) {
-  if (m.per_token) return {kFewQkv, kFewO, kFewRouter, kFewGateUp, kFewDown};
-  return {kFewQkv, kFewO, kFewGateUp, kFewDown};
-}
-
-void check_product(const Model& m, FewPhase phase, const Tensor& product, const Tensor& x) {
-  constexpr const char* kName = "one of products";
-  const bool of_mlp = phase == kFewGateUp || phase == kFewDown, of_experts = of_mlp && m.per_token;
-  const bool in_patches = phase != kFewRouter && m.in_patches(of_mlp);
-  const bool plain = phase == kFewRouter || m.form == FewForm::kPlain;
-  const ScalarType stored = plain ? x.scalar_type() : in_patches ? ScalarType::Byte : ScalarType::Float8_e4m3fn;
-  const int64_t n = phase == kFewQkv      ? m.qkv()
-                    : phase == kFewRouter ? m.experts
-                    : phase == kFewGateUp ? 2 * m.width
-                                          : m.hidden;
-  const int64_t k = phase == kFewO ? m.attended() : phase == kFewDown ? m.width : m.hidden;
-  const int bits = m.form == FewForm::kInt4 ? 4 : 8;
-  const int64_t bytes = divide_up(k, kPatchColumns) * bytes_of_patch(bits, m.group_log2);
-  Arg(kOp, kName, product).dtype({stored}).on_device_of(x).contiguous();
-  if (!is_aligned(product.data_ptr())) fail(kOp, kName, " is not aligned to 16 bytes");
-  Arg(kOp, kName, product).dim(of_experts ? 3 : 2);
-  if (of_experts) Arg(kOp, kName, product).size(0, m.experts, "the router's experts");
-  const int rows = of_experts ? 1 : 0;
-  Arg(kOp, kName, product).size(rows, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
-  Arg(kOp, kName, product).size(rows + 1, in_patches ? bytes : k, "as the model's other sizes say");
 }
 
 void check_layers(const Model& m, const Tensors& products, const Tensors& scales, const Tensors& norms, const Tensors& head_norms,
@@ -148,23 +89,33 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
     if (size == m.num_layers * each || (optional && size == 0)) return;
     fail(kOp, name, " has ", size, " tensors, must have ", each, " for each of ", m.num_layers, " layers");
   };
-  const std::vector<FewPhase> phases = phases_of(m);
-  const int64_t num_scales = m.per_token ? 2 : 4;
-  count("products", products, phases.size(), false);
-  count("scales", scales, num_scales, true);
+  count("products", products, 4, false);
+  count("scales", scales, 4, true);
   count("norms", norms, 2, false);
   count("head_norms", head_norms, 2, true);
   count("biases", biases, 1, true);
   count("v_caches", v_caches, 1, false);
+  const int64_t sizes[4][2] = {
+      {m.qkv(), m.hidden}, {m.hidden, m.attended()}, {2 * m.width, m.hidden}, {m.hidden, m.width}};
   const auto check = [&](const char* name, const Tensor& tensor, ScalarType dtype) {
     Arg(kOp, name, tensor).dtype({dtype}).on_device_of(x).contiguous();
     if (!is_aligned(tensor.data_ptr())) fail(kOp, name, " is not aligned to 16 bytes");
   };
-  for (size_t i = 0; i < products.size(); ++i) check_product(m, phases[i % phases.size()], products[i], x);
-  const int64_t rows[4] = {m.qkv(), m.hidden, 2 * m.width, m.hidden};
+  const ScalarType stored = m.form == FewForm::kPlain   ? x.scalar_type()
+                            : m.form == FewForm::kCodes ? ScalarType::Float8_e4m3fn
+                                                        : ScalarType::Byte;
+  for (size_t i = 0; i < products.size(); ++i) {
+    const bool in_patches = m.form == FewForm::kInt4;
+    const int64_t n = sizes[i % 4][0], k = sizes[i % 4][1], patches = divide_up(k, kPatchColumns);
+    check("one of products", products[i], stored);
+    Arg(kOp, "one of products", products[i]).dim(2);
+    Arg(kOp, "one of products", products[i]).size(0, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
+    Arg(kOp, "one of products", products[i])
+        .size(1, in_patches ? patches * bytes_of_patch(4, m.group_log2) : k, "as the model's other sizes say");
+  }
   for (size_t i = 0; i < scales.size(); ++i) {
     check("one of scales", scales[i], ScalarType::Float);
-    Arg(kOp, "one of scales", scales[i]).dim(1).size(0, rows[i % num_scales], "a scale a row of products");
+    Arg(kOp, "one of scales", scales[i]).dim(1).size(0, sizes[i % 4][0], "a scale a row of products");
   }
   const auto check_vectors = [&](const char* name, const Tensors& vectors, int64_t size) {
     for (const Tensor& vector : vectors) {
@@ -190,14 +141,14 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
 }
 
 template <typename T>
-void set_layers(FewLayersArgs<T>& args, const std::vector<FewPhase>& phases, const Tensors& products, const Tensors& scales, const Tensors& norms,
+void set_layers(FewLayersArgs<T>& args, const Tensors& products, const Tensors& scales, const Tensors& norms,
                 const Tensors& head_norms, const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
-  const size_t each = phases.size(), num_scales = scales.size() / args.num_layers;
+  constexpr FewPhase kPhases[4] = {kFewQkv, kFewO, kFewGateUp, kFewDown};
   for (int i = 0; i < args.num_layers; ++i) {
     FewLayer<T>& layer = args.layers[i];
-    for (size_t j = 0; j < each; ++j) {
-      layer.weights[phases[j]] = data<char>(products[each * i + j]);
-      if (j < num_scales) layer.scales[phases[j]] = data<float>(scales[num_scales * i + j]);
+    for (int j = 0; j < 4; ++j) {
+      layer.weights[kPhases[j]] = data<char>(products[4 * i + j]);
+      if (args.form == FewForm::kCodes) layer.scales[kPhases[j]] = data<float>(scales[4 * i + j]);
     }
     layer.attention_norm = data<T>(norms[2 * i]);
     layer.mlp_norm = data<T>(norms[2 * i + 1]);
@@ -241,58 +192,55 @@ FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapp
   return step;
 }
 
-template <typename T, int D>
-void launch_dense(FewForm form, const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (form == FewForm::kFp8) return launch_few<FewFp8<T>, NoExperts, D>(kOp, args, device, stream);
-  }
-  if (form == FewForm::kInt4) return launch_few<FewInt4<T>, NoExperts, D>(kOp, args, device, stream);
-  if (form == FewForm::kScaled) return launch_few<Scaled<T>, NoExperts, D>(kOp, args, device, stream);
-  launch_few<Plain<T>, NoExperts, D>(kOp, args, device, stream);
+// All blocks must live at once, as they wait for each other: a cooperative launch fails where they cannot.
+template <typename N, int D>
+void launch(const FewLayersArgs<typename N::Result>& args, int32_t device, cudaStream_t stream) {
+  const int shared = shared_besides_rings(args) + args.stages * kFewWarps * FewReader<N, D>::kStage;
+  allow_shared<few_layers_kernel<N, D>>(kOp, device, kSharedOfBlock - kStatic);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(device_attribute(cudaDevAttrMultiProcessorCount, device));
+  config.blockDim = dim3(kFewThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, few_layers_kernel<N, D>, args);  // its error is read by check_launch
 }
 
-template <typename T>
-void launch(const Model& m, const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
-  if (m.per_token) return launch_mixture(kOp, m.form, args, device, stream);
-  m.head_dim == 64 ? launch_dense<T, 64>(m.form, args, device, stream) : launch_dense<T, 128>(m.form, args, device, stream);
+template <typename N>
+void launch(const FewLayersArgs<typename N::Result>& args, int64_t head_dim, int32_t device, cudaStream_t stream) {
+  head_dim == 64 ? launch<N, 64>(args, device, stream) : launch<N, 128>(args, device, stream);
 }
 
 // Most rows that the kernel takes of a model at a time; 0 where it takes none, on this device or of this shape.
 int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                        int64_t num_layers, bool scaled, int64_t numbers, int64_t group, int64_t experts,
-                        int64_t per_token) {
-  if (x.scalar_type() == ScalarType::Float || !takes_patches(numbers, group)) return 0;
-  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, form_of(scaled, numbers),
-              group_log2_of(group), experts, per_token, blocks_of(x)};
-  while (model.rows > 0 && !fits(model, x)) --model.rows;
+                        int64_t num_layers, bool scaled, int64_t group) {
+  if (x.scalar_type() == ScalarType::Float || (group != 0 && group != 64 && group != 128)) return 0;
+  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, form_of(scaled, group),
+              group_log2_of(group)};
+  while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
   return model.rows;
 }
 
 void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms, Tensors head_norms, Tensors biases,
-                int64_t numbers, int64_t group, int64_t per_token, bool sigmoid, bool normalized,
-                double route_scale, Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
+                int64_t group, Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
                 Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells, Tensor counters) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
   if (k_caches.empty() || products.size() < 4) fail(kOp, "there are no layers");
   Arg(kOp, "one of the caches", k_caches[0]).dim(4);
-  if (!takes_patches(numbers, group)) fail(kOp, "it has no kernels for patches of numbers ", numbers, ", groups of ", group);
-  const FewForm form = form_of(!scales.empty(), numbers);
-  const int64_t unit = form == FewForm::kInt4 || form == FewForm::kFp8 ? kPatchRows : 1;
-  const bool of_experts = per_token > 0;
+  if (group != 0 && group != 64 && group != 128) fail(kOp, "group is ", group, ", must be 0, 64 or 128");
+  const int64_t unit = group ? kPatchRows : 1;
   const int64_t head_dim = cos_sin.size(1);
   if (head_dim < 1) fail(kOp, "cos_sin has no columns");
   const int64_t kv_heads = k_caches[0].size(2), heads = products[0].size(0) * unit / head_dim - 2 * kv_heads;
-  // What gate and up are a part of: of a mixture, all its experts.
-  const Tensor& gate_up = products[of_experts ? 3 : 2];
-  if (of_experts && (products.size() < 5 || gate_up.dim() != 3)) fail(kOp, "products have no experts, but per_token is ", per_token);
-  const bool patched_mlp = unit > 1 || (of_experts && form == FewForm::kScaled);
-  const int64_t width = gate_up.size(gate_up.dim() - 2) * (patched_mlp ? kPatchRows : 1) / 2;
-  const Model model{residual.size(0), residual.size(1), width, heads, kv_heads, head_dim,
-                    static_cast<int64_t>(k_caches.size()), form, group_log2_of(group),
-                    of_experts ? gate_up.size(0) : 0, per_token, blocks_of(residual)};
+  const Model model{residual.size(0), residual.size(1), products[2].size(0) * unit / 2, heads, kv_heads, head_dim,
+                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), group_log2_of(group)};
   const int32_t device = residual.get_device_index();
-  if (!fits(model, residual)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
+  if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
   check_layers(model, products, scales, norms, head_norms, biases, k_caches, v_caches, residual);
   const FewStep step =
       step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
@@ -310,7 +258,7 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
     if constexpr (sizeof(T) == 2) {
       FewLayersArgs<T> args{};
       set_products(args, model);
-      set_layers(args, phases_of(model), products, scales, norms, head_norms, biases, k_caches, v_caches);
+      set_layers(args, products, scales, norms, head_norms, biases, k_caches, v_caches);
       args.step = step;
       args.eps = static_cast<float>(eps), args.scale = static_cast<float>(scale), args.gelu = gelu_tanh;
       args.residual = data<T>(residual);
@@ -318,9 +266,12 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
       args.part_sums = data<float>(parts), args.part_logs = args.part_sums + part_rows * head_dim;
       args.launches = data<unsigned>(counters), args.arrivals = args.launches + 2;
       args.stages = stages_of(args);
-      args.mixture.sigmoid = sigmoid, args.mixture.normalized = normalized;
-      args.mixture.scale = static_cast<float>(route_scale);
-      launch(model, args, device, current_stream(residual));
+      const cudaStream_t stream = current_stream(residual);
+      switch (model.form) {
+        case FewForm::kPlain: return launch<Plain<T>>(args, head_dim, device, stream);
+        case FewForm::kCodes: return launch<Scaled<T>>(args, head_dim, device, stream);
+        default: return launch<Int4<T>>(args, head_dim, device, stream);
+      }
     }
   });
   check_launch(kOp);

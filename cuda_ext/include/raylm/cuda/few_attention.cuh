@@ -28,9 +28,11 @@ struct FewAttentionShared {
   bool last;
 };
 
-template <typename Reader, typename T, int D>
+template <typename N, int D>
 class FewAttention {
  public:
+  using T = typename N::Result;
+  using Reader = FewReader<N, D>;
   using Shared = FewAttentionShared<T, D>;
 
   // All threads of the block make one, before a barrier.
@@ -54,33 +56,27 @@ class FewAttention {
     v_at_ = slot_of(args.step.v_strides, block, slot - (block << args.step.block_log2));
   }
 
-  // Called before the block waits for what it attends to, so that the weights are there by then.
-  __device__ void fetch_norms(const FewLayer<T>& layer) {
-    if (!layer.q_norm || threadIdx.x >= D / 4) return;
-    const int i = threadIdx.x % (D / 8) * 8;
-    const bool q = threadIdx.x < D / 8;
-    Vec<T>::load((q ? layer.q_norm : layer.k_norm) + i).store((q ? shared_.q_norm : shared_.k_norm) + i);
-  }
-
-  // This block's part of a layer, from cells with the stamp to cells with the stamp. A warp prepares a query's head, and a
-  // token's key or value, which it asks for together.
+  // This block's part of a layer, from cells with the stamp to cells with the stamp.
   __device__ void run(const FewLayer<T>& layer, uint32_t stamp) {
-    static_assert(kFewGroup <= kFewWarps && 2 * kFewRows <= kFewWarps);
-    const int token = kFewWarps - 1 - warp_, row = token / 2;
-    const bool asks = warp_ < column_.group, brings = row < args_.rows && tokens_ >> row & 1, value = token % 2;
-    uint4 query{}, other{};
-    if (asks) query = load_cells(query_cells());
-    if (brings) other = load_cells(token_cells(row, value));
+    if (layer.q_norm && threadIdx.x < D / 4) {
+      const int i = threadIdx.x % (D / 8) * 8;
+      const bool q = threadIdx.x < D / 8;
+      Vec<T>::load((q ? layer.q_norm : layer.k_norm) + i).store((q ? shared_.q_norm : shared_.k_norm) + i);
+    }
     sync_some(0, kFewThreads);
-    if (asks) prepare_query(layer, query, stamp);
-    if (brings) prepare_token(layer, row, value, other, stamp);
+#pragma unroll 1
+    for (int head = warp_; head < column_.group; head += kFewWarps) prepare_query(layer, head, stamp);
+#pragma unroll 1
+    for (int i = kFewWarps - 1 - warp_; i < 2 * args_.rows; i += kFewWarps) {
+      if (tokens_ >> i / 2 & 1) prepare_token(layer, i / 2, i % 2, stamp);
+    }
     clear();
     sync_some(0, kFewThreads);
     char* stage = nullptr;
     float s[4];
 #pragma unroll 1
     for (int unit = column_.begin + warp_, values = 0; unit < column_.end; unit += values * kFewWarps, values ^= 1) {
-      stage = reader_.next_of_cache();
+      stage = reader_.next();
       put_tokens(stage, unit, values ? shared_.values : shared_.keys);
       values ? add_values(stage, s) : score(stage, unit, s);
     }
@@ -98,32 +94,23 @@ class FewAttention {
     return args_.step.block_table[at] == args_.step.slots[row] >> args_.step.block_log2;
   }
 
-  // Two cells, of which the lane has both or one.
   __device__ const uint2* cells_of(int row, int head) const {
     const int64_t width = static_cast<int64_t>(args_.num_heads + 2 * args_.num_kv_heads) * D;
-    return args_.cells[kFewQkv] + (row * width + head * D + lane_ * kEach) / 4 * 2;
+    return args_.cells[kFewQkv] + (row * width + head * D + lane_ * kEach) / 2;
   }
 
-  __device__ const uint2* query_cells() const {
-    return cells_of(column_.row, column_.kv_head * column_.group + warp_);
-  }
-
-  __device__ const uint2* token_cells(int row, bool value) const {
-    return cells_of(row, args_.num_heads + (value ? args_.num_kv_heads : 0) + column_.kv_head);
-  }
-
-  __device__ void prepare_query(const FewLayer<T>& layer, uint4 seen, uint32_t stamp) {
+  __device__ void prepare_query(const FewLayer<T>& layer, int head, uint32_t stamp) {
     float x[kEach];
-    await(query_cells(), seen, stamp, x);
+    load(cells_of(column_.row, column_.kv_head * column_.group + head), stamp, x);
     if (layer.q_norm) norm(shared_.q_norm, x);
     rotate(column_.row, x);
-    store(shared_.heads[warp_] + lane_ * kEach, x);
+    store(shared_.heads[head] + lane_ * kEach, x);
   }
 
   // The key or the value of a token of this step; the row's own go into the cache.
-  __device__ void prepare_token(const FewLayer<T>& layer, int row, bool value, uint4 seen, uint32_t stamp) {
+  __device__ void prepare_token(const FewLayer<T>& layer, int row, bool value, uint32_t stamp) {
     float x[kEach];
-    await(token_cells(row, value), seen, stamp, x);
+    load(cells_of(row, args_.num_heads + (value ? args_.num_kv_heads : 0) + column_.kv_head), stamp, x);
     if (!value) {
       if (layer.k_norm) norm(shared_.k_norm, x);
       rotate(row, x);
@@ -133,10 +120,16 @@ class FewAttention {
     store((value ? layer.v_cache + v_at_ : layer.k_cache + k_at_) + lane_ * kEach, x);
   }
 
-  __device__ static void await(const uint2* cells, uint4 seen, uint32_t stamp, float (&x)[kEach]) {
-    const uint2 both = await_cells(cells, stamp, seen);
-    uint32_t pairs[2] = {both.x, both.y};
-    if (kEach == 2 && threadIdx.x & 1) pairs[0] = both.y;
+  __device__ static void load(const uint2* cells, uint32_t stamp, float (&x)[kEach]) {
+    uint32_t pairs[kEach / 2];
+    if constexpr (kEach == 4) {
+      const uint2 both = await_cells(cells, stamp);
+      pairs[0] = both.x, pairs[1] = both.y;
+    } else {
+      const bool odd = threadIdx.x & 1;
+      const uint2 both = await_cells(cells - odd, stamp);
+      pairs[0] = odd ? both.y : both.x;
+    }
 #pragma unroll
     for (int i = 0; i < kEach / 2; ++i) {
       const float2 pair = unpack<T>(pairs[i]);

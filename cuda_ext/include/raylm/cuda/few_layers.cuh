@@ -1,11 +1,9 @@
 // All layers of a decode step of up to four rows in one kernel, for dense models of the usual kind (norm, attention
-// with rotary embedding, norm, gated MLP), and of one row for such models whose MLP is a mixture of experts: so that nothing
-// waits for a kernel to end and the next one to begin.
+// with rotary embedding, norm, gated MLP): so that nothing waits for a kernel to end and the next one to begin.
 //
 // One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o;
-// gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result, but
-// for experts' weights: each warp keeps a ring of copies of it in flight (few_reader.cuh), across the end of a phase into
-// the next ones. A mixture has its router's product between o and the experts'; each block finds by itself who they are.
+// gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result:
+// each warp keeps a ring of copies of it in flight (few_reader.cuh), across the end of a phase into the next ones.
 // Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
@@ -17,23 +15,22 @@
 #pragma once
 
 #include "raylm/cuda/few_attention.cuh"
-#include "raylm/cuda/route.cuh"
 
 namespace raylm::cuda {
 
-template <typename N, typename E, int D>
+template <typename N, int D>
 class FewBlock {
  public:
   using T = typename N::Result;
-  using Reader = FewReader<N, E, D>;
-  static constexpr bool kMixture = Reader::kMixture;
+  static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
+  static constexpr int kBlock = few_block(kFewForm<N>);
 
-  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, Reader& reader, FewRouted& routed,
+  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
                       FewAttentionShared<T, D>& shared, char* x)
-      : args_(args), column_(column), reader_(reader), routed_(routed), attention_(args, column, reader, shared), x_(x),
+      : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
         norm_(reinterpret_cast<T*>(x + args.x_bytes())),
         meeting_(reinterpret_cast<float*>(x + args.x_bytes() + args.norm_bytes())),
-        squares_(meeting_ + kFewSums * kFewWarps), lane_(threadIdx.x % kWarp),
+        squares_(meeting_ + args.sums() * kFewWarps), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {}
 
   __device__ void run() {
@@ -42,14 +39,10 @@ class FewBlock {
 #pragma unroll 1
     for (int layer = 0; layer < args_.num_layers; ++layer) {
       ++stamp_;
-      if (column_.works) attention_.fetch_norms(args_.layers[layer]);
 #pragma unroll 1
       for (int phase = kFewQkv; phase < kFewPhases; ++phase) {
-        if (phase == kFewAttention) {
-          if (column_.works) attention_.run(args_.layers[layer], stamp_);
-        } else {
-          multiply(layer, phase);
-        }
+        if (phase != kFewAttention) multiply(layer, phase);
+        else if (column_.works) attention_.run(args_.layers[layer], stamp_);
         reader_.refill();
       }
     }
@@ -63,106 +56,26 @@ class FewBlock {
   }
 
   __device__ void multiply(int layer, int phase) {
-    if constexpr (kMixture) {
-      if (phase == kFewRouter) return multiply<Plain<T>>(layer, phase);
-      if (phase > kFewRouter) return multiply<E>(layer, phase);
-    }
-    multiply<N>(layer, phase);
-  }
-
-  template <typename P>
-  __device__ FewTeam team_of(int phase, int warp) const {
-    return FewTeam(args_.products[phase], static_cast<FewPhase>(phase), column_.attending, warp, few_block<P>());
-  }
-
-  template <typename P>
-  __device__ bool has_tiles(int phase) const {
-    return team_of<P>(phase, 0).first_tile < args_.products[phase].tiles;
-  }
-
-  template <typename P>
-  __device__ void multiply(int layer, int phase) {
     const FewProduct& product = args_.products[phase];
-    const bool works = has_tiles<P>(phase);
-    if (works) prepare<P>(layer, phase, product);
-    if constexpr (kMixture) {
-      if (phase == kFewGateUp && (works || has_tiles<P>(kFewDown))) route();
-    }
-    if (!works) return;
-    multiply_tiles<P>(layer, phase, product);
-    sync_some(0, kFewThreads);  // x has been read
-  }
-
-  // Puts the product's rows into shared memory.
-  template <typename P>
-  __device__ void prepare(int layer, int phase, const FewProduct& product) {
-    const bool norms = phase == kFewQkv || phase == kFewRouter || phase == kFewGateUp;
+    if (FewTeam(product.k, 0, kBlock).first_tile >= product.tiles) return;  // no tile of it is this block's
+    const bool norms = phase == kFewQkv || phase == kFewGateUp;
     if (norms) fetch_norm(phase == kFewQkv ? args_.layers[layer].attention_norm : args_.layers[layer].mlp_norm);
     if (phase == kFewQkv) {
-      copy<P>(layer == 0 ? nullptr : args_.cells[kFewDown], product.k, stamp_ - 1, norms);
+      copy(layer == 0 ? nullptr : args_.cells[kFewDown], product.k, stamp_ - 1, norms);
     } else {
-      copy<P>(args_.cells[phase == kFewGateUp ? kFewO : phase - 1], product.k, stamp_, norms);
+      copy(args_.cells[phase - 1], product.k, stamp_, norms);
     }
-    if (norms) norm<P>();
-  }
-
-  // Finds the experts of the layer's token, from the router's cells: a thread an expert counts those that come before it.
-  __device__ void route() {
-    static_assert(kFewExperts <= kFewThreads && 2 * kFewExperts <= kFewSums * kFewWarps);
-    const int experts = args_.mixture.experts, own = threadIdx.x;
-    auto* const keys = reinterpret_cast<uint32_t*>(meeting_);
-    float* const logits = meeting_ + kFewExperts;
-    if (own < experts) {
-      const uint2 four = await_cells(args_.cells[kFewRouter] + own / 4 * 2, stamp_);
-      const float2 two = unpack<T>(own / 2 % 2 ? four.y : four.x);
-      logits[own] = own % 2 ? two.y : two.x;
-      keys[own] = order_key(logits[own]);
-    }
-    sync_some(0, kFewThreads);
-    if (own < experts) {
-      const uint32_t mine = keys[own];
-      int before = 0;
-#pragma unroll 4
-      for (int i = 0; i < experts; i += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t key = word_of(four, j);
-          before += key > mine || (key == mine && i + j < own);
-        }
-      }
-      if (before < args_.mixture.per_token) routed_.chosen[before] = own, routed_.weights[before] = logits[own];
-    }
-    sync_some(0, kFewThreads);
-    reader_.route();
-    if (warp_ == 0) weigh(logits);
-    sync_some(0, kFewThreads);
-  }
-
-  // The chosen experts' weights in place of their logits, by a warp.
-  __device__ void weigh(const float* logits) const {
-    const FewMixture& mixture = args_.mixture;
-    const bool mine = lane_ < mixture.per_token;
-    const float logit = mine ? routed_.weights[lane_] : 0.0f, most = __shfl_sync(kAllLanes, logit, 0);
-    const float score = !mine ? 0.0f : mixture.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - most);
-    float by = 1.0f;
-    if (mixture.normalized) {
-      by = warp_sum(score) + 1e-20f;
-    } else if (!mixture.sigmoid) {
-      by = 0;
-      for (int i = lane_; i < mixture.experts; i += kWarp) by += expf(logits[i] - most);
-      by = warp_sum(by);
-    }
-    if (mine) routed_.weights[lane_] = score / by * mixture.scale;
+    if (norms) norm();
+    multiply_tiles(layer, phase, product);
+    sync_some(0, kFewThreads);  // x has been read
   }
 
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
   // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to.
-  static constexpr float kShrink = 0.0625f;
-  template <typename P>
+  static constexpr float kShrink = N::kScaled ? 0.0625f : 1.0f;
   __device__ static uint2 taken(uint2 x) {
-    if constexpr (!P::kScaled) return x;
+    if constexpr (!N::kScaled) return x;
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
     return make_uint2(pack<__half>(a.x * kShrink, a.y * kShrink), pack<__half>(b.x * kShrink, b.y * kShrink));
   }
@@ -171,10 +84,9 @@ class FewBlock {
 
   // Rows of cells become x, once they are there; without cells, the rows that the layers are given. With `squares`, the
   // sum of the squares of this warp's elements of each row goes to squares_.
-  template <typename P>
   __device__ void copy(const uint2* cells, int k, uint32_t stamp, bool squares) {
     constexpr int kBatch = 4;
-    const int pitch = args_.x_pitch(k), end = (k + kFewBlock - 1) / kFewBlock * kFewBlock;
+    const int pitch = args_.x_pitch(k), end = (k + kBlock - 1) / kBlock * kBlock;
 #pragma unroll 1
     for (int r = 0; r < args_.rows; ++r) {
       float sum = 0;
@@ -195,7 +107,7 @@ class FewBlock {
             x = cells ? await_cells(cells + (at + j * kStep) / 2, stamp, seen[j])
                       : *reinterpret_cast<const uint2*>(args_.residual + at + j * kStep);
           }
-          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = squares ? x : taken<P>(x);
+          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = squares ? x : taken(x);
           const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
           sum += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
         }
@@ -213,7 +125,6 @@ class FewBlock {
   }
 
   // Norms the rows of x.
-  template <typename P>
   __device__ void norm() {
     const int pitch = args_.x_pitch(args_.hidden);
 #pragma unroll 1
@@ -226,7 +137,7 @@ class FewBlock {
       for (int i = threadIdx.x * 4; i < args_.hidden; i += kStep) {
         uint2* const x = reinterpret_cast<uint2*>(x_row(r, pitch) + i);
         const uint2 scale = *reinterpret_cast<const uint2*>(norm_ + i);
-        *x = taken<P>(make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y)));
+        *x = taken(make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y)));
       }
     }
     sync_some(0, kFewThreads);
@@ -246,7 +157,6 @@ class FewBlock {
     float2 scales[2];  // of two rows of codes, and of those of up
   };
 
-  template <typename P>
   __device__ Besides ask_besides(int layer, int phase, int row, int column) const {
     Besides out;
     const T* plain = nullptr;
@@ -254,7 +164,7 @@ class FewBlock {
     if (phase == kFewQkv && args_.layers[layer].qkv_bias) plain = args_.layers[layer].qkv_bias + column;
     if (phase == kFewO && layer == 0) plain = args_.residual + at;
     out.odd = at / 2 % 2;
-    if constexpr (P::kScaled) {
+    if constexpr (N::kScaled) {
       const float* scales = args_.layers[layer].scales[phase] + column;
       out.scales[0] = *reinterpret_cast<const float2*>(scales);
       if (phase == kFewGateUp) out.scales[1] = *reinterpret_cast<const float2*>(scales + args_.products[phase].n / 2);
@@ -276,15 +186,13 @@ class FewBlock {
 
   // x W^T for this block's tiles of W. Sums are rounded before they are added to the residual stream, and before the
   // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two outputs.
-  template <typename P>
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
-    constexpr int kBlock = few_block<P>();
-    const FewTeam team = team_of<P>(phase, warp_);
-    const int pairs_log2 = kInPatches<P> ? 3 : phase == kFewGateUp ? 1 : 2;
-    const int each = kInPatches<P> && phase == kFewGateUp ? 128 : 64;  // sums of a warp
+    const FewTeam team(product.k, warp_, kBlock);
+    const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
+    const int each = kInt4 && phase == kFewGateUp ? 128 : 64;  // sums of a warp
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
     const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * args_.x_pitch(product.k)};
-    const char* const x = x_ + lane_ % 4 * (P::kScaled ? 32 : 16);
+    const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
     const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
     float* const meeting = meeting_ + team.index * team.split * each;
     int turn = 0;
@@ -293,12 +201,12 @@ class FewBlock {
       const bool writes = (turn & (team.split - 1)) == team.warp && row < args_.rows;
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
-      if (writes) besides = ask_besides<P>(layer, phase, row, column);
+      if (writes) besides = ask_besides(layer, phase, row, column);
       float* const parts = meeting + (turn & 1) * (kFewWarps * each);
-      if constexpr (kInPatches<P>) {
-        sum_patches<P>(product, team, phase == kFewGateUp, parts + team.warp * each);
+      if constexpr (kInt4) {
+        sum_patches(product, team, phase == kFewGateUp, parts + team.warp * each);
       } else {
-        SkinnySums<P, 1, 1> sums;
+        SkinnySums<N, 1, 1> sums;
         sums.clear();
 #pragma unroll 1
         for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
@@ -307,22 +215,20 @@ class FewBlock {
         sums.store(parts + team.warp * each);
       }
       sync_some(1 + team.index, team.split * kWarp);
-      const float* own = parts + row * (kInPatches<P> ? 16 : 8) + pair * 2;
-      if (writes) write<P>(layer, phase, product, row, column, own, team.split, each, besides);
+      const float* own = parts + row * (kInt4 ? 16 : 8) + pair * 2;
+      if (writes) write(layer, phase, product, row, column, own, team.split, each, besides);
     }
   }
 
   // The same of a tile of patches, of which a gated product has two: this warp's sums as [row of x][row of W], gate's and
   // then up's.
-  template <typename P>
   __device__ void sum_patches(const FewProduct& product, const FewTeam& team, bool gated, float* to) {
-    constexpr int kBlock = few_block<P>();
     float sums[2][4] = {};
 #pragma unroll 1
     for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (half == 0 || gated) add_patches<P>(sums[half], reader_.next(), k, args_.x_pitch(product.k));
+        if (half == 0 || gated) add_patches(sums[half], reader_.next(), k, args_.x_pitch(product.k));
       }
     }
     const int row = lane_ % 4 * 2, column = lane_ / 4;
@@ -337,15 +243,13 @@ class FewBlock {
   }
 
   // Two chains of products run side by side; a group has 64 columns or twice as many.
-  template <typename P>
   __device__ void add_patches(float (&sums)[4], const char* patches, int k, int pitch) const {
-    using Codes = typename P::Codes;
-    const int patch = bytes_of_patch(Codes::kBits, args_.group_log2);
+    const int patch = bytes_of_patch(4, args_.group_log2);
     const uint32_t from = shared_address(patches);
     const uint32_t x = shared_address(x_) + min(lane_ % 8, args_.rows - 1) * pitch + k * 2 + lane_ / 8 * 16;
 #pragma unroll
-    for (int chunk = 0; chunk < P::kPatches; ++chunk) {
-      Codes rows[2];
+    for (int chunk = 0; chunk < kFewPatches; ++chunk) {
+      Int4Codes<T, 64> rows[2];
       for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * patch, i, args_.group_log2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -380,20 +284,14 @@ class FewBlock {
     return all;
   }
 
-  template <typename P>
   __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
                         int split, int each, const Besides& besides) const {
-    float2 out = scaled<P>(sum(parts, split, each), besides.scales[0]);
+    float2 out = scaled(sum(parts, split, each), besides.scales[0]);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
-      const float* up = parts + (kInPatches<P> ? 64 : 4);
-      out = gated(rounded(out), rounded(scaled<P>(sum(up, split, each), besides.scales[1])));
-      if constexpr (kMixture) {
-        // What an expert gives is multiplied here by its weight, as down is linear.
-        const float weight = routed_.weights[__umulhi(column, args_.mixture.of_size)];
-        out.x *= weight, out.y *= weight;
-      }
+      const float* up = parts + (kInt4 ? 64 : 4);
+      out = gated(rounded(out), rounded(scaled(sum(up, split, each), besides.scales[1])));
     }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
     const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
@@ -403,9 +301,8 @@ class FewBlock {
     if (phase == kFewDown && layer + 1 == args_.num_layers) *reinterpret_cast<uint32_t*>(args_.residual + at) = packed;
   }
 
-  template <typename P>
   __device__ static float2 scaled(float2 x, float2 scales) {
-    if constexpr (!P::kScaled) return x;
+    if constexpr (!N::kScaled) return x;
     return make_float2(x.x * scales.x / kShrink, x.y * scales.y / kShrink);
   }
 
@@ -418,9 +315,8 @@ class FewBlock {
 
   const FewLayersArgs<T>& args_;
   const FewColumn& column_;
-  Reader& reader_;
-  FewRouted& routed_;
-  FewAttention<Reader, T, D> attention_;
+  FewReader<N, D>& reader_;
+  FewAttention<N, D> attention_;
   char* const x_;
   T* const norm_;  // the weight of the norm that comes next
   float* const meeting_;
@@ -429,20 +325,18 @@ class FewBlock {
   uint32_t stamp_;
 };
 
-template <typename N, typename E, int D>
+template <typename N, int D>
 __global__ void __launch_bounds__(kFewThreads, 1)
     few_layers_kernel(const __grid_constant__ FewLayersArgs<typename N::Result> args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Reader = FewReader<N, E, D>;
   extern __shared__ char shared[] __attribute__((aligned(128)));
   __shared__ FewAttentionShared<typename N::Result, D> attention;
-  __shared__ FewRouted routed;
   start_dependents();
   wait_for_dependencies();
   char* const rings = shared + args.x_bytes() + args.norm_bytes() + args.meeting_bytes();
   const FewColumn column(args);
-  Reader reader(args, column, routed, rings + threadIdx.x / kWarp * args.stages * Reader::kStage);
-  FewBlock<N, E, D> block(args, column, reader, routed, attention, shared);
+  FewReader<N, D> reader(args, column, rings + threadIdx.x / kWarp * args.stages * FewReader<N, D>::kStage);
+  FewBlock<N, D> block(args, column, reader, attention, shared);
   block.run();
 #endif
 }
