@@ -13,6 +13,7 @@ import pytest
 from jsonschema import validate
 
 from raylm import LLM, SamplingParams, StructuredOutput
+from raylm.core.speculation.speculation import Speculation
 from raylm.errors import RequestRejected
 from tests.llm.loading import load
 from tests.support import checkpoints
@@ -76,7 +77,16 @@ def test_documents_are_the_same_in_every_engine(folder: Path, expected: list[Any
 
 
 @pytest.mark.parametrize("plans", [1, 2])
-def test_what_a_grammar_forces_is_verified_several_tokens_a_step(folder: Path, plans: int) -> None:
+def test_what_a_grammar_forces_is_verified_several_tokens_a_step(
+    folder: Path, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observe = Speculation.observe
+
+    def in_a_millisecond(own: Speculation, rows: int, tokens: int, sampled: int, seconds: float) -> None:
+        """Steps that take long by chance, on a busy machine, would end the drafts."""
+        observe(own, rows, tokens, sampled, 1e-3)
+
+    monkeypatch.setattr(Speculation, "observe", in_a_millisecond)
     text = "the longest of all words, which nobody can choose otherwise, " * 2
     params = replace(HOT, structure=StructuredOutput("choice", json.dumps([text])), max_tokens=130)
     llm = load(folder, {"speculation": {"method": "grammar"}, "runtime": {"plans_in_flight": plans}}, max_model_len=160)
