@@ -389,8 +389,14 @@ class MixedWeight(nn.Module):
         return _rows(_gated(self.matmul(x, bias), activation), scales)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Refused: tables are matrices of one part."""
-        raise NotImplementedError("a matrix of several parts is no table of rows")
+        """As PlainWeight.rows."""
+        found, first = torch.zeros(()), 0
+        for run, size in zip(self._runs, self._sizes, strict=True):
+            own = numbers - first
+            is_own = ((own >= 0) & (own < size)).unsqueeze(-1)
+            found = torch.where(is_own, run.rows(own.clamp(0, size - 1)), found.to(numbers.device))
+            first += size
+        return found
 
     def named_slots(self, name: str) -> dict[SlotName, Slot]:
         """As PlainWeight.named_slots."""

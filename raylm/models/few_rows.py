@@ -108,11 +108,9 @@ def _read(found: Sequence[nn.Module], dtype: torch.dtype) -> _Read | None:
         return _Read([weight.codes for weight in scaled], [weight.scales for weight in scaled], 0)
     if len(patched) == len(found):
         form, *others = {weight.form for weight in patched}
-        return (
-            _Read([weight.patches for weight in patched], [], form.group)
-            if form.numbers == "int4" and not others
-            else None
-        )
+        if form.numbers != "int4" or others:
+            return None
+        return _Read([weight.patches for weight in patched], [], form.group)
     return _Read(plain, [], 0) if len(plain) == len(found) else None
 
 

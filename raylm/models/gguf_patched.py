@@ -7,29 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as GGMLType
+from gguf.quants import IQ4_NL
 from torch import Tensor
 
 from raylm import ops
 from raylm.layers.slots import MXFP4_PATCHES, BlockForm, PatchForm
 from raylm.models.checkpoint import CheckpointTensor, Room
-from raylm.models.quantised.joined import Kept
-from raylm.models.quantised.patched import check_exponents, numbers_of
+from raylm.models.quantised.patched import InPatches, check_exponents, numbers_of
 
 _BYTE = 8
 """Bits."""
 _HALF = 2
 """Bytes of a float16."""
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
 _MIDDLE = 128
 """The code of 0, of integers of 8 bits with a sign."""
-_IQ4_CODES = (_IQ4 + _MIDDLE).astype(np.uint8)
+_IQ4_CODES = (np.array(IQ4_NL.kvalues) + _MIDDLE).astype(np.uint8)
+"""What the codes of IQ4_NL and IQ4_XS stand for, and the middle."""
 
 
 class _Type(NamedTuple):
@@ -43,13 +41,8 @@ class _Type(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksInPatches(Kept[CheckpointTensor]):
-    """A matrix in blocks that `patches_of` has a form for, with the interface of CheckpointTensor. Pieces are patches,
-    uint8 [rows / 16, bytes]."""
-
-    @property
-    def row_unit(self) -> int:
-        return lcm(self.source.row_unit, ops.PATCH_ROWS) // ops.PATCH_ROWS
+class BlocksInPatches(InPatches[CheckpointTensor]):
+    """A matrix in blocks that `patches_of` has a form for, with the interface of CheckpointTensor."""
 
     def pieces(
         self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
@@ -61,7 +54,7 @@ class BlocksInPatches(Kept[CheckpointTensor]):
         first, last = numbers_of(kind.form, columns, self.source.shape[1])
         # Patches may begin within a block of 256 numbers.
         before, behind = first // blocks.values, -(-last // blocks.values)
-        stored = replace(self.source.in_blocks(), row_unit=lcm(self.source.row_unit, ops.PATCH_ROWS))
+        stored = replace(self.source.in_blocks(), row_unit=self.read_unit)
         read = stored.pieces(
             start * ops.PATCH_ROWS, stop * ops.PATCH_ROWS, (before * blocks.num_bytes, behind * blocks.num_bytes)
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
 
 import torch
 from torch import Tensor
@@ -13,24 +12,19 @@ from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
-from raylm.models.quantised.joined import Kept
 from raylm.models.quantised.matrix import Span
-from raylm.models.quantised.patched import check_exponents, numbers_of
+from raylm.models.quantised.patched import InPatches, check_exponents, numbers_of
 
 _CHUNK_VALUES = 1 << 19
 """Read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor(Kept[Source]):
-    """An expert's weight, with the interface of CheckpointTensor. Pieces are patches, uint8 [rows / 16, bytes]:
-    GPT-OSS's codes as they are stored, of all others numbers rounded to FP8."""
+class PackedTensor(InPatches[Source]):
+    """An expert's weight, with the interface of CheckpointTensor: GPT-OSS's codes as they are stored, of all others
+    numbers rounded to FP8."""
 
     form: PatchForm
-
-    @property
-    def row_unit(self) -> int:
-        return lcm(self.source.row_unit, ops.PATCH_ROWS) // ops.PATCH_ROWS
 
     def pieces(
         self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None

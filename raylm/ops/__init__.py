@@ -31,7 +31,6 @@ from raylm.ops.layer_weights import LayerWeights as LayerWeights
 from raylm.ops.layer_weights import few_layers as few_layers
 from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
 from raylm.ops.layer_weights import few_layers_rows as few_layers_rows
-from raylm.ops.patched import MOST_PATCHED_ROWS as MOST_PATCHED_ROWS
 from raylm.ops.patched import PATCHED_UNIT as PATCHED_UNIT
 from raylm.ops.patched import patched_experts as patched_experts
 from raylm.ops.patched import patched_linear as patched_linear

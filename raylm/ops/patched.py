@@ -18,8 +18,6 @@ _patched_experts: Callable[..., Tensor] = torch.ops.raylm.patched_experts.defaul
 
 PATCHED_UNIT = 64
 """Of which the columns of a linear layer's weight are a multiple."""
-MOST_PATCHED_ROWS = 1024
-"""Of x: for more, patched_linear makes numbers of the whole weight first."""
 _MOST_EXPERTS = 512
 _BOTH, _ONE = (torch.float16, torch.bfloat16), (torch.bfloat16,)
 _HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
@@ -38,10 +36,10 @@ def patched_linear(
 ) -> Tensor:
     """x [T, K] times the transpose of the weight, plus bias [N]: [T, N].
 
-    weight: uint8 [N / 16, bytes], patches as `numbers` and `group`, columns that share a scale, say. Of up to 32 rows,
-    products of a group are summed before they are scaled, all in float32; of more, scales and the weight's numbers are
-    rounded to x's dtype first, of more than MOST_PATCHED_ROWS the numbers alone. Rounding changes none of MXFP4's;
-    numbers of codes with offsets are rounded however many rows there are.
+    weight: uint8 [N / 16, bytes], patches of `numbers` in groups of `group` columns that share a scale. Of up to 32
+    rows, products of a group are summed before they are scaled, in float32. Of more, scales and the weight's numbers
+    are rounded to x's dtype; of more than 1,024 the numbers alone, the whole weight before the product. MXFP4's numbers
+    need no rounding; those of codes with offsets are rounded however many rows there are.
     `frozen`: as in linear, of weight and bias.
     """
     return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)

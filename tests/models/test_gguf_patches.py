@@ -258,6 +258,9 @@ def test_parts_of_several_types_stand_side_by_side(tmp_path: Path) -> None:
     x = torch.randn(5, 512)
     torch.testing.assert_close(layer(x), F.linear(x, read(layer.weight), layer.bias))
     torch.testing.assert_close(layer.weight.matmul(x), F.linear(x, read(layer.weight)))
+    last = sum(len(run.patches) for run in layer.weight.runs) * ops.PATCH_ROWS - 1
+    numbers = torch.tensor([last, 0, 17, last - 20])
+    assert torch.equal(layer.weight.rows(numbers), read(layer.weight)[numbers])
 
 
 @pytest.mark.usefixtures("kernels")

@@ -15,7 +15,7 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
 from raylm.models.quantised.codes import Nibbles, Values
 from raylm.models.quantised.grid import PlainZeros
-from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
+from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor, S
 from raylm.models.quantised.matrix import Span
 from raylm.models.quantised.scheme import Scheme
 
@@ -92,22 +92,31 @@ def _added(decoder: Grouped) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PatchedTensor(Kept[QuantisedTensor]):
-    """A QuantisedTensor whose `patch_form` is `form`, or an OrderedForm of it: columns are sorted then. Pieces are
-    patches, uint8 [rows / 16, bytes]."""
-
-    form: PatchForm
+class InPatches(Kept[S]):
+    """A Kept tensor whose pieces are patches, uint8 [rows / 16, bytes]: its rows are rows of patches."""
 
     @property
     def row_unit(self) -> int:
-        return lcm(self.source.row_unit, ops.PATCH_ROWS) // ops.PATCH_ROWS
+        return self.read_unit // ops.PATCH_ROWS
+
+    @property
+    def read_unit(self) -> int:
+        """Rows of the source that are read together."""
+        return lcm(self.source.row_unit, ops.PATCH_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedTensor(InPatches[QuantisedTensor]):
+    """A QuantisedTensor whose `patch_form` is `form`, or an OrderedForm of it: columns are sorted then."""
+
+    form: PatchForm
 
     def pieces(
         self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """As CheckpointTensor.pieces. `columns` are bytes, of whole patches."""
         span = numbers_of(self.form, columns, self.source.shape[1])
-        source = replace(self.source, row_unit=lcm(self.source.row_unit, ops.PATCH_ROWS))
+        source = replace(self.source, row_unit=self.read_unit)
         order = self._order()
         for row, stretches in source.stretches(start * ops.PATCH_ROWS, stop * ops.PATCH_ROWS, span):
             read = [self._read(rows, span, order) for rows in stretches]
