@@ -67,6 +67,7 @@ def read(experts: ParallelExperts) -> list[Tensor]:
         ("ct_w4a16_zeros", PatchForm("int4", 32), 1),
         ("ct_w8a16", PatchForm("int8", 128), 1),
         ("ct_int8", PatchForm("int8", 128), 2),
+        ("ct_nvfp4", PatchForm("int8", 16), 2),
     ],
 )
 def test_the_numbers_of_a_checkpoint_stay(kind: str, form: PatchForm, size: int, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_the_numbers_of_a_checkpoint_stay(kind: str, form: PatchForm, size: int,
         (expected,) = experts_of(load(dense, context=context))
         assert stored.form == form and expected.form is None
         for found, numbers in zip(read(stored), read(expected), strict=True):
-            torch.testing.assert_close(found, numbers, atol=0, rtol=1e-6)
+            torch.testing.assert_close(found, numbers, atol=0, rtol=2.0**-16)
     if size == 1:
         _, logits = generate(PagedRun(load(packed, as_stored=True)), PROMPTS, num_tokens=4)
         _, expected_logits = generate(PagedRun(load(dense)), PROMPTS, num_tokens=4)

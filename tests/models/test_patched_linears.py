@@ -49,6 +49,11 @@ def read(weight: PatchedWeight) -> Tensor:
     return numbers if weight.order is None else numbers[:, weight.order.long().argsort()]
 
 
+def inexact(kind: str) -> float:
+    """How far numbers in patches may be from a checkpoint's: words of integers have 16 bits of a scale."""
+    return 2.0**-16 if "nvfp4" in kind else 0
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("family", "kind", "size"),
@@ -69,6 +74,8 @@ def read(weight: PatchedWeight) -> Tensor:
         ("llama", "ct_w8a16", 1),
         ("qwen3", "gptq_8", 2),
         ("llama", "ct_mxfp4", 2),
+        ("llama", "ct_nvfp4", 2),
+        ("qwen3", "modelopt_nvfp4", 1),
         ("llama", "gptq_ordered", 1),
         ("phi3", "gptq_ordered", 2),
         ("gpt_neox", "gptq_3_ordered", 1),
@@ -86,13 +93,14 @@ def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp
         expected = load(dense, context=context)
         assert len(stored) >= 2 * expected.arch.num_layers
         for name, weight in stored.items():
-            assert torch.equal(read(weight), expected.get_submodule(name).values), name
+            torch.testing.assert_close(read(weight), expected.get_submodule(name).values, atol=0, rtol=inexact(kind))
     if size == 1:
         texts, logits = generate(PagedRun(load(packed, as_stored=True)), PROMPTS, num_tokens=4)
         expected_texts, expected_logits = generate(PagedRun(load(dense)), PROMPTS, num_tokens=4)
         assert texts == expected_texts
+        bound = 1e-4 + 256 * inexact(kind)
         for name in PROMPTS:
-            torch.testing.assert_close(logits[name], expected_logits[name], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits[name], expected_logits[name], atol=bound, rtol=bound)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -267,7 +275,7 @@ def test_one_kernel_for_all_layers_takes_columns_in_their_own_order_alone(tmp_pa
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["nf4", "fp8_blocks", "ct_nvfp4", "ct_mxfp8"])
+@pytest.mark.parametrize("kind", ["nf4", "fp8_blocks", "ct_mxfp8"])
 def test_other_formats_are_not_kept_so(kind: str, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, KINDS[kind])
     assert not weights(load(packed, as_stored=True))

@@ -34,21 +34,23 @@ _MANTISSA_BITS, _BIAS = 23, 127
 def form_of(scheme: Scheme) -> PatchForm | None:
     """The patches that hold weights which are stored so, whatever the order of their columns; None where none do."""
     if scheme.numbers == "int":
-        return _integer_form(scheme)
-    if scheme.two_scales or scheme.zero != "none":
+        if scheme.bits > _EIGHT_BITS:
+            return None
+        return _integer_form("int4" if scheme.bits <= _FOUR_BITS else "int8", scheme.columns)
+    if scheme.zero != "none":
         return None
-    (group,) = ops.GROUPS["mxfp4"]
-    if scheme.layout == "nibbles" and scheme.exponents and (scheme.rows, scheme.columns) == (1, group):
-        return MXFP4_PATCHES
+    if scheme.layout == "nibbles":
+        (group,) = ops.GROUPS["mxfp4"]
+        if scheme.exponents and (scheme.rows, scheme.columns) == (1, group):
+            return MXFP4_PATCHES
+        return _integer_form("int8", scheme.columns)
     is_fp8 = scheme.layout == "values" and scheme.bits == _EIGHT_BITS and scheme.columns % ops.PATCH_COLUMNS == 0
-    return FP8_PATCHES if is_fp8 else None
+    return FP8_PATCHES if is_fp8 and not scheme.two_scales else None
 
 
-def _integer_form(scheme: Scheme) -> PatchForm | None:
-    if scheme.bits > _EIGHT_BITS:
-        return None
-    numbers: ops.Numbers = "int4" if scheme.bits <= _FOUR_BITS else "int8"
-    groups = (group for group in reversed(ops.GROUPS[numbers]) if scheme.columns % group == 0)
+def _integer_form(numbers: ops.Numbers, columns: int) -> PatchForm | None:
+    """With the largest group of those that share the scale of so many columns."""
+    groups = (group for group in reversed(ops.GROUPS[numbers]) if columns % group == 0)
     return next((PatchForm(numbers, group) for group in groups), None)
 
 
@@ -88,7 +90,7 @@ def _form_by_numbers(tensor: QuantisedTensor) -> PatchForm | None:
 
 def _added(decoder: Grouped) -> int:
     """To integers and zero points, so that they have no sign."""
-    return _MIDDLE if isinstance(decoder.codes, Values) else 0
+    return _MIDDLE if isinstance(decoder.codes, Values | Nibbles) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,8 @@ class PatchedTensor(InPatches[QuantisedTensor]):
         size = rows[1] - rows[0], -(-(columns[1] - columns[0]) // self.form.group)
         # A scale a row is that of all columns: also where these are fewer than a group.
         scales, zeros = decoder.numbers(rows, columns if decoder.columns else (0, self.form.group), self.form.group)
-        if isinstance(decoder.codes, Nibbles):
+        if self.form == MXFP4_PATCHES:
+            assert isinstance(decoder.codes, Nibbles)
             return [decoder.codes.bits(rows, columns), scales.expand(size)]
         if order is None:
             codes = decoder.codes.read(rows, columns)
@@ -146,6 +149,8 @@ class PatchedTensor(InPatches[QuantisedTensor]):
         if self.form == FP8_PATCHES:
             return [codes, scales.expand(size)]
         added = _added(decoder)
+        if isinstance(decoder.codes, Nibbles):
+            codes, scales = codes * 2, scales / 2  # floats of 4 bits are halves of integers
         codes = (codes.to(torch.int16) + added).to(torch.uint8)
         return [codes, scales.expand(size), (torch.zeros(1, 1) if zeros is None else zeros).expand(size) + added]
 
