@@ -98,8 +98,25 @@ def test_gpt_oss_stays_in_mxfp4(tmp_path: Path) -> None:
         torch.testing.assert_close(logits[name], expected_logits[name], atol=1e-4, rtol=1e-4)
 
 
+def test_ranks_share_whole_patches(tmp_path: Path) -> None:
+    """Three patches, of which the last has 32 columns: two and one."""
+    packed, twin = test_mxfp4.write_both(tmp_path, intermediate_size=288, num_hidden_layers=1)
+    (whole,) = experts_of(load(twin))
+    contexts = [ParallelContext(rank, rank, 2, 0, 1, CPU) for rank in range(2)]
+    parts = [experts_of(load(packed, context=context, as_stored=True))[0] for context in contexts]
+    assert [part.form for part in parts] == [MXFP4_PATCHES] * 2
+    (first_inner, first), (last_inner, last) = map(read, parts)
+    inner, outer = read(whole)
+    assert first.shape[2] == 256 and torch.equal(torch.cat((first, last), dim=2), outer)
+    gates, ups = zip(first_inner.chunk(2, dim=1), last_inner.chunk(2, dim=1), strict=True)
+    assert torch.equal(torch.cat((*gates, *ups), dim=1), inner)
+    x, weights = torch.randn(5, outer.shape[1]), torch.rand(5, 2)
+    chosen = torch.stack([torch.randperm(len(outer))[:2] for _ in range(5)])
+    torch.testing.assert_close(sum(part(x, weights, chosen) for part in parts), whole(x, weights, chosen))
+
+
 def test_what_ranks_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Shares of 48 columns."""
+    """96 columns, one patch for two ranks."""
     packed, twin = test_mxfp4.write_both(tmp_path)
     context = ParallelContext(1, 1, 2, 0, 1, CPU)
     with caplog.at_level(logging.INFO, logger="raylm"):

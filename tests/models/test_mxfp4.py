@@ -49,10 +49,12 @@ def decoded(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.tensor(found).view(*blocks.shape[:-2], -1)
 
 
-def write_both(folder: Path) -> tuple[Path, Path]:
+def write_both(folder: Path, **sizes: int) -> tuple[Path, Path]:
     """A checkpoint with packed experts, and its twin in transformers' layout."""
-    twin = checkpoints.FAMILIES["gpt_oss"](folder / "twin", num_hidden_layers=2)
-    packed = checkpoints.FAMILIES["gpt_oss"](folder / "packed", num_hidden_layers=2)
+    twin, packed = (
+        checkpoints.FAMILIES["gpt_oss"](folder / name, **{"num_hidden_layers": 2} | sizes)
+        for name in ("twin", "packed")
+    )
     tensors, stored = load_file(twin / FILE), load_file(packed / FILE)
     random = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:

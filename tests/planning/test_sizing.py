@@ -91,7 +91,14 @@ def test_experts_in_codes_take_their_bytes(
     # AWQ's linear layers are smaller as well.
     assert one.weight_bytes - codes.weight_bytes == pytest.approx(saved, rel=1e-3 if codes.kept_as is None else 0.1)
     if name.startswith("gpt"):
-        assert sizing(packed).plan(ParallelConfig(tensor=2)).experts_kept_as is None  # 1,440 columns a rank
+        whole, first = (sizing(arch).plan(ParallelConfig(tensor=2)) for arch in (plain, packed))
+        rows = plain.num_layers * spec.num_experts * plain.hidden_size
+        assert first.experts_kept_as == form
+        assert first.weight_bytes_gpu - whole.weight_bytes_gpu == pytest.approx(
+            # Of 22.5 patches the first rank has 12; a column of down has 2,880 rows, one of gate and of up as many.
+            rows * 3 * (1536 * expert_bytes * (1 + 2 * 2944 / 2880) / 3 - 1440 * 2),
+            rel=1e-3,
+        )
 
 
 def test_columns_in_activation_order_are_decoded_where_ranks_share_them(tmp_path: Path) -> None:
