@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.slots import PatchForm, Slot, SlotName, empty_parameter, row_bytes
 from raylm.parallel.context import ParallelContext
+
+_SIZE = "an expert's intermediate size"
 
 
 class ParallelExperts(nn.Module):
@@ -36,12 +37,11 @@ class ParallelExperts(nn.Module):
         super().__init__()
         self._activation, self._limit = activation, limit
         self._hidden, self._size = hidden_size, size
-        context.split(size, "an expert's intermediate size")
         device = context.device
         self.form = form if form is not None and _can_be(form, num_experts, hidden_size, size, dtype, context) else None
-        columns = _columns(size, 1 if self.form is None else ops.PATCH_COLUMNS, context.tensor_size)
-        self._start, share = columns[context.tensor_rank].start, len(columns[context.tensor_rank])
-        self._share = share
+        columns = context.share(size, _SIZE, 1 if self.form is None else ops.PATCH_COLUMNS)
+        self._start, self._share = columns.start, len(columns)
+        share = self._share
         kept_as, unit = (dtype, 1) if self.form is None else (torch.uint8, ops.PATCH_ROWS)
         self.gate_up_proj = empty_parameter(
             num_experts, 2 * share // unit, self._width(hidden_size), dtype=kept_as, device=device
@@ -103,19 +103,12 @@ class ParallelExperts(nn.Module):
         return slots
 
 
-def _columns(size: int, unit: int, ranks: int) -> list[range]:
-    """Of the columns between an expert's projections, those of each rank: whole units but for the last, and the first
-    ranks have the most."""
-    units = -(-size // unit)
-    ends = [min(size, -(-rank * units // ranks) * unit) for rank in range(ranks + 1)]
-    return [range(first, last) for first, last in pairwise(ends)]
-
-
 def _can_be(
     form: PatchForm, num_experts: int, hidden: int, size: int, dtype: torch.dtype, context: ParallelContext
 ) -> bool:
-    """Whether the device has kernels for every rank's share of such experts."""
-    shares = {len(columns) for columns in _columns(size, ops.PATCH_COLUMNS, context.tensor_size)}
-    return 0 not in shares and all(
-        ops.takes_patched_experts(form.numbers, num_experts, hidden, share, dtype, context.device) for share in shares
+    """Whether the device has kernels for every rank's share of such experts, and none begins within a patch."""
+    return all(
+        columns.start % ops.PATCH_COLUMNS == 0
+        and ops.takes_patched_experts(form.numbers, num_experts, hidden, len(columns), dtype, context.device)
+        for columns in context.shares(size, _SIZE, ops.PATCH_COLUMNS)
     )

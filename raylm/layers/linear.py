@@ -58,7 +58,7 @@ class _FusedColumnLinear(nn.Module):
 
 
 class ColumnParallelLinear(_FusedColumnLinear):
-    """One projection, outputs split between the ranks: returns [T, out_size / tensor_size]."""
+    """One projection, outputs split between the ranks: returns [T, this rank's outputs]."""
 
     def __init__(
         self,
@@ -69,9 +69,11 @@ class ColumnParallelLinear(_FusedColumnLinear):
         context: ParallelContext,
         dtype: torch.dtype,
         forms: Forms = PLAIN,
+        unit: int = 1,
     ) -> None:
-        share = context.split(out_size, "a linear layer's output size")
-        parts = [Part(None, out_size, share, context.tensor_rank * share)]
+        """`unit`: as in ParallelContext.shares."""
+        share = context.share(out_size, "a linear layer's output size", unit)
+        parts = [Part(None, out_size, len(share), share.start)]
         super().__init__(in_size, parts, bias=bias, context=context, dtype=dtype, forms=forms)
 
 
@@ -87,7 +89,7 @@ class ReplicatedLinear(_FusedColumnLinear):
 
 class GatedParallelLinear(_FusedColumnLinear):
     """act(gate(x)) * up(x), both projections in one product, outputs split between the ranks: returns
-    [T, out_size / tensor_size]."""
+    [T, this rank's outputs]."""
 
     def __init__(
         self,
@@ -100,10 +102,11 @@ class GatedParallelLinear(_FusedColumnLinear):
         dtype: torch.dtype,
         forms: Forms = PLAIN,
         scales: bool = False,
+        unit: int = 1,
     ) -> None:
-        """`scales`: return ScaledRows, as the product behind takes them."""
-        share = context.split(out_size, "intermediate_size")
-        parts = [Part(shard, out_size, share, context.tensor_rank * share) for shard in ("gate", "up")]
+        """`scales`: return ScaledRows, as the product behind takes them. `unit`: as in ParallelContext.shares."""
+        share = context.share(out_size, "intermediate_size", unit)
+        parts = [Part(shard, out_size, len(share), share.start) for shard in ("gate", "up")]
         super().__init__(in_size, parts, bias=bias, context=context, dtype=dtype, forms=forms)
         self._activation, self._scales = activation, scales
 
@@ -144,7 +147,7 @@ class QKVParallelLinear(_FusedColumnLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """Inputs are split between the ranks, which sum their results: takes [T, in_size / tensor_size], returns the full
+    """Inputs are split between the ranks, which sum their results: takes [T, this rank's inputs], returns the full
     [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that."""
 
     def __init__(
@@ -157,12 +160,14 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype,
         norm_follows: bool = False,
         forms: Forms = PLAIN,
+        unit: int = 1,
     ) -> None:
+        """`unit`: as in ParallelContext.shares."""
         super().__init__()
         self._norm_follows = norm_follows
         self._context = context
-        share = context.split(in_size, "a linear layer's input size")
-        columns = Columns(in_size, share, context.tensor_rank * share)
+        share = context.share(in_size, "a linear layer's input size", unit)
+        columns = Columns(in_size, len(share), share.start)
         self.weight = make_weight(
             [Part(None, out_size, out_size, 0)],
             columns,

@@ -57,10 +57,21 @@ class Columns(NamedTuple):
     def in_patches(self, form: PatchForm) -> Columns | None:
         """The same columns counted in bytes of rows of patches, the last of which may be filled up; None where the part
         begins or ends within a patch, or is no multiple of what kernels take."""
-        cuts = self.share < self.size and any(count % ops.PATCH_COLUMNS for count in self)
+        last = self.start + self.share
+        cuts = self.start % ops.PATCH_COLUMNS or (last < self.size and last % ops.PATCH_COLUMNS)
         if cuts or self.share % ops.PATCHED_UNIT:
             return None
         return Columns(*(row_bytes(form, count) for count in self))
+
+
+def column_unit(forms: Forms) -> int:
+    """The columns that a rank's part of a matrix of one shard begins and ends between, so that it can be kept so."""
+    match forms.get(None):
+        case BlockForm(values=values):
+            return values
+        case PatchForm():
+            return ops.PATCH_COLUMNS
+    return 1
 
 
 class PlainWeight(nn.Module):

@@ -20,7 +20,7 @@ from raylm.layers.residual import ResidualStream
 from raylm.layers.rope_settings import RopeSettings
 from raylm.layers.rotary import rotary_table
 from raylm.layers.slots import Slot, SlotName, empty_parameter
-from raylm.layers.weight import Forms
+from raylm.layers.weight import Forms, column_unit
 from raylm.models.arch import Activation, ArchConfig, LayerSpec, MLPSpec
 from raylm.models.scheme import AS_NUMBERS, Scheme
 from raylm.parallel.context import ParallelContext
@@ -217,6 +217,8 @@ class MLP(nn.Module):
     def __init__(self, build: Build, mlp: MLPSpec, *, norm_follows: bool) -> None:
         super().__init__()
         context, dtype, hidden = build.context, build.dtype, build.arch.hidden_size
+        forms = build.forms("down_proj")
+        unit = column_unit(forms)
         down_proj = RowParallelLinear(
             mlp.size,
             hidden,
@@ -224,7 +226,8 @@ class MLP(nn.Module):
             context=context,
             dtype=dtype,
             norm_follows=norm_follows,
-            forms=build.forms("down_proj"),
+            forms=forms,
+            unit=unit,
         )
         if mlp.gated:
             self.gate_up_proj = GatedParallelLinear(
@@ -234,11 +237,17 @@ class MLP(nn.Module):
                 dtype=dtype,
                 forms=build.forms("gate_up_proj"),
                 scales=down_proj.weight.takes_scaled_rows,
+                unit=unit,
             )
             self.takes_scaled_rows = self.gate_up_proj.weight.takes_scaled_rows
         else:
             self.up_proj = ColumnParallelLinear(
-                hidden, mlp.size, bias=mlp.bias, context=context, dtype=dtype, forms=build.forms("up_proj")
+                *(hidden, mlp.size),
+                bias=mlp.bias,
+                context=context,
+                dtype=dtype,
+                forms=build.forms("up_proj"),
+                unit=unit,
             )
             self.takes_scaled_rows = self.up_proj.weight.takes_scaled_rows
         self.down_proj = down_proj

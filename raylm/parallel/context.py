@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -86,6 +87,18 @@ class ParallelContext:
         if size % self.tensor_size:
             raise ConfigError(f"{what} is {size}, which parallel.tensor {self.tensor_size} cannot divide")
         return size // self.tensor_size
+
+    def shares(self, size: int, what: str, unit: int = 1) -> list[range]:
+        """The part of each tensor rank: whole units but for the last one's, and the first ranks have the most; evenly
+        where there are fewer units than ranks. Raises ConfigError as `split` does."""
+        unit = self.split(size, what) if size <= unit * (self.tensor_size - 1) else unit
+        units = -(-size // unit)
+        ends = [min(size, -(-rank * units // self.tensor_size) * unit) for rank in range(self.tensor_size + 1)]
+        return [range(first, last) for first, last in pairwise(ends)]
+
+    def share(self, size: int, what: str, unit: int = 1) -> range:
+        """This rank's of the `shares`."""
+        return self.shares(size, what, unit)[self.tensor_rank]
 
     def layers(self, num_layers: int) -> range:
         """The layers of this stage. Raises ConfigError when the stages cannot share so many."""

@@ -104,6 +104,25 @@ def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp
 
 
 @pytest.mark.usefixtures("kernels")
+def test_ranks_share_an_mlp_by_whole_patches(tmp_path: Path) -> None:
+    """Seven patches, of which the last has 64 columns: three for each rank but the first, which has four."""
+    sizes = SIZES | {"intermediate_size": 832}
+    packed, dense = write_both(checkpoints.llama(tmp_path / "plain", **sizes), tmp_path, KINDS["awq"])
+    mlps = [
+        load(packed, context=ParallelContext(rank, rank, 2, 0, 1, CPU), as_stored=True).layers["0"].mlp
+        for rank in range(2)
+    ]
+    expected = load(dense).layers["0"].mlp
+    for mlp, share in zip(mlps, (512, 320), strict=True):
+        down, gate_up = mlp.down_proj.weight, mlp.gate_up_proj.weight
+        assert isinstance(down, PatchedWeight) and isinstance(gate_up, PatchedWeight)
+        assert (read(down).shape[1], read(gate_up).shape[0]) == (share, 2 * share)
+    assert torch.equal(torch.cat([read(mlp.down_proj.weight) for mlp in mlps], dim=1), expected.down_proj.weight.values)
+    x = torch.randn(3, SIZES["hidden_size"])
+    torch.testing.assert_close(sum(mlp.partial(x) for mlp in mlps), expected.partial(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_what_a_rank_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed, dense = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["awq"])
     context = ParallelContext(1, 1, 2, 0, 1, CPU)
