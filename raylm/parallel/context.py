@@ -89,7 +89,7 @@ class ParallelContext:
         return size // self.tensor_size
 
     def shares(self, size: int, what: str, unit: int = 1) -> list[range]:
-        """The part of each tensor rank: whole units but for the last one's, and the first ranks have the most; evenly
+        """The part of each tensor rank: whole units but for the last one's, and none has more than the first; evenly
         where there are fewer units than ranks. Raises ConfigError as `split` does."""
         unit = self.split(size, what) if size <= unit * (self.tensor_size - 1) else unit
         units = -(-size // unit)

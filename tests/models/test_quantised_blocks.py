@@ -19,6 +19,7 @@ from raylm.models.decoder import DecoderModel
 from raylm.models.scheme import stored_forms
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
+from tests.models.stored import assert_equal
 from tests.support import checkpoints
 from tests.support.quantised import FILE, KINDS, Kind, awq, ct_packed, gptq, write_both
 
@@ -58,44 +59,8 @@ def exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raylm.ops.blocks._has_kernels", lambda device, kind: False)
 
 
-def decoded(weight: PlainWeight | BlockWeight) -> Tensor:
-    if isinstance(weight, PlainWeight):
-        return weight.values
-    parts = zip(weight.blocks, weight.forms, strict=True)
-    return torch.cat([ops.decode_blocks(blocks, form.kind) for blocks, form in parts])
-
-
-def matrices(model: DecoderModel) -> dict[str, PlainWeight | BlockWeight]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PlainWeight | BlockWeight)}
-
-
 def forms(model: DecoderModel) -> set[str]:
     return set(stored_forms(model))
-
-
-def joined(name: str, parts: list[Tensor]) -> Tensor:
-    """A matrix of an MLP, of what each rank has of it."""
-    if name.endswith("down_proj.weight"):
-        return torch.cat(parts, dim=1)
-    if name.endswith("gate_up_proj.weight"):
-        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-        return torch.cat((*gates, *ups))
-    return torch.cat(parts)
-
-
-def assert_equal(folder: Path, *, size: int = 1) -> None:
-    """Every rank's numbers, in blocks and decoded. Both are of equal codes and scales, so they are equal to the bit. Of
-    an MLP the ranks together: they share it by whole blocks, and decoded evenly."""
-    contexts = [ParallelContext(rank, rank, size, 0, 1, CPU) for rank in range(size)]
-    stored, plain = (
-        [matrices(load(folder, context=context, as_stored=each)) for context in contexts] for each in (True, False)
-    )
-    assert stored[0].keys() == plain[0].keys()
-    for name in stored[0]:
-        found, expected = ([decoded(each[name]) for each in ranks] for ranks in (stored, plain))
-        if ".mlp." in name and ".gate." not in name:
-            found, expected = [joined(name, found)], [joined(name, expected)]
-        assert all(map(torch.equal, found, expected)), name
 
 
 def changed(folder: Path, name: str, change: object) -> None:
@@ -139,7 +104,7 @@ def test_families(family: str, kind: str, tmp_path: Path) -> None:
     plain = checkpoints.FAMILIES[family](tmp_path / "plain", num_hidden_layers=2)
     packed, _ = write_both(plain, tmp_path, KINDS[kind])
     assert forms(load(packed, as_stored=True)) == {FORMS[kind]}
-    assert_equal(packed, size=2)
+    assert_equal(packed, tensor=2)
 
 
 @pytest.mark.usefixtures("exact_kernels")
@@ -152,7 +117,7 @@ def test_groups_of_several_blocks(columns: int, tmp_path: Path) -> None:
     for rank in range(2):
         context = ParallelContext(rank, rank, 2, 0, 1, CPU)
         assert stored_forms(load(packed, context=context, as_stored=True)) == {"Q5_0": 7}
-    assert_equal(packed, size=2)
+    assert_equal(packed, tensor=2)
 
 
 @pytest.mark.usefixtures("exact_kernels")

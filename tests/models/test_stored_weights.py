@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.weight import BlockWeight, PlainWeight
-from raylm.models.decoder import DecoderModel
 from raylm.models.scheme import stored_forms
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
+from tests.models.stored import assert_equal, matrices
 from tests.support import checkpoints
 
 KINDS = {
@@ -44,17 +44,6 @@ def written(folder: Path, family: str, kinds: dict[str, GGMLType] = KINDS, **cha
     return checkpoints.write_gguf(hf, folder / "model.gguf", kinds)
 
 
-def decoded(weight: PlainWeight | BlockWeight) -> torch.Tensor:
-    if isinstance(weight, PlainWeight):
-        return weight.values
-    parts = zip(weight.blocks, weight.forms, strict=True)
-    return torch.cat([ops.decode_blocks(blocks, form.kind) for blocks, form in parts])
-
-
-def matrices(model: DecoderModel) -> dict[str, PlainWeight | BlockWeight]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PlainWeight | BlockWeight)}
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "glm4", "olmo2", "qwen2_moe"])
 def test_the_same_model(family: str, tmp_path: Path) -> None:
     window = ["sliding_attention"] * 5 + ["full_attention"]
@@ -75,20 +64,17 @@ def test_the_same_model(family: str, tmp_path: Path) -> None:
 def test_each_rank_has_its_part(tensor: int, pipeline: int, tie: bool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3} if tensor == 3 else {}
     path = written(tmp_path, "llama", tie_word_embeddings=tie, intermediate_size=192, **sizes)
-    for rank in range(tensor * pipeline):
-        context = ParallelContext(rank, rank % tensor, tensor, rank // tensor, pipeline, CPU)
-        stored, plain = matrices(load(path, context=context, as_stored=True)), matrices(load(path, context=context))
-        assert stored.keys() == plain.keys()
-        for name, weight in stored.items():
-            assert torch.equal(decoded(weight), decoded(plain[name])), name
+    assert_equal(path, tensor=tensor, pipeline=pipeline)
 
 
 def test_columns_that_cut_blocks_are_decoded(tmp_path: Path) -> None:
-    path = written(tmp_path, "llama")  # down_proj has 96 columns, 48 a rank: one and a half blocks
-    model = load(path, context=ParallelContext(0, 0, 2, 0, 1, CPU), as_stored=True)
-    mlp = model.layers["0"].mlp
-    assert isinstance(mlp.down_proj.weight, PlainWeight)
-    assert isinstance(mlp.gate_up_proj.weight, BlockWeight)
+    # o_proj has 96 columns, 48 a rank: three heads, one and a half blocks. So has down_proj, of which the first has 64.
+    path = written(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=6)
+    layer = load(path, context=ParallelContext(0, 0, 2, 0, 1, CPU), as_stored=True).layers["0"]
+    assert isinstance(layer.self_attn.o_proj.weight, PlainWeight)
+    assert isinstance(layer.self_attn.qkv_proj.weight, BlockWeight)
+    assert isinstance(layer.mlp.down_proj.weight, BlockWeight)
+    assert_equal(path, tensor=2)
 
 
 def test_one_plain_part_makes_the_matrix_plain(tmp_path: Path) -> None:
