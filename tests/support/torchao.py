@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.quantised import Kind, Packed, blocks, decoded, fp8_codes, grid_shape, integers, scales
+from tests.support.quantised import FILE, Kind, Packed, blocks, decoded, fp8_codes, grid_shape, integers, scales
 
 BFLOAT16 = {"_type": "torch.dtype", "_data": "bfloat16"}
 ROWS = {"granularity": {"_type": "PerRow", "_data": {"dim": -1}}}
@@ -26,9 +29,9 @@ def per_group(columns: int) -> dict[str, object]:
     return {"_type": "PerGroup", "_data": {"group_size": columns}, "_version": 1}
 
 
-def config(kind: str, **data: object) -> dict[str, object]:
+def config(kind: str, *, version: int = 2, **data: object) -> dict[str, object]:
     """quantization_config."""
-    return of_type({"_type": kind, "_data": data, "_version": 2})
+    return of_type({"_type": kind, "_data": data, "_version": version})
 
 
 def of_type(default: object) -> dict[str, object]:
@@ -39,6 +42,26 @@ def of_type(default: object) -> dict[str, object]:
         "include_input_output_embeddings": False,
         "untie_embedding_weights": False,
     }
+
+
+def by_name(modules: dict[str, object]) -> dict[str, object]:
+    """A mapping of modules, as transformers writes it."""
+    return of_type({"_type": "FqnToConfig", "_data": {"fqn_to_config": modules, "module_fqn_to_config": modules}})
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
+
+
+def rewrite(folder: Path, tensors: dict[str, Tensor | None], metadata: dict[str, str | None]) -> None:
+    """With these in place of the file's; None: without it."""
+    stored, told = load_file(folder / FILE) | tensors, metadata_of(folder / FILE) | metadata
+    save_file(
+        {name: tensor for name, tensor in stored.items() if tensor is not None},
+        folder / FILE,
+        {name: text for name, text in told.items() if text is not None},
+    )
 
 
 Told = Callable[[int, int], dict[str, object]]
@@ -214,7 +237,7 @@ KINDS: dict[str, Kind] = {
         told("Int4Tensor", 1, 64, shaped=True),
     ),
     "ao_int4_fp8": _kind(
-        config("Float8DynamicActivationInt4WeightConfig", int4_packing_format="plain"),
+        config("Float8DynamicActivationInt4WeightConfig", version=1, int4_packing_format="plain"),
         int4(32, shifted=False),
         told("Int4Tensor", 1, 32, shaped=True, activation_dtype={"_type": "torch.dtype", "_data": "float8_e4m3fn"}),
     ),
@@ -246,8 +269,8 @@ KINDS: dict[str, Kind] = {
             "Float8DynamicActivationFloat8WeightConfig",
             granularity=[{"_type": "PerBlock", "_data": {"block_size": [1, 32]}}] * 2,
         ),
-        fp8(24, 32),
-        told("Float8Tensor", 24, 32, act_quant_kwargs=FP8_ACTIVATIONS),
+        fp8(32, 32),
+        told("Float8Tensor", 32, 32, act_quant_kwargs=FP8_ACTIVATIONS),
     ),
     "ao_intx_3": _intx(3, 32),
     "ao_intx_4": _intx(4, 32),
