@@ -214,6 +214,12 @@ def test_tensors(packed: Callable[[str], Path], kind: str, part: str, value: Ten
             {"_data": {"shape": [64, 64], "block_size": [2, 32]}},
             r"block_size is \[2, 32\]; allowed: one row",
         ),
+        (
+            "ao_int4",
+            {"_data": {"shape": [64, 64], "block_size": [1, 10**30]}},
+            "block_size is .*; allowed: one row, and 1 to 65536 columns",
+        ),
+        ("ao_int8", {"_data": {"block_size": [10**30] * 2}}, r"_weight_scale has shape \(64, 1\); allowed: \(1, 1\)"),
         ("ao_int4", {"_data": {"shape": [64, 64], "block_size": []}}, r"block_size is \[\]; allowed: two positive"),
         (
             "ao_tiles",

@@ -216,6 +216,11 @@ KINDS: dict[str, Kind] = {
     "ao_int8_tensor": _kind(
         config("Int8WeightOnlyConfig", granularity=PER_TENSOR), values(8, 0, 0), told("Int8Tensor", 0, 0)
     ),
+    "ao_int8_columns": _kind(
+        config("Int8WeightOnlyConfig", granularity={"_type": "PerRow", "_data": {"dim": 0}}),
+        values(8, 0, 1),
+        told("Int8Tensor", 0, 1),
+    ),
     "ao_int8_dynamic": _kind(
         config("Int8DynamicActivationInt8WeightConfig", granularity=PER_ROW),
         values(8, 1, 0, zeros="none"),  # as torchao 0.16 has it

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from raylm.errors import ConfigError
 from raylm.models.fields import Fields
+from raylm.models.quantised.fields import MOST_COLUMNS
 from raylm.models.quantised.scheme import Scheme, Zero
 from raylm.models.quantised.torchao import AGAIN, int4_scheme, integer_bits
 from raylm.models.safetensors import file_metadata
@@ -186,8 +187,9 @@ def _tiles(data: Fields, shape: tuple[int, int], zero: Zero) -> Scheme:
 
 def _group(data: Fields) -> int:
     rows, columns = _pair(data, "block_size")
-    if rows != 1:
-        raise data.error("block_size", [rows, columns], "one row, and columns that share a scale")
+    if rows != 1 or columns > MOST_COLUMNS:
+        allowed = f"one row, and 1 to {MOST_COLUMNS} columns that share a scale"
+        raise data.error("block_size", [rows, columns], allowed)
     return columns
 
 

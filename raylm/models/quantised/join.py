@@ -35,6 +35,7 @@ _ACTIVATIONS = (
     *("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub"),
     *("activation_scale", "act_scale"),
     *("output_scale", "output_zero_point"),
+    *flattened.UNUSED,
 )
 """The same of scales by which activations would be quantised: they are computed in 16 bits here."""
 _CACHE = (
@@ -58,7 +59,7 @@ def join(tensors: Iterable[CheckpointTensor], quantisation: Quantisation) -> lis
     for tensor in tensors:
         if tensor.name.endswith(_CACHE_ENDS):
             num_of_cache += 1
-        elif tensor.name.rpartition(".")[2] not in (*_ACTIVATIONS, *flattened.UNUSED):
+        elif tensor.name.rpartition(".")[2] not in _ACTIVATIONS:
             module, part = _split(tensor.name)
             if part is None:
                 found.append(_plain(tensor))
