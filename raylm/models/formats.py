@@ -8,7 +8,7 @@ from raylm.model_files.weight_files import weight_files
 from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored
-from raylm.models.quantised.torchao import AGAIN
+from raylm.models.quantised.torchao import CONVERT
 from raylm.models.registry import family_of
 
 
@@ -52,7 +52,7 @@ def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list
         if arch.quantisation is not None and arch.quantisation.in_files:
             raise ConfigError(
                 f"{files.paths[0]}: its tensors are objects of TorchAO's classes, which are not read from a pickle; "
-                f"allowed: safetensors; {AGAIN}"
+                f"allowed: safetensors; {CONVERT}"
             )
         from raylm.models.torch_files import torch_file_tensors
 

@@ -203,19 +203,33 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
     assert_equal(packed, size=2)
 
 
-@pytest.mark.usefixtures("exact_kernels")
-def test_integers_of_four_bits_in_bytes_of_others(tmp_path: Path) -> None:
+def four_bits_in_bytes(folder: Path, **sizes: int) -> tuple[Path, Path]:
     """compressed-tensors' int-quantized may have them too."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 
     def pack(random: torch.Generator, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-        parts, dense = int8(1, 0)(random, n, k)
-        return parts | {"weight": parts["weight"] >> 4}, (parts["weight"] >> 4) * parts["weight_scale"].float()
+        parts, _ = int8(1, 0)(random, n, k)
+        codes = parts["weight"] >> 4
+        return parts | {"weight": codes}, codes * parts["weight_scale"].float()
 
-    kind = Kind(compressed("int-quantized", **weights), pack)
-    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, kind)
+    plain = checkpoints.llama(folder / "plain", **{"num_hidden_layers": 1, **sizes})
+    return write_both(plain, folder, Kind(compressed("int-quantized", **weights), pack))
+
+
+@pytest.mark.usefixtures("exact_kernels")
+def test_blocks_of_integers_of_four_bits_in_bytes_of_others(tmp_path: Path) -> None:
+    packed, _ = four_bits_in_bytes(tmp_path)
     assert stored_forms(load(packed, as_stored=True)) == {"Q4_0": 7}
     assert_equal(packed)
+
+
+@pytest.mark.usefixtures("patch_kernels")
+def test_patches_of_integers_of_four_bits_in_bytes_of_others(tmp_path: Path) -> None:
+    packed, dense = four_bits_in_bytes(tmp_path, **SIZES)
+    stored, expected = weights(load(packed, as_stored=True)), load(dense)
+    assert {weight.form.numbers for weight in stored.values()} == {"int4"} and len(stored) == 4
+    for name, weight in stored.items():
+        assert torch.equal(read(weight), expected.get_submodule(name).values), name
 
 
 PATCHES = {

@@ -19,6 +19,11 @@ AGAIN = (
     "safetensors"
 )
 """The way to a checkpoint that is read."""
+CONVERT = (
+    "load the model with transformers 5 and torchao 0.16 or later and write it with save_pretrained(FOLDER), or, where "
+    "these do not load it, quantise the original again"
+)
+"""The same from a pickle."""
 _DEFAULT = "_default"
 """The key of a mapping of modules that stands for all others."""
 _INTEGERS = tuple(f"int{bits}" for bits in range(1, 9))
