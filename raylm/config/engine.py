@@ -38,6 +38,7 @@ Quantization = Literal[
     "modelopt",
     "quark",
     "bitsandbytes",
+    "torchao",
     "mxfp4",
 ]
 AttentionName = Literal["auto", "raylm", "flash_attn", "torch"]

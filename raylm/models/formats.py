@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from raylm.errors import ConfigError
 from raylm.model_files.source import ModelSource
 from raylm.model_files.weight_files import weight_files
 from raylm.models.arch import ArchConfig
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.names import Stored
+from raylm.models.quantised.torchao import CONVERT
 from raylm.models.registry import family_of
 
 
@@ -47,6 +49,11 @@ def _read(source: ModelSource, arch: ArchConfig, load_format: str) -> tuple[list
     files = weight_files(source, load_format)
     quantised = arch.quantisation is not None and arch.quantisation.has_parts
     if files.format == "pt":
+        if arch.quantisation is not None and arch.quantisation.in_files:
+            raise ConfigError(
+                f"{files.paths[0]}: its tensors are objects of TorchAO's classes, which are not read from a pickle; "
+                f"allowed: safetensors; {CONVERT}"
+            )
         from raylm.models.torch_files import torch_file_tensors
 
         tensors = [

@@ -29,6 +29,7 @@ _QUANTISED = {
     **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
 }
 """What quantised weights are stored as."""
+_METADATA = "__metadata__"
 TYPE_NAMES = {dtype: name for name, dtype in {**_FLOATS, **_QUANTISED}.items()}
 """A type of torch -> what files call it."""
 
@@ -59,7 +60,7 @@ def file_tensors(
     size = path.stat().st_size
     tensors = []
     for name, info in header.items():
-        if name == "__metadata__" or ignored(name):
+        if name == _METADATA or ignored(name):
             continue
         dtype, shape, start, stop = _entry(info, path, name)
         if len(shape) > _MAX_DIMS:
@@ -76,6 +77,14 @@ def file_tensors(
             )
         tensors.append(tensor)
     return tensors
+
+
+def file_metadata(path: Path) -> dict[str, str]:
+    """What the program that wrote a file has put into its header. Raises ConfigError where the file has none."""
+    metadata = _read_header(path)[0].get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConfigError(f"{path}: the header's {_METADATA} is damaged")
+    return metadata
 
 
 def _entry(info: object, path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from tests.gpu.answering import answers, differences
 from tests.gpu.test_llm_on_cuda import load
 from tests.models.test_gguf_patches import LEGACY, MEDIUM, OTHERS, written
-from tests.support import checkpoints
+from tests.support import checkpoints, torchao
 from tests.support.greedy import random_prompts
 from tests.support.quantised import KINDS, write_both
 
@@ -38,10 +38,16 @@ def needs_kernels() -> None:
         ("llama", "ct_int8"),
         ("qwen2", "gptq_8"),
         ("llama", "ct_mxfp4"),
+        ("llama", "ao_int4"),
+        ("qwen3", "ao_tiles"),
+        ("qwen2", "ao_intx_4_zeros"),
+        ("llama", "ao_int8"),
     ],
 )
 def test_answers_are_those_of_the_decoded_model(family: str, kind: str, graphs: bool, tmp_path: Path) -> None:
-    packed, _ = write_both(checkpoints.FAMILIES[family](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    packed, _ = write_both(
+        checkpoints.FAMILIES[family](tmp_path / "plain", **SIZES), tmp_path, (KINDS | torchao.KINDS)[kind]
+    )
     _compare(packed, graphs=graphs)
 
 

@@ -23,8 +23,10 @@ from raylm.ops.patches import unpack
 from raylm.parallel.context import ParallelContext
 from tests.models import test_mxfp4
 from tests.models.paged import CPU, PagedRun, generate, load
-from tests.support import checkpoints
+from tests.support import checkpoints, torchao
 from tests.support.quantised import KINDS, write_both
+
+ALL = KINDS | torchao.KINDS
 
 PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
@@ -68,10 +70,17 @@ def read(experts: ParallelExperts) -> list[Tensor]:
         ("ct_w8a16", PatchForm("int8", 128), 1),
         ("ct_int8", PatchForm("int8", 128), 2),
         ("ct_nvfp4", PatchForm("int8", 16), 2),
+        ("ao_int8", PatchForm("int8", 128), 2),
+        ("ao_intx_4_zeros", PatchForm("int4", 32), 1),
+        ("ao_fp8_dynamic", FP8_PATCHES, 2),
+        ("ao_int4", PatchForm("affine4", 32), 1),
+        ("ao_tiles", PatchForm("affine4", 32), 2),
     ],
 )
 def test_the_numbers_of_a_checkpoint_stay(kind: str, form: PatchForm, size: int, tmp_path: Path) -> None:
-    packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, ALL[kind])
+    # Offsets of up to 1 are float16.
+    error = 2.0**-12 if form.numbers == "affine4" else 0
     for rank in range(size):
         context = ParallelContext(rank, rank, size, 0, 1, CPU)
         (stored,) = experts_of(load(packed, context=context, as_stored=True))
@@ -79,6 +88,7 @@ def test_the_numbers_of_a_checkpoint_stay(kind: str, form: PatchForm, size: int,
         assert stored.form == form and expected.form is None
         for found, numbers in zip(read(stored), read(expected), strict=True):
             torch.testing.assert_close(found, numbers, atol=0, rtol=2.0**-16)
+            torch.testing.assert_close(found, numbers, atol=error, rtol=1e-6)
     if size == 1:
         _, logits = generate(PagedRun(load(packed, as_stored=True)), PROMPTS, num_tokens=4)
         _, expected_logits = generate(PagedRun(load(dense)), PROMPTS, num_tokens=4)

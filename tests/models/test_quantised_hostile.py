@@ -51,7 +51,6 @@ TWO_GROUPS = {
     ("config", "sentence"),
     [
         ({"quant_method": "aqlm"}, "quant_method is 'aqlm'; allowed: fp8, .*, or a .gguf file$"),
-        ({"quant_method": "torchao"}, "quant_method is 'torchao'; .*take the checkpoint that it was made from"),
         ({"quant_method": ["gptq"]}, "quant_method is .*; allowed: fp8"),
         ({"bits": 4}, "quant_method is None; allowed: fp8"),
         ("gptq", "quantization_config is 'gptq'; allowed: a mapping"),

@@ -315,6 +315,8 @@ class Kind:
     packer: Packer
     file: tuple[str, dict[str, object]] | None = None
     """A file that says it in place of config.json, by its name."""
+    metadata: Callable[[dict[str, tuple[int, int]], dict[str, Tensor]], dict[str, str]] | None = None
+    """Shapes of the quantised weights by their modules, and all tensors -> what the header of the file says of them."""
 
 
 def _gptq_config(bits: int, group: int, **more: object) -> dict[str, object]:
@@ -461,18 +463,21 @@ def is_linear(name: str, tensor: Tensor) -> bool:
 def write_both(plain: Path, folder: Path, kind: Kind, *, changes: dict[str, Tensor] | None = None) -> tuple[Path, Path]:
     """From a plain checkpoint: one whose linear layers are quantised, and its twin of their decoded weights."""
     random = torch.Generator().manual_seed(0)
-    stored, dense = {}, {}
+    stored, dense, shapes = {}, {}, {}
     for name, tensor in load_file(plain / FILE).items():
         if not is_linear(name, tensor):
             stored[name] = dense[name] = tensor
             continue
         module = name.removesuffix(".weight")
         parts, dense[name] = kind.packer(random, *tensor.shape)
+        shapes[module] = tuple(tensor.shape)
         stored |= {f"{module}.{part}": found for part, found in parts.items()}
+    metadata = kind.metadata and kind.metadata(shapes, stored)
     packed, twin = folder / "packed", folder / "twin"
     for target, tensors in ((packed, stored | (changes or {})), (twin, dense)):
         shutil.copytree(plain, target)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / FILE)
+        own = metadata if target == packed else None
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / FILE, own)
     if kind.config:
         change_config(packed, quantization_config=kind.config)
     if kind.file is not None:

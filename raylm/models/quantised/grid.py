@@ -74,6 +74,33 @@ class PlainZeros:
 
 
 @dataclass(frozen=True, slots=True)
+class Shifts:
+    """Numbers that are added behind the scale, as the file has them: [C, R]."""
+
+    tensor: CheckpointTensor
+
+    def read(self, rows: Span, columns: Span) -> Tensor:
+        """Raises ConfigError for one that is no number."""
+        values = read(self.tensor, columns, rows).t().float()
+        check(self.tensor, values, signed=True)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Scales and shifts in turn, [C, 2 R]: those of which `place` is 0 or 1 (tinygemm)."""
+
+    tensor: CheckpointTensor
+    place: int
+
+    def read(self, rows: Span, columns: Span) -> Tensor:
+        """Raises ConfigError for one that is no number."""
+        found = read(self.tensor, columns, (2 * rows[0], 2 * rows[1]))[:, self.place :: 2].t().float()
+        check(self.tensor, found, signed=True)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class PackedZeros:
     """Zero points that are packed as codes are."""
 

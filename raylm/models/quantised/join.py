@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 
@@ -10,6 +10,7 @@ from raylm.errors import ConfigError
 from raylm.layers.slots import SlotName
 from raylm.log import get_logger
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, Source
+from raylm.models.quantised import flattened
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.layouts import LAYOUTS
 from raylm.models.quantised.parts import FLOATS, Parts
@@ -34,6 +35,7 @@ _ACTIVATIONS = (
     *("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub"),
     *("activation_scale", "act_scale"),
     *("output_scale", "output_zero_point"),
+    *flattened.UNUSED,
 )
 """The same of scales by which activations would be quantised: they are computed in 16 bits here."""
 _CACHE = (
@@ -50,6 +52,7 @@ def join(tensors: Iterable[CheckpointTensor], quantisation: Quantisation) -> lis
 
     Raises ConfigError naming the tensor that is missing, or is not as the quantisation says.
     """
+    tensors = list(tensors)
     found: list[FileTensor] = []
     modules: dict[str, dict[str, CheckpointTensor]] = {}
     num_of_cache = 0
@@ -64,8 +67,8 @@ def join(tensors: Iterable[CheckpointTensor], quantisation: Quantisation) -> lis
                 raise ConfigError(f"{tensor.path}: tensor {tensor.name} is there twice")
             else:
                 own[part] = tensor
-    schemes = Schemes(quantisation)
-    found += [_joined(module, parts, schemes) for module, parts in modules.items()]
+    parts_of = _told(tensors) if quantisation.in_files else _configured(Schemes(quantisation))
+    found += [_joined(module, own, parts_of) for module, own in modules.items()]
     if num_of_cache:
         logger.info("weights: %d scales of a quantised KV cache are for cache.dtype fp8 alone", num_of_cache)
     return found
@@ -74,24 +77,57 @@ def join(tensors: Iterable[CheckpointTensor], quantisation: Quantisation) -> lis
 def _split(name: str) -> tuple[str, str | None]:
     """The module, and which part of its weight the tensor is; None: none."""
     words = name.split(".")
+    if (flat := flattened.PARTS.get(words[-1])) is not None:
+        return ".".join(words[:-1]), flat
     for count in range(min(_MOST_WORDS, len(words) - 1), 0, -1):
         if (part := ".".join(words[-count:])) in _PARTS:
             return ".".join(words[:-count]), part
     return name, None
 
 
-def _joined(module: str, tensors: dict[str, CheckpointTensor], schemes: Schemes) -> FileTensor:
+_PartsOf = Callable[[str, dict[str, CheckpointTensor]], Parts]
+"""A module and its tensors -> these as parts of a weight that is stored in a known way. Raises ConfigError where
+nothing says how."""
+
+
+def _configured(schemes: Schemes) -> _PartsOf:
+    """As the configuration says it."""
+
+    def parts_of(module: str, tensors: dict[str, CheckpointTensor]) -> Parts:
+        scheme = schemes.of_stored(module)
+        if scheme is None:
+            raise _unknown(tensors, "the configuration")
+        return Parts(module, tensors, scheme)
+
+    return parts_of
+
+
+def _told(tensors: list[CheckpointTensor]) -> _PartsOf:
+    """As the files say it."""
+    told = flattened.read_told(tensors)
+
+    def parts_of(module: str, own: dict[str, CheckpointTensor]) -> Parts:
+        if module not in told:
+            raise _unknown(own, "the metadata of the files")
+        return Parts(module, own, *told[module])
+
+    return parts_of
+
+
+def _unknown(tensors: dict[str, CheckpointTensor], place: str) -> ConfigError:
+    tensor = next(iter(tensors.values()))
+    return ConfigError(f"{tensor.path}: tensor {tensor.name} is quantised, but {place} does not say how")
+
+
+def _joined(module: str, tensors: dict[str, CheckpointTensor], parts_of: _PartsOf) -> FileTensor:
     weight = tensors.get(WEIGHT)
     if weight is not None and len(tensors) == 1 and weight.encoding.dtype in FLOATS:
         return weight
-    scheme = schemes.of_stored(module)
-    if scheme is None:
-        tensor = next(iter(tensors.values()))
-        raise ConfigError(f"{tensor.path}: tensor {tensor.name} is quantised, but the configuration does not say how")
-    parts = Parts(module, tensors, scheme)
-    decoder, main = LAYOUTS[scheme.layout](parts)
+    parts = parts_of(module, tensors)
+    decoder, main = LAYOUTS[parts.scheme.layout](parts)
     parts.finish()
-    return QuantisedTensor(name=f"{module}.{WEIGHT}", shape=decoder.shape, decoder=decoder, scheme=scheme, main=main)
+    name, scheme = f"{module}.{WEIGHT}", parts.scheme
+    return QuantisedTensor(name=name, shape=decoder.shape, decoder=decoder, scheme=scheme, main=main)
 
 
 def _plain(tensor: CheckpointTensor) -> CheckpointTensor:

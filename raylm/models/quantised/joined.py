@@ -43,7 +43,8 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped:
-    """(code - zero point) * scale, where blocks of rows and columns share a zero point and a scale."""
+    """(code - zero point) * scale, where blocks of rows and columns share a zero point and a scale; and a shift behind
+    that, where there are shifts."""
 
     codes: Codes
     scales: Grid
@@ -54,6 +55,8 @@ class Grouped:
     """Of a block; 0: all."""
     groups: Groups | None = None
     """Which group each column is of, where groups are not of neighbours."""
+    shifts: Grid | None = None
+    """What is added."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,22 +86,25 @@ class Grouped:
             values, places = values.unflatten(1, (-1, self.columns)), None
         if self.zeros is not None:
             values = values - _spread(self.zeros.read(*spans), down - top, places)
-        return (values * _spread(self.scales.read(*spans), down - top, places)).flatten(1)
+        values = values * _spread(self.scales.read(*spans), down - top, places)
+        if self.shifts is not None:
+            values = values + _spread(self.shifts.read(*spans), down - top, places)
+        return values.flatten(1)
 
-    def numbers(self, rows: Span, columns: Span, width: int) -> tuple[Tensor, Tensor | None]:
-        """float32 scales and zero points, a number for each row and each `width` columns, which are sorted by their
-        groups; a dimension along which all are the same one may be 1. Groups are of a multiple of `width` columns, and
-        so are `columns`."""
+    def numbers(self, rows: Span, columns: Span, width: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """float32 scales, zero points and shifts, a number for each row and each `width` columns, which are sorted by
+        their groups; a dimension along which all are the same one may be 1. Groups are of a multiple of `width`
+        columns, and so are `columns`."""
         down = _blocks(rows, self.rows)
         across = _blocks((columns[0] // width, columns[1] // width), self.columns // width)
         top, left = int(down.min()), int(across.min())
         spans = (top, int(down.max()) + 1), (left, int(across.max()) + 1)
-        scales, zeros = (
+        scales, zeros, shifts = (
             None if grid is None else _spread(grid.read(*spans), down - top, across - left)
-            for grid in (self.scales, self.zeros)
+            for grid in (self.scales, self.zeros, self.shifts)
         )
         assert scales is not None
-        return scales, zeros
+        return scales, zeros, shifts
 
 
 @dataclass(frozen=True, slots=True)

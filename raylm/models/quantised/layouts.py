@@ -13,8 +13,31 @@ from raylm.errors import ConfigError
 from raylm.models.checkpoint import CheckpointTensor
 from raylm.models.fields import Fields
 from raylm.models.quantised.bnb import NestedScales, Rows
-from raylm.models.quantised.codes import AWQColumns, Codes, Nibbles, PackedColumns, PackedRows, TableNibbles, Values
-from raylm.models.quantised.grid import Constant, Factor, Grid, LessOneZeros, PackedZeros, PlainZeros, Scales
+from raylm.models.quantised.codes import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TILE_WORDS,
+    AWQColumns,
+    Codes,
+    Nibbles,
+    PackedColumns,
+    PackedRows,
+    SignedNibbles,
+    TableNibbles,
+    Tiles,
+    Values,
+)
+from raylm.models.quantised.grid import (
+    Constant,
+    Factor,
+    Grid,
+    LessOneZeros,
+    PackedZeros,
+    Paired,
+    PlainZeros,
+    Scales,
+    Shifts,
+)
 from raylm.models.quantised.joined import Decoder, Grouped, Groups
 from raylm.models.quantised.matrix import read, shaped, words_of
 from raylm.models.quantised.parts import FLOATS, Parts
@@ -23,6 +46,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 _WORDS = (torch.int32,)
 _BYTES = (torch.uint8,)
+_TILE = (32, 4)
+"""Lanes and words of a tile."""
 _NUM_BNB_CODES = 16
 _MAX_BNB_STATE_BYTES = 1 << 16
 _MOST_ELEMENTS = 1 << 40
@@ -141,6 +166,40 @@ def _bnb4(parts: Parts) -> Joined:
     return decoder if ends else Rows(decoder, shape), weight
 
 
+def _signed_nibbles(parts: Parts) -> Joined:
+    """TorchAO's integers of 4 bits (Int4Tensor)."""
+    weight = parts.matrix(parts.take("weight", types=(torch.int8, torch.uint8)))
+    codes = SignedNibbles(weight)
+    if codes.shape != parts.shape:
+        raise parts.error(weight, f"has shape {weight.shape}", f"that of a weight {parts.shape}, two integers a byte")
+    rows, groups = _grid_shape(parts, codes.shape)
+    scales, shifts = (
+        parts.grid(parts.take(name, types=FLOATS), (groups, rows)) for name in ("weight_scale", "weight_zero_point")
+    )
+    return _shifted(parts, codes, Scales(scales, transposed=True, signed=True), Shifts(shifts)), weight
+
+
+def _tiles(parts: Parts) -> Joined:
+    """The same for tinygemm's kernels (Int4TilePackedTo4dTensor)."""
+    weight = parts.take("weight", types=_WORDS)
+    shape, columns = parts.shape, parts.scheme.columns
+    assert shape is not None
+    down, across, *rest = (*weight.shape, 0, 0)
+    is_whole = tuple(rest) == (*_TILE, 0, 0) and down == -(-shape[0] // TILE_ROWS)
+    filled = across * TILE_COLUMNS
+    if not is_whole or filled < shape[1] or filled % columns:
+        raise parts.error(weight, f"has shape {weight.shape}", f"tiles of a weight {shape} in groups of {columns}")
+    codes = Tiles(shaped(weight, (down, across * TILE_WORDS)), shape)
+    stored = parts.take("weight_scale_and_zero", types=FLOATS)
+    expected = filled // columns, down * TILE_ROWS, 2
+    if stored.shape != expected:
+        raise parts.error(
+            stored, f"has shape {stored.shape}", f"{expected}: a scale and a shift for each group and row"
+        )
+    pairs = shaped(stored, (expected[0], 2 * expected[1]))
+    return _shifted(parts, codes, Paired(pairs, 0), Paired(pairs, 1)), weight
+
+
 LAYOUTS: dict[str, Callable[[Parts], Joined]] = {
     "values": _values,
     "nibbles": _nibbles,
@@ -149,6 +208,8 @@ LAYOUTS: dict[str, Callable[[Parts], Joined]] = {
     "awq": _awq,
     "bnb8": _bnb8,
     "bnb4": _bnb4,
+    "signed_nibbles": _signed_nibbles,
+    "tiles": _tiles,
 }
 """Scheme.layout -> what joins it. Each raises ConfigError where parts are missing or do not fit together."""
 
@@ -162,6 +223,13 @@ def _grouped(parts: Parts, codes: Codes, scales: Grid, zeros: Grid | None, index
     else:
         parts.ignore(index)
     return Grouped(codes=codes, scales=scales, zeros=zeros, rows=scheme.rows, columns=scheme.columns, groups=groups)
+
+
+def _shifted(parts: Parts, codes: Codes, scales: Grid, shifts: Grid) -> Grouped:
+    """Of integers of 4 bits, whose middle is the zero point."""
+    middle = Constant(1 << parts.scheme.bits - 1)
+    columns = parts.scheme.columns
+    return Grouped(codes=codes, scales=scales, zeros=middle, rows=1, columns=columns, shifts=shifts)
 
 
 def _grid_shape(parts: Parts, shape: tuple[int, int]) -> tuple[int, int]:

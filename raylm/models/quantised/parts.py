@@ -18,9 +18,17 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 class Parts:
     """Of the weight of `module`: part's name -> tensor."""
 
-    def __init__(self, module: str, tensors: Mapping[str, CheckpointTensor], scheme: Scheme) -> None:
+    def __init__(
+        self,
+        module: str,
+        tensors: Mapping[str, CheckpointTensor],
+        scheme: Scheme,
+        shape: tuple[int, int] | None = None,
+    ) -> None:
+        """`shape`: the weight's, where the file says it beside the tensors."""
         self.module = module
         self.scheme = scheme
+        self.shape = shape
         self._tensors = tensors
         self._left = set(tensors)
 

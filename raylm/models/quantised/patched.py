@@ -14,7 +14,7 @@ from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
 from raylm.models.quantised.codes import Nibbles, Values
-from raylm.models.quantised.grid import PlainZeros
+from raylm.models.quantised.grid import Grid, PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor, S
 from raylm.models.quantised.matrix import Span
 from raylm.models.quantised.scheme import Scheme
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 _FOUR_BITS, _EIGHT_BITS = 4, 8
 _NAN = 0x7F
 """A code of FP8, but for its sign."""
-_MIDDLE = 128
-"""What integers of 8 bits with a sign have less than those without one."""
+_MIDDLE: dict[ops.Numbers, int] = {"int4": 8, "int8": 128}
+"""What integers with a sign have less than those without one."""
+_MOST_HALF = 65504.0
+"""The largest float16, which scales and offsets of affine forms are."""
 _MANTISSA_BITS, _BIAS = 23, 127
 """Of float32; exponents of MXFP4's scales have the same bias."""
 
@@ -36,7 +38,8 @@ def form_of(scheme: Scheme) -> PatchForm | None:
     if scheme.numbers == "int":
         if scheme.bits > _EIGHT_BITS:
             return None
-        return _integer_form("int4" if scheme.bits <= _FOUR_BITS else "int8", scheme.columns)
+        numbers: ops.Numbers = "int4" if scheme.bits <= _FOUR_BITS else "int8"
+        return _integer_form("affine4" if scheme.zero == "added" else numbers, scheme.columns)
     if scheme.zero != "none":
         return None
     if scheme.layout == "nibbles":
@@ -77,20 +80,27 @@ def _form_by_numbers(tensor: QuantisedTensor) -> PatchForm | None:
         return None
     if decoder.columns and columns % form.group:
         return None
+    if form.numbers == "affine4":
+        return form if _are_halves(decoder.scales, decoder) and _are_halves(decoder.shifts, decoder) else None
     most = ops.MOST_ZERO.get(form.numbers)
     if most is None:
         is_stored_so = isinstance(decoder.codes, Nibbles) or tensor.main.encoding.dtype == ops.CODES
         return form if is_stored_so and decoder.zeros is None else None
     if isinstance(decoder.zeros, PlainZeros):
-        zeros = decoder.zeros.read(*decoder.grid) + _added(decoder)
+        zeros = decoder.zeros.read(*decoder.grid) + _added(decoder, form)
         if not bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros <= most)).all()):
             return None
     return form
 
 
-def _added(decoder: Grouped) -> int:
+def _added(decoder: Grouped, form: PatchForm) -> int:
     """To integers and zero points, so that they have no sign."""
-    return _MIDDLE if isinstance(decoder.codes, Values | Nibbles) else 0
+    return _MIDDLE[form.numbers] if isinstance(decoder.codes, Values | Nibbles) else 0
+
+
+def _are_halves(grid: Grid | None, decoder: Grouped) -> bool:
+    """Whether float16 has numbers near these and near what integers of 4 bits make of them."""
+    return grid is not None and bool((grid.read(*decoder.grid).abs() <= _MOST_HALF / (1 << _FOUR_BITS)).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +143,14 @@ class PatchedTensor(InPatches[QuantisedTensor]):
         return None if decoder.groups is None else decoder.groups.order(decoder.shape[1])
 
     def _read(self, rows: Span, columns: Span, order: Tensor | None) -> list[Tensor]:
-        """Codes, scales and, of integers, zero points: of the last two a number for each row and group."""
+        """Codes, scales and, of integers, zero points or, of affine forms, offsets: all but codes a number for each row
+        and group."""
         decoder = self.source.decoder
         assert isinstance(decoder, Grouped)
         size = rows[1] - rows[0], -(-(columns[1] - columns[0]) // self.form.group)
         # A scale a row is that of all columns: also where these are fewer than a group.
-        scales, zeros = decoder.numbers(rows, columns if decoder.columns else (0, self.form.group), self.form.group)
+        of_groups = columns if decoder.columns else (0, self.form.group)
+        scales, zeros, shifts = decoder.numbers(rows, of_groups, self.form.group)
         if self.form == MXFP4_PATCHES:
             assert isinstance(decoder.codes, Nibbles)
             return [decoder.codes.bits(rows, columns), scales.expand(size)]
@@ -148,11 +160,14 @@ class PatchedTensor(InPatches[QuantisedTensor]):
             codes = decoder.codes.read(rows, (0, len(order)))[:, order[slice(*columns)]]
         if self.form == FP8_PATCHES:
             return [codes, scales.expand(size)]
-        added = _added(decoder)
+        zeros = torch.zeros(1, 1) if zeros is None else zeros
+        if shifts is not None:
+            return [codes, scales.expand(size), (shifts - zeros * scales).expand(size)]
+        added = _added(decoder, self.form)
         if isinstance(decoder.codes, Nibbles):
             codes, scales = codes * 2, scales / 2  # floats of 4 bits are halves of integers
         codes = (codes.to(torch.int16) + added).to(torch.uint8)
-        return [codes, scales.expand(size), (torch.zeros(1, 1) if zeros is None else zeros).expand(size) + added]
+        return [codes, scales.expand(size), zeros.expand(size) + added]
 
     def _pack(self, numbers: list[Tensor]) -> Tensor:
         where = f"{self.path}: tensor {self.source.main.name}"
@@ -168,6 +183,11 @@ class PatchedTensor(InPatches[QuantisedTensor]):
             exponents = (scales.contiguous().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
             check_exponents(exponents, where)
             return ops.pack_mxfp4(codes, exponents)
+        if self.form.numbers == "affine4":
+            return ops.pack_affine(self.form.numbers, *numbers, self.form.group)
+        scheme = self.source.scheme
+        if scheme.layout == "values" and bool((codes > ops.MOST_CODE[self.form.numbers]).any()):
+            raise ConfigError(f"{where} holds integers of more than {scheme.bits} bits")
         return ops.pack_integers(self.form.numbers, *numbers, self.form.group)
 
 

@@ -64,7 +64,8 @@ class Schemes:
         schemes = {group.scheme for group in quantisation.groups}
         self._only = next(iter(schemes)) if len(schemes) == 1 else None
         # Names that decide nothing are not read: some have expressions that raylm does not know.
-        self._groups = [] if self._only else [(Names(group.targets), group) for group in quantisation.groups]
+        decides = self._only is None and not quantisation.in_files
+        self._groups = [(Names(group.targets), group) for group in quantisation.groups] if decides else []
 
     def of_stored(self, module: str) -> Scheme | None:
         """The scheme of a module that has quantised parts; None where the configuration does not say. Where there is

@@ -17,6 +17,7 @@ from raylm.models.quantised.modelopt import read_modelopt
 from raylm.models.quantised.patterns import Schemes
 from raylm.models.quantised.quark import read_quark
 from raylm.models.quantised.scheme import MXFP4, Quantisation
+from raylm.models.quantised.torchao import METHOD, read_torchao
 from raylm.models.read_json import read_json
 
 FIELD = "quantization_config"
@@ -34,6 +35,7 @@ _METHODS: dict[str, Callable[[Fields], Quantisation]] = {
     "modelopt": read_modelopt,
     "quark": read_quark,
     "bitsandbytes": read_bitsandbytes,
+    METHOD: read_torchao,
 }
 _ALIASES = {
     "compressed_tensors": "compressed-tensors",
@@ -44,11 +46,6 @@ _ALIASES = {
     "modelopt_mxfp8": "modelopt",
 }
 """Other names in files."""
-_CONVERT = {
-    "torchao": "take the checkpoint that it was made from, or write one with torchao: dequantize() of every weight, "
-    "then save_pretrained",
-}
-"""Methods that are not read -> the way to have such a model."""
 
 
 def read_quantisation(fields: Fields, folder: Path, *, mxfp4: bool) -> Quantisation | None:
@@ -88,6 +85,5 @@ def _read(section: Fields, *, mxfp4: bool) -> Quantisation:
         return Quantisation(method=MXFP4)
     if not isinstance(method, str) or method not in _METHODS:
         allowed = ", ".join((*_METHODS, *([MXFP4] if mxfp4 else [])))
-        way = f"; {_CONVERT[method]}" if isinstance(method, str) and method in _CONVERT else ""
-        raise section.error("quant_method", section.get("quant_method"), f"{allowed}, or a .gguf file{way}")
+        raise section.error("quant_method", section.get("quant_method"), f"{allowed}, or a .gguf file")
     return _METHODS[method](section)

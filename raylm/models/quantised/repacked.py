@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 from torch import Tensor
 
+from raylm.errors import ConfigError
 from raylm.layers.slots import BlockForm
 from raylm.models.quantised.grid import PlainZeros, Scales
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor
@@ -38,7 +39,7 @@ def may_be_blocks(scheme: Scheme) -> bool:
     """Whether the numbers of weights that are stored so may be those of blocks."""
     has_own_groups = scheme.ordered and scheme.columns > 0
     # bitsandbytes' scales are 127ths of numbers, which float16 does not hold.
-    is_integer = scheme.numbers == "int" and scheme.layout != "bnb8"
+    is_integer = scheme.numbers == "int" and scheme.layout not in ("bnb8", "tiles")
     return is_integer and scheme.columns % _VALUES == 0 and not has_own_groups
 
 
@@ -49,7 +50,9 @@ def block_form(tensor: QuantisedTensor) -> BlockForm | None:
     decoder, scheme = tensor.decoder, tensor.scheme
     if not may_be_blocks(scheme) or not isinstance(decoder, Grouped) or tensor.shape[1] % _VALUES:
         return None
-    bits = _signed_bits(decoder, 8 if scheme.layout == "values" else scheme.bits)
+    if not isinstance(decoder.scales, Scales) or _is_shifted(decoder):
+        return None
+    bits = _signed_bits(decoder, scheme.bits)
     form = next((form for most, form in FORMS.items() if bits <= most), None)
     return form if form is not None and _has_half_scales(decoder) else None
 
@@ -59,10 +62,17 @@ def _signed_bits(decoder: Grouped, bits: int) -> int:
     if decoder.zeros is None:
         return bits
     if isinstance(decoder.zeros, PlainZeros):
-        return max(FORMS) + 1  # they may be any number
+        # They may be any number. Programs write those of symmetric weights too.
+        is_symmetric = bool((decoder.zeros.read(*decoder.grid) == decoder.zeros.offset).all())
+        return bits if is_symmetric else max(FORMS) + 1
     # Symmetric weights of GPTQ have zero points in their files too.
     middle = bool((decoder.zeros.read(*decoder.grid) == 1 << bits - 1).all())
     return bits if middle else bits + 1
+
+
+def _is_shifted(decoder: Grouped) -> bool:
+    """Whether a shift is not 0."""
+    return decoder.shifts is not None and bool(decoder.shifts.read(*decoder.grid).any())
 
 
 def _has_half_scales(decoder: Grouped) -> bool:
@@ -100,12 +110,18 @@ class RepackedTensor(Kept[QuantisedTensor]):
     def _blocks(self, rows: Span, columns: Span) -> Tensor:
         decoder = self.source.decoder
         assert isinstance(decoder, Grouped)
-        scales, zeros = decoder.numbers(rows, columns, _VALUES)
+        scales, zeros, _ = decoder.numbers(rows, columns, _VALUES)
         # Modulo 256, which is what negative numbers are stored by.
         codes = decoder.codes.read(rows, columns).to(torch.uint8).unflatten(1, (-1, _VALUES))
         added = _LESS[GGMLType(self.form.kind)] - (torch.zeros(1, 1) if zeros is None else zeros)
         if bool(added.any()):
             codes = codes + added.to(torch.int16).to(torch.uint8).unsqueeze(-1)
+        most = 2 * _LESS[GGMLType(self.form.kind)] - 1
+        if self.source.scheme.layout == "values" and most > 0 and bool((codes > most).any()):
+            main = self.source.main
+            raise ConfigError(
+                f"{main.path}: tensor {main.name} holds integers of more than {self.source.scheme.bits} bits"
+            )
         halves = scales.half().expand(codes.shape[:2]).unsqueeze(-1).contiguous().view(torch.uint8)
         return torch.cat((halves, *_PACKED[GGMLType(self.form.kind)](codes)), dim=-1).flatten(1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["values", "nibbles", "packed", "gptq", "awq", "bnb4", "bnb8"]
-Zero = Literal["none", "middle", "stored", "stored_less_1"]
+Layout = Literal["values", "nibbles", "packed", "gptq", "awq", "bnb4", "bnb8", "signed_nibbles", "tiles"]
+Zero = Literal["none", "middle", "stored", "stored_less_1", "added"]
 CacheNumbers = Literal["fp8", "other"]
 
 MXFP4 = "mxfp4"
@@ -21,7 +21,8 @@ class Scheme:
     """How its parts lie in the files. values: `weight`, a code of 8 bits an element. nibbles: `weight` or
     `weight_packed`, two floats of 4 bits a byte. packed: `weight_packed`, integers along a row in int32. gptq:
     `qweight`, the transposed weight, integers along a column in int32. awq: `qweight`, the transposed weight, integers
-    along a row in int32, in AWQ's order. bnb4, bnb8: bitsandbytes' of 4 and 8 bits."""
+    along a row in int32, in AWQ's order. bnb4, bnb8: bitsandbytes' of 4 and 8 bits. signed_nibbles: TorchAO's integers
+    of 4 bits with a sign, two a byte. tiles: the same in the order of tinygemm's kernels."""
     numbers: Literal["int", "float"]
     """What a code is."""
     bits: int
@@ -30,7 +31,8 @@ class Scheme:
     columns: int = 0
     """Columns that share one scale; 0: all."""
     zero: Zero = "none"
-    """Zero points: none (codes have a sign), in the middle of what the bits can say (symmetric), or stored."""
+    """Zero points: none (codes have a sign), in the middle of what the bits can say (symmetric), or stored. added: in
+    the middle, and a stored number of each group is added behind the scale."""
     exponents: bool = False
     """Scales are powers of two, of which the exponents are stored (e8m0)."""
     ordered: bool = False
@@ -82,6 +84,8 @@ class Quantisation:
     ignored: tuple[str, ...] = ()
     """Names of modules that are not quantised, as raylm.models.quantised.patterns reads them. Loading goes by the
     tensors that are there: a module without quantised parts is not quantised."""
+    in_files: bool = False
+    """The files say of each weight how it is stored (TorchAO): `groups` are what to expect, and decide nothing."""
     cache: CacheNumbers | None = None
     """What keys and values are to be quantised to; None where nothing is said of it."""
 
