@@ -36,6 +36,8 @@ OWN_SIZES = {
     "gpt_oss": {"intermediate_size": 512, "layer_types": ["full_attention"]},
     "olmoe": {"intermediate_size": 512},
 }
+INTEGERS = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+"""Sizes of checkpoints of integers."""
 PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
 MANY = "weights: matrices that are float32 all the same: {}; ranks cut their blocks"
 
@@ -189,7 +191,7 @@ def test_other_types_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_integers_of_a_checkpoint_stay(family: str, kind: str, form: str | None, size: int, tmp_path: Path) -> None:
-    changes = SIZES | {"moe_intermediate_size": 128} | ({"intermediate_size": 128} if family in OWN_SIZES else {})
+    changes = INTEGERS | ({"intermediate_size": 128} if family in OWN_SIZES else {})
     packed, _ = write_both(checkpoints.FAMILIES[family](tmp_path / "plain", **changes), tmp_path, KINDS[kind])
     assert_equal(packed, forms=None if form is None else [form] * 3, size=size)
     if size == 1:
@@ -199,7 +201,7 @@ def test_integers_of_a_checkpoint_stay(family: str, kind: str, form: str | None,
 def test_an_int4_checkpoint_with_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the extension, where there is one: weights are equal, activations have 16 bits."""
     monkeypatch.setattr(ops, "block_kernels", lambda like, kind: True)
-    packed, _ = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS["awq"])
+    packed, _ = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **INTEGERS), tmp_path, KINDS["awq"])
     assert set(stored_forms(load(packed, as_stored=True))) == {"Q5_0"}
     assert_same_model(packed)
 
@@ -214,14 +216,18 @@ def _changed(folder: Path, name: str, value: float) -> None:
 @pytest.mark.usefixtures("exact_kernels")
 def test_all_experts_have_the_blocks_that_one_needs(tmp_path: Path) -> None:
     """One expert's zero points are not the middle ones: its differences have 5 bits, and so have all experts' ups."""
-    packed, _ = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS["gptq_128"])
+    packed, _ = write_both(
+        checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **INTEGERS), tmp_path, KINDS["gptq_128"]
+    )
     _changed(packed, "model.layers.0.mlp.experts.2.up_proj.qzeros", 0x66666666)
     assert_equal(packed, forms=["Q4_0", "Q5_0", "Q4_0"])
 
 
 @pytest.mark.usefixtures("exact_kernels")
 def test_one_expert_that_blocks_do_not_hold_has_all_decoded(tmp_path: Path) -> None:
-    packed, _ = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, KINDS["ct_w4a16"])
+    packed, _ = write_both(
+        checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **INTEGERS), tmp_path, KINDS["ct_w4a16"]
+    )
     name = "model.layers.0.mlp.experts.1.down_proj.weight_scale"
     tensors = load_file(packed / FILE)
     save_file(tensors | {name: tensors[name].float()}, packed / FILE)

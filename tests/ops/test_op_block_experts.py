@@ -170,6 +170,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(needs_block_kernels, kind):
         assert torch.equal(alone, together[:rows])
 
 
+def test_threads_change_nothing(needs_block_kernels):
+    """Each phase begins when the one before it is done."""
+    kinds = [Kind.Q4_0, Kind.Q8_0, Kind.Q5_1]
+    blocks, x, (weights, chosen) = _experts(kinds, 8, 128, 96), _random(9, 128), _routed(9, 8, 2)
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, *[4] * 200):
+            torch.set_num_threads(threads)
+            found.append(ops.block_experts(x, blocks, kinds, weights, chosen, "silu"))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 def test_kinds_without_kernels_are_decoded_first():
     kinds = [Kind.TQ2_0, Kind.Q4_0, Kind.Q4_0]
     blocks = _experts([Kind.Q4_0] * 3, 3, 256, 64)
