@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
-from raylm import ops
-from raylm.layers.slots import PatchForm, Slot, SlotName, empty_parameter, row_bytes
+from raylm.layers.expert_weights import Activation, Biases, ExpertSizes, make_expert_weights
+from raylm.layers.slots import ExpertBlocks, PatchForm, Slot, SlotName, empty_parameter
+from raylm.layers.weight import column_unit
 from raylm.parallel.context import ParallelContext
-
-_SIZE = "an expert's intermediate size"
 
 
 class ParallelExperts(nn.Module):
@@ -23,32 +19,23 @@ class ParallelExperts(nn.Module):
         num_experts: int,
         hidden_size: int,
         size: int,
-        activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        activation: Activation,
         *,
         bias: bool = False,
         limit: float = 0.0,
-        form: PatchForm | None = None,
+        form: PatchForm | ExpertBlocks | None = None,
         context: ParallelContext,
         dtype: torch.dtype,
     ) -> None:
         """`size`: columns between an expert's projections. `limit`: as ops.experts takes it. `form`: of the weights
-        where they are codes; if the device has no kernels for it, or there are fewer patches than ranks, they have the
-        dtype."""
+        where they are codes or blocks; make_expert_weights says when they have the dtype all the same."""
         super().__init__()
         self._activation, self._limit = activation, limit
-        self._hidden, self._size = hidden_size, size
-        device = context.device
-        self.form = form if form is not None and _can_be(form, num_experts, hidden_size, size, dtype, context) else None
-        columns = context.share(size, _SIZE, 1 if self.form is None else ops.PATCH_COLUMNS)
-        self._start, self._share = columns.start, len(columns)
-        share = self._share
-        kept_as, unit = (dtype, 1) if self.form is None else (torch.uint8, ops.PATCH_ROWS)
-        self.gate_up_proj = empty_parameter(
-            num_experts, 2 * share // unit, self._width(hidden_size), dtype=kept_as, device=device
-        )
-        self.down_proj = empty_parameter(
-            num_experts, hidden_size // unit, self._width(share), dtype=kept_as, device=device
-        )
+        unit = column_unit(form.down if isinstance(form, ExpertBlocks) else form)
+        columns = context.share(size, "an expert's intermediate size", unit)
+        share, device = len(columns), context.device
+        self._sizes = ExpertSizes(num_experts, hidden_size, size, share, columns.start)
+        self.matrices = make_expert_weights(self._sizes, form, dtype=dtype, device=device)
         self.gate_up_bias = self.down_bias = None
         if bias:
             self.gate_up_bias = empty_parameter(num_experts, 2 * share, dtype=dtype, device=device)
@@ -58,57 +45,34 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden_size], weights and experts as ops.route gives them -> [T, hidden_size]."""
-        form = self.form
-        multiply = ops.experts if form is None else partial(ops.patched_experts, numbers=form.numbers, group=form.group)
-        return multiply(
-            x,
-            self.gate_up_proj,
-            self.down_proj,
-            weights,
-            chosen,
-            self._activation,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias if self._adds_down_bias else None,
-            limit=self._limit,
-        )
+        biases = Biases(self.gate_up_bias, self.down_bias if self._adds_down_bias else None)
+        return self.matrices.multiply(x, weights, chosen, self._activation, biases, self._limit)
+
+    @property
+    def form(self) -> PatchForm | ExpertBlocks | None:
+        """What the matrices are kept as; None: numbers of the dtype."""
+        return self.matrices.form
+
+    @property
+    def num_experts(self) -> int:
+        return self._sizes.num_experts
 
     @property
     def num_values(self) -> int:
-        """Of the weights, whatever they are kept as."""
-        return 3 * len(self.down_proj) * self._share * self._hidden
-
-    def _width(self, columns: int) -> int:
-        """Elements of a row, or of a row of patches."""
-        return columns if self.form is None else row_bytes(self.form, columns)
+        """Of the matrices, whatever they are kept as."""
+        return 3 * self._sizes.num_experts * self._sizes.share * self._sizes.hidden
 
     def slots(self) -> dict[SlotName, Slot]:
         """Each expert's as MLPs have them."""
         slots: dict[SlotName, Slot] = {}
-        form, hidden_size, share = self.form, self._hidden, self._share
-        unit = 1 if form is None else ops.PATCH_ROWS
-        rows = share // unit
-        for expert in range(len(self.down_proj)):
-            for number, shard in enumerate(("gate", "up")):
-                part = self.gate_up_proj[expert, number * rows : (number + 1) * rows]
-                name = f"{expert}.gate_up_proj.weight", shard
-                slots[name] = Slot(part, (self._size, hidden_size), start=self._start // unit, form=form)
-                if self.gate_up_bias is not None:
-                    part = self.gate_up_bias[expert, number * share : (number + 1) * share]
-                    slots[f"{expert}.gate_up_proj.bias", shard] = Slot(part, (self._size,), start=self._start)
+        _, hidden_size, size, share, start = self._sizes
+        for expert in range(self.num_experts):
+            slots |= {
+                (f"{expert}.{name}", shard): slot for (name, shard), slot in self.matrices.slots_of(expert).items()
+            }
+            if self.gate_up_bias is not None:
+                for shard, part in zip(("gate", "up"), self.gate_up_bias[expert].split(share), strict=True):
+                    slots[f"{expert}.gate_up_proj.bias", shard] = Slot(part, (size,), start=start)
             if self.down_bias is not None:
                 slots[f"{expert}.down_proj.bias", None] = Slot(self.down_bias[expert], (hidden_size,))
-            down, start = self.down_proj[expert], self._width(self._start)
-            shape = (hidden_size, self._size)
-            slots[f"{expert}.down_proj.weight", None] = Slot(down, shape, dim=1, start=start, form=form)
         return slots
-
-
-def _can_be(
-    form: PatchForm, num_experts: int, hidden: int, size: int, dtype: torch.dtype, context: ParallelContext
-) -> bool:
-    """Whether the device has kernels for every rank's share of such experts, and none begins within a patch."""
-    return all(
-        columns.start % ops.PATCH_COLUMNS == 0
-        and ops.takes_patched_experts(form.numbers, num_experts, hidden, len(columns), dtype, context.device)
-        for columns in context.shares(size, _SIZE, ops.PATCH_COLUMNS)
-    )

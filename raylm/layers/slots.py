@@ -63,6 +63,14 @@ class OrderedForm(NamedTuple):
         return found.to(device, torch.int32)
 
 
+class ExpertBlocks(NamedTuple):
+    """The blocks of a layer's experts. All experts' gates are alike, and so on."""
+
+    gate: BlockForm
+    up: BlockForm
+    down: BlockForm
+
+
 FP8_PATCHES = PatchForm("fp8", ops.PATCH_COLUMNS)
 MXFP4_PATCHES = PatchForm("mxfp4", 32)
 

@@ -64,9 +64,9 @@ class Columns(NamedTuple):
         return Columns(*(row_bytes(form, count) for count in self))
 
 
-def column_unit(forms: Forms) -> int:
-    """The columns that a rank's part of a matrix of one shard begins and ends between, so that it can be kept so."""
-    match forms.get(None):
+def column_unit(form: Form | None) -> int:
+    """What the columns of a rank's part of a matrix are a multiple of, so that it can be kept so."""
+    match form:
         case BlockForm(values=values):
             return values
         case PatchForm():

@@ -218,7 +218,7 @@ class MLP(nn.Module):
         super().__init__()
         context, dtype, hidden = build.context, build.dtype, build.arch.hidden_size
         forms = build.forms("down_proj")
-        unit = column_unit(forms)
+        unit = column_unit(forms.get(None))
         down_proj = RowParallelLinear(
             mlp.size,
             hidden,

@@ -20,14 +20,14 @@ from raylm import ops
 from raylm.layers.slots import Slot
 from raylm.models.checkpoint import Room, Source
 from raylm.models.gguf_patched import BlocksInPatches
-from raylm.models.packed import PackedTensor
+from raylm.models.packed import MXFP4InBlocks, PackedTensor
 from raylm.models.quantised.scaled import ScaledTensor
 from raylm.models.staging import Staging
 
 _PART_VALUES = 1 << 24
 """Values of a part at most, so that one large tensor keeps all threads busy."""
 MAX_THREADS = 8
-Filler = Source | ScaledTensor | PackedTensor | BlocksInPatches
+Filler = Source | ScaledTensor | PackedTensor | MXFP4InBlocks | BlocksInPatches
 """What a slot is filled from."""
 
 

@@ -1,22 +1,28 @@
-"""Experts' weights put into patches while they are read that no part of raylm.models.quantised reads."""
+"""Experts' weights put into patches or blocks while they are read that no part of raylm.models.quantised reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import gguf
 import torch
+from gguf import GGMLQuantizationType as GGMLType
 from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, PatchForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, PatchForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
+from raylm.models.mxfp4 import VALUES
+from raylm.models.quantised.joined import Kept
 from raylm.models.quantised.matrix import Span
 from raylm.models.quantised.patched import InPatches, check_exponents, numbers_of
 
 _CHUNK_VALUES = 1 << 19
 """Read at a time."""
+MXFP4_BLOCKS = BlockForm(GGMLType.MXFP4.value, GGMLType.MXFP4.name, *gguf.GGML_QUANT_SIZES[GGMLType.MXFP4])
+"""Values of GGML's type are twice those of MXFP4 and its scales half of them, so codes and exponents are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +53,26 @@ class PackedTensor(InPatches[Source]):
         codes, exponents = source.codes(start, stop, columns)
         check_exponents(exponents, f"{source.path}: tensor {source.scales.name}")
         return ops.pack_mxfp4(codes, exponents)
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4InBlocks(Kept[MXFP4Tensor]):
+    """GPT-OSS's codes in MXFP4_BLOCKS: uint8 [N, bytes of a row]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.source.shape
+        return rows, columns // VALUES * MXFP4_BLOCKS.num_bytes
+
+    def pieces(
+        self, start: int, stop: int, columns: tuple[int, int] | None = None, room: Room | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """As CheckpointTensor.pieces. `columns` are bytes, of whole blocks."""
+        first, last = columns or (0, self.shape[1])
+        span = first // MXFP4_BLOCKS.num_bytes * VALUES, last // MXFP4_BLOCKS.num_bytes * VALUES
+        step = max(_CHUNK_VALUES // max(1, span[1] - span[0]), 1)
+        for row in range(start, stop, step):
+            codes, exponents = self.source.codes(row, min(row + step, stop), span)
+            check_exponents(exponents, f"{self.path}: tensor {self.source.scales.name}")
+            low, high = codes.unflatten(1, (-1, 2, VALUES // 2)).unbind(2)
+            yield row, torch.cat((exponents.unsqueeze(-1), low | high << 4), dim=-1).flatten(1)

@@ -15,13 +15,14 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
 from raylm.models.checkpoint import CheckpointTensor, FileTensor
 from raylm.models.gguf_patched import patches_of
 from raylm.models.names import BLOCKS, Stored, TensorNames, slot_name
+from raylm.models.packed import MXFP4_BLOCKS
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.patched import form_of, patch_form
 from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
@@ -37,7 +38,8 @@ _HALF_BYTES = 2
 """Of a number, where products of FP8 have kernels."""
 _EXPERTS = ".experts."
 _EXPERT_MATRICES = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
-_MATRICES_OF_EXPERT = 2
+_PATCHED_MATRICES = 2
+"""Of an expert whose matrices are in patches: gate and up are one."""
 _FP8_UNIT = 16
 """Rows and columns of the smallest matrix that has kernels."""
 HOPPER = torch.device("meta")
@@ -58,17 +60,23 @@ class Scheme:
         """A matrix's; PLAIN where it has the model's dtype."""
         return self.matrices.get(name, self.of_linears if name.startswith(_LAYERS) else PLAIN)
 
-    def of_experts(self, path: str, num_experts: int) -> PatchForm | None:
-        """Of a layer's experts, which are called "`path`0." and so on: one for all their matrices, or None."""
+    def of_experts(self, path: str, num_experts: int) -> PatchForm | ExpertBlocks | None:
+        """Of a layer's experts, which are called "`path`0." and so on. Patches: one form for all matrices. Blocks: one
+        type for all gates, one for all ups, one for all downs. None for anything else."""
         others = self.experts if path.startswith(_LAYERS) else None
-        found: set[Form | None] = set()
+        found: defaultdict[str | None, set[Form | None]] = defaultdict(set)
         for number in range(num_experts):
             for name, shards in _EXPERT_MATRICES.items():
                 whole = self.matrices.get(f"{path}{name}.weight", {None: others})  # a tensor of all experts
                 forms = self.matrices.get(f"{path}{number}.{name}.weight", whole)
-                found.update([forms.get(None)] if None in forms else [forms.get(shard) for shard in shards])
-        form = found.pop() if len(found) == 1 else None
-        return form if isinstance(form, PatchForm) else None
+                for shard in shards:
+                    found[shard].add(forms.get(None) or forms.get(shard))
+        if any(len(forms) > 1 for forms in found.values()):
+            return None
+        (gate,), (up,), (down,) = found.values()
+        if isinstance(gate, BlockForm) and isinstance(up, BlockForm) and isinstance(down, BlockForm):
+            return ExpertBlocks(gate, up, down)
+        return gate if isinstance(gate, PatchForm) and gate == up == down else None
 
     @property
     def scales_rows(self) -> bool:
@@ -159,8 +167,12 @@ def has_fp8(device: torch.device) -> bool:
 
 def may_repack(arch: ArchConfig, device: torch.device) -> bool:
     """Whether the device computes with blocks that weights which are quantised as the configuration says may be."""
-    schemes = () if arch.quantisation is None else arch.quantisation.schemes
-    return any(map(may_be_blocks, schemes)) and _has_repacked(torch.empty(0, device=device))
+    stored, like = arch.quantisation, torch.empty(0, device=device)
+    if stored is None:
+        return False
+    if not stored.has_parts:  # GPT-OSS's experts
+        return ops.block_kernels(like, MXFP4_BLOCKS.kind)
+    return any(map(may_be_blocks, stored.schemes)) and _has_repacked(like)
 
 
 def read_scheme(
@@ -174,11 +186,12 @@ def read_scheme(
     """What of a checkpoint the device has kernels for that read it as it is, with activations of `dtype`."""
     like = torch.empty(0, dtype=dtype, device=device)
     matrices: defaultdict[str, dict[str | None, Form]] = defaultdict(dict)
-    takes_mxfp4 = names.packed and has_expert_kernels(MXFP4_PATCHES, dtype, device)
+    mxfp4 = _mxfp4_form(like) if names.packed else None
+    repacked: list[tuple[str, str | None]] = []
     for tensor in tensors:
         name, shard = slot_name(tensor.name, stored.table, names.prefixes)
-        if takes_mxfp4 and name.endswith(f".{BLOCKS}"):
-            matrices[f"{name.removesuffix(BLOCKS)}weight"][shard] = MXFP4_PATCHES
+        if mxfp4 is not None and name.endswith(f".{BLOCKS}"):
+            matrices[f"{name.removesuffix(BLOCKS)}weight"][shard] = mxfp4
         # Of GGUF files: those of all experts of a layer.
         are_blocks = isinstance(tensor, CheckpointTensor) and tensor.encoding.form is not None and _EXPERTS in name
         if len(tensor.shape) != _MATRIX_DIMS and not (are_blocks and len(tensor.shape) == _MATRIX_DIMS + 1):
@@ -187,23 +200,52 @@ def read_scheme(
         # The loader norms the rows of such a head.
         if form is not None and not (arch.norm_head and name == "lm_head.weight"):
             matrices[name][shard] = form
+        if isinstance(tensor, QuantisedTensor) and isinstance(form, BlockForm) and _EXPERTS in name:
+            repacked.append((name, shard))
+    _make_alike(matrices, repacked)
     return Scheme(matrices)
+
+
+def _mxfp4_form(like: Tensor) -> PatchForm | BlockForm | None:
+    """Of GPT-OSS's experts."""
+    if has_expert_kernels(MXFP4_PATCHES, like.dtype, like.device):
+        return MXFP4_PATCHES
+    return MXFP4_BLOCKS if ops.block_kernels(like, MXFP4_BLOCKS.kind) else None
+
+
+def _make_alike(matrices: Mapping[str, dict[str | None, Form]], repacked: Iterable[tuple[str, str | None]]) -> None:
+    """Integers fit into larger blocks too: the same matrix of all experts of a layer gets the largest blocks that one
+    of them needs."""
+    alike: defaultdict[tuple[str, str, str | None], list[str]] = defaultdict(list)
+    for name, shard in repacked:
+        layer, _, of_expert = name.partition(_EXPERTS)
+        alike[layer, of_expert.partition(".")[2], shard].append(name)
+    for (*_, shard), names in alike.items():
+        forms = [form for name in names if isinstance(form := matrices[name][shard], BlockForm)]
+        largest = max(forms, key=lambda form: form.num_bytes)
+        for name in names:
+            matrices[name][shard] = largest
 
 
 def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | None:
     """The same of a weight that is stored in parts. On GPUs a head and an embedding are decoded."""
     rows, columns = tensor.shape
+    form = form_of(tensor.scheme)
     if _EXPERTS in name:
-        form = form_of(tensor.scheme)
-        found = patch_form(tensor) if form and has_expert_kernels(form, like.dtype, like.device) else None
+        if form is None or not has_expert_kernels(form, like.dtype, like.device):
+            return _repacked(tensor, like)
+        found = patch_form(tensor)
         return None if isinstance(found, OrderedForm) else found
     if is_scaled(tensor):
         fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None
     # Some of the tensor may have to be read, so whether there are kernels is asked first.
-    form = form_of(tensor.scheme)
     if form and name.startswith(_LAYERS) and ops.takes_patched(form.numbers, rows, columns, like.dtype, like.device):
         return patch_form(tensor)
+    return _repacked(tensor, like)
+
+
+def _repacked(tensor: QuantisedTensor, like: Tensor) -> BlockForm | None:
     blocks = block_form(tensor) if _has_repacked(like) else None
     return blocks if blocks is not None and ops.block_kernels(like, blocks.kind) else None
 
@@ -243,7 +285,8 @@ def stored_forms(model: DecoderModel) -> Counter[str]:
         elif isinstance(module, PlainWeight) and module.values.dtype != model.dtype:
             found[dtype_name(module.values.dtype)] += 1
         elif isinstance(module, ParallelExperts) and module.form is not None:
-            found[str(module.form)] += _MATRICES_OF_EXPERT * len(module.down_proj)
+            for name in _matrices_of_expert(module.form):
+                found[name] += module.num_experts
         elif isinstance(module, ScaledWeight):
             found[f"{dtype_name(module.codes.dtype)} with a scale a row"] += 1
     return found
@@ -256,6 +299,11 @@ def not_kept(model: DecoderModel, scheme: Scheme) -> int:
         if isinstance(module, PlainWeight):
             count += module.values.dtype == model.dtype and bool(scheme.forms(name))
         elif isinstance(module, ParallelExperts) and module.form is None:
-            num_experts = len(module.down_proj)
-            count += _MATRICES_OF_EXPERT * num_experts * (scheme.of_experts(f"{name}.", num_experts) is not None)
+            form = scheme.of_experts(f"{name}.", module.num_experts)
+            count += module.num_experts * len(_matrices_of_expert(form)) if form is not None else 0
     return count
+
+
+def _matrices_of_expert(form: PatchForm | ExpertBlocks) -> list[str]:
+    """The form of each matrix of an expert."""
+    return [str(form)] * _PATCHED_MATRICES if isinstance(form, PatchForm) else [each.name for each in form]

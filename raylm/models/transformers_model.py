@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from raylm.errors import ConfigError
 from raylm.layers.attention import CacheScales, LayerInput
 from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.expert_weights import ExpertWeights
 from raylm.layers.slots import Loadable, Slot, SlotName, empty_parameter, slots_of
 from raylm.layers.weight import Weight
 from raylm.log import get_logger
@@ -149,7 +150,7 @@ class TransformersModel(DecoderModel):
         for top in (self.backbone, self.causal):
             slots |= slots_of(top)
             for path, module in top.named_modules():
-                if isinstance(module, Loadable | Weight):
+                if isinstance(module, Loadable | Weight | ExpertWeights):
                     continue
                 stored = [
                     (name, x) for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set

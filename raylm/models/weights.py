@@ -20,7 +20,7 @@ from raylm.models.filling import Filler, fill
 from raylm.models.gguf_patched import BlocksInPatches, patches_of
 from raylm.models.mxfp4 import BYTES
 from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
-from raylm.models.packed import PackedTensor
+from raylm.models.packed import MXFP4InBlocks, PackedTensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
 from raylm.models.quantised.patched import PatchedTensor, form_of
@@ -225,6 +225,8 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
     """The tensor as its slot takes it."""
     if isinstance(tensor, QuantisedTensor) and isinstance(slot.form, BlockForm):
         return RepackedTensor(tensor, slot.form)
+    if isinstance(tensor, MXFP4Tensor) and isinstance(slot.form, BlockForm):
+        return MXFP4InBlocks(tensor)
     if isinstance(slot.form, PatchForm):
         if isinstance(tensor, CheckpointTensor) and patches_of(tensor.encoding.form) == slot.form:
             return BlocksInPatches(tensor)

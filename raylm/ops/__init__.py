@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, fallback, library  # noqa: F401  (registers schemas and fallbacks)
+from raylm.ops.blocks import block_experts as block_experts
 from raylm.ops.blocks import block_gated_linear as block_gated_linear
 from raylm.ops.blocks import block_kernels as block_kernels
 from raylm.ops.blocks import block_linear as block_linear

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylm.ops.experts import experts
+
 
 def block_linear(x: Tensor, blocks: list[Tensor], kinds: list[int], bias: Tensor | None) -> Tensor:
     return _product(x, blocks, kinds, bias).to(x.dtype)
@@ -22,6 +24,30 @@ def block_gated_linear(
     gate, up = _product(x, blocks, kinds, bias).chunk(2, dim=-1)
     activated = F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)
     return (activated * up).to(x.dtype)
+
+
+def block_experts(
+    x: Tensor,
+    blocks: list[Tensor],
+    kinds: list[int],
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: int,
+    limit: float,
+) -> Tensor:
+    if not chosen.numel():
+        return torch.zeros_like(x)
+    used, places = chosen.unique(return_inverse=True)
+    gate, up, down = (
+        decode_blocks(part[used].flatten(0, 1), kind).unflatten(0, (len(used), -1))
+        for part, kind in zip(blocks, kinds, strict=True)
+    )
+    biases = (None if bias is None else bias[used].float() for bias in (gate_up_bias, down_bias))
+    return experts(x.float(), torch.cat([gate, up], dim=1), down, weights, places, *biases, activation, limit).to(
+        x.dtype
+    )
 
 
 def decode_blocks(blocks: Tensor, kind: int) -> Tensor:

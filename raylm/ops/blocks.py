@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from raylm.ops import block_fallback, library  # noqa: F401  (registers the schemas)
+from raylm.ops.experts import ACTIVATIONS
 
 _block_linear: Callable[..., Tensor] = torch.ops.raylm.block_linear.default
 _block_gated_linear: Callable[..., Tensor] = torch.ops.raylm.block_gated_linear.default
+_block_experts: Callable[..., Tensor] = torch.ops.raylm.block_experts.default
 _decode_blocks: Callable[..., Tensor] = torch.ops.raylm.decode_blocks.default
 _block_kernels: Callable[..., bool] = torch.ops.raylm.block_kernels.default
 
@@ -45,6 +47,30 @@ def block_gated_linear(
     if not _all_have_kernels(x, kinds):
         return block_fallback.block_gated_linear(x, list(blocks), list(kinds), bias, activation == "gelu_tanh")
     return _block_gated_linear(x, blocks, kinds, bias, activation == "gelu_tanh")
+
+
+def block_experts(
+    x: Tensor,
+    blocks: Sequence[Tensor],
+    kinds: Sequence[int],
+    weights: Tensor,
+    chosen: Tensor,
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+) -> Tensor:
+    """As ops.experts, of weights in blocks: gate and up [E, I, bytes], down [E, H, bytes], each of a kind of its own.
+
+    Only experts that a token goes to are read. Their products are computed as block_linear's, and rounded to x's dtype.
+    """
+    code = ACTIVATIONS.index(activation)
+    if not _all_have_kernels(x, kinds):
+        return block_fallback.block_experts(
+            x, list(blocks), list(kinds), weights, chosen, gate_up_bias, down_bias, code, limit
+        )
+    return _block_experts(x, blocks, kinds, weights, chosen, gate_up_bias, down_bias, code, limit)
 
 
 def decode_blocks(blocks: Tensor, kind: int) -> Tensor:

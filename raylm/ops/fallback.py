@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.ops.block_fallback import block_gated_linear, block_kernels, block_linear, decode_blocks
+from raylm.ops.block_fallback import block_experts, block_gated_linear, block_kernels, block_linear, decode_blocks
 from raylm.ops.decode_layers import decode_layers
 from raylm.ops.experts import experts, experts_kernels, route
 from raylm.ops.few_layers import few_layers, few_layers_rows
@@ -368,6 +368,7 @@ _KERNELS = (
     gated_linear,
     block_linear,
     block_gated_linear,
+    block_experts,
     decode_blocks,
     block_kernels,
     scale_rows,

@@ -53,6 +53,10 @@ SCHEMAS = {
     "gated_linear": "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, bool frozen=False) -> Tensor",
     "block_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias) -> Tensor",
     "block_gated_linear": "(Tensor x, Tensor[] blocks, int[] kinds, Tensor? bias, bool gelu_tanh) -> Tensor",
+    "block_experts": (
+        "(Tensor x, Tensor[] blocks, int[] kinds, Tensor weights, Tensor chosen, Tensor? gate_up_bias, "
+        "Tensor? down_bias, int activation, float limit) -> Tensor"
+    ),
     "decode_blocks": "(Tensor blocks, int kind) -> Tensor",
     "block_kernels": "(Tensor like, int kind) -> bool",
     "scale_rows": "(Tensor x) -> (Tensor, Tensor)",
@@ -246,6 +250,7 @@ _FAKES = {
     "gated_linear": _gated_linear,
     "block_linear": _block_linear,
     "block_gated_linear": _block_gated_linear,
+    "block_experts": _like,
     "decode_blocks": _decode_blocks,
     "block_kernels": lambda *_: False,
     "scale_rows": _scaled,

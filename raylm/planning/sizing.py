@@ -13,7 +13,7 @@ from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import PatchForm
+from raylm.layers.slots import ExpertBlocks, PatchForm
 from raylm.layers.weight import PatchedWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.cache_spec import CacheSpec, cache_specs
@@ -50,7 +50,7 @@ class _Stage(NamedTuple):
     experts: int
     """Bytes of their experts."""
     expert_values: int
-    expert_form: PatchForm | None
+    expert_form: PatchForm | ExpertBlocks | None
     groups: CacheGroups
     """Their layout is the same in all stages."""
     kv: int
@@ -239,7 +239,9 @@ class Sizing:
         for module in model.layers.modules():
             if isinstance(module, PatchedWeight):
                 values += module.num_values - module.patches.numel()
-        in_codes = sum(module.num_values - module.gate_up_proj.numel() - module.down_proj.numel() for module in experts)
+        in_codes = sum(
+            module.num_values - sum(matrix.numel() for matrix in module.matrices.parameters()) for module in experts
+        )
         of_experts = in_codes + sum(parameter.numel() for module in experts for parameter in module.parameters())
         expert_bytes, form = sum(map(_bytes, experts)), experts[0].form if experts else None
         return _Stage(held, read, values + in_codes, expert_bytes, of_experts, form, groups, kv)

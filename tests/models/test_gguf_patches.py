@@ -299,10 +299,10 @@ def experts_of(model: DecoderModel) -> ParallelExperts:
 
 def both(experts: ParallelExperts) -> list[Tensor]:
     """Numbers of both matrices: [E, rows, columns]."""
-    pairs = (experts.gate_up_proj, experts.down_proj)
+    pairs = (experts.matrices.gate_up_proj, experts.matrices.down_proj)
     if experts.form is None:
         return [matrix.float() for matrix in pairs]
-    columns = len(experts.down_proj[0]) * 16, len(experts.gate_up_proj[0]) * 8
+    columns = len(experts.matrices.down_proj[0]) * 16, len(experts.matrices.gate_up_proj[0]) * 8
     return [
         torch.stack([ops.unpack(each, *experts.form, size) for each in matrix])
         for matrix, size in zip(pairs, columns, strict=True)
@@ -349,7 +349,7 @@ def test_experts_of_several_forms_are_decoded(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO, logger="raylm"):
         stored = experts_of(load(path, as_stored=True))
     assert stored.form is None
-    count = len(stored.down_proj)
+    count = stored.num_experts
     found = f"weights: matrices decoded to float32 while they are loaded: {2 * count} in Q4_K, {count} in Q6_K"
     assert found in caplog.messages
     assert all(map(torch.equal, both(stored), both(experts_of(load(path)))))

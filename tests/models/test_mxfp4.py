@@ -261,9 +261,9 @@ def test_a_file_that_is_cut_short_is_refused(packed: Path) -> None:
 
 def test_other_quantisations_are_refused(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     change_config(packed, quantization_config={"quant_method": "exl2"})
-    with pytest.raises(ConfigError, match="quant_method is 'exl2'; allowed: .*, bitsandbytes, mxfp4"):
+    with pytest.raises(ConfigError, match="quant_method is 'exl2'; allowed: .*, bitsandbytes, torchao, mxfp4"):
         load(packed)
     llama = checkpoints.llama(tmp_path_factory.mktemp("llama"))
     change_config(llama, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ConfigError, match="quant_method is 'mxfp4'; allowed: .*, bitsandbytes, or"):
+    with pytest.raises(ConfigError, match="quant_method is 'mxfp4'; allowed: .*, bitsandbytes, torchao, or"):
         load(llama)

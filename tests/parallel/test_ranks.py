@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 import raylm.llm.offline
@@ -125,6 +126,14 @@ def test_a_model_of_transformers_gives_the_same_tokens(name, shape, tmp_path, lo
         **(checkpoints.ERNIE_EXPERTS if "Moe" in name else {}),
     )
     assert tokens(load(folder, shape), PROMPTS, GREEDY) == tokens(load(folder), PROMPTS, GREEDY)
+
+
+def test_experts_in_blocks_give_the_same_tokens(tmp_path, load):
+    """A file's, which a CPU with the extension keeps so."""
+    hf = checkpoints.FAMILIES["qwen3_moe"](tmp_path / "hf", num_hidden_layers=2, moe_intermediate_size=128)
+    kinds = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), GGMLQuantizationType.Q8_0)
+    file = checkpoints.write_gguf(hf, tmp_path / "model.gguf", kinds)
+    assert tokens(load(file, (2, 1)), PROMPTS, GREEDY) == tokens(load(file), PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 // table's name and the compiler's flags set to the instructions it may use.
 #include "raylm/cpu/attention.h"
 #include "raylm/cpu/block_linear.h"
+#include "raylm/cpu/combine.h"
 #include "raylm/cpu/gated.h"
 #include "raylm/cpu/kernels.h"
 #include "raylm/cpu/linear.h"
@@ -29,7 +30,7 @@ CpuKernels table() {
   return {
       RAYLM_STRING(RAYLM_ISA),      RAYLM_BY_DTYPE(rms_norm),    RAYLM_BY_DTYPE(rotary),    store_kv,
       RAYLM_BY_DTYPE(gated),        RAYLM_BY_DTYPE(linear),      RAYLM_BY_DTYPE(quantise),  RAYLM_BY_DTYPE(block_linear),
-      RAYLM_BY_DTYPE(block_gated),  RAYLM_BY_DTYPE(attention),   RAYLM_BY_DTYPE(merge),
+      RAYLM_BY_DTYPE(block_gated),  RAYLM_BY_DTYPE(combine),     RAYLM_BY_DTYPE(attention), RAYLM_BY_DTYPE(merge),
   };
 }
 

@@ -138,8 +138,7 @@ inline void block_gated(const BlockLinearArgs& a, int64_t begin, int64_t end) {
           const T* bias = static_cast<const T*>(a.bias[weight]);
           return bias ? v + load(bias + column + i) : v;
         };
-        const Vec gate = sum(0);
-        store(out + i, (a.activation == Activation::kSilu ? silu(gate) : gelu_tanh(gate)) * sum(1));
+        store(out + i, gated_by(a.activation, sum(0), sum(1), a.limit));
       });
     }
   });

@@ -38,7 +38,8 @@ struct StoreArgs {
   int64_t num_heads, block_size, row_bytes, element_bytes;
 };
 
-enum class Activation { kSilu, kGeluTanh };
+// Of gated products, by their numbers in raylm::block_experts.
+enum class Activation { kSilu, kGeluTanh, kClampedSwiglu };
 
 struct GatedArgs {
   DType dtype;
@@ -84,9 +85,20 @@ struct BlockLinearArgs {
   int64_t blocks_stride[2];  // bytes
   const void* bias[2];       // may be null
   Activation activation;     // of two weights
+  float limit;               // of kClampedSwiglu
   void* out;
   int64_t out_stride;
   int64_t out_size;  // rows of a weight
+};
+
+// Rows of out: sums of `per_row` rows of parts, each times its weight.
+struct CombineArgs {
+  DType dtype;  // of parts and out
+  const void* parts;
+  const int64_t* places;  // [rows, per_row]: rows of parts
+  const float* weights;   // [rows, per_row]
+  void* out;
+  int64_t per_row, width;
 };
 
 struct AttentionArgs {
@@ -137,6 +149,7 @@ struct CpuKernels {
   void (*quantise)(const QuantiseArgs&, int64_t begin, int64_t end);                       // rows
   void (*block_linear)(const BlockLinearArgs&, int64_t begin, int64_t end);                // columns, as in linear
   void (*block_gated)(const BlockLinearArgs&, int64_t begin, int64_t end);                 // columns, as in linear
+  void (*combine)(const CombineArgs&, int64_t begin, int64_t end);                         // rows
   void (*attention)(const AttentionArgs&, const AttentionUnit&, float* scratch);           // one unit
   void (*merge)(const AttentionArgs&, const AttentionUnit&, int64_t num_splits);           // units that share rows
 };
