@@ -133,15 +133,19 @@ async def step_until(executor: PacedExecutor, condition: Callable[[], bool]) -> 
 
 
 class CountingExecutor(FakeExecutor):
-    """Samples how long each row is, so that a step costs next to nothing; `pause_s` is the least time of a step."""
+    """Samples how long each row is, so that a step costs next to nothing; `pause_s` is the least time of a step. With
+    `permits` each step waits for one."""
 
-    def __init__(self, *, pause_s: float = 0.0, **options) -> None:
+    def __init__(self, *, pause_s: float = 0.0, permits: threading.Semaphore | None = None, **options) -> None:
         super().__init__(**options)
         self.pause_s = pause_s
+        self.permits = permits
         self._lengths: dict[int, tuple[int, int]] = {}
 
     def _execute(self, plan: StepPlan) -> Sampled:
         time.sleep(self.pause_s)
+        if self.permits is not None:
+            self.permits.acquire()
         for new in plan.new_rows:
             self._lengths[new.row] = (len(new.token_ids), new.num_computed)
         tokens = []
