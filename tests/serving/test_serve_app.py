@@ -275,7 +275,7 @@ def test_a_full_queue_answers_503_and_the_engine_goes_on(serve_url, client):
         body = {"model": MODEL, "prompt": "A", "max_tokens": 30, "ignore_eos": True}
         return httpx.post(f"{serve_url}/v1/completions", json=body, timeout=120)
 
-    # Four sequences that go on for long have all rows, so eight wait and the others are refused, however late they come.
+    # Four sequences that go on for long have all rows: eight wait and the others are refused, however late they come.
     chat = {"model": MODEL, "messages": PARIS, "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}
     with ThreadPoolExecutor(30) as pool:
         with httpx.stream("POST", f"{serve_url}/v1/chat/completions", json=chat, timeout=120) as busy:

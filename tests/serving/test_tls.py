@@ -216,7 +216,7 @@ def test_our_own_clients_speak_https(tmp_path: Path, backend: Backend, monkeypat
         async def stream(of: ssl.SSLContext | None) -> None:
             client = Client(url, trusted=of)
             try:
-                await client.stream("/v1/completions", {}, timeout_s=30)
+                await client.stream("/v1/completions", {}, timeout_s=120)
             finally:
                 await client.close()
 
