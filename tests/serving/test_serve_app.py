@@ -279,7 +279,8 @@ def test_a_full_queue_answers_503_and_the_engine_goes_on(serve_url, client):
     chat = {"model": MODEL, "messages": PARIS, "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}
     with ThreadPoolExecutor(30) as pool:
         with httpx.stream("POST", f"{serve_url}/v1/chat/completions", json=chat, timeout=120) as busy:
-            assert next(line for line in busy.iter_lines() if line.startswith("data") and '"role"' not in line)
+            running = busy.iter_lines()
+            assert next(line for line in running if line.startswith("data") and '"role"' not in line)
             asked = [pool.submit(ask, index) for index in range(30)]
             wait_for(lambda: sum(each.done() for each in asked) >= 22)
         answers = [each.result() for each in asked]
