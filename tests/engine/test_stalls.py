@@ -68,9 +68,9 @@ class Stalling:
 
 
 async def test_a_client_that_is_held_longer_than_any_heartbeat_reads_on():
-    """Its receiving queue is full and stays so for 12 s, as when a tokenizer holds the GIL; libzmq must not abort."""
+    """Its receiving queue is full and stays so for 9 s, as when a tokenizer holds the GIL; libzmq must not abort."""
     served = Served(CountingExecutor(max_model_len=12_000, num_blocks=24_000, pause_s=0.0005))
-    stalling = Stalling(served, "start a", "sleep 12", "finish")
+    stalling = Stalling(served, "start a", "sleep 9", "finish")
     assert await stalling.result() == ["a", 11_999, True, "length", ""]
     assert await stalling.end() == 0
     served.stop()
