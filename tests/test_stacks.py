@@ -15,11 +15,11 @@ def test_every_thread_is_there_with_its_code_and_without_its_values() -> None:
 
     def hang_here(secret: str) -> None:
         begun.set()
-        gate.wait(30)
+        gate.wait(60)
 
     thread = threading.Thread(target=hang_here, args=("sesame",), name="the-one-that-hangs")
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     found = stacks_here("engine 7")
     gate.set()
     thread.join()

@@ -27,6 +27,10 @@ from raylm.executor.base import StepOnItsWay
 _NAP_S = 20e-6
 """Between looks for a plan or a result while a device computes."""
 
+_LAST_WORDS_MS = 5_000
+"""How long an end that closes may take to send what it said last. It takes so long only where its threads are held, or
+where the other end reads nothing and is full."""
+
 _LOOK_MS = 100
 """Between looks for a worker that takes no plan."""
 
@@ -135,7 +139,7 @@ class PlanSender:
             return
         for socket in self._sockets:
             _sent(socket, b"")
-            socket.close(linger=100)
+            socket.close(linger=_LAST_WORDS_MS)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -206,7 +210,7 @@ class PlanReceiver:
         self._socket.send(self._encoder.encode(_Failure(f"{type(error).__name__}: {error}")))
 
     def close(self) -> None:
-        self._socket.close(linger=1000)
+        self._socket.close(linger=_LAST_WORDS_MS)
         self._context.term()
 
 

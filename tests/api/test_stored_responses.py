@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,12 +71,20 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    """Leases are short, so that what waits for their end waits for little."""
-    monkeypatch.setattr(store, "LEASE_S", 1.0)
+    """No pause of a busy machine is as long as a lease; `brief_leases` are for ingresses that die."""
+    monkeypatch.setattr(store, "LEASE_S", 600.0)
     monkeypatch.setattr(keeper, "RENEW_EVERY_S", 0.1)
     monkeypatch.setattr(keeper, "CLAIM_EVERY_S", 0.2)
     async with Cluster(database_url) as cluster:
         yield cluster
+
+
+@contextmanager
+def brief_leases() -> Iterator[None]:
+    """Of what begins meanwhile: whoever waits for the end of such a lease waits for little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "LEASE_S", 0.1)
+        yield
 
 
 def client_of(server: Server, key: str = "none") -> AsyncOpenAI:
@@ -261,9 +269,10 @@ async def test_events_of_a_background_response_are_read_from_any_number_on(clust
 
 async def test_a_response_whose_ingress_died_is_run_again(cluster):
     dead = await cluster.ingress(b"He", None, starts=False)
-    created = await client_of(dead).responses.create(
-        model="tiny", input="hi", background=True, instructions="Be kind.", metadata={"a": "b"}
-    )
+    with brief_leases():
+        created = await client_of(dead).responses.create(
+            model="tiny", input="hi", background=True, instructions="Be kind.", metadata={"a": "b"}
+        )
     alive = await cluster.ingress(*said("Hello again."))
     done = await ended(client_of(alive), created.id)
     assert (done.status, done.output_text) == ("completed", "Hello again.")
@@ -274,8 +283,9 @@ async def test_a_response_whose_ingress_died_is_run_again(cluster):
 async def test_a_response_that_clients_have_begun_to_read_fails_with_its_ingress(cluster):
     dead = await cluster.ingress(b"He", None, starts=False)
     body = json.dumps({"model": "tiny", "input": "hi", "stream": True, "background": True}).encode()
-    reader = RawClient(dead.app, body, "/v1/responses")
-    await until(lambda: any(b"response.created" in message.get("body", b"") for message in reader.sent))
+    with brief_leases():
+        reader = RawClient(dead.app, body, "/v1/responses")
+        await until(lambda: any(b"response.created" in message.get("body", b"") for message in reader.sent))
     alive = await cluster.ingress(*said("Hello again."))
     await reader.task
     told = b"".join(message.get("body", b"") for message in reader.sent)
@@ -309,7 +319,8 @@ async def test_a_drain_that_is_over_gives_responses_up_too(cluster):
 async def test_a_request_that_ends_every_ingress_is_given_up(cluster, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(service, "MAX_ATTEMPTS", 0)
     dead = await cluster.ingress(b"He", None, starts=False)
-    created = await client_of(dead).responses.create(model="tiny", input="hi", background=True)
+    with brief_leases():
+        created = await client_of(dead).responses.create(model="tiny", input="hi", background=True)
     alive = await cluster.ingress(*said("Hello again."))
     done = await ended(client_of(alive), created.id)
     assert done.status == "failed" and "process that ran this response is gone" in done.error.message
@@ -318,7 +329,8 @@ async def test_a_request_that_ends_every_ingress_is_given_up(cluster, monkeypatc
 
 async def test_a_response_that_no_engine_takes_waits_for_one(cluster):
     dead = await cluster.ingress(b"He", None, starts=False)
-    created = await client_of(dead).responses.create(model="tiny", input="hi", background=True)
+    with brief_leases():
+        created = await client_of(dead).responses.create(model="tiny", input="hi", background=True)
     alive = await cluster.ingress(Overloaded("the queue is full", retry_after=0.1))
     await until(lambda: len(alive.generator.requests) > 2)
     alive.generator.script = said("Hello again.")

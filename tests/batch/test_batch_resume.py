@@ -51,7 +51,7 @@ def test_killed_at_any_moment_it_loses_and_repeats_nothing(tmp_path, kind):
     folder = tmp_path / "moments"
     folder.mkdir()
     command = [sys.executable, "-m", "tests.batch.killed_batches", str(folder), str(source), ".jsonl"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     moments = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(moments) > 25

@@ -42,7 +42,7 @@ def ask(url, body=None, *, times=1):
         try:
             path = "/chat/completions" if "messages" in (body or {}) else "/completions"
             request = {"max_tokens": 5, "stream": True} | (body or {})
-            return [await client.stream(path, request, timeout_s=20) for _ in range(times)]
+            return [await client.stream(path, request, timeout_s=120) for _ in range(times)]
         finally:
             await client.close()
 
@@ -51,7 +51,7 @@ def ask(url, body=None, *, times=1):
 
 def load(server, cases=("a:6:4:5",), loads=(UNLIMITED,), *, goodput=None, **settings):
     results = []
-    target = Target(server.url, "fake", timeout_s=20, **settings)
+    target = Target(server.url, "fake", timeout_s=120, **settings)
     sweep(target, [parse_case(case) if isinstance(case, str) else case for case in cases], loads, results.append,
           goodput=goodput)  # fmt: skip
     return results

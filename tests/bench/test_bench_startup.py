@@ -46,7 +46,7 @@ def server(code):
 
 
 def test_a_server_is_started_asked_and_stopped():
-    row = as_json(measure_server("m.yaml", timeout_s=30, command=server(503)))
+    row = as_json(measure_server("m.yaml", timeout_s=120, command=server(503)))
     assert set(row) == {"bench", "model", "ready_s", "phases"}
     assert (row["bench"], row["model"]) == ("startup", "m")
     assert set(row["phases"]) == {"listening", "first_answer", "stop"}
@@ -58,22 +58,22 @@ def test_what_a_server_tells_of_its_start_is_among_the_phases():
     told += [f"(EngineActor pid=1) INFO: engine started in {parts(3.0, {'import': 1.5})}"]
     command = server(503)
     command[2] = f"import sys\nprint({os.linesep.join(told)!r}, file=sys.stderr)\n" + command[2]
-    phases = measure_server("m.yaml", timeout_s=30, command=command).phases
+    phases = measure_server("m.yaml", timeout_s=120, command=command).phases
     assert (phases["Ray"], phases["applications submitted"], phases["engine import"]) == (2.25, 0.5, 1.5)
 
 
 def test_a_server_with_keys_is_sent_one():
-    assert measure_server("m.yaml", timeout_s=30, api_key="mine", command=server(503)).model == "mBearer mine"
+    assert measure_server("m.yaml", timeout_s=120, api_key="mine", command=server(503)).model == "mBearer mine"
     with pytest.raises(RaylmError, match="refused to list its models with 401"):
-        measure_server("m.yaml", timeout_s=30, api_key="wrong", command=server(503))
+        measure_server("m.yaml", timeout_s=120, api_key="wrong", command=server(503))
 
 
 def test_a_server_that_refuses_or_dies_is_an_error():
     with pytest.raises(RaylmError, match="refused a chat request with 404"):
-        measure_server("m.yaml", timeout_s=30, command=server(404))
+        measure_server("m.yaml", timeout_s=120, command=server(404))
     dying = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
     with pytest.raises(RaylmError, match=r"exit code 3 before it could list its models(.|\n)*out of luck"):
-        measure_server("m.yaml", timeout_s=30, command=dying)
+        measure_server("m.yaml", timeout_s=120, command=dying)
 
 
 def test_a_server_that_does_not_come_is_killed():
@@ -91,7 +91,7 @@ def test_a_fresh_process_reports_its_phases(monkeypatch):
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **kw: run([sys.executable, "-c", textwrap.dedent(fake)], **kw)
     )
-    result = measure_offline(EngineConfig(model=ModelConfig(path="/x/y")), timeout_s=30)
+    result = measure_offline(EngineConfig(model=ModelConfig(path="/x/y")), timeout_s=120)
     assert (result.bench, result.model) == ("startup", "y")
     assert list(result.phases) == ["interpreter", "import", "weights"]
     assert result.ready_s >= result.phases["interpreter"] > 0
@@ -99,4 +99,4 @@ def test_a_fresh_process_reports_its_phases(monkeypatch):
 
 def test_a_fresh_process_that_fails_shows_why():
     with pytest.raises(RaylmError, match=r"exit code 1(.|\n)*does not exist"):
-        measure_offline(EngineConfig(model=ModelConfig(path="./nothing/here")), timeout_s=60)
+        measure_offline(EngineConfig(model=ModelConfig(path="./nothing/here")), timeout_s=120)

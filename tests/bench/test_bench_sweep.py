@@ -115,5 +115,5 @@ def test_a_server_that_does_not_start_has_last_words(monkeypatch):
         return start([sys.executable, "-c", "import sys; sys.exit('no such thing')"], **settings)
 
     monkeypatch.setattr(startup.subprocess, "Popen", instead)
-    with pytest.raises(RaylmError, match="no such thing"), running_server("x", timeout_s=30):
+    with pytest.raises(RaylmError, match="no such thing"), running_server("x", timeout_s=120):
         pass

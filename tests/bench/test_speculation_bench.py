@@ -15,7 +15,7 @@ from raylm.config.engine import EngineConfig
 from raylm.core.drafting import DraftCounters
 from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
-from tests.support.drafting import METHODS, Fixed, Models
+from tests.support.drafting import METHODS, Fixed, Models, steps_in_a_millisecond
 
 
 def config(method: str = "ngram") -> EngineConfig:
@@ -38,7 +38,8 @@ def test_the_set_has_thirty_texts_and_thirty_questions():
 @pytest.mark.parametrize(
     ("kinds", "streams"), [(["copy"], [2]), pytest.param(["copy", "chat"], [1, 2], marks=pytest.mark.nightly)], ids=str
 )
-def test_outputs_are_the_same_and_copies_are_drafted(kinds, streams):
+def test_outputs_are_the_same_and_copies_are_drafted(kinds, streams, monkeypatch):
+    steps_in_a_millisecond(monkeypatch)
     settings = Settings(kinds, streams, requests=2, max_tokens=24, replay=None)
     results = list(measure_speculation(config(), settings))
     assert [(result.kind, result.streams) for result in results] == [(kind, n) for kind in kinds for n in streams]
@@ -47,7 +48,8 @@ def test_outputs_are_the_same_and_copies_are_drafted(kinds, streams):
 
 
 @pytest.mark.usefixtures("demo")
-def test_replayed_drafts_are_accepted_as_often_as_they_are_right():
+def test_replayed_drafts_are_accepted_as_often_as_they_are_right(monkeypatch):
+    steps_in_a_millisecond(monkeypatch)
     settings = Settings(["random"], [2], requests=2, max_tokens=24, replay=1.0)
     (result,) = measure_speculation(config(), settings)
     assert result.method == "replay 1" and result.same_outputs == 1

@@ -32,7 +32,7 @@ def test_plans_are_as_large_as_a_schedulers():
 def test_a_worker_that_ends_ends_the_measurement():
     workers = steps._Workers(1, 0.0)
     workers._processes[0].kill()
-    workers._processes[0].join(10)
+    workers._processes[0].join(60)
     with pytest.raises(RaylmError, match="a worker of the benchmark ended"):
         workers.us_per_trip(steps.decodes(64), 1)
     workers.close()

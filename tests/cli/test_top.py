@@ -59,7 +59,7 @@ def test_it_draws_until_it_is_stopped_and_a_server_that_goes_is_named(monkeypatc
         rounds.append(seconds)
         if len(rounds) == 1:
             gone.set()
-            ended.wait(30)
+            ended.wait(120)
         elif len(rounds) == 3:
             raise KeyboardInterrupt
 
@@ -69,20 +69,20 @@ def test_it_draws_until_it_is_stopped_and_a_server_that_goes_is_named(monkeypatc
         with listening(server.app) as url:
             address.append(url)
             started.set()
-            gone.wait(30)
+            gone.wait(120)
         ended.set()
 
     started = threading.Event()
     thread = threading.Thread(target=serve)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(120)
     monkeypatch.setattr(top.time, "sleep", sleep)
     monkeypatch.setattr(top.sys, "stdout", out)
     try:
         assert main(["top", "--url", address[0], "--every", "0.5"]) == 130
     finally:
         gone.set()
-        thread.join(30)
+        thread.join(120)
     drawn = out.getvalue()
     assert drawn.startswith("\x1b[?1049h") and drawn.endswith("\x1b[?1049l")
     assert drawn.count("\x1b[H") == 3 and "did not answer" in drawn

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from anthropic import Anthropic, AsyncAnthropic, BadRequestError
 
+from tests.clients.pieces import in_pieces
 from tests.support.asked import DEMO, PARIS, WEATHER_PARAMETERS, get_weather
 
 pytestmark = pytest.mark.serve
@@ -25,11 +26,18 @@ def client(serve_url: str) -> Iterator[Anthropic]:
 
 def test_a_stream_says_what_the_whole_message_says(client: Anthropic) -> None:
     whole = client.messages.create(**ASKED)
-    with client.messages.stream(**ASKED) as stream:
-        parts = list(stream.text_stream)
-        final = stream.get_final_message()
+    finals = []
+
+    def ask() -> list[str]:
+        with client.messages.stream(**ASKED) as stream:
+            found = list(stream.text_stream)
+            finals.append(stream.get_final_message())
+        return found
+
+    parts = in_pieces(ask)
+    final = finals[-1]
     assert whole.content[0].type == "text" and "Paris" in whole.content[0].text
-    assert len(parts) > 3 and "".join(parts) == whole.content[0].text
+    assert "".join(parts) == whole.content[0].text
     assert final.content[0].type == "text" and final.content[0].text == whole.content[0].text
     assert final.stop_reason == whole.stop_reason == "end_turn"
     sizes = [answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) for answer in (whole, final)]

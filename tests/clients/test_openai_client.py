@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
+from tests.clients.pieces import in_pieces
 from tests.support.asked import DEMO, PARIS, WEATHER_PARAMETERS, get_weather
 
 pytestmark = pytest.mark.serve
@@ -34,12 +35,18 @@ def client(base_url: str) -> Iterator[OpenAI]:
 
 def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
     whole = client.chat.completions.create(model=DEMO, messages=MESSAGES, temperature=0, max_tokens=24)
-    with client.chat.completions.stream(
-        model=DEMO, messages=MESSAGES, temperature=0, max_tokens=24, stream_options={"include_usage": True}
-    ) as stream:
-        deltas = [event.delta for event in stream if event.type == "content.delta"]
-        final = stream.get_final_completion()
-    assert len(deltas) > 3
+    finals = []
+
+    def ask() -> list[str]:
+        with client.chat.completions.stream(
+            model=DEMO, messages=MESSAGES, temperature=0, max_tokens=24, stream_options={"include_usage": True}
+        ) as stream:
+            found = [event.delta for event in stream if event.type == "content.delta"]
+            finals.append(stream.get_final_completion())
+        return found
+
+    deltas = in_pieces(ask)
+    final = finals[-1]
     assert "".join(deltas) == final.choices[0].message.content == whole.choices[0].message.content
     assert final.usage is not None and whole.usage is not None
     # The second may have found the prompt in the cache, the first not.

@@ -90,5 +90,5 @@ async def test_a_follower_learns_that_the_engine_was_stopped():
     assert isinstance(await anext(items), EventSnapshot)
     served.stop()
     with pytest.raises(EngineStopped, match="the engine was stopped"):
-        await asyncio.wait_for(anext(items), 10)
+        await asyncio.wait_for(anext(items), 60)
     await client.close()

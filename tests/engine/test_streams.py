@@ -91,7 +91,7 @@ def event(number: int) -> BlockEvent:
 
 
 async def taken(feed: EventFeed) -> EventSnapshot | EventBatch:
-    return await asyncio.wait_for(feed.next(), 5)
+    return await asyncio.wait_for(feed.next(), 60)
 
 
 async def test_batches_before_the_snapshots_next_are_cut_or_dropped() -> None:

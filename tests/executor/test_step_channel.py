@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import zmq
 
 from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
@@ -23,6 +25,7 @@ from raylm.core.step import (
     StepPlan,
 )
 from raylm.errors import EngineDeadError
+from raylm.executor import step_channel
 from raylm.executor.step_channel import PlanReceiver, PlanSender, StepAddress, serve
 
 LOGPROBS = Logprobs([-0.5], [2], [[7, 1]], [[-0.25, -0.5]])
@@ -80,10 +83,10 @@ def test_plans_and_results_survive_the_trip():
     for plan in plans:
         sender.send(plan)
     results = [result_of(plan) for plan in plans]
-    assert [sender.receive(5000) for _ in plans] == results and results[1].candidates
+    assert [sender.receive(60_000) for _ in plans] == results and results[1].candidates
     assert sender.receive(0) is None
     sender.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert seen == plans
 
@@ -94,25 +97,26 @@ def test_a_connected_channel_has_nothing_in_the_file_system():
     folder = Path(sender.addresses[0].address.removeprefix("ipc://")).parent
     assert folder.is_dir()
     threads = [worker(address, lambda plan: Step(result_of(plan))) for address in sender.addresses]
-    sender.wait_for_workers(look=lambda: None, deadline=time.monotonic() + 10)
+    sender.wait_for_workers(look=lambda: None, deadline=time.monotonic() + 60)
     assert not folder.exists()
     sender.send(StepPlan(1, [], [], [0], [1]))
-    assert sender.receive(5000) == sender.receive(5000) == Sampled(1, [1], [], [(0, LOGPROBS)])
+    assert sender.receive(60_000) == sender.receive(60_000) == Sampled(1, [1], [], [(0, LOGPROBS)])
     sender.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 def test_a_worker_that_never_connects_is_named():
     sender = PlanSender([None, None])
     thread = worker(sender.addresses[0], lambda plan: Step(result_of(plan)))
+    assert sender._sockets[0].poll(60_000, zmq.POLLOUT)
     looked = []
     with pytest.raises(EngineDeadError, match="worker 1 has loaded the model, but cannot reach the engine"):
         sender.wait_for_workers(look=lambda: looked.append(1), deadline=time.monotonic())
     assert looked
     sender.close()
-    thread.join(5)
+    thread.join(60)
 
 
 def test_a_failure_names_its_worker():
@@ -127,10 +131,10 @@ def test_a_failure_names_its_worker():
     sender.send(StepPlan(1, [], [], [0], [1]))
     with pytest.raises(EngineDeadError, match="worker 1 of 2 failed in a step: MemoryError: no room"):
         for _ in range(2):
-            sender.receive(5000)
+            sender.receive(60_000)
     sender.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
 
 
 def test_the_next_plan_is_taken_while_a_step_computes():
@@ -147,14 +151,14 @@ def test_the_next_plan_is_taken_while_a_step_computes():
     plans = [StepPlan(number, [], [], [0], [1]) for number in (1, 2)]
     for plan in plans:
         sender.send(plan)
-        assert arrived.acquire(timeout=5), "it waited for the first step's result"
+        assert arrived.acquire(timeout=60), "it waited for the first step's result"
     assert sender.receive(20) is None
     steps[1].done = True
     assert sender.receive(20) is None, "results come in the order of plans"
     steps[0].done = True
-    assert [sender.receive(5000) for _ in plans] == [result_of(plan) for plan in plans]
+    assert [sender.receive(60_000) for _ in plans] == [result_of(plan) for plan in plans]
     sender.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -178,7 +182,7 @@ def test_what_workers_are_told_is_done_between_the_plans_before_and_after():
     for number in (1, 2):
         sender.send(StepPlan(number, [], [], [0], [1]))
     order = StartProfile(num_steps=7)
-    answers = sender.tell(order, look=lambda: None, deadline=time.monotonic() + 10)
+    answers = sender.tell(order, look=lambda: None, deadline=time.monotonic() + 60)
     assert answers == ["rank 0 has done it", "rank 1 has done it"]
     assert done == [[1, 2, order], [1, 2, order]]
     # Both answer here. What came before the order is not lost.
@@ -186,26 +190,29 @@ def test_what_workers_are_told_is_done_between_the_plans_before_and_after():
     assert sorted(result.step for result in results if result is not None) == [1, 1, 2, 2]
     sender.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def test_a_worker_that_does_not_do_it_is_named():
+def test_a_worker_that_does_not_do_it_is_named(monkeypatch):
     sender = PlanSender([None, None])
     gate = threading.Event()
 
     def hang(op: object) -> str:
-        gate.wait(10)
+        gate.wait(60)
         return ""
 
     answers = lambda plan: Step(result_of(plan))  # noqa: E731
     threads = [worker(sender.addresses[0], answers), worker(sender.addresses[1], answers, hang)]
+    # Time is up once the other worker has answered, however long that takes.
+    clock = SimpleNamespace(monotonic=lambda: 2.0 if sender._answers else 0.0, sleep=time.sleep)
+    monkeypatch.setattr(step_channel, "time", clock)
     with pytest.raises(EngineDeadError, match=r"the workers \[1\] hang: StopProfile was not done in time"):
-        sender.tell(StopProfile(), look=lambda: None, deadline=time.monotonic() + 0.5)
+        sender.tell(StopProfile(), look=lambda: None, deadline=1.0)
     gate.set()
     sender.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
 
 
 def test_a_failure_arrives_as_the_engines_death():
@@ -217,8 +224,8 @@ def test_a_failure_arrives_as_the_engines_death():
     thread = worker(sender.addresses[0], step)
     sender.send(StepPlan(1, [], [], [0], [1]))
     with pytest.raises(EngineDeadError, match="ValueError: no memory for 7 blocks"):
-        sender.receive(5000)
-    thread.join(5)
+        sender.receive(60_000)
+    thread.join(60)
     sender.close()
     sender.close()
 

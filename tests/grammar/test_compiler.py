@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -103,11 +104,13 @@ def test_nothing_that_a_client_writes_ends_the_process(
     assert compiler._idle == [child]
 
 
-def test_one_that_hangs_is_ended_and_the_next_is_served(source: ModelSource) -> None:
+def test_one_that_hangs_is_ended_and_the_next_is_served(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(source, limits=GrammarLimits(seconds=0.5))
     try:
         with pytest.raises(RequestRejected, match=r"more than 0\.5 s"):
             compiler.compile(DEAR)
+        # A busy machine may take as long over the next one, which is cheap.
+        monkeypatch.setattr(compiler, "_limits", dataclasses.replace(compiler._limits, seconds=120.0))
         assert compiler.compile(StructuredOutput("choice", '["a"]')).is_ready
     finally:
         compiler.close()
@@ -131,7 +134,7 @@ def test_one_that_took_too_long_once_may_be_asked_for_later(
 
 
 def test_one_that_wants_too_much_memory_fails_alone(source: ModelSource) -> None:
-    compiler = GrammarCompiler(source, limits=GrammarLimits(memory_bytes=1 << 24))
+    compiler = GrammarCompiler(source, limits=GrammarLimits(memory_bytes=1 << 24, seconds=120.0))
     try:
         with pytest.raises(RequestRejected, match="memory"):
             compiler.compile(DEAR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raylm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
+from raylm.core.step import TokenDelta
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.llm import Completion, Metric
 from tests.support import checkpoints
@@ -60,6 +62,39 @@ async def llm(folder: Path) -> AsyncIterator[AsyncLLM]:
     llm = AsyncLLM(config(folder), progress=False)
     yield llm
     llm.shutdown()
+
+
+class Held:
+    """Lets an engine's thread make as many steps as a test allows. A thread of a tiny model's engine may otherwise make
+    all tokens of a request before the event loop takes the first."""
+
+    def __init__(self, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._allowed = threading.Semaphore(0)
+        self._is_open = False
+        self._step = llm._engine.step
+        self._engine = llm._engine
+        monkeypatch.setattr(llm._engine, "step", self._held)
+
+    def allow(self) -> None:
+        """One step."""
+        self._allowed.release()
+
+    def open(self) -> None:
+        """Every step from now on."""
+        self._is_open = True
+        self._allowed.release()
+
+    def _held(self) -> list[TokenDelta]:
+        if self._engine.has_work and not self._is_open:
+            self._allowed.acquire()
+        return self._step()
+
+
+@pytest.fixture
+def held(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(llm, monkeypatch)
+    yield held
+    held.open()
 
 
 def values(metrics: list[Metric]) -> dict[str, float]:
@@ -151,18 +186,27 @@ async def test_many_callers_at_once(llm: AsyncLLM, prompts: list[list[int]], exp
     assert llm.is_running
 
 
-async def test_tokens_come_as_they_are_made(llm: AsyncLLM) -> None:
-    pieces = [len(completion.outputs[0].token_ids) async for completion in llm.generate([5, 6], ENDLESS)]
-    assert len(pieces) > 1 and pieces[0] < 60 and pieces[-1] == 60
+async def test_tokens_come_as_they_are_made(llm: AsyncLLM, held: Held) -> None:
+    held.allow()
+    lengths = []
+    async for completion in llm.generate([5, 6], ENDLESS):
+        lengths.append(len(completion.outputs[0].token_ids))
+        held.allow()  # The step behind this token: it has come before another one was made.
+    assert lengths == list(range(1, 61))
 
 
-async def test_a_conversation_is_answered_as_llm_answers_it(llm: AsyncLLM, folder: Path) -> None:
+async def test_a_conversation_is_answered_as_llm_answers_it(llm: AsyncLLM, held: Held, folder: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     alone = LLM(config(folder), progress=False)
     (expected,) = alone.chat(messages, GREEDY, progress=False)
     alone.close()
-    seen = [(one.outputs[0].text, one) async for one in llm.chat(messages, GREEDY, "a conversation")]
-    assert seen[-1] == (expected.outputs[0].text, expected) and len({text for text, _ in seen}) > 2
+    held.allow()
+    texts = []
+    async for completion in llm.chat(messages, GREEDY, "a conversation"):
+        texts.append(completion.outputs[0].text)
+        held.allow()
+    assert completion == expected and texts[-1] == expected.outputs[0].text
+    assert len(texts) == 12 and len(set(texts)) > 2, "a text comes with each token, before its end"
     with pytest.raises(RequestRejected):
         async for _ in llm.chat([{"role": "nobody"}], GREEDY):
             pass
@@ -200,15 +244,16 @@ async def test_who_leaves_or_is_cancelled_ends_the_request(llm: AsyncLLM) -> Non
     await free(llm)
 
 
-async def test_abort_ends_with_a_reason(llm: AsyncLLM) -> None:
+async def test_abort_ends_with_a_reason(llm: AsyncLLM, held: Held) -> None:
     found: list[Completion] = []
+    held.allow()
     async for completion in llm.generate([5, 6], ENDLESS, "a"):
         if not found:
             await llm.abort("a")
             with pytest.raises(RequestRejected, match="request_id 'a' is that of an unfinished request"):
                 await last(llm, [5], GREEDY, "a")
         found.append(completion)
-    assert found[-1].outputs[0].finish_reason == "abort" and len(found[-1].outputs[0].token_ids) < 60
+    assert found[-1].outputs[0].finish_reason == "abort" and len(found[-1].outputs[0].token_ids) == 1
     await llm.abort("a")
 
 

@@ -7,6 +7,7 @@ import pytest
 from raylm import LLM, SamplingParams
 from raylm.config.base import parse
 from raylm.config.engine import EngineConfig
+from tests.support.drafting import steps_in_a_millisecond
 
 pytestmark = pytest.mark.usefixtures("demo")
 LIST = "apples, pears, plums, grapes, figs, dates, apples, pears, plums, grapes, figs, dates, apples, pears,"
@@ -53,7 +54,8 @@ def plain(demo):
     ],
     ids=["ngram", "two plans", "suffix", "preempted"],
 )
-def test_drafts_change_no_token(method, sections, plain):
+def test_drafts_change_no_token(method, sections, plain, monkeypatch):
+    steps_in_a_millisecond(monkeypatch)
     llm = load(speculation={"method": method, "num_drafts": 5}, **sections)
     tokens, first = run(llm)
     assert run(llm)[0] == tokens

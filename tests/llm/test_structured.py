@@ -13,10 +13,10 @@ import pytest
 from jsonschema import validate
 
 from raylm import LLM, SamplingParams, StructuredOutput
-from raylm.core.speculation.speculation import Speculation
 from raylm.errors import RequestRejected
 from tests.llm.loading import load
 from tests.support import checkpoints
+from tests.support.drafting import steps_in_a_millisecond
 
 SCHEMA = {
     "type": "object",
@@ -80,13 +80,7 @@ def test_documents_are_the_same_in_every_engine(folder: Path, expected: list[Any
 def test_what_a_grammar_forces_is_verified_several_tokens_a_step(
     folder: Path, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observe = Speculation.observe
-
-    def in_a_millisecond(own: Speculation, rows: int, tokens: int, sampled: int, seconds: float) -> None:
-        """Steps that take long by chance, on a busy machine, would end the drafts."""
-        observe(own, rows, tokens, sampled, 1e-3)
-
-    monkeypatch.setattr(Speculation, "observe", in_a_millisecond)
+    steps_in_a_millisecond(monkeypatch)
     text = "the longest of all words, which nobody can choose otherwise, " * 2
     params = replace(HOT, structure=StructuredOutput("choice", json.dumps([text])), max_tokens=130)
     llm = load(folder, {"speculation": {"method": "grammar"}, "runtime": {"plans_in_flight": plans}}, max_model_len=160)

@@ -253,7 +253,7 @@ def test_a_download_that_was_killed_leaves_nothing_half(hub: hubs.Hub, tiny: Pat
     hub.add("acme/tiny", tiny)
     hub.held = "model.safetensors"
     with bring(hub, tmp_path / "home", "acme/tiny") as process:
-        assert hub.half_sent.wait(60)
+        assert hub.half_sent.wait(240)
         process.kill()
     kept = [path.name for path in (tmp_path / "home").rglob("snapshots/*/*")]
     assert set(kept) == TEXT
@@ -267,7 +267,7 @@ def test_two_processes_at_once_download_once(hub: hubs.Hub, tiny: Path, tmp_path
     hub.add("acme/tiny", tiny)
     hub.held = "model.safetensors"
     with bring(hub, tmp_path, "acme/tiny") as first, bring(hub, tmp_path, "acme/tiny") as second:
-        assert hub.half_sent.wait(60)
+        assert hub.half_sent.wait(240)
         hub.go_on.set()
         paths = {process.communicate(timeout=240)[0].strip() for process in (first, second)}
     (path,) = paths

@@ -26,7 +26,7 @@ from tests.models.paged import CPU
 from tests.support import checkpoints
 from tests.support.alone import Alone
 
-LENGTH = 83
+LENGTH = 67
 USUAL = ("llama", "gemma3", "bloom", "olmo2", "stablelm", "deepseek")
 """Windows, linear biases, norms by mean and variance, of all heads together, layers side by side, a router."""
 FAMILIES = sorted(checkpoints.FAMILIES.keys() - {"qwen2_moe"})

@@ -324,11 +324,10 @@ def test_one_rotary_table_for_equal_settings(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("demo")
 def test_smollm2_equals_transformers() -> None:
     prompts = {
-        str(i): [(1009 * i + 31 * j) % 49000 + 17 for j in range(length)]
-        for i, length in enumerate((1, 2, 3, 5, 8, 13, 21, 40))
+        str(i): [(1009 * i + 31 * j) % 49000 + 17 for j in range(length)] for i, length in enumerate((1, 2, 5, 13, 40))
     }
     run = PagedRun(load("smollm2-135m"), block_size=16, num_blocks=64)
-    texts, logits = generate(run, prompts, num_tokens=6)
+    texts, logits = generate(run, prompts, num_tokens=4)
     model = checkpoints.smollm2_reference()
     for name, text in texts.items():
         with torch.inference_mode():

@@ -32,7 +32,7 @@ from raylm.worker.worker import Worker
 from tests.support import checkpoints
 
 CPU = torch.device("cpu")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 FAMILIES = {"llama": checkpoints.llama, "qwen2": checkpoints.qwen2, "gemma3": checkpoints.gemma3}
 
 

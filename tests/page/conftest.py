@@ -40,7 +40,7 @@ def page(browser: Browser) -> Iterator[Page]:
     made.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
     made.on("console", lambda said: problems.append(f"console: {said.text}") if _is_bad(said.text) else None)
     made.on("request", lambda asked: problems.append(asked.url) if "//127.0.0.1:" not in asked.url else None)
-    made.set_default_timeout(20_000)
+    made.set_default_timeout(120_000)
     yield made
     made.close()
     assert problems == []

@@ -110,7 +110,7 @@ def test_routes_fields_and_types(page: Page) -> None:
 def test_the_servers_own_document(page: Page) -> None:
     """Every route of it, and every type that one names, has its place."""
     with listening(Server().app) as url:
-        document = httpx.get(f"{url}/openapi.json").json()
+        document = httpx.get(f"{url}/openapi.json", timeout=60).json()
         page.goto(f"{url}/docs")
         page.wait_for_selector("details.route")
         shown = page.locator("details.route > summary code").all_text_contents()

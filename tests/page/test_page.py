@@ -49,7 +49,7 @@ def evaluated(page: Page, expression: str) -> object:
 
 
 def until(page: Page, selector: str, text: str, index: int = 0) -> None:
-    expect(page.locator(selector).nth(index)).to_have_text(text, use_inner_text=False, timeout=20_000)
+    expect(page.locator(selector).nth(index)).to_have_text(text, use_inner_text=False, timeout=120_000)
 
 
 def not_hacked(page: Page) -> None:

@@ -32,7 +32,7 @@ class Fake(Communicator):
     def _connected(cls, unique_id: bytes, rank: int, size: int, device: torch.device) -> Fake:
         if cls.error is not None:
             raise cls.error
-        assert cls.came.wait(20)
+        assert cls.came.wait(60)
         return cls()
 
     def _greet(self) -> None:
@@ -49,7 +49,7 @@ def fake() -> Iterator[type[Fake]]:
     Fake.came.set()
 
 
-def connect(fake: type[Fake], *, limit_s: float = 20.0, look=lambda: None) -> Communicator:
+def connect(fake: type[Fake], *, limit_s: float = 60.0, look=lambda: None) -> Communicator:
     return fake.connect(b"id", rank=0, size=2, device=CUDA, limit_s=limit_s, look=look)
 
 
@@ -65,7 +65,7 @@ def test_the_other_side_comes_too_late(fake: type[Fake]) -> None:
         connect(fake, limit_s=0.2)
     assert not fake.closed.is_set()
     fake.came.set()
-    assert fake.closed.wait(20), "a communicator that nobody waits for is given back"
+    assert fake.closed.wait(60), "a communicator that nobody waits for is given back"
     assert not fake.greeted
 
 

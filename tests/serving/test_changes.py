@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ class Load:
         self._enough = threading.Event()
         self._pool = ThreadPoolExecutor(NUM_STREAMS)
         self._readers: list[Future[int]] = []
-        self._begun = threading.Barrier(NUM_STREAMS + 1, timeout=60)
+        self._begun = threading.Barrier(NUM_STREAMS + 1, timeout=240)
 
     def start(self) -> None:
         """Returns when each has its first event."""
@@ -147,6 +147,14 @@ def assert_told(events: Iterator[str], code: str, message: str) -> None:
     assert done == "data: [DONE]" and error["code"] == code and message in error["message"], error
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError("the condition did not come true")
+
+
 @pytest.fixture
 def unchanged(served: Served) -> Iterator[dict[str, Any]]:
     """The session's configuration, which is deployed again at the end."""
@@ -190,12 +198,10 @@ def test_a_model_comes_changes_and_goes_alone(
         assert second["tiny"].isdisjoint(first["tiny"]) and second | before == second
         assert status_of(served.url, "tiny") == 200
         served.deploy(unchanged)
-        for _ in range(200):  # The last replica drains, then Serve is asked whether the application is still there.
-            if status_of(served.url, "tiny") == 404:
-                break
-            threading.Event().wait(0.1)
-        assert status_of(served.url, "tiny") == 404 and names(served.url) == [DEMO]
-    assert replicas() == before and engines() == kept
+        # The last replica drains, then Serve is asked whether the application is still there.
+        wait_for(lambda: status_of(served.url, "tiny") == 404)
+        assert names(served.url) == [DEMO]
+    wait_for(lambda: replicas() == before and engines() == kept)
     assert httpx.get(f"{served.url}/ready", timeout=30).status_code == 200
 
 

@@ -440,6 +440,6 @@ async def test_a_model_that_sleeps_is_listed_and_a_request_wakes_it(catalogs, mo
     served.server.clients.allow(second._keys.public)
     served.executor.permits.release(100)
     await second.report(engine("2", sleeper, served=served))
-    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    await asyncio.wait_for(asyncio.gather(*waiting), 120)
     assert calls.asked == ["app"], "one call for all who wait"
     served.stop()

@@ -120,7 +120,7 @@ def ask_all(
     begun = threading.Event()
     with ThreadPoolExecutor(len(wishes)) as pool:
         asked = {name: pool.submit(listen, url, wish, begun) for name, wish in wishes.items()}
-        begun.wait(60)
+        begun.wait(120)
         for title in faults:
             time.sleep(after_s)
             for process in titled(title):
@@ -151,18 +151,23 @@ def check(name: str, heard: Heard, before: Heard) -> None:
 def test_streams_go_on_with_the_successor_of_a_killed_engine(served):
     before = ask_all(served.url, [], wishes=FEW)
     check_whole(before)
-    check_killed(ask_all(served.url, ["EngineActor"], wishes=FEW), before)
+    check_killed(served, before, wishes=FEW)
 
 
-def check_killed(found: dict[str, Heard], before: dict[str, Heard]) -> None:
-    for name, heard in found.items():
-        check(name, heard, before[name])
-    assert max(heard.longest_gap_s for heard in found.values()) > 1, "the engine is killed while they run"
+def check_killed(served: Served, before: dict[str, Heard], *, wishes: dict[str, dict[str, Any]] = WISHES) -> None:
+    """The engine is killed while they run. A busy machine may come to the kill when they have ended: then once more."""
+    for _ in range(5):
+        found = ask_all(served.url, ["EngineActor"], wishes=wishes)
+        for name, heard in found.items():
+            check(name, heard, before[name])
+        if max(heard.longest_gap_s for heard in found.values()) > 1:
+            return
+    raise AssertionError("no stream was running when the engine was killed")
 
 
 @pytest.mark.nightly
 def test_streams_of_every_kind_go_on(served, undisturbed):
-    check_killed(ask_all(served.url, ["EngineActor"]), undisturbed)
+    check_killed(served, undisturbed)
 
 
 @pytest.mark.nightly

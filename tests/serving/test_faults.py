@@ -29,8 +29,9 @@ from tests.support.faults import (
 )
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
-LIMIT_S = 15
-STEP_TIMEOUT_S = 3
+LIMIT_S = 25
+STEP_TIMEOUT_S = 8
+"""A worker of a busy machine may be held for seconds, which is no hang."""
 ENGINE = """
 model: {{path: {path}, name: {name}}}
 parallel: {{tensor: 2}}
@@ -53,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
 @pytest.fixture
 def witness(cluster: FaultCluster) -> Iterator[Witness]:
     client = Witness(cluster.url)
-    wait_for(lambda: cluster.processes() is not None and client.answers(), 60)
+    wait_for(lambda: cluster.processes() is not None and client.answers(), 300)
     yield client
     client.close()
 

@@ -68,7 +68,7 @@ def test_an_engine_whose_thread_hangs_in_a_step_is_replaced(served: Served) -> N
                 assert time.monotonic() - begin < 120, "the engine that hangs is still there"
                 time.sleep(0.5)
             assert time.monotonic() - begin > STEP_TIMEOUT_S
-            while not engine_ids(url) or httpx.get(f"{url}/ready?model={NAME}").status_code != 200:
+            while not engine_ids(url) or httpx.get(f"{url}/ready?model={NAME}", timeout=60).status_code != 200:
                 assert time.monotonic() - begin < 180, "no other engine came"
                 time.sleep(0.5)
             asked.cancel()
@@ -88,7 +88,7 @@ def test_an_engine_that_is_stopped_while_idle_is_replaced(served: Served) -> Non
         (silent,) = [each for each in stacks if each["process"].startswith(f"engine {min(before)}")]
         assert silent["error"].startswith("it has not answered within 10 s")
         begin = time.monotonic()
-        while engine_ids(url) & before or httpx.get(f"{url}/ready?model={NAME}").status_code != 200:
+        while engine_ids(url) & before or httpx.get(f"{url}/ready?model={NAME}", timeout=60).status_code != 200:
             assert time.monotonic() - begin < 120, "no other engine came"
             time.sleep(0.5)
         assert complete(url, 4).status_code == 200

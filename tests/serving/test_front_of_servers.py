@@ -75,9 +75,12 @@ def start(stack: ExitStack, model: str, served: Path, port: int) -> Server:
     (keys := served.parent / f"{model}.keys").write_text(f"key-of-{model}\n")
     options = ("--host", "127.0.0.1", "--port", str(port), "--api-keys-file", str(keys))
     process, lines = stack.enter_context(running(str(served), *options))
-    wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1")
+    wait_for_line(process, lines, f"ready: http://127.0.0.1:{port}/v1", seconds=400)
     headers = {"authorization": f"Bearer key-of-{model}"}
-    client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60))
+    # A connection a request: what is in front is killed and replaced, and closes those that wait for another one.
+    alone = httpx.Limits(max_keepalive_connections=0)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60, limits=alone)
+    stack.enter_context(client)
     return Server(process, lines, keys, client, model, port)
 
 
@@ -121,10 +124,10 @@ def test_a_server_answers_who_has_a_key(servers: list[Server]):
             client.models.list()
         server.keys.write_text(f"key-of-{DEMO}\n")
         wait_for(lambda: is_listed(client), "the first key does not count again")
-    answer = httpx.get(f"{url}/v1/models", headers={"x-request-id": "mine"})
+    answer = httpx.get(f"{url}/v1/models", headers={"x-request-id": "mine"}, timeout=60)
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (401, ["mine"])
     for probe in ("/health", "/ready", "/-/healthz"):
-        assert httpx.get(f"{url}{probe}").status_code == 200
+        assert httpx.get(f"{url}{probe}", timeout=60).status_code == 200
 
 
 def is_listed(client: OpenAI) -> bool:
@@ -181,7 +184,7 @@ def is_refused_without_a_token(port: int) -> bool:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
         with pytest.raises(grpc.RpcError) as refused:
-            call(b"", timeout=30)
+            call(b"", timeout=120)
     return refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -223,6 +226,8 @@ class Asking:
 
 
 def test_haproxy_killed_is_back_and_no_later_request_is_lost(server: Server):
+    # The one of the start has gone, whose place a reload's took.
+    wait_for(lambda: len(server.find("haproxy")) == 1, "there is not one HAProxy")
     (haproxy,) = server.find("haproxy")
     with Asking(server) as asking:
         haproxy.kill()
@@ -236,6 +241,7 @@ def test_haproxy_killed_is_back_and_no_later_request_is_lost(server: Server):
 
 def test_haproxys_manager_killed_is_replaced_and_nobody_notices(server: Server):
     (manager,) = server.find("ray::HAProxyManager")
+    wait_for(lambda: len(server.find("raylm-front")) == 1, "there is not one program in front")
     (program,) = server.find("raylm-front")
     body = {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True}
     with Asking(server) as asking, server.client.stream("POST", "/v1/completions", json=body) as stream:
@@ -277,5 +283,5 @@ def test_a_hangup_ends_a_server_and_leaves_nothing_behind(servers: list[Server])
     os.killpg(server.popen.pid, signal.SIGHUP)
     assert server.popen.wait(180) == 0
     assert not any("graceful_shutdown" in line for line in server.lines)
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive, [child.cmdline()[:2] for child in alive]

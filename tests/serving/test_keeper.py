@@ -52,13 +52,13 @@ def start():
         if isinstance(process, subprocess.Popen):
             process.stdout.close()
             process.kill()
-            process.wait(10)
+            process.wait(60)
         elif process.is_running():
             process.kill()
 
 
 def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=120)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -68,7 +68,7 @@ def test_a_signal_to_the_group_lets_the_server_end_in_order(start, number):
     # Twice, as `timeout` does: once its child, once the group.
     keeper.send_signal(number)
     os.killpg(keeper.pid, number)
-    assert keeper.wait(20) == 5
+    assert keeper.wait(120) == 5
     assert keeper.stdout.read() == "ended in order\n"
     assert_gone(processes)
 
@@ -81,21 +81,21 @@ def test_a_hangup_counts_also_where_the_tests_ignore_it(start):
     finally:
         signal.signal(signal.SIGHUP, before)
     os.killpg(keeper.pid, signal.SIGHUP)
-    assert keeper.wait(20) == 5
+    assert keeper.wait(120) == 5
     assert_gone(processes)
 
 
 def test_what_a_server_leaves_is_killed(start):
     keeper, processes = start()
     keeper.terminate()
-    assert keeper.wait(20) == 5
+    assert keeper.wait(120) == 5
     assert_gone(processes)
 
 
 def test_a_server_that_is_killed_leaves_nothing(start):
     keeper, processes = start()
     processes[0].kill()
-    assert keeper.wait(20) == 128 + signal.SIGKILL
+    assert keeper.wait(120) == 128 + signal.SIGKILL
     assert_gone(processes)
 
 
@@ -110,7 +110,7 @@ def test_nohup_stays_in_force(start):
     keeper, processes = start("clean", nohup=True)
     assert all(ignores(pid, signal.SIGHUP) for pid in (keeper.pid, processes[0].pid))
     keeper.terminate()
-    assert keeper.wait(20) == 5
+    assert keeper.wait(120) == 5
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:

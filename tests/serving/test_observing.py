@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_ends_its_span() -> None:
     while len(client.sent) < 2:
         await asyncio.sleep(0)
     client.gone.set()
-    await asyncio.wait_for(client.task, 5)
+    await asyncio.wait_for(client.task, 60)
     top = traced.spans()["POST /v1/chat/completions"]
     assert (top.attributes or {})["raylm.outcome"] == "client_left"
     assert top.status.status_code.name == "ERROR" and top.end_time is not None
@@ -241,11 +241,12 @@ async def test_spans_reach_a_collector(collector: tuple[str, list[ExportTraceSer
     server.http._transport.app = RequestWatch(server.app, [tracing])  # type: ignore[attr-defined]
     await server.http.post("/v1/chat/completions", json=CHAT, headers={"traceparent": PARENT})
     await asyncio.to_thread(tracing.close)
-    (resources,) = taken[0].resource_spans
-    assert any(
-        each.key == "service.name" and each.value.string_value == "my-llm" for each in resources.resource.attributes
-    )
-    spans = [span for scope in resources.scope_spans for span in scope.spans]
+    # One message, or several where the exporter's time came before the last span.
+    found = [resources for message in taken for resources in message.resource_spans]
+    for resources in found:
+        own = {each.key: each.value.string_value for each in resources.resource.attributes}
+        assert own["service.name"] == "my-llm"
+    spans = [span for resources in found for scope in resources.scope_spans for span in scope.spans]
     assert {span.name for span in spans} == {"POST /v1/chat/completions", *STAGES}
     assert {span.trace_id.hex() for span in spans} == {PARENT.split("-")[1]}
 

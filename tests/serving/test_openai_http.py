@@ -22,7 +22,7 @@ def encode(**fields: Any) -> bytes:
 
 
 async def finished(task: asyncio.Task[None]) -> None:
-    await asyncio.wait_for(task, timeout=5)
+    await asyncio.wait_for(task, timeout=60)
     assert task.cancelling() == 0
 
 

@@ -104,7 +104,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
     for _ in range(300):
         assert process.poll() is None, log.read_text()
         try:
-            if httpx.get(f"{url}/-/ready").status_code == 200:
+            if httpx.get(f"{url}/-/ready", timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -49,7 +49,6 @@ class Engine:
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> ModelReplica:
-    monkeypatch.setattr(module, "_STALE_AFTER_S", 0.05)
     monkeypatch.setattr(module, "REPORT_EVERY_S", 0.001)
     made = object.__new__(type("Bare", (ModelReplica,), {"__del__": lambda self: None}))
     made._engine = Engine()
@@ -66,7 +65,8 @@ async def test_a_start_takes_what_it_takes(replica: ModelReplica) -> None:
     assert await started == "there"
 
 
-async def test_a_start_whose_process_hangs_has_failed(replica: ModelReplica) -> None:
+async def test_a_start_whose_process_hangs_has_failed(replica: ModelReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STALE_AFTER_S", 0.05)
     started = asyncio.create_task(replica._started(Starting()))
     while not replica._engine.asked:
         await asyncio.sleep(0.001)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlparse
 
@@ -39,7 +40,7 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
+def wait_for(condition, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -49,25 +50,25 @@ def wait_for(condition, seconds: float = 20.0) -> None:
 def test_models_health_and_version(serve_url, client):
     assert [model.id for model in client.models.list().data] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
-    assert httpx.get(f"{serve_url}/health").status_code == 200
-    assert httpx.get(f"{serve_url}/version").json()["version"]
+    assert httpx.get(f"{serve_url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{serve_url}/version", timeout=60).json()["version"]
 
 
 def test_a_web_page_may_call(serve_url):
     headers = {"origin": PAGE, "access-control-request-method": "POST"}
-    preflight = httpx.options(f"{serve_url}/v1/chat/completions", headers=headers)
+    preflight = httpx.options(f"{serve_url}/v1/chat/completions", headers=headers, timeout=60)
     assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
-    assert httpx.options(f"{serve_url}/v1/models", headers=headers | {"origin": "null"}).status_code == 403
-    answer = httpx.get(f"{serve_url}/v1/models", headers={"origin": PAGE, "x-request-id": "mine"})
+    assert httpx.options(f"{serve_url}/v1/models", headers=headers | {"origin": "null"}, timeout=60).status_code == 403
+    answer = httpx.get(f"{serve_url}/v1/models", headers={"origin": PAGE, "x-request-id": "mine"}, timeout=60)
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
     assert answer.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/nothing"])
 def test_an_answer_has_one_request_id(serve_url, path):
-    answer = httpx.get(serve_url + path, headers={"x-request-id": "mine"})
+    answer = httpx.get(serve_url + path, headers={"x-request-id": "mine"}, timeout=60)
     assert answer.headers.get_list("x-request-id") == ["mine"]
-    assert len(httpx.get(serve_url + path).headers.get_list("x-request-id")) == 1
+    assert len(httpx.get(serve_url + path, timeout=60).headers.get_list("x-request-id")) == 1
 
 
 def test_a_chat_is_answered(client):
@@ -237,7 +238,7 @@ def test_a_dropped_connection_frees_its_blocks(serve_url):
         connection.sendall(head % len(body) + body)
         assert b"200 OK" in connection.recv(1000)
         wait_for(lambda: metric(serve_url, "raylm:kv_cache_usage_perc") > 0)
-    wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0, seconds=5)
+    wait_for(lambda: metric(serve_url, "raylm:num_requests_running") == 0)
     assert metric(serve_url, "raylm:kv_cache_usage_perc") == 0
 
 
@@ -274,10 +275,17 @@ def test_a_full_queue_answers_503_and_the_engine_goes_on(serve_url, client):
         body = {"model": MODEL, "prompt": "A", "max_tokens": 30, "ignore_eos": True}
         return httpx.post(f"{serve_url}/v1/completions", json=body, timeout=120)
 
+    # Four sequences that go on for long have all rows: eight wait and the others are refused, however late they come.
+    chat = {"model": MODEL, "messages": PARIS, "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}
     with ThreadPoolExecutor(30) as pool:
-        answers = list(pool.map(ask, range(30)))
-    codes = {answer.status_code for answer in answers}
-    assert codes == {200, 503}
+        with httpx.stream("POST", f"{serve_url}/v1/chat/completions", json=chat, timeout=120) as busy:
+            running = busy.iter_lines()
+            assert next(line for line in running if line.startswith("data") and '"role"' not in line)
+            asked = [pool.submit(ask, index) for index in range(30)]
+            wait_for(lambda: sum(each.done() for each in asked) >= 22)
+        answers = [each.result() for each in asked]
+    codes = Counter(answer.status_code for answer in answers)
+    assert codes == {200: 8, 503: 22}
     refused = next(answer for answer in answers if answer.status_code == 503)
     assert int(refused.headers["retry-after"]) >= 1
     assert "requests are waiting" in refused.json()["error"]["message"]
@@ -339,4 +347,4 @@ def test_a_dead_engine_is_replaced(serve_url, client):
             assert error.status_code in (500, 503)
             return False
 
-    wait_for(served, seconds=90)
+    wait_for(served, seconds=180)

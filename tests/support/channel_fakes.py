@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -17,6 +17,7 @@ from raylm.core.step import Sampled, StepPlan, TokenDelta, join_logprobs
 from raylm.engine.client import EngineClient
 from raylm.engine.engine import Engine
 from raylm.engine.link import KeyPair
+from raylm.engine.messages import ToEngine
 from raylm.engine.server import EngineServer
 from tests.support.fakes import FakeExecutor
 
@@ -53,9 +54,23 @@ class Served:
     def client(self, keys: KeyPair | None = None) -> EngineClient:
         return EngineClient(self.server.address, server_key=self.server.public_key, keys=keys or self.keys)
 
+    def hold_until(self, count: int) -> None:
+        """The server reads nothing more before so many messages are there, and then all of them: how many requests
+        come between two steps is a matter of chance otherwise."""
+        kept: list[tuple[bytes, ToEngine]] = []
+        unread = self.server._unread
+
+        def together() -> Iterator[tuple[bytes, ToEngine]]:
+            kept.extend(unread())
+            if len(kept) >= count:
+                self.server._unread = unread
+                yield from kept
+
+        self.server._unread = together
+
     def stop(self) -> None:
         self.server.stop()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -100,23 +115,37 @@ async def collect_all(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the condition did not come true")
 
 
-class CountingExecutor(FakeExecutor):
-    """Samples how long each row is, so that a step costs next to nothing; `pause_s` is the least time of a step."""
+async def step_until(executor: PacedExecutor, condition: Callable[[], bool]) -> None:
+    """A step a look, for as many as it takes: what a client has sent may reach the engine after any number of steps."""
 
-    def __init__(self, *, pause_s: float = 0.0, **options) -> None:
+    def is_true() -> bool:
+        executor.permits.release()
+        return condition()
+
+    await until(is_true)
+
+
+class CountingExecutor(FakeExecutor):
+    """Samples how long each row is, so that a step costs next to nothing; `pause_s` is the least time of a step. With
+    `permits` each step waits for one."""
+
+    def __init__(self, *, pause_s: float = 0.0, permits: threading.Semaphore | None = None, **options) -> None:
         super().__init__(**options)
         self.pause_s = pause_s
+        self.permits = permits
         self._lengths: dict[int, tuple[int, int]] = {}
 
     def _execute(self, plan: StepPlan) -> Sampled:
         time.sleep(self.pause_s)
+        if self.permits is not None:
+            self.permits.acquire()
         for new in plan.new_rows:
             self._lengths[new.row] = (len(new.token_ids), new.num_computed)
         tokens = []

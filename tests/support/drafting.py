@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from raylm.core.drafting import NOTHING_DRAFTED, DraftCounters, Proposal
 from raylm.core.request import Request
+from raylm.core.speculation.speculation import Speculation
 from tests.support import checkpoints
 
 METHODS = ("draft_model", "eagle3", "mtp")
@@ -44,6 +47,17 @@ class Fixed:
 
     def end(self, request: Request) -> None:
         pass
+
+
+def steps_in_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts may cost is counted as if each step took as long: steps that take long by chance, on a busy machine,
+    would end the drafts."""
+    observe = Speculation.observe
+
+    def observe_a_millisecond(own: Speculation, rows: int, tokens: int, sampled: int, seconds: float) -> None:
+        observe(own, rows, tokens, sampled, 1e-3)
+
+    monkeypatch.setattr(Speculation, "observe", observe_a_millisecond)
 
 
 class Models(NamedTuple):

@@ -34,7 +34,7 @@ def main(config: str, port: int) -> None:
     ray.init(cluster.address, namespace="serve", log_to_driver=False)
     # The ingress goes to the head, so that it outlives every node that an engine is on.
     everything = placement_group([{"CPU": 2}] * 2, strategy="STRICT_SPREAD")
-    assert everything.wait(30)
+    assert everything.wait(180)
     threading.Thread(target=_make_room, args=(everything,), daemon=True).start()
     served = serve_config(config, host="127.0.0.1", port=port)
     # Requests end with their engine here, which shows when a fault is found; elsewhere they go on.

@@ -124,11 +124,11 @@ class FaultCluster:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(180)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=60)
         for process in alive:
             process.kill()
         self._log.close()
@@ -165,8 +165,8 @@ class Witness:
             live = [pool.submit(self._stream, index, event) for index, event in enumerate(begun)]
             live.append(pool.submit(self._whole))
             for event in begun:
-                assert event.wait(30), "a stream has not begun"
-            wait_for(lambda: self._num_running() == len(live), 30)
+                assert event.wait(120), "a stream has not begun"
+            wait_for(lambda: self._num_running() == len(live), 120)
             at = time.monotonic()
             inject()
             heard = [future.result() for future in live]
@@ -225,7 +225,7 @@ class Remains:
 
     def find(self, cluster: FaultCluster) -> list[str]:
         """What is left, in words: processes (zombies too), ports, shared memory, folders."""
-        _, alive = psutil.wait_procs(self._processes, timeout=10)
+        _, alive = psutil.wait_procs(self._processes, timeout=60)
         left = [f"process {process.pid} ({_title(process)}, {process.status()})" for process in alive]
         own = {id(process) for process in alive}
         left += [f"folder {folder}" for folder in cluster.step_folders()]

@@ -39,13 +39,13 @@ def main(folder: str) -> None:
     workers = [process for process in family if "::WorkerActor" in process.cmdline()[0]]
     workers[0].send_signal(signal.SIGSTOP)
     signal.signal(signal.SIGALRM, _interrupt)
-    signal.alarm(1)
     try:
+        signal.alarm(1)
         llm.generate([[5, 7, 9]], params, progress=False)
     except Interrupted:
         print("interrupted", flush=True)
     llm.close()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=120)
     print("left:", *(process.cmdline()[0] for process in alive), flush=True)
 
 

@@ -26,10 +26,10 @@ def listening(app: Any) -> Iterator[str]:
         server = Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [own]}, daemon=True)
         thread.start()
-        assert ready.wait(30), "the server did not start"
+        assert ready.wait(120), "the server did not start"
         try:
             yield f"http://127.0.0.1:{own.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive(), "the server did not stop"

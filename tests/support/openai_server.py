@@ -56,13 +56,13 @@ class FakeServer:
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         try:
             yield self
         finally:
             loop, end = stop[0]
             loop.call_soon_threadsafe(end.set)
-            thread.join(10)
+            thread.join(120)
             assert not thread.is_alive()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -34,7 +34,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]
         process.stderr.close()
 
 
-def wait_for_line(process: subprocess.Popen[str], lines: list[str], text: str, seconds: int = 180) -> None:
+def wait_for_line(process: subprocess.Popen[str], lines: list[str], text: str, seconds: int = 400) -> None:
     for _ in range(10 * seconds):
         if any(text in line for line in lines):
             return
