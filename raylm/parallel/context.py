@@ -91,7 +91,8 @@ class ParallelContext:
     def shares(self, size: int, what: str, unit: int = 1) -> list[range]:
         """The part of each tensor rank: whole units but for the last one's, and none has more than the first; evenly
         where there are fewer units than ranks. Raises ConfigError as `split` does."""
-        unit = self.split(size, what) if size <= unit * (self.tensor_size - 1) else unit
+        even = self.split(size, what)
+        unit = even if size <= unit * (self.tensor_size - 1) else unit
         units = -(-size // unit)
         ends = [min(size, -(-rank * units // self.tensor_size) * unit) for rank in range(self.tensor_size + 1)]
         return [range(first, last) for first, last in pairwise(ends)]

@@ -147,3 +147,15 @@ def test_one_rank_needs_no_group() -> None:
     x = torch.ones(2, 3)
     assert collectives.all_reduce(x, context) is x
     assert collectives.all_gather(x, context) is x
+
+
+def test_ranks_share_whole_units() -> None:
+    (context, *_) = contexts(2)
+    sizes = {(96, 1): [48, 48], (96, 32): [64, 32], (100, 32): [64, 36], (96, 96): [48, 48], (96, 128): [48, 48]}
+    for (size, unit), expected in sizes.items():
+        shares = context.shares(size, "a size", unit)
+        assert [len(share) for share in shares] == expected
+        assert [number for share in shares for number in share] == list(range(size))
+    for unit in (1, 32):
+        with pytest.raises(ConfigError, match="a size is 97, which parallel.tensor 2 cannot divide"):
+            context.shares(97, "a size", unit)
