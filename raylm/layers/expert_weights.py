@@ -26,6 +26,11 @@ class ExpertSizes(NamedTuple):
     share: int
     start: int
 
+    @property
+    def columns(self) -> Columns:
+        """This rank's of down."""
+        return Columns(self.size, self.share, self.start)
+
 
 class Biases(NamedTuple):
     """As ops.experts takes them."""
@@ -66,10 +71,8 @@ class PlainExperts(nn.Module):
         """Of one expert's matrices, named as an MLP's."""
         _, hidden, size, share, start = self._sizes
         gate, up = self.gate_up_proj[expert].split(share)
-        down = self.down_proj[expert]
-        return _named(
-            *(Slot(part, (size, hidden), start=start) for part in (gate, up)), _columns(down, hidden, size, start)
-        )
+        down = Slot(self.down_proj[expert], (hidden, size), dim=1, start=start)
+        return _named(*(Slot(part, (size, hidden), start=start) for part in (gate, up)), down)
 
 
 class PatchedExperts(nn.Module):
@@ -110,12 +113,13 @@ class PatchedExperts(nn.Module):
         _, hidden, size, share, start = self._sizes
         gate, up = self.gate_up_proj[expert].split(share // ops.PATCH_ROWS)
         first = start // ops.PATCH_ROWS
-        down = _columns(self.down_proj[expert], hidden, size, row_bytes(self.form, start), self.form)
+        first_byte = row_bytes(self.form, start)
+        down = Slot(self.down_proj[expert], (hidden, size), dim=1, start=first_byte, form=self.form)
         return _named(*(Slot(part, (size, hidden), start=first, form=self.form) for part in (gate, up)), down)
 
 
 class BlockExperts(nn.Module):
-    """A GGUF file's own blocks, uint8: gate_proj and up_proj [E, share, bytes], down_proj [E, hidden, bytes].
+    """Blocks as GGUF files have them, uint8: gate_proj and up_proj [E, share, bytes], down_proj [E, hidden, bytes].
 
     Products are computed from the blocks, with activations quantised to 16 bits (raylm.ops.block_experts).
     """
@@ -124,8 +128,8 @@ class BlockExperts(nn.Module):
         super().__init__()
         self._sizes, self.form = sizes, form
         self._kinds = [each.kind for each in form]
-        count, hidden, size, share, start = sizes
-        across, split = Columns.whole(hidden), Columns(size, share, start)
+        count, hidden, _, share, _ = sizes
+        across = Columns.whole(hidden)
 
         def blocks(rows: int, columns: Columns, of: BlockForm) -> tuple[nn.Parameter, Columns]:
             in_bytes = columns.in_blocks(of)
@@ -134,7 +138,7 @@ class BlockExperts(nn.Module):
 
         self.gate_proj, gate = blocks(share, across, form.gate)
         self.up_proj, up = blocks(share, across, form.up)
-        self.down_proj, down = blocks(hidden, split, form.down)
+        self.down_proj, down = blocks(hidden, sizes.columns, form.down)
         self._in_bytes = gate, up, down
 
     def multiply(
@@ -160,7 +164,7 @@ class BlockExperts(nn.Module):
         return _named(
             Slot(self.gate_proj[expert], (size, gate.size), start=start, form=self.form.gate),
             Slot(self.up_proj[expert], (size, up.size), start=start, form=self.form.up),
-            _columns(self.down_proj[expert], hidden, down.size, down.start, self.form.down),
+            Slot(self.down_proj[expert], (hidden, down.size), dim=1, start=down.start, form=self.form.down),
         )
 
 
@@ -174,21 +178,15 @@ def make_expert_weights(
     or the device has no kernels for their sizes; the loader decodes what is stored otherwise."""
     if isinstance(form, PatchForm) and _can_be_patches(sizes, form, dtype, device):
         return PatchedExperts(sizes, form, device=device)
-    if isinstance(form, ExpertBlocks) and Columns(sizes.size, sizes.share, sizes.start).in_blocks(form.down):
+    if isinstance(form, ExpertBlocks) and sizes.columns.in_blocks(form.down):
         return BlockExperts(sizes, form, device=device)
     return PlainExperts(sizes, dtype=dtype, device=device)
 
 
 def _can_be_patches(sizes: ExpertSizes, form: PatchForm, dtype: torch.dtype, device: torch.device) -> bool:
-    last = sizes.start + sizes.share
-    cuts = sizes.start % ops.PATCH_COLUMNS or (last < sizes.size and last % ops.PATCH_COLUMNS)
-    return not cuts and ops.takes_patched_experts(
+    return not sizes.columns.cuts_patches and ops.takes_patched_experts(
         form.numbers, sizes.num_experts, sizes.hidden, sizes.share, dtype, device
     )
-
-
-def _columns(down: Tensor, rows: int, columns: int, start: int, form: BlockForm | PatchForm | None = None) -> Slot:
-    return Slot(down, (rows, columns), dim=1, start=start, form=form)
 
 
 def _named(gate: Slot, up: Slot, down: Slot) -> dict[SlotName, Slot]:

@@ -64,7 +64,7 @@ class OrderedForm(NamedTuple):
 
 
 class ExpertBlocks(NamedTuple):
-    """The blocks of a layer's experts. All experts' gates are alike, and so on."""
+    """The types of blocks of a layer's experts: one for all gates, one for all ups, one for all downs."""
 
     gate: BlockForm
     up: BlockForm

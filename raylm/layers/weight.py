@@ -48,6 +48,12 @@ class Columns(NamedTuple):
     def whole(cls, size: int) -> Columns:
         return cls(size, size, 0)
 
+    @property
+    def cuts_patches(self) -> bool:
+        """Whether the part begins or ends within a patch of the whole matrix."""
+        last = self.start + self.share
+        return self.start % ops.PATCH_COLUMNS != 0 or (last < self.size and last % ops.PATCH_COLUMNS != 0)
+
     def in_blocks(self, form: BlockForm) -> Columns | None:
         """The same columns counted in bytes; None where they begin or end within a block."""
         if any(count % form.values for count in self):
@@ -57,15 +63,14 @@ class Columns(NamedTuple):
     def in_patches(self, form: PatchForm) -> Columns | None:
         """The same columns counted in bytes of rows of patches, the last of which may be filled up; None where the part
         begins or ends within a patch, or is no multiple of what kernels take."""
-        last = self.start + self.share
-        cuts = self.start % ops.PATCH_COLUMNS or (last < self.size and last % ops.PATCH_COLUMNS)
-        if cuts or self.share % ops.PATCHED_UNIT:
+        if self.cuts_patches or self.share % ops.PATCHED_UNIT:
             return None
         return Columns(*(row_bytes(form, count) for count in self))
 
 
 def column_unit(form: Form | None) -> int:
-    """What the columns of a rank's part of a matrix are a multiple of, so that it can be kept so."""
+    """The number of columns that must not be split between two ranks if a matrix is to be kept in this form; 1 where
+    every number stands alone."""
     match form:
         case BlockForm(values=values):
             return values
