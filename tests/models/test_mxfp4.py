@@ -27,6 +27,7 @@ from raylm.models.mxfp4 import decode
 from raylm.models.safetensors import file_tensors
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
+from tests.models.reads import count_reads
 from tests.support import checkpoints
 from tests.support.greedy import assert_greedy
 
@@ -133,14 +134,7 @@ def test_a_rank_reads_the_blocks_of_its_columns_alone(both: tuple[Path, Path], m
     rows, groups = scales.shape
     tensor = MXFP4Tensor(tensors[BLOCKS].item(0).flat(), scales)
     assert tensor.shape == (rows, 32 * groups) == (64, 96)
-    read: list[int] = []
-    given = os.preadv
-
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        read.append(sum(len(buffer) for buffer in buffers))
-        return given(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counting)
+    read = count_reads(monkeypatch)
     slot = Slot(torch.zeros(rows, 40), tensor.shape, dim=1, start=50)
     filling.fill([(tensor, slot)], progress=False, num_threads=1)
     assert sum(read) == (blocks.num_bytes + scales.num_bytes) * 2 // 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -16,18 +15,14 @@ from torch import Tensor
 from raylm.config.engine import EngineConfig, Quantization
 from raylm.config.engine_keys import engine_sections
 from raylm.errors import ConfigError
-from raylm.layers.slots import Slot
-from raylm.model_files.source import locate
-from raylm.models import filling
-from raylm.models.arch import ArchConfig
 from raylm.models.check import check_model
 from raylm.models.fields import Fields
 from raylm.models.quantised.grid import LessOneZeros
-from raylm.models.quantised.join import join
 from raylm.models.quantised.patterns import Names
 from raylm.models.quantised.read_config import read_quantisation
 from raylm.models.safetensors import file_tensors
 from tests.models.paged import load
+from tests.models.reads import share_of_second_half
 from tests.support import checkpoints
 from tests.support.quantised import FILE, KINDS, change_config, compressed, pack_columns, quark, write_both
 
@@ -293,23 +288,7 @@ def test_a_rank_reads_its_columns_alone(
 ) -> None:
     """Half of the codes, and the scales of the groups that the half touches: 2 of 3."""
     folder = packed(kind, tmp_path)
-    quantisation = ArchConfig.from_source(locate(str(folder))).quantisation
-    assert quantisation is not None
-    files = file_tensors(folder / FILE, quantised=True)
-    name = "model.layers.0.mlp.down_proj"
-    total = sum(each.num_bytes for each in files if each.name.startswith(name))
-    (tensor,) = [each for each in join(files, quantisation) if each.name == f"{name}.weight"]
-    read: list[int] = []
-    given = os.preadv
-
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        read.append(sum(len(buffer) for buffer in buffers))
-        return given(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counting)
-    slot = Slot(torch.zeros(64, 48), tensor.shape, dim=1, start=48)
-    filling.fill([(tensor, slot)], progress=False, num_threads=1)
-    assert 0.3 * total < sum(read) < share * total
+    assert 0.3 < share_of_second_half(folder, monkeypatch) < share
 
 
 def test_zero_points_that_borrowed_from_their_neighbours(tmp_path: Path) -> None:

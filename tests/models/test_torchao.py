@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,12 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import Slot
 from raylm.model_files.source import locate
-from raylm.models import filling
 from raylm.models.arch import ArchConfig
-from raylm.models.quantised.join import join
-from raylm.models.safetensors import file_tensors
 from raylm.models.scheme import configured_scheme, stored_forms
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
+from tests.models.reads import share_of_second_half
 from tests.models.stored import assert_equal
 from tests.models.test_fp8 import read as read_scaled
 from tests.models.test_fp8 import weights as scaled_weights
@@ -319,22 +315,7 @@ def test_a_rank_reads_its_columns_alone(
 ) -> None:
     plain = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1, intermediate_size=1024)
     folder, _ = write_both(plain, tmp_path, KINDS[kind])
-    quantisation = ArchConfig.from_source(locate(str(folder))).quantisation
-    assert quantisation is not None
-    files = file_tensors(folder / FILE, quantised=True)
-    name = "model.layers.0.mlp.down_proj"
-    total = sum(each.num_bytes for each in files if each.name.startswith(name))
-    (tensor,) = [each for each in join(files, quantisation) if each.name == f"{name}.weight"]
-    read: list[int] = []
-    given = os.preadv
-
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        read.append(sum(len(buffer) for buffer in buffers))
-        return given(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counting)
-    filling.fill([(tensor, Slot(torch.zeros(64, 512), tensor.shape, dim=1, start=512))], progress=False, num_threads=1)
-    assert 0.3 * total < sum(read) < share * total
+    assert 0.3 < share_of_second_half(folder, monkeypatch) < share
 
 
 @pytest.mark.usefixtures("patch_kernels", "exact_kernels")
