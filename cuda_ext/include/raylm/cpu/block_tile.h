@@ -400,10 +400,10 @@ struct Reader<IQ4_XS> : Codes<32, true> {
 class BlocksAhead {
  public:
   RAYLM_INLINE BlocksAhead(const uint8_t* const* lines, int64_t start, int64_t bytes, int count)
-      : lines_(lines), start_(start), each_(static_cast<int>((bytes + 63) / 64 * kWidth + count - 1) / count) {}
+      : lines_(lines), start_(start), each_(static_cast<unsigned>((bytes + 63) / 64 * kWidth + count - 1) / count) {}
 
   RAYLM_INLINE void step() {
-    for (const int end = next_ + each_; next_ < end; ++next_) {
+    for (const unsigned end = next_ + each_; next_ < end; ++next_) {
       prefetch(lines_[next_ % kWidth] + start_ + next_ / kWidth * 64);
     }
   }
@@ -411,8 +411,8 @@ class BlocksAhead {
  private:
   const uint8_t* const* lines_;
   int64_t start_;
-  int each_;
-  int next_ = 0;
+  unsigned each_;
+  unsigned next_ = 0;
 };
 
 template <typename Kind>
