@@ -16,6 +16,20 @@ PACKAGE = "raylm_cuda"
 BUILD_COMMAND = "make ext"
 """In raylm's repository."""
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+_OF_CPUS = frozenset(
+    ("block_linear", "block_gated_linear", "block_experts", "decode_blocks", "block_kernels", "decode_layers")
+)
+"""Kernels that GPUs have none of: they read weights in blocks through torch, and layers one by one or by few_layers."""
+_NOT_OF_CPUS = frozenset(
+    (
+        *("penalize", "sample", "sample_columns", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits"),
+        *("route", "experts", "patched_experts", "patched_linear", "gated_linear", "few_layers"),
+        *("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels"),
+    )
+)
+_NOT_OF_CPUS_BEGIN = ("peer_", "scale", "invariant_")
+"""On CPUs torch does what is done with logits and codes, a gated product is two operators, and ranks reduce through a
+process group."""
 _ARCHITECTURE = re.compile(r"(\d{2,3})([af]?)(-real|-virtual)?")
 
 
@@ -47,6 +61,19 @@ class ExtensionStatus:
             f'`{BUILD_COMMAND} CUDA_ARCHS="{major}{minor}-real"`'
         )
 
+    def outdated(self, device: str) -> str | None:
+        """Which kernels for a device are missing because it was built from older sources; None where none are, or where
+        it was not built for the device at all."""
+        built = self.ops.get(device, ())
+        lacking = [name for name in kernels_for(device) if name not in built]
+        if not built or not lacking:
+            return None
+        return (
+            f"the compiled extension {self.path} was built from older sources: it has no {', '.join(lacking)} for "
+            f"{_DEVICES[device]}, and torch does that in its place, more slowly; to build it again, in raylm's "
+            f"repository: `{BUILD_COMMAND}`"
+        )
+
     def __str__(self) -> str:
         if self.path is None:
             return f"The compiled extension is not installed; to build it, in raylm's repository: `{BUILD_COMMAND}`."
@@ -54,7 +81,8 @@ class ExtensionStatus:
             again = f"to build it again, in raylm's repository: `{BUILD_COMMAND}`"
             return f"The compiled extension {self.path} does not load ({self.error}); {again}."
         kernels = "; ".join(f"{device}: {', '.join(names)}" for device, names in self.ops.items() if names)
-        return f"The compiled extension {self.path} is loaded ({kernels})."
+        outdated = [sentence[0].upper() + sentence[1:] for device in self.ops if (sentence := self.outdated(device))]
+        return ". ".join((f"The compiled extension {self.path} is loaded ({kernels})", *outdated)) + "."
 
 
 @functools.cache
@@ -71,6 +99,13 @@ def load() -> ExtensionStatus:
         return ExtensionStatus(path, " ".join(str(error).split()))
     ops = {device: _kernels(key) for device, key in _DEVICES.items()}
     return ExtensionStatus(path, architectures=getattr(package, "ARCHITECTURES", ()), ops=ops)
+
+
+def kernels_for(device: str) -> tuple[str, ...]:
+    """The operators that the extension's sources have a kernel of for "cpu" or "cuda"."""
+    if device == "cuda":
+        return tuple(name for name in SCHEMAS if name not in _OF_CPUS)
+    return tuple(name for name in SCHEMAS if name not in _NOT_OF_CPUS and not name.startswith(_NOT_OF_CPUS_BEGIN))
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:

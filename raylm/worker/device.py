@@ -8,8 +8,11 @@ import torch
 
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import ConfigError
+from raylm.log import get_logger
 from raylm.ops import CODES, extension
 from raylm.parallel.groups import Seat
+
+logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,8 +35,10 @@ def device_of_seat(wanted: str, seat: Seat | None) -> torch.device:
 
 
 def prepare_device(config: ResolvedEngine, device: torch.device) -> None:
-    """Start CUDA, or set the number of threads of a CPU. Raises ConfigError where the extension has no kernels for
-    the GPU."""
+    """Start CUDA, or set the number of threads of a CPU; say which kernels an old extension lacks. Raises ConfigError
+    where it has none for the GPU."""
+    if outdated := extension.load().outdated(device.type):
+        logger.warning("%s", outdated)
     if device.type == "cpu":
         torch.set_num_threads(config.runtime.num_threads or max(cores_of_worker(config), 1))
         return

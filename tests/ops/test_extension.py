@@ -19,14 +19,8 @@ def test_status_of_what_is_installed():
         assert not status.loaded and extension.BUILD_COMMAND in str(status)
     else:
         assert status.loaded, str(status)
-        # What is done with logits is torch's on a CPU, and so is all with codes; a gated product is two
-        # operators, whole layers have an operator of their own, CPUs reduce through a process group, and a
-        # deterministic engine is for GPUs.
-        logits = ("penalize", "sample", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits")
-        torchs = ("gated_linear", "few_layers", "route", "experts", "patched_experts", "patched_linear", *logits)
-        torchs += ("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels", "sample_columns")
-        elsewhere = {name for name in SCHEMAS if name in torchs or name.startswith(("peer_", "scale", "invariant_"))}
-        assert set(status.ops["cpu"]) == set(SCHEMAS) - elsewhere
+        assert status.ops["cpu"] == extension.kernels_for("cpu")
+        assert status.outdated("cpu") is None and "older" not in str(status)
         assert str(status.path) in str(status)
 
 
@@ -34,8 +28,7 @@ def test_a_build_for_cuda_has_every_kernel():
     status = extension.load()
     if not status.ops.get("cuda"):
         pytest.skip(f"built without CUDA: {status}")
-    cpus = {"block_linear", "block_gated_linear", "block_experts", "decode_blocks", "block_kernels", "decode_layers"}
-    assert set(status.ops["cuda"]) == set(SCHEMAS) - cpus
+    assert status.ops["cuda"] == extension.kernels_for("cuda")
     library = status.path.read_bytes()
     for kernel in (
         "decode_attention_kernel",
@@ -88,6 +81,16 @@ def test_a_gpu_that_the_kernels_are_not_for_is_named(architectures, capability, 
     if misfit is not None:
         major, minor = capability
         assert f"capability {major}.{minor}" in misfit and f'ARCHS="{major}{minor}-real"' in misfit
+
+
+def test_kernels_that_older_sources_did_not_have_are_named():
+    cpu = tuple(name for name in extension.kernels_for("cpu") if name not in ("linear", "block_experts"))
+    status = extension.ExtensionStatus(Path("kernels.so"), ops={"cpu": cpu, "cuda": ()})
+    told = status.outdated("cpu")
+    assert told is not None and "it has no linear, block_experts for CPU" in told and "`make ext`" in told
+    assert str(status).endswith(f"). T{told[1:]}.")
+    assert status.outdated("cuda") is None  # it was not built for GPUs
+    assert set(extension.kernels_for("cuda")) | set(extension.kernels_for("cpu")) == set(SCHEMAS)
 
 
 def test_missing_package_names_the_build_command(monkeypatch: pytest.MonkeyPatch):

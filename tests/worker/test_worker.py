@@ -69,6 +69,15 @@ def test_groups_and_the_line_of_the_log(folder: Path, caplog: pytest.LogCaptureF
     assert "KV cache: 266 tokens in 100 blocks; 2.1 requests of 128 tokens at once" in caplog.messages
 
 
+def test_an_extension_of_older_sources_is_told_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = dataclasses.replace(extension.load(), path=Path("kernels.so"), ops={"cpu": ("linear",), "cuda": ()})
+    monkeypatch.setattr(extension, "load", lambda: status)
+    start(folder, num_blocks=33)
+    assert status.outdated("cpu") in caplog.messages
+
+
 def test_windows_as_long_as_the_requests_make_one_group(folder: Path) -> None:
     info = start(folder, num_blocks=9, max_model_len=8)
     assert info.layout == CacheLayout(4, [0])
