@@ -7,10 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylm.ops.patches import E2M1
+
 VALUES, BYTES = 32, 16
 """Of a block."""
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1).view(np.int64).reshape(-1)
+_ONE = np.array(E2M1, dtype=np.float32)
+_PAIRS = np.stack([np.tile(_ONE, 16), np.repeat(_ONE, 16)], axis=1).view(np.int64).reshape(-1)
 """The two values of a byte, the lower four bits first, as one number of 64 bits: one look-up for both."""
 _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 

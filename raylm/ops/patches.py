@@ -58,7 +58,8 @@ _PLACES = torch.arange(PATCH_ROWS * PATCH_COLUMNS).unsqueeze(0)
 _PLACES_FOURS = _PLACES.view(1, *_ROWS, *_FOURS).permute(*_ORDER_FOURS).flatten()
 _PLACES_EIGHTS = _PLACES.view(1, *_ROWS, *_EIGHTS).flip(_P).permute(*_ORDER_EIGHTS).flatten()
 """Which of a patch's codes, row by row, are in memory one after another."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of floats of 4 bits, by their codes."""
 
 
 def patch_bytes(numbers: Numbers, group: int) -> int:
@@ -232,5 +233,4 @@ def _rows_of(patches: Tensor, across: int) -> Tensor:
 
 
 def _e2m1(codes: Tensor) -> Tensor:
-    table = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)
-    return table[codes.long()]
+    return torch.tensor(E2M1, device=codes.device)[codes.long()]
