@@ -39,7 +39,7 @@ def scales(random: torch.Generator, *shape: int, size: float = 0.02) -> Tensor:
 def words(codes: Iterable[int], bits: int) -> list[int]:
     """Integers one behind the other, lowest first, as words of 32 bits with a sign."""
     codes = list(codes)
-    whole = sum(code << bits * place for place, code in enumerate(codes))
+    whole = int("".join(f"{code:0{bits}b}" for code in reversed(codes)), 2)
     data = whole.to_bytes(-(-len(codes) * bits // 32) * 4, "little")
     return [int.from_bytes(data[at : at + 4], "little", signed=True) for at in range(0, len(data), 4)]
 
@@ -52,24 +52,21 @@ def pack_columns(codes: Tensor, bits: int) -> Tensor:
     return pack_rows(codes.t(), bits).t().contiguous()
 
 
-def decoded(
-    codes: Tensor, zeros: Tensor | int, scale: Tensor, group_of: Callable[[int, int], tuple[int, int]]
-) -> Tensor:
-    """Value by value: `group_of` says where the scale of a row and column is."""
-    found, factors = codes.tolist(), scale.tolist()
-    less = [[zeros] * len(row) for row in factors] if isinstance(zeros, int) else zeros.tolist()
-    for i, row in enumerate(found):
-        for j, code in enumerate(row):
-            a, b = group_of(i, j)
-            row[j] = (code - less[a][b]) * factors[a][b]
-    return torch.tensor(found)
+Places = tuple[Tensor | int, Tensor | int]
+
+
+def decoded(codes: Tensor, zeros: Tensor | int, scale: Tensor, group_of: Callable[[Tensor, Tensor], Places]) -> Tensor:
+    """`group_of` says where the scales of rows [N, 1] and columns [K] are."""
+    places = group_of(torch.arange(codes.shape[0])[:, None], torch.arange(codes.shape[1]))
+    less = zeros if isinstance(zeros, int) else zeros.double()[places]
+    return ((codes.double() - less) * scale.double()[places]).float()
 
 
 def fp8_codes(random: torch.Generator, rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn)
 
 
-def blocks(rows: int, columns: int) -> Callable[[int, int], tuple[int, int]]:
+def blocks(rows: int, columns: int) -> Callable[[Tensor, Tensor], Places]:
     """0 stands for all."""
     return lambda i, j: (i // rows if rows else 0, j // columns if columns else 0)
 
@@ -100,7 +97,7 @@ def fp8(
             scale = 2.0 ** (exponents.float() - 127)
             stored = exponents.to(torch.uint8)
             stored = stored.view(torch.float8_e8m0fnu) if kind == "e8m0" else stored
-        places = groups_of(k, columns) if ordered else []
+        places = torch.tensor(groups_of(k, columns) if ordered else [], dtype=torch.int32)
         dense = decoded(codes.float(), 0, scale, (lambda i, j: (i, places[j])) if ordered else blocks(rows, columns))
         stored = {"vector": stored.flatten(), "number": stored.flatten()[0], "4": stored[:, None, :, None]}.get(
             shape, stored
@@ -109,7 +106,7 @@ def fp8(
         if extra:
             parts[extra] = torch.tensor(0.7)
         if ordered:
-            parts["weight_g_idx"] = torch.tensor(places, dtype=torch.int32)
+            parts["weight_g_idx"] = places
         return parts, dense
 
     return pack
@@ -153,8 +150,7 @@ def ct_packed(bits: int, columns: int, *, symmetric: bool = True, ordered: bool 
             parts["weight_zero_point"] = pack_columns(zeros + middle, bits)
         group_of = blocks(1, columns)
         if ordered:
-            places = groups_of(k, columns)
-            parts["weight_g_idx"] = torch.tensor(places, dtype=torch.int32)
+            places = parts["weight_g_idx"] = torch.tensor(groups_of(k, columns), dtype=torch.int32)
             group_of = lambda i, j: (i, places[j])  # noqa: E731
         return parts, decoded(codes, zeros, scale, group_of)
 
@@ -171,14 +167,13 @@ def gptq(bits: int, columns: int, *, v2: bool = False, ordered: bool = False, ze
         scale[0, 0] *= -1  # AutoRound's may be negative
         zeros = integers(random, 1, 1 << bits, *size) if zero is None else torch.full(size, zero)
         stored = pack_columns(zeros if v2 else zeros - 1, bits).t().contiguous()
-        places = [j // columns if columns else 0 for j in range(k)]
-        if ordered:
-            places = groups_of(k, columns)
+        groups = groups_of(k, columns) if ordered else [j // columns if columns else 0 for j in range(k)]
+        places = torch.tensor(groups, dtype=torch.int32)
         parts = {
             "qweight": pack_columns(codes.t().contiguous(), bits),
             "qzeros": stored,
             "scales": scale.t().contiguous(),
-            "g_idx": torch.tensor(places, dtype=torch.int32),
+            "g_idx": places,
         }
         return parts, decoded(codes, zeros, scale.float(), lambda i, j: (i, places[j]))
 
@@ -207,9 +202,8 @@ def awq(columns: int) -> Packer:
 
 def float4(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Two a byte, and what they stand for."""
-    data = [[row[j] | row[j + 1] << 4 for j in range(0, len(row), 2)] for row in codes.tolist()]
-    values = [[(-1) ** (code >> 3) * E2M1[code & 7] for code in row] for row in codes.tolist()]
-    return torch.tensor(data, dtype=torch.uint8), torch.tensor(values)
+    table = torch.tensor([sign * value for sign in (1, -1) for value in E2M1])
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), table[codes]
 
 
 def mxfp4(name: str) -> Packer:
