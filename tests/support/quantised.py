@@ -1,7 +1,7 @@
 """Small random checkpoints of every quantisation, written number by number, and their twins of decoded weights.
 
 A packer makes the tensors of one weight [N, K] and its decoded values. It says of a format what its authors' programs
-do, in plain Python: integers become one large number a row, whose bytes are the words.
+do, bit by bit.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 FILE = "model.safetensors"
 Packed = tuple[dict[str, Tensor], Tensor]
@@ -36,16 +37,11 @@ def scales(random: torch.Generator, *shape: int, size: float = 0.02) -> Tensor:
     return (size * (0.5 + torch.rand(shape, generator=random))).bfloat16().float()
 
 
-def words(codes: Iterable[int], bits: int) -> list[int]:
-    """Integers one behind the other, lowest first, as words of 32 bits with a sign."""
-    codes = list(codes)
-    whole = int("".join(f"{code:0{bits}b}" for code in reversed(codes)), 2)
-    data = whole.to_bytes(-(-len(codes) * bits // 32) * 4, "little")
-    return [int.from_bytes(data[at : at + 4], "little", signed=True) for at in range(0, len(data), 4)]
-
-
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    return torch.tensor([words(row, bits) for row in codes.tolist()], dtype=torch.int32)
+    """[R, C] integers one behind the other, the lowest bit first, as words of 32 bits with a sign."""
+    ones = (codes.long()[:, :, None] >> torch.arange(bits) & 1).flatten(1)
+    words = pad(ones, (0, -ones.shape[1] % 32)).unflatten(1, (-1, 32))
+    return (words << torch.arange(32)).sum(2).to(torch.int32)
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:
@@ -181,15 +177,11 @@ def gptq(bits: int, columns: int, *, v2: bool = False, ordered: bool = False, ze
 
 
 def awq(columns: int) -> Packer:
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def eights(codes: Tensor) -> Tensor:
         """[R, C], C in words of eight, of which the order says whose turn it is."""
-        found = []
-        for row in codes.tolist():
-            turned = [row[at + place] for at in range(0, len(row), 8) for place in order]
-            found.append(words(turned, 4))
-        return torch.tensor(found, dtype=torch.int32)
+        return pack_rows(codes.unflatten(1, (-1, 8))[:, :, order].flatten(1), 4)
 
     def pack(random: torch.Generator, n: int, k: int) -> Packed:
         codes, size = integers(random, 0, 16, n, k), grid_shape(n, k, 1, columns)

@@ -15,7 +15,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.quantised import FILE, Kind, Packed, blocks, decoded, fp8_codes, grid_shape, integers, scales
+from tests.support.quantised import (
+    FILE,
+    Kind,
+    Packed,
+    blocks,
+    decoded,
+    fp8_codes,
+    grid_shape,
+    integers,
+    pack_rows,
+    scales,
+)
 
 BFLOAT16 = {"_type": "torch.dtype", "_data": "bfloat16"}
 ROWS = {"granularity": {"_type": "PerRow", "_data": {"dim": -1}}}
@@ -160,18 +171,15 @@ def tile_words(codes: Tensor) -> Tensor:
     """Codes 0 to 15 [N, K], N a multiple of 8 and K of 128, as `_convert_weight_to_int4pack(_, 8)` has them on NVIDIA's
     GPUs: int32 [N / 8, K / 128, 32, 4]. A lane takes of a matrix of 16 columns, the factor of a tensor core's product,
     two neighbours and the two that are 8 columns behind them; a word holds those of two such matrices."""
-    table = codes.tolist()
-    found = []
-    for top in range(0, len(table), 8):
-        for left in range(0, len(table[0]), 128):
-            for lane in range(32):
-                row, first = table[top + lane // 4], left + lane % 4 * 2
-                for pair in range(0, 128, 32):
-                    v = [row[first + pair + tile + at + odd] for tile in (0, 16) for at in (0, 8) for odd in (0, 1)]
-                    order = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])
-                    word = sum(code << 4 * place for place, code in enumerate(order))
-                    found.append(word - (1 << 32 if word >> 31 else 0))
-    return torch.tensor(found, dtype=torch.int32).view(len(table) // 8, -1, 32, 4)
+    places = []
+    for lane in range(32):
+        row, first = lane // 4, lane % 4 * 2
+        for pair in range(0, 128, 32):
+            v = [first + pair + tile + at + odd for tile in (0, 16) for at in (0, 8) for odd in (0, 1)]
+            order = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])
+            places.append([128 * row + column for column in order])
+    tiles = codes.unflatten(0, (-1, 8)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
+    return pack_rows(tiles[:, :, places].flatten(0, 2), 4).view(*tiles.shape[:2], 32, 4)
 
 
 def tiles(columns: int) -> Callable[[torch.Generator, int, int], Packed]:
