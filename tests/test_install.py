@@ -89,8 +89,11 @@ def test_extras_are_installed_from_the_repository():
     assert [str(path) for path in files if re.search(r"pip install \S*raylm\[", path.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize(("option", "outcome"), [((), "1 skipped"), (("--require-demo",), "1 error")])
-def test_without_the_demo_model_its_tests_are_skipped_and_say_what_to_do(tmp_path: Path, option, outcome):
+@pytest.mark.parametrize(
+    ("option", "outcome"),
+    [pytest.param((), "1 skipped", marks=pytest.mark.nightly), (("--require-demo",), "1 error")],
+)
+def test_without_the_demo_model_its_tests_are_skipped_or_fail_and_say_what_to_do(tmp_path: Path, option, outcome):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEMO)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     test = "tests/model_files/test_gguf_header.py::test_equals_the_gguf_package_on_a_real_file"

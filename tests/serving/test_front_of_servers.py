@@ -239,7 +239,9 @@ def test_haproxy_killed_is_back_and_no_later_request_is_lost(server: Server):
     assert server.client.get("/-/routes").status_code == 200
 
 
+@pytest.mark.nightly
 def test_haproxys_manager_killed_is_replaced_and_nobody_notices(server: Server):
+    """Serve takes a minute for it."""
     (manager,) = server.find("ray::HAProxyManager")
     wait_for(lambda: len(server.find("raylm-front")) == 1, "there is not one program in front")
     (program,) = server.find("raylm-front")
