@@ -20,6 +20,9 @@ STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
 TESTS   = $(BIN)/python -m pytest --require-demo
 SERVERS = tests/executor tests/engine tests/bench tests/cli tests/config tests/serving tests/clients tests/examples tests/batch tests/helm
 
+# What has threads of its own, but for what measures how long one of them computes.
+THREADS = tests/executor tests/engine tests/llm tests/api tests/batch tests/serving --ignore=tests/serving/test_loop_held.py
+
 .PHONY: serve client test test-servers test-engine test-page clients contract nightly vllm-parsers lint check ext clean
 
 serve: $(VENV)/.serve
@@ -61,6 +64,8 @@ contract: $(VENV)/.dev
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout 7200
 	$(TESTS) tests -m nightly
+	$(TESTS) $(THREADS) --slow-threads main
+	$(TESTS) $(THREADS) --slow-threads others
 	$(MAKE) --no-print-directory test-page
 	$(MAKE) --no-print-directory vllm-parsers
 

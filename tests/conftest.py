@@ -19,7 +19,7 @@ from raylm.config.demo import DEMO_MODELS
 from raylm.model_files.source import ModelSource, locate
 from raylm.text.processor import TextProcessor
 
-pytest_plugins = ["tests.support.served", "tests.support.held_loop"]
+pytest_plugins = ["tests.support.served", "tests.support.held_loop", "tests.support.slow_threads"]
 
 # Torch reads it when it is loaded: threads that wait for work sleep, where they would take the cores from each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hostile-seed", type=int, help="their seed, which is random otherwise and in the log")
     parser.addoption("--require-browser", action="store_true", help="tests of the page fail without a Chromium")
     parser.addoption("--contract-examples", type=int, default=100, help="requests of tests/contract, of all operations")
+    parser.addoption("--slow-threads", choices=("main", "others"), help="threads that are held again and again")
     parser.addoption("--require-demo", action="store_true", help="tests of the demo model fail without it")
 
 
