@@ -28,7 +28,7 @@ class ExpertSizes(NamedTuple):
 
     @property
     def columns(self) -> Columns:
-        """This rank's of down."""
+        """This rank's columns of an expert's down_proj."""
         return Columns(self.size, self.share, self.start)
 
 

@@ -11,8 +11,8 @@ from raylm.ops.patches import E2M1
 
 VALUES, BYTES = 32, 16
 """Of a block."""
-_ONE = np.array(E2M1, dtype=np.float32)
-_PAIRS = np.stack([np.tile(_ONE, 16), np.repeat(_ONE, 16)], axis=1).view(np.int64).reshape(-1)
+_FLOATS = np.array(E2M1, dtype=np.float32)
+_PAIRS = np.stack([np.tile(_FLOATS, 16), np.repeat(_FLOATS, 16)], axis=1).view(np.int64).reshape(-1)
 """The two values of a byte, the lower four bits first, as one number of 64 bits: one look-up for both."""
 _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 

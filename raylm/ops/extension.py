@@ -15,11 +15,12 @@ from raylm.ops.library import NAMESPACE, SCHEMAS
 PACKAGE = "raylm_cuda"
 BUILD_COMMAND = "make ext"
 """In raylm's repository."""
+_AGAIN = f"to build it again, in raylm's repository: `{BUILD_COMMAND}`"
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 _OF_CPUS = frozenset(
     ("block_linear", "block_gated_linear", "block_experts", "decode_blocks", "block_kernels", "decode_layers")
 )
-"""Kernels that GPUs have none of: they read weights in blocks through torch, and layers one by one or by few_layers."""
+"""Operators without a kernel for GPUs: weights stay in blocks on CPUs alone, and GPUs have few_layers."""
 _NOT_OF_CPUS = frozenset(
     (
         *("penalize", "sample", "sample_columns", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits"),
@@ -28,8 +29,8 @@ _NOT_OF_CPUS = frozenset(
     )
 )
 _NOT_OF_CPUS_BEGIN = ("peer_", "scale", "invariant_")
-"""On CPUs torch does what is done with logits and codes, a gated product is two operators, and ranks reduce through a
-process group."""
+"""Operators without a kernel for CPUs: there torch does what is done with logits and codes, a gated product is two
+operators, ranks reduce through a process group, and no engine is deterministic."""
 _ARCHITECTURE = re.compile(r"(\d{2,3})([af]?)(-real|-virtual)?")
 
 
@@ -62,24 +63,22 @@ class ExtensionStatus:
         )
 
     def outdated(self, device: str) -> str | None:
-        """Which kernels for a device are missing because it was built from older sources; None where none are, or where
-        it was not built for the device at all."""
+        """Which kernels for a device the library lacks, as it was built from older sources; None where it lacks none,
+        or was not built for the device at all."""
         built = self.ops.get(device, ())
         lacking = [name for name in kernels_for(device) if name not in built]
         if not built or not lacking:
             return None
         return (
             f"the compiled extension {self.path} was built from older sources: it has no {', '.join(lacking)} for "
-            f"{_DEVICES[device]}, and torch does that in its place, more slowly; to build it again, in raylm's "
-            f"repository: `{BUILD_COMMAND}`"
+            f"{_DEVICES[device]}, and slower ways are taken in place of these; {_AGAIN}"
         )
 
     def __str__(self) -> str:
         if self.path is None:
             return f"The compiled extension is not installed; to build it, in raylm's repository: `{BUILD_COMMAND}`."
         if self.error is not None:
-            again = f"to build it again, in raylm's repository: `{BUILD_COMMAND}`"
-            return f"The compiled extension {self.path} does not load ({self.error}); {again}."
+            return f"The compiled extension {self.path} does not load ({self.error}); {_AGAIN}."
         kernels = "; ".join(f"{device}: {', '.join(names)}" for device, names in self.ops.items() if names)
         outdated = [sentence[0].upper() + sentence[1:] for device in self.ops if (sentence := self.outdated(device))]
         return ". ".join((f"The compiled extension {self.path} is loaded ({kernels})", *outdated)) + "."
@@ -102,7 +101,7 @@ def load() -> ExtensionStatus:
 
 
 def kernels_for(device: str) -> tuple[str, ...]:
-    """The operators that the extension's sources have a kernel of for "cpu" or "cuda"."""
+    """The operators that the extension's sources have a kernel for on a device, "cpu" or "cuda"."""
     if device == "cuda":
         return tuple(name for name in SCHEMAS if name not in _OF_CPUS)
     return tuple(name for name in SCHEMAS if name not in _NOT_OF_CPUS and not name.startswith(_NOT_OF_CPUS_BEGIN))

@@ -35,8 +35,8 @@ def device_of_seat(wanted: str, seat: Seat | None) -> torch.device:
 
 
 def prepare_device(config: ResolvedEngine, device: torch.device) -> None:
-    """Start CUDA, or set the number of threads of a CPU; say which kernels an old extension lacks. Raises ConfigError
-    where it has none for the GPU."""
+    """Start CUDA, or set the number of threads of a CPU; log which kernels an extension of older sources lacks. Raises
+    ConfigError where the extension has none for the GPU."""
     if outdated := extension.load().outdated(device.type):
         logger.warning("%s", outdated)
     if device.type == "cpu":

@@ -14,8 +14,7 @@ from raylm.models import filling
 from raylm.models.arch import ArchConfig
 from raylm.models.quantised.join import join
 from raylm.models.safetensors import file_tensors
-
-FILE = "model.safetensors"
+from tests.support.quantised import FILE
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -32,8 +31,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def share_of_second_half(folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Of the bytes of the first layer's quantised down_proj, what is read of them for the second half of its
-    columns."""
+    """How much of the first layer's quantised down_proj, in bytes, is read for the second half of its columns."""
     quantisation = ArchConfig.from_source(locate(str(folder))).quantisation
     assert quantisation is not None
     files = file_tensors(folder / FILE, quantised=True)

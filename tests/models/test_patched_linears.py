@@ -138,7 +138,7 @@ def test_what_a_rank_would_cut_is_decoded(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def by_groups(columns: int) -> list[int]:
-    groups = groups_of(columns, 32)
+    groups = groups_of(columns, 32).tolist()
     return sorted(range(columns), key=groups.__getitem__)
 
 

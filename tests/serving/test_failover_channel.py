@@ -121,7 +121,7 @@ async def test_a_request_that_is_aborted_when_its_engine_is_lost_goes_on_nowhere
 async def test_an_engine_that_stops_hands_its_streams_over():
     first, second = served_with(5), served_with(5)
     for served in (first, second):
-        served.hold_until(3)  # the router gives each half of the six, and no engine's first steps are without one
+        served.hold_until(3)  # what the router sends to each: an engine that began with fewer would run out of steps
     async with router_to(first.client(), second.client()) as router:
         journeys = [router.generate([f"r{number}"], PROMPT, WISHES["one"], OPTIONS) for number in range(6)]
         tokens: dict[str, list[int]] = {}

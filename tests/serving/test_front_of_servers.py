@@ -241,7 +241,7 @@ def test_haproxy_killed_is_back_and_no_later_request_is_lost(server: Server):
 
 @pytest.mark.nightly
 def test_haproxys_manager_killed_is_replaced_and_nobody_notices(server: Server):
-    """Serve takes a minute for it."""
+    """Serve takes a minute to replace the manager."""
     (manager,) = server.find("ray::HAProxyManager")
     wait_for(lambda: len(server.find("raylm-front")) == 1, "there is not one program in front")
     (program,) = server.find("raylm-front")

@@ -1,7 +1,7 @@
-"""Small random checkpoints of every quantisation, written number by number, and their twins of decoded weights.
+"""Small random checkpoints of every quantisation, and their twins of decoded weights.
 
 A packer makes the tensors of one weight [N, K] and its decoded values. It says of a format what its authors' programs
-do, bit by bit.
+do, in plain operations.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ def blocks(rows: int, columns: int) -> Callable[[Tensor, Tensor], Places]:
     return lambda i, j: (i // rows if rows else 0, j // columns if columns else 0)
 
 
+def by_groups(groups: Tensor) -> Callable[[Tensor, Tensor], Places]:
+    """A scale for each row and group, of which each column has the number in `groups` [K]."""
+    return lambda i, j: (i, groups[j])
+
+
 def grid_shape(n: int, k: int, rows: int, columns: int) -> tuple[int, int]:
     return -(-n // rows) if rows else 1, -(-k // columns) if columns else 1
 
@@ -93,8 +98,8 @@ def fp8(
             scale = 2.0 ** (exponents.float() - 127)
             stored = exponents.to(torch.uint8)
             stored = stored.view(torch.float8_e8m0fnu) if kind == "e8m0" else stored
-        places = torch.tensor(groups_of(k, columns) if ordered else [], dtype=torch.int32)
-        dense = decoded(codes.float(), 0, scale, (lambda i, j: (i, places[j])) if ordered else blocks(rows, columns))
+        group_of = by_groups(groups_of(k, columns)) if ordered else blocks(rows, columns)
+        dense = decoded(codes.float(), 0, scale, group_of)
         stored = {"vector": stored.flatten(), "number": stored.flatten()[0], "4": stored[:, None, :, None]}.get(
             shape, stored
         )
@@ -102,7 +107,7 @@ def fp8(
         if extra:
             parts[extra] = torch.tensor(0.7)
         if ordered:
-            parts["weight_g_idx"] = places
+            parts["weight_g_idx"] = groups_of(k, columns)
         return parts, dense
 
     return pack
@@ -122,9 +127,9 @@ def int8(rows: int, columns: int, *, symmetric: bool = True) -> Packer:
     return pack
 
 
-def groups_of(k: int, columns: int) -> list[int]:
+def groups_of(k: int, columns: int) -> Tensor:
     """Of each column, in an activation order: the same for all matrices that see the same inputs."""
-    return (torch.randperm(k, generator=torch.Generator().manual_seed(k)) // columns).tolist()
+    return (torch.randperm(k, generator=torch.Generator().manual_seed(k)) // columns).int()
 
 
 def ct_packed(bits: int, columns: int, *, symmetric: bool = True, ordered: bool = False) -> Packer:
@@ -146,8 +151,8 @@ def ct_packed(bits: int, columns: int, *, symmetric: bool = True, ordered: bool 
             parts["weight_zero_point"] = pack_columns(zeros + middle, bits)
         group_of = blocks(1, columns)
         if ordered:
-            places = parts["weight_g_idx"] = torch.tensor(groups_of(k, columns), dtype=torch.int32)
-            group_of = lambda i, j: (i, places[j])  # noqa: E731
+            parts["weight_g_idx"] = groups_of(k, columns)
+            group_of = by_groups(parts["weight_g_idx"])
         return parts, decoded(codes, zeros, scale, group_of)
 
     return pack
@@ -163,15 +168,14 @@ def gptq(bits: int, columns: int, *, v2: bool = False, ordered: bool = False, ze
         scale[0, 0] *= -1  # AutoRound's may be negative
         zeros = integers(random, 1, 1 << bits, *size) if zero is None else torch.full(size, zero)
         stored = pack_columns(zeros if v2 else zeros - 1, bits).t().contiguous()
-        groups = groups_of(k, columns) if ordered else [j // columns if columns else 0 for j in range(k)]
-        places = torch.tensor(groups, dtype=torch.int32)
+        groups = groups_of(k, columns) if ordered else torch.arange(k, dtype=torch.int32) // (columns or k)
         parts = {
             "qweight": pack_columns(codes.t().contiguous(), bits),
             "qzeros": stored,
             "scales": scale.t().contiguous(),
-            "g_idx": places,
+            "g_idx": groups,
         }
-        return parts, decoded(codes, zeros, scale.float(), lambda i, j: (i, places[j]))
+        return parts, decoded(codes, zeros, scale.float(), by_groups(groups))
 
     return pack
 
@@ -195,7 +199,7 @@ def awq(columns: int) -> Packer:
 def float4(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Two a byte, and what they stand for."""
     table = torch.tensor([sign * value for sign in (1, -1) for value in E2M1])
-    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), table[codes]
+    return pack_rows(codes, 4).view(torch.uint8), table[codes]
 
 
 def mxfp4(name: str) -> Packer:

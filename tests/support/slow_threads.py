@@ -1,6 +1,6 @@
 """`--slow-threads main`, or `others`: some threads are held again and again, as a busy machine may hold any of them.
 
-A test that hangs on which thread gets on first fails in one of the two, and passes nearly always without.
+A test whose outcome depends on which thread runs first mostly fails in one of the two, and rarely without them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-_CALLS = 60
+_EVENTS = 60
+"""Calls and returns of functions from one pause of a thread to the next."""
 _PAUSE_S = 0.004
-"""How long a slow thread is held each so many calls of functions."""
 _MOST_S = 1.5
-"""Of all pauses of a test."""
+"""All pauses of a test together."""
 
 
 class SlowThreads:
@@ -26,7 +26,7 @@ class SlowThreads:
     def __init__(self, which: str) -> None:
         self._holds_main = which == "main"
         self._left_s = 0.0
-        self._calls = threading.local()
+        self._events = threading.local()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None]:
@@ -41,8 +41,8 @@ class SlowThreads:
             threading.setprofile(None)
 
     def _profile(self, *_: Any) -> None:
-        calls = self._calls.number = getattr(self._calls, "number", 0) + 1
-        if calls % _CALLS or self._left_s <= 0:
+        events = self._events.number = getattr(self._events, "number", 0) + 1
+        if events % _EVENTS or self._left_s <= 0:
             return
         if (threading.get_ident() == threading.main_thread().ident) == self._holds_main:
             self._left_s -= _PAUSE_S

@@ -156,9 +156,8 @@ def int4(columns: int, *, shifted: bool = True) -> Callable[[torch.Generator, in
 
     def pack(random: torch.Generator, n: int, k: int) -> Packed:
         codes, scale, added, dense = _int4(random, n, k, columns, shifted=shifted)
-        data = [[row[j] % 16 + row[j + 1] % 16 * 16 for j in range(0, k, 2)] for row in codes.tolist()]
         parts = {
-            "_weight_qdata": torch.tensor(data, dtype=torch.uint8).view(torch.int8),
+            "_weight_qdata": pack_rows(codes % 16, 4).view(torch.int8),
             "_weight_scale": scale.t().contiguous().bfloat16(),
             "_weight_zero_point": added.t().contiguous().bfloat16(),
         }
@@ -178,8 +177,8 @@ def tile_words(codes: Tensor) -> Tensor:
             v = [first + pair + tile + at + odd for tile in (0, 16) for at in (0, 8) for odd in (0, 1)]
             order = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])
             places.append([128 * row + column for column in order])
-    tiles = codes.unflatten(0, (-1, 8)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
-    return pack_rows(tiles[:, :, places].flatten(0, 2), 4).view(*tiles.shape[:2], 32, 4)
+    of_tiles = codes.unflatten(0, (-1, 8)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
+    return pack_rows(of_tiles[:, :, places].flatten(0, 2), 4).view(*of_tiles.shape[:2], 32, 4)
 
 
 def tiles(columns: int) -> Callable[[torch.Generator, int, int], Packed]:
