@@ -36,10 +36,18 @@ __device__ inline uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c
 template <typename T>
 inline constexpr uint32_t kIntegerBase = std::is_same_v<T, __half> ? 0x64006400 : 0x43004300;
 
+// (x & Mask) | Base in one instruction, of which the compiler makes two where both are constants.
+template <uint32_t Mask, uint32_t Base>
+__device__ inline uint32_t masked_beside(uint32_t x) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "n"(Mask), "r"(Base));
+  return out;
+}
+
 // A pair of a word's eight codes of 4 bits, and the base.
 template <typename T>
 __device__ inline uint32_t int4_pair(uint32_t word, int i) {
-  return (word >> 4 * i & 0x000f000f) | kIntegerBase<T>;
+  return masked_beside<0x000f000f, kIntegerBase<T>>(word >> 4 * i);
 }
 
 // The numbers of two codes of 8 bits with a sign, those of a word's first and third byte. bfloat16 has room for 7 bits
@@ -49,7 +57,8 @@ __device__ inline uint32_t int8_pair(uint32_t word) {
   if constexpr (std::is_same_v<T, __half>) {
     return subtract_pairs<T>((word & 0x00ff00ff ^ 0x00800080) | kIntegerBase<T>, 0x64806480);
   } else {
-    return subtract_pairs<T>((word & 0x007f007f) | kIntegerBase<T>, (word & 0x00800080) | kIntegerBase<T>);
+    return subtract_pairs<T>(masked_beside<0x007f007f, kIntegerBase<T>>(word),
+                             masked_beside<0x00800080, kIntegerBase<T>>(word));
   }
 }
 
@@ -60,6 +69,10 @@ struct IntegerGroup {
   __device__ static IntegerGroup of(uint32_t word) { return {__uint_as_float(word & ~0xffu), word & 0xffu}; }
   // The zero point, twice, as int4_pair has codes.
   __device__ uint32_t zeros_beside() const { return zero * 0x10001u | kIntegerBase<T>; }
+  // The zero point and that base, as a number.
+  __device__ float zero_and_base() const {
+    return std::is_same_v<T, __half> ? __uint_as_float(0x44800000 | zero << 13) : __uint_as_float(0x43000000 | zero << 16);
+  }
   __device__ uint32_t scales() const { return pack<T>(scale, scale); }
 };
 

@@ -108,7 +108,9 @@ struct Int4Codes {
   uint4 codes;
   uint32_t words[kPatchColumns / Columns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2) {
+  static constexpr int kGroupLog2 = Columns == 128 ? 7 : Columns == 64 ? 6 : 5;
+
+  __device__ void load(uint32_t patch, int rows, int group_log2 = kGroupLog2) {
     const int lane = threadIdx.x % kWarp;
     codes = load_shared(patch + rows * 512 + lane * 16);
     load_words<Columns>(words, patch + 1024 + (rows * 8 + lane / 4) * 4, group_log2);
@@ -116,8 +118,11 @@ struct Int4Codes {
 
   __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step * 16 / Columns]); }
   __device__ float scale(int step) const { return group(step).scale; }
+  __device__ uint32_t beside_base(int step, int behind) const {
+    return int4_pair<T>(word_of(codes, step / 2), step % 2 * 2 + behind);
+  }
   __device__ uint32_t number(int step, int behind) const {
-    return subtract_pairs<T>(int4_pair<T>(word_of(codes, step / 2), step % 2 * 2 + behind), group(step).zeros_beside());
+    return subtract_pairs<T>(beside_base(step, behind), group(step).zeros_beside());
   }
   __device__ uint32_t scaled(int step, int behind) const {
     return multiply_pairs<T>(number(step, behind), group(step).scales());
@@ -175,7 +180,7 @@ struct AffineCodes {
       pair = int4_pair<__half>(word_of(codes[0], step / 2), step % 2 * 2 + behind);
     } else {
       const uint32_t word = word_of(codes[step / 4], step % 4);
-      pair = ((behind ? word : word >> 8) & 0x007f007f) | kIntegerBase<__half>;
+      pair = masked_beside<0x007f007f, kIntegerBase<__half>>(behind ? word : word >> 8);
     }
     const uint32_t scales = __byte_perm(words[step], 0, 0x1010), offsets = __byte_perm(words[step], 0, 0x3232);
     pair = multiply_add_pairs<__half>(subtract_pairs<__half>(pair, kIntegerBase<__half>), scales, offsets);
