@@ -10,15 +10,15 @@ namespace {
 
 constexpr const char* kOp = "few_layers";
 constexpr int kLeastStages = 2;  // of a warp's ring: one is used while the other is filled
-constexpr int kStatic = 8 * 1024;  // bytes of shared memory that the kernel has besides
-static_assert(sizeof(FewAttentionShared<__half, 128>) <= kStatic);
+constexpr int kStatic = 10 * 1024;  // bytes of shared memory that the kernel has besides
+static_assert(sizeof(FewAttentionShared<__half, 128>) + sizeof(FewRings) <= kStatic);
 
 using Tensors = std::vector<Tensor>;
 
 struct Model {
   int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
-  FewForm form;    // of products
-  int group_log2;  // columns of a group of patches
+  FewForm form;  // of products
+  int group;     // columns of a group of patches
 
   int64_t attended() const { return num_heads * head_dim; }
   int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
@@ -39,26 +39,19 @@ void set_products(FewLayersArgs<T>& args, const Model& model) {
   args.num_heads = static_cast<int>(model.num_heads);
   args.num_kv_heads = static_cast<int>(model.num_kv_heads);
   args.num_layers = static_cast<int>(model.num_layers);
-  args.form = model.form, args.group_log2 = model.group_log2;
-}
-
-template <typename T>
-int shared_besides_rings(const FewLayersArgs<T>& args) {
-  return args.x_bytes() + args.norm_bytes() + args.meeting_bytes();
+  args.form = model.form, args.group = model.group;
 }
 
 // As many stages as shared memory has room for; head sizes share the size of a stage.
 template <typename T>
 int stages_of(const FewLayersArgs<T>& args) {
-  const int room = kSharedOfBlock - kStatic - shared_besides_rings(args);
-  return std::min(kFewMostStages, room / (kFewWarps * FewReader<Plain<T>, 128>::kStage));
+  const int room = kSharedOfBlock - kStatic - args.bytes_besides_rings();
+  return std::min(kFewMostStages, room / (kFewWarps * FewStage<Plain<T>, 128>::kBytes));
 }
 
 FewForm form_of(bool scaled, int64_t group) {
   return scaled ? FewForm::kCodes : group ? FewForm::kInt4 : FewForm::kPlain;
 }
-
-int group_log2_of(int64_t group) { return group == 128 ? 7 : 6; }
 
 bool fits(const Model& m, int32_t device) {
   const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
@@ -111,7 +104,7 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
     Arg(kOp, "one of products", products[i]).dim(2);
     Arg(kOp, "one of products", products[i]).size(0, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
     Arg(kOp, "one of products", products[i])
-        .size(1, in_patches ? patches * bytes_of_patch(4, m.group_log2) : k, "as the model's other sizes say");
+        .size(1, in_patches ? patches * bytes_of_patch(4, m.group == 128 ? 7 : 6) : k, "as the model's other sizes say");
   }
   for (size_t i = 0; i < scales.size(); ++i) {
     check("one of scales", scales[i], ScalarType::Float);
@@ -195,14 +188,14 @@ FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapp
 // All blocks must live at once, as they wait for each other: a cooperative launch fails where they cannot.
 template <typename N, int D>
 void launch(const FewLayersArgs<typename N::Result>& args, int32_t device, cudaStream_t stream) {
-  const int shared = shared_besides_rings(args) + args.stages * kFewWarps * FewReader<N, D>::kStage;
+  const int shared = args.bytes_besides_rings() + args.stages * kFewWarps * FewStage<N, D>::kBytes;
   allow_shared<few_layers_kernel<N, D>>(kOp, device, kSharedOfBlock - kStatic);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(device_attribute(cudaDevAttrMultiProcessorCount, device));
-  config.blockDim = dim3(kFewThreads);
+  config.blockDim = dim3(kFewLaunched);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
@@ -220,7 +213,7 @@ int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_
                         int64_t num_layers, bool scaled, int64_t group) {
   if (x.scalar_type() == ScalarType::Float || (group != 0 && group != 64 && group != 128)) return 0;
   Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, form_of(scaled, group),
-              group_log2_of(group)};
+              static_cast<int>(group)};
   while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
   return model.rows;
 }
@@ -238,7 +231,7 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
   if (head_dim < 1) fail(kOp, "cos_sin has no columns");
   const int64_t kv_heads = k_caches[0].size(2), heads = products[0].size(0) * unit / head_dim - 2 * kv_heads;
   const Model model{residual.size(0), residual.size(1), products[2].size(0) * unit / 2, heads, kv_heads, head_dim,
-                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), group_log2_of(group)};
+                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), static_cast<int>(group)};
   const int32_t device = residual.get_device_index();
   if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
   check_layers(model, products, scales, norms, head_norms, biases, k_caches, v_caches, residual);
@@ -270,7 +263,9 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
       switch (model.form) {
         case FewForm::kPlain: return launch<Plain<T>>(args, head_dim, device, stream);
         case FewForm::kCodes: return launch<Scaled<T>>(args, head_dim, device, stream);
-        default: return launch<Int4<T>>(args, head_dim, device, stream);
+        default:
+          return group == 128 ? launch<Int4<T, 128>>(args, head_dim, device, stream)
+                              : launch<Int4<T, 64>>(args, head_dim, device, stream);
       }
     }
   });

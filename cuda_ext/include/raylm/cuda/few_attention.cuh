@@ -76,11 +76,13 @@ class FewAttention {
     float s[4];
 #pragma unroll 1
     for (int unit = column_.begin + warp_, values = 0; unit < column_.end; unit += values * kFewWarps, values ^= 1) {
+      if (stage) reader_.release();
       stage = reader_.next();
       put_tokens(stage, unit, values ? shared_.values : shared_.keys);
       values ? add_values(stage, s) : score(stage, unit, s);
     }
     join_warps(stage, stamp);
+    if (stage) reader_.release();
     if (column_.parts > 1) join_parts(stamp);
   }
 
@@ -182,15 +184,16 @@ class FewAttention {
       const int position = row == column_.row ? column_.length - 1 : static_cast<int>(args_.step.positions[row]);
       const int at = position - number * kFewKeys;
       if (at < 0 || at >= kFewKeys) continue;
-      T* const to = reinterpret_cast<T*>(unit + at * Reader::kKeyPitch);
+      T* const to = reinterpret_cast<T*>(unit + at * Reader::Stage::kKeyPitch);
       if (lane_ < D / 8) Vec<T>::load(of_rows[row] + lane_ * 8).store(to + lane_ * 8);
+      Reader::Stage::order_writes();
     }
     __syncwarp();
   }
 
   // The scores of 16 keys, to base 2: a lane has keys lane / 4 (elements 0 and 1) and + 8 of its two rows.
   __device__ void score(const char* keys, int unit, float (&s)[4]) const {
-    const uint32_t from = shared_address(keys) + lane_ % 16 * Reader::kKeyPitch + lane_ / 16 * 16;
+    const uint32_t from = shared_address(keys) + lane_ % 16 * Reader::Stage::kKeyPitch + lane_ / 16 * 16;
     const uint32_t queries = shared_address(shared_.heads[lane_ % 8]) + lane_ / 8 * 16;
     float even[4] = {}, odd[4] = {};  // two chains of products are twice as fast as one
 #pragma unroll
@@ -228,7 +231,7 @@ class FewAttention {
     }
     const uint32_t b0 = transpose(pack<T>(w[0], w[1])), b1 = transpose(pack<T>(w[2], w[3]));
     const uint32_t from =
-        shared_address(values) + (lane_ / 16 * 8 + lane_ % 8) * Reader::kKeyPitch + lane_ / 8 % 2 * 16;
+        shared_address(values) + (lane_ / 16 * 8 + lane_ % 8) * Reader::Stage::kKeyPitch + lane_ / 8 % 2 * 16;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
 #pragma unroll
@@ -254,6 +257,7 @@ class FewAttention {
 #pragma unroll
       for (int i = 0; i < D / 4; ++i) to[i % 2 * kPitch + i / 4 * 16 + i % 4 / 2 * 8] = sum_[i / 4][i % 4];
     }
+    Reader::Stage::order_writes();
     sync_some(0, kFewThreads);
     const int group = column_.group;
 #pragma unroll 1

@@ -3,7 +3,8 @@
 //
 // One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o;
 // gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result:
-// each warp keeps a ring of copies of it in flight (few_reader.cuh), across the end of a phase into the next ones.
+// some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes (few_reader.cuh), across the end of
+// a phase into the next ones.
 // Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
@@ -15,6 +16,7 @@
 #pragma once
 
 #include "raylm/cuda/few_attention.cuh"
+#include "raylm/cuda/few_fetcher.cuh"
 
 namespace raylm::cuda {
 
@@ -23,14 +25,14 @@ class FewBlock {
  public:
   using T = typename N::Result;
   static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
-  static constexpr int kBlock = few_block(kFewForm<N>);
+  static constexpr int kBlock = few_block(kFewForm<N>), kSums = few_sums(kFewForm<N>);
 
   __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
                       FewAttentionShared<T, D>& shared, char* x)
       : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
         norm_(reinterpret_cast<T*>(x + args.x_bytes())),
         meeting_(reinterpret_cast<float*>(x + args.x_bytes() + args.norm_bytes())),
-        squares_(meeting_ + args.sums() * kFewWarps), lane_(threadIdx.x % kWarp),
+        squares_(meeting_ + kFewWarps * kFewWarps * kSums), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {}
 
   __device__ void run() {
@@ -43,7 +45,6 @@ class FewBlock {
       for (int phase = kFewQkv; phase < kFewPhases; ++phase) {
         if (phase != kFewAttention) multiply(layer, phase);
         else if (column_.works) attention_.run(args_.layers[layer], stamp_);
-        reader_.refill();
       }
     }
     leave();
@@ -70,6 +71,7 @@ class FewBlock {
     sync_some(0, kFewThreads);  // x has been read
   }
 
+  __device__ static int x_pitch(int k) { return few_x_pitch(kFewForm<N>, k); }
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
   // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to.
@@ -86,7 +88,7 @@ class FewBlock {
   // sum of the squares of this warp's elements of each row goes to squares_.
   __device__ void copy(const uint2* cells, int k, uint32_t stamp, bool squares) {
     constexpr int kBatch = 4;
-    const int pitch = args_.x_pitch(k), end = (k + kBlock - 1) / kBlock * kBlock;
+    const int pitch = x_pitch(k), end = (k + kBlock - 1) / kBlock * kBlock;
 #pragma unroll 1
     for (int r = 0; r < args_.rows; ++r) {
       float sum = 0;
@@ -126,7 +128,7 @@ class FewBlock {
 
   // Norms the rows of x.
   __device__ void norm() {
-    const int pitch = args_.x_pitch(args_.hidden);
+    const int pitch = x_pitch(args_.hidden);
 #pragma unroll 1
     for (int r = 0; r < args_.rows; ++r) {
       float squares = 0;
@@ -185,51 +187,63 @@ class FewBlock {
   }
 
   // x W^T for this block's tiles of W. Sums are rounded before they are added to the residual stream, and before the
-  // activation, as the product alone would be. A lane of the team's warp whose turn it is makes two outputs.
+  // activation, as the product alone would be.
+  //
+  // A team's warps take turns to add and write a tile's sums, and wait for the others then alone: each has to once in as
+  // many tiles as there are warps, so none is further ahead than there are slots.
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
     const FewTeam team(product.k, warp_, kBlock);
     const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
-    const int each = kInt4 && phase == kFewGateUp ? 128 : 64;  // sums of a warp
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
-    const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * args_.x_pitch(product.k)};
-    const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
-    const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
-    float* const meeting = meeting_ + team.index * team.split * each;
+    float* const meeting = meeting_ + team.index * team.split * team.split * kSums;
     int turn = 0;
 #pragma unroll 1
-    for (int tile = team.first_tile; tile < product.tiles; tile += team.tile_step, ++turn) {
-      const bool writes = (turn & (team.split - 1)) == team.warp && row < args_.rows;
+    for (int tile = team.first_tile; tile < product.tiles; tile += team.tile_step) {
+      const bool writes = turn == team.warp && row < args_.rows;
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
       if (writes) besides = ask_besides(layer, phase, row, column);
-      float* const parts = meeting + (turn & 1) * (kFewWarps * each);
-      if constexpr (kInt4) {
-        sum_patches(product, team, phase == kFewGateUp, parts + team.warp * each);
+      float* const parts = meeting + turn * team.split * kSums;
+      sum_tile(product.k, team, phase == kFewGateUp, parts + team.warp * kSums);
+      const int number = 1 + team.index * team.split + turn, threads = team.split * kWarp;
+      if (turn == team.warp) {
+        sync_some(number, threads);
+        const float* own = parts + row * (kInt4 ? kPatchRows : 8) + pair * 2;
+        if (writes) write(layer, phase, product, row, column, own, team.split, besides);
       } else {
-        SkinnySums<N, 1, 1> sums;
-        sums.clear();
-#pragma unroll 1
-        for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
-          sums.template add<true>(x + k * 2, x_rows, reader_.next() + w_lane, 0);
-        }
-        sums.store(parts + team.warp * each);
+        arrive_some(number, threads);
       }
-      sync_some(1 + team.index, team.split * kWarp);
-      const float* own = parts + row * (kInt4 ? 16 : 8) + pair * 2;
-      if (writes) write(layer, phase, product, row, column, own, team.split, each, besides);
+      turn = (turn + 1) & (team.split - 1);
     }
   }
 
-  // The same of a tile of patches, of which a gated product has two: this warp's sums as [row of x][row of W], gate's and
-  // then up's.
-  __device__ void sum_patches(const FewProduct& product, const FewTeam& team, bool gated, float* to) {
+  // This warp's sums of a tile, as [row of x][row of W].
+  __device__ void sum_tile(int k, const FewTeam& team, bool gated, float* to) {
+    if constexpr (kInt4) return sum_patches(k, team, gated, to);
+    const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * x_pitch(k)};
+    const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
+    const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
+    SkinnySums<N, 1, 1> sums;
+    sums.clear();
+#pragma unroll 1
+    for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
+      sums.template add<true>(x + at * 2, x_rows, reader_.next() + w_lane, 0);
+      reader_.release();
+    }
+    if (lane_ / 4 < kFewRows) sums.store(to);
+  }
+
+  // The same of a tile of patches, of which a gated product has two: gate's sums and then up's.
+  __device__ void sum_patches(int k, const FewTeam& team, bool gated, float* to) {
+    const int first = lane_ % 8 < args_.rows ? lane_ % 8 : args_.rows - 1;
+    const uint32_t x = shared_address(x_) + first * x_pitch(k) + lane_ / 8 * 16;
     float sums[2][4] = {};
 #pragma unroll 1
-    for (int k = team.warp * kBlock; k < product.k; k += team.split * kBlock) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (half == 0 || gated) add_patches(sums[half], reader_.next(), k, args_.x_pitch(product.k));
-      }
+    for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
+      const int there = (k - at + kPatchColumns - 1) / kPatchColumns;
+      GroupSums of_groups;
+      add_patches<true>(sums[0], of_groups, there, x + at * 2);
+      if (gated) add_patches<false>(sums[1], of_groups, there, x + at * 2);
     }
     const int row = lane_ % 4 * 2, column = lane_ / 4;
     if (row >= kFewRows) return;
@@ -242,56 +256,81 @@ class FewBlock {
     }
   }
 
-  // Two chains of products run side by side; a group has 64 columns or twice as many.
-  __device__ void add_patches(float (&sums)[4], const char* patches, int k, int pitch) const {
-    const int patch = bytes_of_patch(4, args_.group_log2);
+  // Of a copy's columns of x, two rows a lane: the sum of each group, which has 64 columns or more.
+  using GroupSums = float2[kFewPatches * kPatchColumns / 64];
+
+  // Products with codes and the base that is beside them, less what base and zero point make with the sum of the group;
+  // a product with ones gives that sum. Two chains of products run side by side.
+  template <bool First>
+  __device__ __forceinline__ void add_patches(float (&sums)[4], GroupSums& of_groups, int there, uint32_t x) {
+    constexpr int kGroups = kPatchColumns / N::kColumns, kPatch = N::kPatchBytes;
+    constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x3c003c00 : 0x3f803f80, kOnes[4] = {kOne, kOne, kOne, kOne};
+    char* const patches = reader_.next();
+    if (there < kFewPatches) clear_scales(patches, there);
     const uint32_t from = shared_address(patches);
-    const uint32_t x = shared_address(x_) + min(lane_ % 8, args_.rows - 1) * pitch + k * 2 + lane_ / 8 * 16;
 #pragma unroll
     for (int chunk = 0; chunk < kFewPatches; ++chunk) {
-      Int4Codes<T, 64> rows[2];
-      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * patch, i, args_.group_log2);
+      typename N::Codes rows[2];
+      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * kPatch, i);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float parts[2][4] = {};
+      for (int group = 0; group < kGroups; ++group) {
+        float parts[2][4] = {}, whole[4] = {};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < N::kColumns / 32; ++i) {
           uint32_t b[4];
-          load_matrices(b, x + (chunk * 4 + half * 2 + i) * 64);
+          load_matrices(b, x + (chunk * kPatchColumns + group * N::kColumns) * 2 + i * 64);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int step = half * 4 + i * 2 + j;
-            const uint32_t a[4] = {rows[0].number(step, 0), rows[1].number(step, 0), rows[0].number(step, 1),
-                                   rows[1].number(step, 1)};
+            const int step = group * (N::kColumns / 16) + i * 2 + j;
+            const uint32_t a[4] = {rows[0].beside_base(step, 0), rows[1].beside_base(step, 0), rows[0].beside_base(step, 1),
+                                   rows[1].beside_base(step, 1)};
             multiply_add<T>(parts[j], a, b[2 * j], b[2 * j + 1]);
+            if (First) multiply_add<T>(whole, kOnes, b[2 * j], b[2 * j + 1]);
           }
         }
+        float2& of_group = of_groups[chunk * kGroups + group];
+        if (First) of_group = make_float2(whole[0], whole[1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sums[i] = fmaf(parts[0][i] + parts[1][i], rows[i / 2].scale(half * 4), sums[i]);
+          const auto integers = rows[i / 2].group(group * (N::kColumns / 16));
+          const float sum = parts[0][i] + parts[1][i];
+          const float less = fmaf(integers.zero_and_base(), i % 2 ? -of_group.y : -of_group.x, sum);
+          sums[i] = fmaf(less, integers.scale, sums[i]);
         }
       }
     }
+    reader_.release();
   }
 
-  __device__ static float2 sum(const float* parts, int split, int each) {
+  // Of patches that a copy did not bring, whose columns of x are zeros: what was there before may be no number.
+  __device__ void clear_scales(char* patches, int there) const {
+    constexpr int kCodes = kPatchRows * kPatchColumns / 2;
+    for (int chunk = there; chunk < kFewPatches; ++chunk) {
+      uint32_t* const words = reinterpret_cast<uint32_t*>(patches + chunk * N::kPatchBytes + kCodes);
+      for (int i = lane_; i < (N::kPatchBytes - kCodes) / 4; i += kWarp) words[i] = 0;
+    }
+    FewStage<N, D>::order_writes();
+    __syncwarp();
+  }
+
+  __device__ static float2 sum(const float* parts, int split) {
     float2 all = make_float2(0, 0);
 #pragma unroll
     for (int w = 0; w < kFewWarps; ++w) {
-      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * each) : make_float2(0, 0);
+      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * kSums) : make_float2(0, 0);
       all.x += part.x, all.y += part.y;
     }
     return all;
   }
 
   __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
-                        int split, int each, const Besides& besides) const {
-    float2 out = scaled(sum(parts, split, each), besides.scales[0]);
+                        int split, const Besides& besides) const {
+    float2 out = scaled(sum(parts, split), besides.scales[0]);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
       const float* up = parts + (kInt4 ? 64 : 4);
-      out = gated(rounded(out), rounded(scaled(sum(up, split, each), besides.scales[1])));
+      out = gated(rounded(out), rounded(scaled(sum(up, split), besides.scales[1])));
     }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
     const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
@@ -326,18 +365,29 @@ class FewBlock {
 };
 
 template <typename N, int D>
-__global__ void __launch_bounds__(kFewThreads, 1)
+__global__ void __launch_bounds__(kFewLaunched, 1)
     few_layers_kernel(const __grid_constant__ FewLayersArgs<typename N::Result> args) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[] __attribute__((aligned(128)));
   __shared__ FewAttentionShared<typename N::Result, D> attention;
+  __shared__ FewRings rings;
   start_dependents();
   wait_for_dependencies();
-  char* const rings = shared + args.x_bytes() + args.norm_bytes() + args.meeting_bytes();
+  char* const memory = shared + args.bytes_besides_rings();
   const FewColumn column(args);
-  FewReader<N, D> reader(args, column, rings + threadIdx.x / kWarp * args.stages * FewReader<N, D>::kStage);
-  FewBlock<N, D> block(args, column, reader, attention, shared);
-  block.run();
+  FewFetcher<N, D> fetcher(args, column, rings, memory);
+  const bool computes = threadIdx.x < kFewThreads;
+  const bool fetches = !computes && threadIdx.x < kFewThreads + kFewFetchers * kWarp;
+  if (fetches) fetcher.init_barriers();
+  __syncthreads();
+  if (computes) {
+    take_registers<kFewComputeRegisters>();
+    FewReader<N, D> reader(args, rings, memory);
+    FewBlock<N, D>(args, column, reader, attention, shared).run();
+  } else {
+    give_registers_back<kFewFetchRegisters>();
+    if (fetches) fetcher.run();
+  }
 #endif
 }
 

@@ -1,6 +1,8 @@
-// What few_layers.cuh is given, how its blocks and warps share the work, and the copies that they keep in flight.
+// What few_layers.cuh is given, how its blocks and warps share the work, and the rings that copies of weights, keys and
+// values come by.
 #pragma once
 
+#include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/skinny_linear.cuh"
 #include "raylm/cuda/tile/numbers.cuh"
 #include "raylm/cuda/tile/patches.cuh"
@@ -10,20 +12,23 @@ namespace raylm::cuda {
 constexpr int kFewWarps = 8;
 constexpr int kFewPatches = 4;  // beside each other, of a copy
 
-// What a product multiplies, as numbers.cuh has it: W is patches of integers of 4 bits, x and results are of T.
-template <typename T>
+// What a product multiplies, as numbers.cuh has it: W is patches of integers of 4 bits in groups of so many columns, x and
+// results are of T.
+template <typename T, int Columns>
 struct Int4 {
   using Stored = unsigned char;
   using Result = T;
+  using Codes = Int4Codes<T, Columns>;
   static constexpr bool kScaled = false;
+  static constexpr int kColumns = Columns, kPatchBytes = bytes_of_patch(4, Codes::kGroupLog2);
 };
 
 enum class FewForm { kPlain, kCodes, kInt4 };  // of weights: numbers, 8-bit codes with a scale a row, patches
 
 template <typename N>
 inline constexpr FewForm kFewForm = N::kScaled ? FewForm::kCodes : FewForm::kPlain;
-template <typename T>
-inline constexpr FewForm kFewForm<Int4<T>> = FewForm::kInt4;
+template <typename T, int Columns>
+inline constexpr FewForm kFewForm<Int4<T, Columns>> = FewForm::kInt4;
 
 // Of k: what a warp takes at a time, as the kernel for few rows does.
 __host__ __device__ constexpr int few_block(FewForm form) {
@@ -31,13 +36,28 @@ __host__ __device__ constexpr int few_block(FewForm form) {
          : form == FewForm::kCodes ? kSkinnyBytes
                                    : kFewPatches * kPatchColumns;
 }
-constexpr int kFewThreads = kFewWarps * kWarp;
+constexpr int kFewThreads = kFewWarps * kWarp;  // that compute
+// Behind them stand four warps that give them registers: so many are given at a time. Some of the four fetch: one alone
+// is too slow for a large model, and with all of them a small one in bfloat16 takes longer.
+constexpr int kFewFetchers = 2, kFewLaunched = kFewThreads + 4 * kWarp;
+constexpr int kFewFetchRegisters = 56, kFewComputeRegisters = 224;
 constexpr int kFewRows = 4;
 constexpr int kFewMostLayers = 128;
 constexpr int kFewMostStages = 8;
 constexpr int kFewMostParts = 16;  // of a column of attention
 constexpr int kFewKeys = 16;       // of a unit
 constexpr int kFewUnits = 2;       // of a warp, before another block takes a part
+
+// Bytes of a row of x in shared memory, which has room for whole blocks of k.
+__host__ __device__ constexpr int few_x_pitch(FewForm form, int k) {
+  const int block = few_block(form);
+  return skinny_x_pitch(form == FewForm::kCodes, (k + block - 1) / block * block);
+}
+
+// Of a warp and a tile: those of gate's and of up's rows are in two of patches.
+__host__ __device__ constexpr int few_sums(FewForm form) {
+  return kFewRows * (form == FewForm::kInt4 ? 2 * kPatchRows : 8);
+}
 
 enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewGateUp, kFewDown, kFewPhases };
 
@@ -91,22 +111,18 @@ struct FewLayersArgs {
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
   FewForm form;
-  int group_log2;  // columns of a group of patches
+  int group;  // columns of a group of patches
 
-  // Bytes of a row of x in shared memory, which has room for whole blocks of k.
-  __host__ __device__ int x_pitch(int k) const {
-    const int block = few_block(form);
-    return skinny_x_pitch(form == FewForm::kCodes, (k + block - 1) / block * block);
-  }
-  __host__ __device__ int x_bytes() const {
+  __host__ __device__ int widest() const {
     int widest = 0;
     for (const FewProduct& product : products) widest = product.k > widest ? product.k : widest;
-    return (rows * x_pitch(widest) + 127) / 128 * 128;
+    return widest;
   }
+  __host__ __device__ int x_bytes() const { return (rows * few_x_pitch(form, widest()) + 127) / 128 * 128; }
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
-  // Floats of two tiles' sums of a warp, or, of patches, twice as many: gate's and up's are in two.
-  __host__ __device__ int sums() const { return form == FewForm::kInt4 ? 256 : 128; }
-  __host__ __device__ int meeting_bytes() const { return (sums() + kFewRows) * kFewWarps * 4; }  // x's squares too
+  // With x's squares.
+  __host__ __device__ int meeting_bytes() const { return (kFewWarps * few_sums(form) + kFewRows) * kFewWarps * 4; }
+  __host__ __device__ int bytes_besides_rings() const { return x_bytes() + norm_bytes() + meeting_bytes(); }
 };
 
 // A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a
@@ -142,168 +158,65 @@ struct FewColumn {
   }
 };
 
-// One warp's ring of copies, in the order in which it uses them through all layers: of its products' weights 8 rows by
-// 512 bytes, of the cache 16 keys, then their values. N: what weights hold.
+// A warp's part of a product, the same in every layer but for where its weight begins.
+struct FewShare {
+  int64_t first;      // bytes from there to the first copy
+  int64_t half;       // bytes from a row to that four below, or of a gated product to up's; of patches, from gate's to up's
+  int64_t next_tile;  // bytes from behind a tile's last copy to the next tile's first
+  int k, columns;     // of W; the first column of a tile's first copy
+  int step;           // columns from a copy to the next
+  int copies;
+};
+
+struct FewRings {
+  FewShare shares[kFewWarps][kFewPhases];
+  uint64_t full[kFewWarps][kFewMostStages], empty[kFewWarps][kFewMostStages];
+};
+
+// A stage of a warp's ring: of a product's weight 8 rows by 512 bytes, or patches beside each other; of the cache 16 keys
+// or their values. N: what weights hold.
+template <typename N, int D>
+struct FewStage {
+  static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
+  static constexpr int kBytes = 8 * kSkinnyPitch;
+  static constexpr int kKeyPitch = (D + 8) * 2;
+  static_assert(kFewKeys * kKeyPitch <= kBytes && kFewPatches * bytes_of_patch(4, 6) <= kBytes);
+
+  // Behind a thread's own writes to a stage, before it is given up.
+  __device__ static void order_writes() {
+    if constexpr (kInt4) fence_shared_writes();
+  }
+};
+
+// A warp's end of its ring: stages in the order in which it uses them through all layers.
 template <typename N, int D>
 class FewReader {
  public:
   using T = typename N::Result;
-  static constexpr int kItem = sizeof(typename N::Stored), kBlock = few_block(kFewForm<N>);
-  static constexpr int kStage = 8 * kSkinnyPitch;
-  static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kStage && kFewPatches * bytes_of_patch(4, 6) <= kStage && kStage % (16 * kWarp) == 0);
+  using Stage = FewStage<N, D>;
 
-  __device__ FewReader(const FewLayersArgs<T>& args, const FewColumn& column, char* stages)
-      : args_(args), column_(column), warp_(threadIdx.x / kWarp), lane_(threadIdx.x % kWarp), stages_(stages),
-        team_(args.hidden, warp_, kBlock), policy_(evict_first_policy()) {
-    first_block_ = block_of(column.begin + warp_);
-    skip();
-#pragma unroll 1
-    for (int i = 0; i < args.stages; ++i) fill();
+  __device__ FewReader(const FewLayersArgs<T>& args, const FewRings& rings, char* memory) : ring_{args.stages} {
+    const int warp = threadIdx.x / kWarp;
+    stages_ = memory + warp * args.stages * Stage::kBytes;
+    full_ = shared_address(rings.full[warp]), empty_ = shared_address(rings.empty[warp]);
   }
 
-  // The stage that comes next, once it has arrived. The one before is given up.
-  __device__ char* next() {
-    refill();
-    copy_wait(args_.stages - 1);
-    __syncwarp();
-    holds_ = true;
-    return stages_ + at_ * kStage;
+  // The stage that comes next, once it has arrived.
+  __device__ char* next() const {
+    barrier_wait(full_ + 8 * ring_.stage, ring_.parity);
+    return stages_ + ring_.stage * Stage::kBytes;
   }
 
-  // Fills the stage that next() gave with the copy behind all those under way. It takes a while: better done where the
-  // warp would only wait.
-  __device__ void refill() {
-    if (holds_) fill();
-    holds_ = false;
+  // Gives up the stage that next() gave.
+  __device__ void release() {
+    barrier_arrive_warp(empty_ + 8 * ring_.stage);
+    ring_.advance();
   }
 
  private:
-  __device__ void fill() {
-    __syncwarp();
-    if (layer_ < args_.num_layers) {
-      const uint32_t to = shared_address(stages_) + at_ * kStage;
-      if (phase_ != kFewAttention) {
-        load_weights(to);
-      } else {
-        load_keys(to);
-      }
-      if (--left_ == 0) skip();
-    }
-    copy_commit();  // of nothing, at the end: stages are counted by groups
-    if (++at_ == args_.stages) at_ = 0;
-  }
-
-  // What lies beyond the weight's columns becomes zeros.
-  __device__ void load_weights(uint32_t to) {
-    if constexpr (kFewForm<N> == FewForm::kInt4) return load_patches(to);
-    const bool inside = k_ + lane_ * (16 / kItem) < product_.k;
-    to += lane_ * 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const char* row = (i < 4 ? from_ : from_ + half_) + i % 4 * product_.k * kItem;
-      copy_async_once(to + i * kSkinnyPitch, row, inside, policy_);
-    }
-    const int step = team_.split * kBlock;
-    k_ += step, from_ += step * kItem;
-    if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
-  }
-
-  // Patches beside each other, of a gated product gate's and then up's.
-  __device__ void load_patches(uint32_t to) {
-    const int patch = bytes_of_patch(4, args_.group_log2);
-    const int vectors = min(kBlock, product_.k - k_ + kPatchColumns - 1) / kPatchColumns * patch / 16;
-    const char* const from = from_ + (up_ ? half_ : 0);
-#pragma unroll
-    for (int i = 0; i < kStage / 16 / kWarp; ++i) {
-      const int at = lane_ + i * kWarp;
-      copy_async_once(to + at * 16, from + at * 16, at < vectors, policy_);
-    }
-    if (phase_ == kFewGateUp) up_ = !up_;
-    if (up_) return;
-    k_ += team_.split * kBlock, from_ += team_.split * kFewPatches * patch;
-    if (k_ >= product_.k) k_ = team_.warp * kBlock, from_ += next_tile_;
-  }
-
-  // Keys up to the token's own one, which is not in the cache yet; zeros from there on.
-  __device__ void load_keys(uint32_t to) {
-    constexpr int kChunks = D / 8, kAtOnce = kWarp / kChunks;
-    const FewStrides& strides = values_ ? args_.step.v_strides : args_.step.k_strides;
-    const T* from = values_ ? args_.layers[layer_].v_cache : args_.layers[layer_].k_cache;
-    const int chunk = lane_ % kChunks, keys = column_.length - 1 - unit_ * kFewKeys;
-    int key = lane_ / kChunks;
-    const int slot = (unit_ * kFewKeys & ((1 << args_.step.block_log2) - 1)) + key;
-    from += block_ * strides.block + slot * strides.slot + column_.kv_head * strides.head + chunk * 8;
-    to += key * kKeyPitch + chunk * 16;
-#pragma unroll
-    for (int i = 0; i < kFewKeys / kAtOnce; ++i) {
-      copy_async(to, from, key < keys);
-      key += kAtOnce, to += kAtOnce * kKeyPitch, from += kAtOnce * strides.slot;
-    }
-    values_ = !values_;
-    if (!values_) unit_ += kFewWarps, block_ = block_of(unit_);
-  }
-
-  __device__ int block_of(int unit) const {
-    if (unit >= column_.end) return 0;
-    const int at = unit * kFewKeys >> args_.step.block_log2;
-    return args_.step.block_table[column_.row * args_.step.block_table_stride + at];
-  }
-
-  // To the next phase in which the warp has something to copy.
-  __device__ void skip() {
-#pragma unroll 1
-    do {
-      if (++phase_ == kFewPhases) phase_ = 0, ++layer_;
-      if (layer_ < args_.num_layers) left_ = enter();
-    } while (layer_ < args_.num_layers && left_ == 0);
-  }
-
-  // How many copies the warp has in the phase.
-  __device__ int enter() {
-    if (phase_ == kFewAttention) {
-      unit_ = column_.begin + warp_, block_ = first_block_, values_ = false;
-      return unit_ < column_.end ? 2 * ((column_.end - unit_ - 1) / kFewWarps + 1) : 0;
-    }
-    product_ = args_.products[phase_];
-    team_ = FewTeam(product_.k, warp_, kBlock);
-    const bool gated = phase_ == kFewGateUp;
-    const int step_log2 = (team_.split == kFewWarps ? 11 : 10) + (kBlock > 256);  // of team_.split * kBlock
-    k_ = team_.warp * kBlock;
-    if (k_ >= product_.k || team_.first_tile >= product_.tiles) return 0;
-    const int each = ((product_.k - k_ - 1) >> step_log2) + 1;
-    const int tiles = (product_.tiles - team_.first_tile - 1) / team_.tile_step + 1;
-    if constexpr (kFewForm<N> == FewForm::kInt4) {
-      const int64_t patch = bytes_of_patch(4, args_.group_log2), copied = kFewPatches * patch;
-      const int64_t row = (product_.k + kPatchColumns - 1) / kPatchColumns * patch;
-      half_ = product_.n / 2 / kPatchRows * row, up_ = false;
-      from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * row + team_.warp * copied;
-      next_tile_ = team_.tile_step * row - each * team_.split * copied;
-      return each * tiles * (gated ? 2 : 1);
-    }
-    const int64_t row = static_cast<int64_t>(product_.k) * kItem, tile = (gated ? 4 : 8) * row;
-    half_ = (gated ? product_.n / 2 : 4) * row;
-    from_ = args_.layers[layer_].weights[phase_] + team_.first_tile * tile + k_ * kItem + lane_ * 16;
-    next_tile_ = team_.tile_step * tile - (each << step_log2) * kItem;
-    return each * tiles;
-  }
-
-  const FewLayersArgs<T>& args_;
-  const FewColumn& column_;
-  const int warp_, lane_;
-  char* const stages_;
-  int at_ = 0;
-  bool holds_ = false;
-  int layer_ = 0, phase_ = -1, left_ = 0;  // copies of the phase
-  FewTeam team_;
-  FewProduct product_;
-  const char* from_;  // this lane's part of the next copy's first row
-  int64_t half_;      // bytes from there to the fifth row, or from gate's patch to up's
-  int64_t next_tile_;
-  int k_;
-  int unit_, block_, first_block_;
-  bool values_ = false, up_ = false;
-  const uint64_t policy_;
+  SizedRing ring_;
+  char* stages_;
+  uint32_t full_, empty_;
 };
 
 }  // namespace raylm::cuda

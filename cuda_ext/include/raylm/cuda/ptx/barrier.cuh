@@ -40,6 +40,16 @@ __device__ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Whether the phase of this parity has ended.
+__device__ inline bool barrier_passed(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
   uint32_t done = 0;
   while (!done) {

@@ -25,17 +25,14 @@ __device__ inline void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// As many groups as are known at run time: 0 to 7.
-__device__ inline void copy_wait(int pending) {
-  switch (pending) {
-    case 0: return copy_wait<0>();
-    case 1: return copy_wait<1>();
-    case 2: return copy_wait<2>();
-    case 3: return copy_wait<3>();
-    case 4: return copy_wait<4>();
-    case 5: return copy_wait<5>();
-    case 6: return copy_wait<6>();
-    default: return copy_wait<7>();
+// An arrival of this thread at a barrier in shared memory, once its copies so far are there. `Counted`: it is one of those
+// that the barrier waits for; otherwise the barrier waits for one more.
+template <bool Counted>
+__device__ inline void copies_arrive(uint32_t barrier) {
+  if constexpr (Counted) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  } else {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
   }
 }
 

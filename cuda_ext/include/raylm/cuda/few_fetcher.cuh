@@ -1,0 +1,206 @@
+// The warps of few_layers.cuh that fetch, so that the others only compute.
+#pragma once
+
+#include "raylm/cuda/few_reader.cuh"
+#include "raylm/cuda/ptx/copy.cuh"
+
+namespace raylm::cuda {
+
+// A warp that fills the rings of some others, so that these only compute. Each of its first lanes keeps what is next for
+// one of them.
+template <typename N, int D>
+class FewFetcher {
+ public:
+  using T = typename N::Result;
+  using Stage = FewStage<N, D>;
+  static constexpr bool kInt4 = Stage::kInt4;
+  static constexpr int kItem = sizeof(typename N::Stored), kBlock = few_block(kFewForm<N>);
+  static constexpr int kRings = kFewWarps / kFewFetchers;
+
+  __device__ FewFetcher(const FewLayersArgs<T>& args, const FewColumn& column, FewRings& rings, char* memory)
+      : args_(args), column_(column), rings_(rings), memory_(shared_address(memory)), lane_(threadIdx.x % kWarp),
+        first_((threadIdx.x / kWarp - kFewWarps) * kRings), warp_(first_ + min(lane_, kRings - 1)), ring_{args.stages},
+        policy_(evict_first_policy()) {}
+
+  __device__ void init_barriers() const {
+    for (int i = lane_; i < kRings * args_.stages; i += kWarp) {
+      const int warp = first_ + i / args_.stages, stage = i % args_.stages;
+      barrier_init(barrier(rings_.full, warp, stage), kInt4 ? 1 : kWarp);
+      barrier_init(barrier(rings_.empty, warp, stage), kWarpArrivals);
+    }
+    barrier_init_done();
+  }
+
+  __device__ void run() {
+    if (lane_ < kRings) {
+      for (int phase = 0; phase < kFewPhases; ++phase) rings_.shares[warp_][phase] = share_of(phase);
+      const int first = column_.begin + warp_;
+      first_block_ = block_of(first);
+      units_ = first < column_.end ? 2 * ((column_.end - first - 1) / kFewWarps + 1) : 0;
+      skip();
+    }
+    // No ring waits for another one: a warp that has fewer copies than others in a layer is ahead of them here, and gives
+    // up what it has only once these have done their part.
+#pragma unroll 1
+    while (__any_sync(kAllLanes, left_ > 0)) {
+      const bool fills = left_ > 0 && barrier_passed(barrier(rings_.empty, warp_, ring_.stage), ring_.parity ^ 1);
+      fill(fills);
+      if (fills) advance();
+    }
+  }
+
+ private:
+  // The next stage of the rings of lanes that say so.
+  __device__ void fill(bool mine) const {
+    const bool of_weights = phase_ != kFewAttention;
+    if constexpr (kInt4) {
+      if (mine && of_weights) load_patches();
+    } else {
+      for_lanes(mine && of_weights, [&](int lane) { load_weights(lane); });
+    }
+    for_lanes(mine && !of_weights, [&](int lane) { load_keys(lane); });
+  }
+
+  template <typename Load>
+  __device__ static void for_lanes(bool mine, const Load& load) {
+#pragma unroll 1
+    for (unsigned lanes = __ballot_sync(kAllLanes, mine); lanes; lanes &= lanes - 1) load(__ffs(lanes) - 1);
+  }
+
+  template <typename X>
+  __device__ static X from_lane(X x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
+
+  __device__ static uint32_t barrier(const uint64_t (&barriers)[kFewWarps][kFewMostStages], int warp, int stage) {
+    return shared_address(&barriers[warp][stage]);
+  }
+  __device__ uint32_t place(int warp, int stage) const { return memory_ + (warp * args_.stages + stage) * Stage::kBytes; }
+
+  // What lies beyond the weight's columns becomes zeros.
+  __device__ void load_weights(int lane) const {
+    const int stage = from_lane(ring_.stage, lane);
+    const int columns = from_lane(columns_, lane), k = from_lane(k_, lane) + lane_ * (16 / kItem);
+    const int64_t half = from_lane(half_, lane);
+    const char* from = reinterpret_cast<const char*>(from_lane(reinterpret_cast<int64_t>(from_), lane)) + lane_ * 16;
+    const uint32_t to = place(first_ + lane, stage) + lane_ * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const char* row = (i < 4 ? from : from + half) + i % 4 * columns * kItem;
+      copy_async_once(to + i * kSkinnyPitch, row, k < columns, policy_);
+    }
+    copies_arrive<true>(barrier(rings_.full, first_ + lane, stage));
+  }
+
+  // Patches beside each other, of a gated product gate's and then up's, for the lane's warp.
+  __device__ void load_patches() const {
+    const uint32_t full = barrier(rings_.full, warp_, ring_.stage);
+    const int bytes = bytes_of(min(kBlock, (columns_ - k_ + kPatchColumns - 1) / kPatchColumns * kPatchColumns));
+    barrier_arrive_expecting(full, bytes);
+    bulk_copy_once(place(warp_, ring_.stage), from_ + (up_ ? half_ : 0), bytes, full, policy_);
+  }
+
+  // Keys up to the token's own one, which is not in the cache yet; zeros from there on.
+  __device__ void load_keys(int lane) const {
+    constexpr int kChunks = D / 8, kAtOnce = kWarp / kChunks;
+    const int stage = from_lane(ring_.stage, lane);
+    const int unit = from_lane(unit_, lane), block = from_lane(block_, lane), layer = from_lane(layer_, lane);
+    const bool values = from_lane(left_, lane) % 2 == 1;
+    const FewStrides& strides = values ? args_.step.v_strides : args_.step.k_strides;
+    const T* from = values ? args_.layers[layer].v_cache : args_.layers[layer].k_cache;
+    const int chunk = lane_ % kChunks, keys = column_.length - 1 - unit * kFewKeys;
+    int key = lane_ / kChunks;
+    const int slot = (unit * kFewKeys & ((1 << args_.step.block_log2) - 1)) + key;
+    from += block * strides.block + slot * strides.slot + column_.kv_head * strides.head + chunk * 8;
+    uint32_t to = place(first_ + lane, stage) + key * Stage::kKeyPitch + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < kFewKeys / kAtOnce; ++i) {
+      copy_async(to, from, key < keys);
+      key += kAtOnce, to += kAtOnce * Stage::kKeyPitch, from += kAtOnce * strides.slot;
+    }
+    const uint32_t full = barrier(rings_.full, first_ + lane, stage);
+    copies_arrive<!kInt4>(full);
+    if constexpr (kInt4) {
+      __syncwarp();
+      if (lane_ == 0) barrier_arrive(full);
+    }
+  }
+
+  // To what the lane's warp needs next.
+  __device__ void advance() {
+    ring_.advance();
+    if (phase_ == kFewAttention) {
+      if (left_ % 2 == 1) unit_ += kFewWarps, block_ = block_of(unit_);  // values follow their keys
+    } else {
+      up_ = kInt4 && phase_ == kFewGateUp && !up_;
+      if (!up_) k_ += step_, from_ += bytes_of(step_);
+      if (k_ >= columns_) k_ = first_column_, from_ += next_tile_;
+    }
+    if (--left_ == 0) skip();
+  }
+
+  // To the next phase in which the warp has something to copy.
+  __device__ void skip() {
+#pragma unroll 1
+    do {
+      if (++phase_ == kFewPhases) phase_ = 0, ++layer_;
+      if (layer_ == args_.num_layers) return;
+      enter();
+    } while (left_ == 0);
+  }
+
+  __device__ void enter() {
+    if (phase_ == kFewAttention) {
+      unit_ = column_.begin + warp_, block_ = first_block_, left_ = units_;
+      return;
+    }
+    const FewShare& share = rings_.shares[warp_][phase_];
+    from_ = args_.layers[layer_].weights[phase_] + share.first;
+    half_ = share.half, next_tile_ = share.next_tile;
+    columns_ = share.k, k_ = first_column_ = share.columns, step_ = share.step, left_ = share.copies;
+  }
+
+  __device__ int block_of(int unit) const {
+    if (unit >= column_.end) return 0;
+    const int at = unit * kFewKeys >> args_.step.block_log2;
+    return args_.step.block_table[column_.row * args_.step.block_table_stride + at];
+  }
+
+  // Of columns of a row, or of a row of patches.
+  __device__ static int bytes_of(int columns) {
+    if constexpr (kInt4) return columns / kPatchColumns * N::kPatchBytes;
+    return columns * kItem;
+  }
+
+  __device__ FewShare share_of(int phase) const {
+    const FewProduct& product = args_.products[phase];
+    const FewTeam team(product.k, warp_, kBlock);
+    const bool gated = phase == kFewGateUp;
+    FewShare out{};
+    out.k = product.k, out.columns = team.warp * kBlock, out.step = team.split * kBlock;
+    if (out.columns >= product.k || team.first_tile >= product.tiles) return out;
+    const int each = (product.k - out.columns - 1) / out.step + 1;
+    const int tiles = (product.tiles - team.first_tile - 1) / team.tile_step + 1;
+    out.copies = each * tiles * (kInt4 && gated ? 2 : 1);
+    const int64_t row = bytes_of(kInt4 ? (product.k + kPatchColumns - 1) / kPatchColumns * kPatchColumns : product.k);
+    const int64_t tile = kInt4 ? row : (gated ? 4 : 8) * row;
+    out.half = gated ? product.n / 2 / (kInt4 ? kPatchRows : 1) * row : 4 * row;
+    out.first = team.first_tile * tile + bytes_of(out.columns);
+    out.next_tile = team.tile_step * tile - static_cast<int64_t>(each) * bytes_of(out.step);
+    return out;
+  }
+
+  const FewLayersArgs<T>& args_;
+  const FewColumn& column_;
+  FewRings& rings_;
+  const uint32_t memory_;
+  const int lane_, first_, warp_;  // of the warps that it fetches for: the first one, and the lane's
+  SizedRing ring_;
+  int layer_ = 0, phase_ = -1, left_ = 0;  // copies of the phase
+  const char* from_ = nullptr;  // the next copy's first row
+  int64_t half_ = 0, next_tile_ = 0;
+  int columns_ = 0, first_column_ = 0, step_ = 0, k_ = 0;
+  int units_ = 0, unit_ = 0, block_ = 0, first_block_ = 0;
+  bool up_ = false;
+  const uint64_t policy_;
+};
+
+}  // namespace raylm::cuda
