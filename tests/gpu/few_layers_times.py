@@ -1,10 +1,10 @@
 """What a layer of a decode step of few rows takes where all layers run in one kernel.
 
-python -m tests.gpu.few_layers_times [--forms plain,fp8,int4] [--models 8b,0.6b] [ROWS ...]     on a CUDA host
+python -m tests.gpu.few_layers_times [--forms plain,fp8,int4] [--models 8b,0.6b] [--lengths 256] [ROWS ...]
 
-Prints one JSON line a model, form of products, length of the sequences and number of rows: microseconds a layer, in a
-CUDA graph, with weights that come from memory. `of_bandwidth` is the reading of the products alone as a share of what
-the memory gives to a large element-wise kernel.
+On a CUDA host. Prints one JSON line a model, form of products, length of the sequences and number of rows: microseconds
+a layer, in a CUDA graph, with weights that come from memory. `of_bandwidth` is the rate at which the products' weights
+are read, as a share of what a large element-wise kernel reaches.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ void set_products(FewLayersArgs<T>& args, const Model& model) {
   args.num_heads = static_cast<int>(model.num_heads);
   args.num_kv_heads = static_cast<int>(model.num_kv_heads);
   args.num_layers = static_cast<int>(model.num_layers);
-  args.form = model.form, args.group = model.group;
+  args.form = model.form;
 }
 
 // As many stages as shared memory has room for; head sizes share the size of a stage.
@@ -75,8 +75,9 @@ std::vector<int64_t> cell_starts(const Model& m) {
   return starts;
 }
 
-void check_layers(const Model& m, const Tensors& products, const Tensors& scales, const Tensors& norms, const Tensors& head_norms,
-                  const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches, const Tensor& x) {
+void check_layers(const Model& m, const Tensors& products, const Tensors& scales, const Tensors& norms,
+                  const Tensors& head_norms, const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches,
+                  const Tensor& x) {
   const auto count = [&](const char* name, const Tensors& list, int64_t each, bool optional) {
     const int64_t size = static_cast<int64_t>(list.size());
     if (size == m.num_layers * each || (optional && size == 0)) return;
@@ -97,14 +98,15 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
   const ScalarType stored = m.form == FewForm::kPlain   ? x.scalar_type()
                             : m.form == FewForm::kCodes ? ScalarType::Float8_e4m3fn
                                                         : ScalarType::Byte;
+  const bool in_patches = m.form == FewForm::kInt4;
+  const int64_t patch = m.group == 128 ? Int4<__half, 128>::kPatchBytes : Int4<__half, 64>::kPatchBytes;
   for (size_t i = 0; i < products.size(); ++i) {
-    const bool in_patches = m.form == FewForm::kInt4;
     const int64_t n = sizes[i % 4][0], k = sizes[i % 4][1], patches = divide_up(k, kPatchColumns);
     check("one of products", products[i], stored);
     Arg(kOp, "one of products", products[i]).dim(2);
     Arg(kOp, "one of products", products[i]).size(0, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
     Arg(kOp, "one of products", products[i])
-        .size(1, in_patches ? patches * bytes_of_patch(4, m.group == 128 ? 7 : 6) : k, "as the model's other sizes say");
+        .size(1, in_patches ? patches * patch : k, "as the model's other sizes say");
   }
   for (size_t i = 0; i < scales.size(); ++i) {
     check("one of scales", scales[i], ScalarType::Float);
@@ -219,8 +221,9 @@ int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_
 }
 
 void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms, Tensors head_norms, Tensors biases,
-                int64_t group, Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens, Tensor block_table,
-                Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells, Tensor counters) {
+                int64_t group, Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping,
+                Tensor seq_lens, Tensor block_table, Tensor cos_sin, double eps, double scale, bool gelu_tanh,
+                Tensor cells, Tensor counters) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
   if (k_caches.empty() || products.size() < 4) fail(kOp, "there are no layers");

@@ -35,7 +35,7 @@ class FewAttention {
   using Reader = FewReader<N, D>;
   using Shared = FewAttentionShared<T, D>;
 
-  // All threads of the block make one, before a barrier.
+  // All threads that compute make one, before a barrier of theirs.
   __device__ FewAttention(const FewLayersArgs<T>& args, const FewColumn& column, Reader& reader, Shared& shared)
       : args_(args), column_(column), reader_(reader), shared_(shared), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {
@@ -76,7 +76,7 @@ class FewAttention {
     float s[4];
 #pragma unroll 1
     for (int unit = column_.begin + warp_, values = 0; unit < column_.end; unit += values * kFewWarps, values ^= 1) {
-      if (stage) reader_.release();
+      if (stage) reader_.release();  // the last one is kept: join_warps puts the warp's sums there
       stage = reader_.next();
       put_tokens(stage, unit, values ? shared_.values : shared_.keys);
       values ? add_values(stage, s) : score(stage, unit, s);

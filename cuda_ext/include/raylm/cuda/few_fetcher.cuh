@@ -6,8 +6,8 @@
 
 namespace raylm::cuda {
 
-// A warp that fills the rings of some others, so that these only compute. Each of its first lanes keeps what is next for
-// one of them.
+// A warp that fills the rings of some others, so that these only compute. Each of its first lanes keeps what is next
+// for one of them.
 template <typename N, int D>
 class FewFetcher {
  public:
@@ -39,8 +39,8 @@ class FewFetcher {
       units_ = first < column_.end ? 2 * ((column_.end - first - 1) / kFewWarps + 1) : 0;
       skip();
     }
-    // No ring waits for another one: a warp that has fewer copies than others in a layer is ahead of them here, and gives
-    // up what it has only once these have done their part.
+    // Each ring is filled by itself. A warp with fewer copies in a phase is further on here, and frees a stage only once
+    // the slower warps have done their part: waiting for one ring could last forever.
 #pragma unroll 1
     while (__any_sync(kAllLanes, left_ > 0)) {
       const bool fills = left_ > 0 && barrier_passed(barrier(rings_.empty, warp_, ring_.stage), ring_.parity ^ 1);
@@ -73,7 +73,9 @@ class FewFetcher {
   __device__ static uint32_t barrier(const uint64_t (&barriers)[kFewWarps][kFewMostStages], int warp, int stage) {
     return shared_address(&barriers[warp][stage]);
   }
-  __device__ uint32_t place(int warp, int stage) const { return memory_ + (warp * args_.stages + stage) * Stage::kBytes; }
+  __device__ uint32_t place(int warp, int stage) const {
+    return memory_ + (warp * args_.stages + stage) * Stage::kBytes;
+  }
 
   // What lies beyond the weight's columns becomes zeros.
   __device__ void load_weights(int lane) const {
@@ -120,7 +122,7 @@ class FewFetcher {
     copies_arrive<!kInt4>(full);
     if constexpr (kInt4) {
       __syncwarp();
-      if (lane_ == 0) barrier_arrive(full);
+      if (lane_ == 0) barrier_arrive(full);  // the one that is counted, behind those that all lanes have added
     }
   }
 
@@ -155,7 +157,7 @@ class FewFetcher {
     const FewShare& share = rings_.shares[warp_][phase_];
     from_ = args_.layers[layer_].weights[phase_] + share.first;
     half_ = share.half, next_tile_ = share.next_tile;
-    columns_ = share.k, k_ = first_column_ = share.columns, step_ = share.step, left_ = share.copies;
+    columns_ = share.k, k_ = first_column_ = share.first_column, step_ = share.step, left_ = share.copies;
   }
 
   __device__ int block_of(int unit) const {
@@ -175,15 +177,15 @@ class FewFetcher {
     const FewTeam team(product.k, warp_, kBlock);
     const bool gated = phase == kFewGateUp;
     FewShare out{};
-    out.k = product.k, out.columns = team.warp * kBlock, out.step = team.split * kBlock;
-    if (out.columns >= product.k || team.first_tile >= product.tiles) return out;
-    const int each = (product.k - out.columns - 1) / out.step + 1;
+    out.k = product.k, out.first_column = team.warp * kBlock, out.step = team.split * kBlock;
+    if (out.first_column >= product.k || team.first_tile >= product.tiles) return out;
+    const int each = (product.k - out.first_column - 1) / out.step + 1;
     const int tiles = (product.tiles - team.first_tile - 1) / team.tile_step + 1;
     out.copies = each * tiles * (kInt4 && gated ? 2 : 1);
     const int64_t row = bytes_of(kInt4 ? (product.k + kPatchColumns - 1) / kPatchColumns * kPatchColumns : product.k);
     const int64_t tile = kInt4 ? row : (gated ? 4 : 8) * row;
     out.half = gated ? product.n / 2 / (kInt4 ? kPatchRows : 1) * row : 4 * row;
-    out.first = team.first_tile * tile + bytes_of(out.columns);
+    out.first = team.first_tile * tile + bytes_of(out.first_column);
     out.next_tile = team.tile_step * tile - static_cast<int64_t>(each) * bytes_of(out.step);
     return out;
   }

@@ -3,8 +3,8 @@
 //
 // One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o;
 // gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result:
-// some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes (few_reader.cuh), across the end of
-// a phase into the next ones.
+// some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes (few_reader.cuh), across the end
+// of a phase into the next ones.
 // Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
@@ -189,8 +189,9 @@ class FewBlock {
   // x W^T for this block's tiles of W. Sums are rounded before they are added to the residual stream, and before the
   // activation, as the product alone would be.
   //
-  // A team's warps take turns to add and write a tile's sums, and wait for the others then alone: each has to once in as
-  // many tiles as there are warps, so none is further ahead than there are slots.
+  // The warps of a team take turns to add and write a tile's sums; only the warp whose turn it is waits for the others.
+  // Each turn has its own barrier and memory, used again after `split` tiles: by then every warp has had its turn, and so
+  // has waited for the warp that read that memory.
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
     const FewTeam team(product.k, warp_, kBlock);
     const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
@@ -235,8 +236,8 @@ class FewBlock {
 
   // The same of a tile of patches, of which a gated product has two: gate's sums and then up's.
   __device__ void sum_patches(int k, const FewTeam& team, bool gated, float* to) {
-    const int first = lane_ % 8 < args_.rows ? lane_ % 8 : args_.rows - 1;
-    const uint32_t x = shared_address(x_) + first * x_pitch(k) + lane_ / 8 * 16;
+    const int x_row = lane_ % 8 < args_.rows ? lane_ % 8 : args_.rows - 1;
+    const uint32_t x = shared_address(x_) + x_row * x_pitch(k) + lane_ / 8 * 16;
     float sums[2][4] = {};
 #pragma unroll 1
     for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
@@ -282,8 +283,8 @@ class FewBlock {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int step = group * (N::kColumns / 16) + i * 2 + j;
-            const uint32_t a[4] = {rows[0].beside_base(step, 0), rows[1].beside_base(step, 0), rows[0].beside_base(step, 1),
-                                   rows[1].beside_base(step, 1)};
+            const uint32_t a[4] = {rows[0].beside_base(step, 0), rows[1].beside_base(step, 0),
+                                   rows[0].beside_base(step, 1), rows[1].beside_base(step, 1)};
             multiply_add<T>(parts[j], a, b[2 * j], b[2 * j + 1]);
             if (First) multiply_add<T>(whole, kOnes, b[2 * j], b[2 * j + 1]);
           }
@@ -302,7 +303,8 @@ class FewBlock {
     reader_.release();
   }
 
-  // Of patches that a copy did not bring, whose columns of x are zeros: what was there before may be no number.
+  // Clears the scales of patches that a copy did not bring: their columns of x are zeros, but zero times what was there
+  // before may be NaN.
   __device__ void clear_scales(char* patches, int there) const {
     constexpr int kCodes = kPatchRows * kPatchColumns / 2;
     for (int chunk = there; chunk < kFewPatches; ++chunk) {

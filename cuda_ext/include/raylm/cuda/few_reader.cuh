@@ -12,8 +12,8 @@ namespace raylm::cuda {
 constexpr int kFewWarps = 8;
 constexpr int kFewPatches = 4;  // beside each other, of a copy
 
-// What a product multiplies, as numbers.cuh has it: W is patches of integers of 4 bits in groups of so many columns, x and
-// results are of T.
+// What a product multiplies, as numbers.cuh has it: W is patches of integers of 4 bits in groups of so many columns, x
+// and results are of T.
 template <typename T, int Columns>
 struct Int4 {
   using Stored = unsigned char;
@@ -37,10 +37,12 @@ __host__ __device__ constexpr int few_block(FewForm form) {
                                    : kFewPatches * kPatchColumns;
 }
 constexpr int kFewThreads = kFewWarps * kWarp;  // that compute
-// Behind them stand four warps that give them registers: so many are given at a time. Some of the four fetch: one alone
-// is too slow for a large model, and with all of them a small one in bfloat16 takes longer.
-constexpr int kFewFetchers = 2, kFewLaunched = kFewThreads + 4 * kWarp;
+// Registers are moved between groups of four warps: four more give some to those that compute. Two of the four fetch: one
+// is too slow for a large model, and with all four a small one in bfloat16 takes longer.
+constexpr int kFewGiving = 4 * kWarp, kFewLaunched = kFewThreads + kFewGiving, kFewFetchers = 2;
 constexpr int kFewFetchRegisters = 56, kFewComputeRegisters = 224;
+constexpr int kFewLaunchRegisters = (64 << 10) / kFewLaunched / 8 * 8;
+static_assert(kFewThreads * kFewComputeRegisters + kFewGiving * kFewFetchRegisters <= kFewLaunched * kFewLaunchRegisters);
 constexpr int kFewRows = 4;
 constexpr int kFewMostLayers = 128;
 constexpr int kFewMostStages = 8;
@@ -111,7 +113,6 @@ struct FewLayersArgs {
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
   FewForm form;
-  int group;  // columns of a group of patches
 
   __host__ __device__ int widest() const {
     int widest = 0;
@@ -161,9 +162,10 @@ struct FewColumn {
 // A warp's part of a product, the same in every layer but for where its weight begins.
 struct FewShare {
   int64_t first;      // bytes from there to the first copy
-  int64_t half;       // bytes from a row to that four below, or of a gated product to up's; of patches, from gate's to up's
+  int64_t half;       // bytes from a row to that four below, or of a gated product to up's; from gate's patches to up's
   int64_t next_tile;  // bytes from behind a tile's last copy to the next tile's first
-  int k, columns;     // of W; the first column of a tile's first copy
+  int k;              // of W
+  int first_column;   // of a tile's first copy
   int step;           // columns from a copy to the next
   int copies;
 };
@@ -173,14 +175,14 @@ struct FewRings {
   uint64_t full[kFewWarps][kFewMostStages], empty[kFewWarps][kFewMostStages];
 };
 
-// A stage of a warp's ring: of a product's weight 8 rows by 512 bytes, or patches beside each other; of the cache 16 keys
-// or their values. N: what weights hold.
+// A stage of a warp's ring: of a product's weight 8 rows by 512 bytes, or patches beside each other; of the cache 16
+// keys or their values. N: what weights hold.
 template <typename N, int D>
 struct FewStage {
   static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
   static constexpr int kBytes = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kBytes && kFewPatches * bytes_of_patch(4, 6) <= kBytes);
+  static_assert(kFewKeys * kKeyPitch <= kBytes && kFewPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
 
   // Behind a thread's own writes to a stage, before it is given up.
   __device__ static void order_writes() {

@@ -25,8 +25,8 @@ __device__ inline void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// An arrival of this thread at a barrier in shared memory, once its copies so far are there. `Counted`: it is one of those
-// that the barrier waits for; otherwise the barrier waits for one more.
+// Arrives at a barrier in shared memory once this thread's copies so far are there. `Counted`: the barrier's count
+// includes it. Otherwise it adds one to the count of the phase, which another arrival must keep open until then.
 template <bool Counted>
 __device__ inline void copies_arrive(uint32_t barrier) {
   if constexpr (Counted) {

@@ -36,7 +36,7 @@ __device__ inline uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c
 template <typename T>
 inline constexpr uint32_t kIntegerBase = std::is_same_v<T, __half> ? 0x64006400 : 0x43004300;
 
-// (x & Mask) | Base in one instruction, of which the compiler makes two where both are constants.
+// (x & Mask) | Base in one instruction. Of constants the compiler makes two.
 template <uint32_t Mask, uint32_t Base>
 __device__ inline uint32_t masked_beside(uint32_t x) {
   uint32_t out;
@@ -71,7 +71,7 @@ struct IntegerGroup {
   __device__ uint32_t zeros_beside() const { return zero * 0x10001u | kIntegerBase<T>; }
   // The zero point and that base, as a number.
   __device__ float zero_and_base() const {
-    return std::is_same_v<T, __half> ? __uint_as_float(0x44800000 | zero << 13) : __uint_as_float(0x43000000 | zero << 16);
+    return __uint_as_float(std::is_same_v<T, __half> ? 0x44800000 | zero << 13 : 0x43000000 | zero << 16);
   }
   __device__ uint32_t scales() const { return pack<T>(scale, scale); }
 };

@@ -110,6 +110,7 @@ struct Int4Codes {
 
   static constexpr int kGroupLog2 = Columns == 128 ? 7 : Columns == 64 ? 6 : 5;
 
+  // Without group_log2: groups of exactly so many columns.
   __device__ void load(uint32_t patch, int rows, int group_log2 = kGroupLog2) {
     const int lane = threadIdx.x % kWarp;
     codes = load_shared(patch + rows * 512 + lane * 16);
