@@ -39,8 +39,8 @@ class FewFetcher {
       units_ = first < column_.end ? 2 * ((column_.end - first - 1) / kFewWarps + 1) : 0;
       skip();
     }
-    // Each ring is filled by itself. A warp with fewer copies in a phase is further on here, and frees a stage only once
-    // the slower warps have done their part: waiting for one ring could last forever.
+    // Each ring is filled by itself. A warp with fewer copies in a phase is further on here, and frees a stage only
+    // once the slower warps have done their part: waiting for one ring could last forever.
 #pragma unroll 1
     while (__any_sync(kAllLanes, left_ > 0)) {
       const bool fills = left_ > 0 && barrier_passed(barrier(rings_.empty, warp_, ring_.stage), ring_.parity ^ 1);
@@ -50,7 +50,7 @@ class FewFetcher {
   }
 
  private:
-  // The next stage of the rings of lanes that say so.
+  // Fills the next stage of the lane's ring, where it may be filled.
   __device__ void fill(bool mine) const {
     const bool of_weights = phase_ != kFewAttention;
     if constexpr (kInt4) {

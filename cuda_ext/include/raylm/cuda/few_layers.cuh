@@ -3,8 +3,8 @@
 //
 // One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o;
 // gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result:
-// some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes (few_reader.cuh), across the end
-// of a phase into the next ones.
+// some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes (few_reader.cuh), across the
+// end of a phase into the next ones.
 // Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
@@ -26,6 +26,8 @@ class FewBlock {
   using T = typename N::Result;
   static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
   static constexpr int kBlock = few_block(kFewForm<N>), kSums = few_sums(kFewForm<N>);
+  static constexpr int kSumsOfRow = kInt4 ? kPatchRows : 8;  // of x, beside each other
+  static constexpr int kUpSums = kInt4 ? kSums / 2 : 4;      // from gate's sums to up's
 
   __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
                       FewAttentionShared<T, D>& shared, char* x)
@@ -190,8 +192,8 @@ class FewBlock {
   // activation, as the product alone would be.
   //
   // The warps of a team take turns to add and write a tile's sums; only the warp whose turn it is waits for the others.
-  // Each turn has its own barrier and memory, used again after `split` tiles: by then every warp has had its turn, and so
-  // has waited for the warp that read that memory.
+  // Each turn has its own barrier and memory, used again after `split` tiles: by then every warp has had its turn, and
+  // so has waited for the warp that read that memory.
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
     const FewTeam team(product.k, warp_, kBlock);
     const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
@@ -209,7 +211,7 @@ class FewBlock {
       const int number = 1 + team.index * team.split + turn, threads = team.split * kWarp;
       if (turn == team.warp) {
         sync_some(number, threads);
-        const float* own = parts + row * (kInt4 ? kPatchRows : 8) + pair * 2;
+        const float* own = parts + row * kSumsOfRow + pair * 2;
         if (writes) write(layer, phase, product, row, column, own, team.split, besides);
       } else {
         arrive_some(number, threads);
@@ -220,18 +222,21 @@ class FewBlock {
 
   // This warp's sums of a tile, as [row of x][row of W].
   __device__ void sum_tile(int k, const FewTeam& team, bool gated, float* to) {
-    if constexpr (kInt4) return sum_patches(k, team, gated, to);
-    const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * x_pitch(k)};
-    const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
-    const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
-    SkinnySums<N, 1, 1> sums;
-    sums.clear();
+    if constexpr (kInt4) {
+      sum_patches(k, team, gated, to);
+    } else {
+      const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * x_pitch(k)};
+      const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
+      const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
+      SkinnySums<N, 1, 1> sums;
+      sums.clear();
 #pragma unroll 1
-    for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
-      sums.template add<true>(x + at * 2, x_rows, reader_.next() + w_lane, 0);
-      reader_.release();
+      for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
+        sums.template add<true>(x + at * 2, x_rows, reader_.next() + w_lane, 0);
+        reader_.release();
+      }
+      if (lane_ / 4 < kFewRows) sums.store(to);
     }
-    if (lane_ / 4 < kFewRows) sums.store(to);
   }
 
   // The same of a tile of patches, of which a gated product has two: gate's sums and then up's.
@@ -252,7 +257,7 @@ class FewBlock {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (half == 0 || gated) to[half * 64 + (row + i % 2) * 16 + column + i / 2 * 8] = sums[half][i];
+        if (half == 0 || gated) to[half * kUpSums + (row + i % 2) * kSumsOfRow + column + i / 2 * 8] = sums[half][i];
       }
     }
   }
@@ -260,8 +265,8 @@ class FewBlock {
   // Of a copy's columns of x, two rows a lane: the sum of each group, which has 64 columns or more.
   using GroupSums = float2[kFewPatches * kPatchColumns / 64];
 
-  // Products with codes and the base that is beside them, less what base and zero point make with the sum of the group;
-  // a product with ones gives that sum. Two chains of products run side by side.
+  // Multiplies x by base + code, as codes come cheapest, and takes (base + zero point) times the sum of the group's
+  // columns of x from the result; a product with ones gives that sum. Two chains of products run side by side.
   template <bool First>
   __device__ __forceinline__ void add_patches(float (&sums)[4], GroupSums& of_groups, int there, uint32_t x) {
     constexpr int kGroups = kPatchColumns / N::kColumns, kPatch = N::kPatchBytes;
@@ -331,7 +336,7 @@ class FewBlock {
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
-      const float* up = parts + (kInt4 ? 64 : 4);
+      const float* up = parts + kUpSums;
       out = gated(rounded(out), rounded(scaled(sum(up, split), besides.scales[1])));
     }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;

@@ -37,12 +37,13 @@ __host__ __device__ constexpr int few_block(FewForm form) {
                                    : kFewPatches * kPatchColumns;
 }
 constexpr int kFewThreads = kFewWarps * kWarp;  // that compute
-// Registers are moved between groups of four warps: four more give some to those that compute. Two of the four fetch: one
-// is too slow for a large model, and with all four a small one in bfloat16 takes longer.
+// Registers are moved between groups of four warps: four more give some to those that compute. Two of the four fetch:
+// one is too slow for a large model, and with all four a small one in bfloat16 takes longer.
 constexpr int kFewGiving = 4 * kWarp, kFewLaunched = kFewThreads + kFewGiving, kFewFetchers = 2;
 constexpr int kFewFetchRegisters = 56, kFewComputeRegisters = 224;
 constexpr int kFewLaunchRegisters = (64 << 10) / kFewLaunched / 8 * 8;
-static_assert(kFewThreads * kFewComputeRegisters + kFewGiving * kFewFetchRegisters <= kFewLaunched * kFewLaunchRegisters);
+static_assert(kFewThreads * kFewComputeRegisters + kFewGiving * kFewFetchRegisters <=
+              kFewLaunched * kFewLaunchRegisters);
 constexpr int kFewRows = 4;
 constexpr int kFewMostLayers = 128;
 constexpr int kFewMostStages = 8;
@@ -56,7 +57,7 @@ __host__ __device__ constexpr int few_x_pitch(FewForm form, int k) {
   return skinny_x_pitch(form == FewForm::kCodes, (k + block - 1) / block * block);
 }
 
-// Of a warp and a tile: those of gate's and of up's rows are in two of patches.
+// Floats that a warp brings of a tile. A gated product's tile has two patches below each other, gate's and up's.
 __host__ __device__ constexpr int few_sums(FewForm form) {
   return kFewRows * (form == FewForm::kInt4 ? 2 * kPatchRows : 8);
 }
@@ -114,14 +115,15 @@ struct FewLayersArgs {
   int stages;
   FewForm form;
 
+  // The most columns of a row of x.
   __host__ __device__ int widest() const {
-    int widest = 0;
-    for (const FewProduct& product : products) widest = product.k > widest ? product.k : widest;
-    return widest;
+    int most = 0;
+    for (const FewProduct& product : products) most = product.k > most ? product.k : most;
+    return most;
   }
   __host__ __device__ int x_bytes() const { return (rows * few_x_pitch(form, widest()) + 127) / 128 * 128; }
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
-  // With x's squares.
+  // The warps' sums of tiles, and those of x's squares.
   __host__ __device__ int meeting_bytes() const { return (kFewWarps * few_sums(form) + kFewRows) * kFewWarps * 4; }
   __host__ __device__ int bytes_besides_rings() const { return x_bytes() + norm_bytes() + meeting_bytes(); }
 };
@@ -162,7 +164,7 @@ struct FewColumn {
 // A warp's part of a product, the same in every layer but for where its weight begins.
 struct FewShare {
   int64_t first;      // bytes from there to the first copy
-  int64_t half;       // bytes from a row to that four below, or of a gated product to up's; from gate's patches to up's
+  int64_t half;       // bytes from a tile's first row to its fifth, which may be up's; of patches, from gate's to up's
   int64_t next_tile;  // bytes from behind a tile's last copy to the next tile's first
   int k;              // of W
   int first_column;   // of a tile's first copy
