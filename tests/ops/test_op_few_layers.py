@@ -227,6 +227,21 @@ def test_kernel(hopper, form, dtype, shape, seq_lens):
     check(step, before, weights, tolerance=2e-2 if dtype == torch.bfloat16 else 3e-3)
 
 
+LARGE = {"70b": Sizes(8192, 28672, 64, 8, 128), "32b": Sizes(5120, 27648, 40, 8, 128)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("form", FORMS)
+def test_large_models_have_room(hopper, form, shape, rows):
+    sizes = LARGE[shape]
+    weights = FORMS[form](make_weights(sizes._replace(hidden=64, width=96), head_norms=False, bias=False))
+    norms = [torch.ones(sizes.hidden, dtype=torch.bfloat16, device="cuda")] * 160
+    weights = replace(weights, norms=norms, width=sizes.width)
+    assert ops.few_layers_rows(weights, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim) >= rows
+
+
 @pytest.mark.gpu
 def test_the_same_bits_every_time_and_for_any_rows_beside(hopper):
     sizes = SHAPES["group-of-two"]

@@ -186,8 +186,8 @@ class FewAttention {
       if (at < 0 || at >= kFewKeys) continue;
       T* const to = reinterpret_cast<T*>(unit + at * Reader::Stage::kKeyPitch);
       if (lane_ < D / 8) Vec<T>::load(of_rows[row] + lane_ * 8).store(to + lane_ * 8);
-      Reader::Stage::order_writes();
     }
+    Reader::Stage::order_writes();  // also those of the copies that brought the unit
     __syncwarp();
   }
 

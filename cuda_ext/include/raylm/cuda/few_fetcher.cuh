@@ -52,6 +52,7 @@ class FewFetcher {
  private:
   // Fills the next stage of the lane's ring, where it may be filled.
   __device__ void fill(bool mine) const {
+    __syncwarp();  // lanes that copy for another one come behind what that one saw at its barrier
     const bool of_weights = phase_ != kFewAttention;
     if constexpr (kInt4) {
       if (mine && of_weights) load_patches();

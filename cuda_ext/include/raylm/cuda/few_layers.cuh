@@ -25,16 +25,15 @@ class FewBlock {
  public:
   using T = typename N::Result;
   static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
-  static constexpr int kBlock = few_block(kFewForm<N>), kSums = few_sums(kFewForm<N>);
+  static constexpr int kBlock = few_block(kFewForm<N>);
   static constexpr int kSumsOfRow = kInt4 ? kPatchRows : 8;  // of x, beside each other
-  static constexpr int kUpSums = kInt4 ? kSums / 2 : 4;      // from gate's sums to up's
 
   __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
                       FewAttentionShared<T, D>& shared, char* x)
       : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
         norm_(reinterpret_cast<T*>(x + args.x_bytes())),
         meeting_(reinterpret_cast<float*>(x + args.x_bytes() + args.norm_bytes())),
-        squares_(meeting_ + kFewWarps * kFewWarps * kSums), lane_(threadIdx.x % kWarp),
+        squares_(meeting_ + kFewWarps * kFewWarps * sums()), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {}
 
   __device__ void run() {
@@ -73,6 +72,8 @@ class FewBlock {
     sync_some(0, kFewThreads);  // x has been read
   }
 
+  __device__ int sums() const { return few_sums(kFewForm<N>, args_.rows); }
+  __device__ int up_sums() const { return kInt4 ? sums() / 2 : 4; }  // from gate's sums to up's
   __device__ static int x_pitch(int k) { return few_x_pitch(kFewForm<N>, k); }
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
@@ -198,7 +199,7 @@ class FewBlock {
     const FewTeam team(product.k, warp_, kBlock);
     const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
-    float* const meeting = meeting_ + team.index * team.split * team.split * kSums;
+    float* const meeting = meeting_ + team.index * team.split * team.split * sums();
     int turn = 0;
 #pragma unroll 1
     for (int tile = team.first_tile; tile < product.tiles; tile += team.tile_step) {
@@ -206,8 +207,8 @@ class FewBlock {
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
       if (writes) besides = ask_besides(layer, phase, row, column);
-      float* const parts = meeting + turn * team.split * kSums;
-      sum_tile(product.k, team, phase == kFewGateUp, parts + team.warp * kSums);
+      float* const parts = meeting + turn * team.split * sums();
+      sum_tile(product.k, team, phase == kFewGateUp, parts + team.warp * sums());
       const int number = 1 + team.index * team.split + turn, threads = team.split * kWarp;
       if (turn == team.warp) {
         sync_some(number, threads);
@@ -252,12 +253,12 @@ class FewBlock {
       if (gated) add_patches<false>(sums[1], of_groups, there, x + at * 2);
     }
     const int row = lane_ % 4 * 2, column = lane_ / 4;
-    if (row >= kFewRows) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (half == 0 || gated) to[half * kUpSums + (row + i % 2) * kSumsOfRow + column + i / 2 * 8] = sums[half][i];
+        if (row + i % 2 >= args_.rows || (half == 1 && !gated)) continue;
+        to[half * up_sums() + (row + i % 2) * kSumsOfRow + column + i / 2 * 8] = sums[half][i];
       }
     }
   }
@@ -320,11 +321,11 @@ class FewBlock {
     __syncwarp();
   }
 
-  __device__ static float2 sum(const float* parts, int split) {
+  __device__ float2 sum(const float* parts, int split) const {
     float2 all = make_float2(0, 0);
 #pragma unroll
     for (int w = 0; w < kFewWarps; ++w) {
-      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * kSums) : make_float2(0, 0);
+      const float2 part = w < split ? *reinterpret_cast<const float2*>(parts + w * sums()) : make_float2(0, 0);
       all.x += part.x, all.y += part.y;
     }
     return all;
@@ -336,7 +337,7 @@ class FewBlock {
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
-      const float* up = parts + kUpSums;
+      const float* up = parts + up_sums();
       out = gated(rounded(out), rounded(scaled(sum(up, split), besides.scales[1])));
     }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;

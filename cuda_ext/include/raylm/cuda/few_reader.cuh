@@ -57,9 +57,10 @@ __host__ __device__ constexpr int few_x_pitch(FewForm form, int k) {
   return skinny_x_pitch(form == FewForm::kCodes, (k + block - 1) / block * block);
 }
 
-// Floats that a warp brings of a tile. A gated product's tile has two patches below each other, gate's and up's.
-__host__ __device__ constexpr int few_sums(FewForm form) {
-  return kFewRows * (form == FewForm::kInt4 ? 2 * kPatchRows : 8);
+// Floats that a warp brings of a tile. Of patches a gated product's has two below each other, gate's and up's: so many
+// that large models have room for those of the step's rows only. Elsewhere a constant is faster.
+__host__ __device__ constexpr int few_sums(FewForm form, int rows) {
+  return form == FewForm::kInt4 ? rows * 2 * kPatchRows : kFewRows * 8;
 }
 
 enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewGateUp, kFewDown, kFewPhases };
@@ -124,7 +125,7 @@ struct FewLayersArgs {
   __host__ __device__ int x_bytes() const { return (rows * few_x_pitch(form, widest()) + 127) / 128 * 128; }
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
   // The warps' sums of tiles, and those of x's squares.
-  __host__ __device__ int meeting_bytes() const { return (kFewWarps * few_sums(form) + kFewRows) * kFewWarps * 4; }
+  __host__ __device__ int meeting_bytes() const { return (kFewWarps * few_sums(form, rows) + kFewRows) * kFewWarps * 4; }
   __host__ __device__ int bytes_besides_rings() const { return x_bytes() + norm_bytes() + meeting_bytes(); }
 };
 
