@@ -14,7 +14,7 @@ SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 192, 256)
 """Widths of products whose left side lies in shared memory."""
 REGISTERS = (64, 80, 96, 128, 192, 256)
 """Widths of those whose left side lies in registers."""
-REGISTERS_TRANSPOSED = (8, 16, 32, 64, 128)
+REGISTERS_TRANSPOSED = (8, 16, 32, 64, 128, 256)
 """Of these, widths of products with a transpose: the summed dimension is innermost on the right side too."""
 
 

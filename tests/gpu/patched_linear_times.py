@@ -1,6 +1,6 @@
 """What products with weights in patches take, beside those of 16 bits.
 
-python -m tests.gpu.patched_linear_times [--kinds int4:128,fp8:128] [ROWS ...]     on a CUDA host
+python -m tests.gpu.patched_linear_times [--kinds int4:128,fp8:128] [--shapes 8b] [ROWS ...]     on a CUDA host
 
 Prints one JSON line a kind, shape and number of rows. In a CUDA graph, with weights that come from memory.
 `of_bandwidth` is the reading of the weight alone as a share of what the memory gives to a large element-wise kernel.
@@ -25,6 +25,7 @@ ROWS = (1, 8, 16, 32, 64, 128, 256)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kinds", default="int4:128", help="numbers and columns of a group, with commas between")
+    parser.add_argument("--shapes", default="", help="only those whose name begins so")
     parser.add_argument("rows", nargs="*", type=int, default=ROWS)
     args = parser.parse_args()
     most = bandwidth()
@@ -32,7 +33,8 @@ def main() -> None:
     for kind in args.kinds.split(","):
         numbers, group = kind.split(":")
         for name, (n, k) in SHAPES.items():
-            _time(PatchForm(numbers, int(group)), name, n, k, args.rows, most)
+            if name.startswith(args.shapes):
+                _time(PatchForm(numbers, int(group)), name, n, k, args.rows, most)
 
 
 def _time(form: PatchForm, name: str, n: int, k: int, sizes: list[int], most: float) -> None:

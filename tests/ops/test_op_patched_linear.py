@@ -83,7 +83,7 @@ def check_products(
         expected = x.double() @ weight.t()
         # Of more rows, the weight is rounded too, and always that of codes with offsets.
         most = EPSILON[dtype] * (
-            x.double().abs() @ weight.abs().t() * (1 if rows > 32 or is_affine else 1e-2) + expected.abs()
+            x.double().abs() @ weight.abs().t() * (1 if rows > 16 or is_affine else 1e-2) + expected.abs()
         )
         found = op("patched_linear")(x.to(device), packed, None, NUMBERS.index(numbers), group)
         assert found.dtype == dtype and found.shape == (rows, n)

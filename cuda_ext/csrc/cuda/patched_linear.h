@@ -35,39 +35,32 @@ struct AnyGroups<Int4LongGroups<T>> {
   using Type = Int4Groups<T>;
 };
 
+constexpr int kMostSplit = 8;  // blocks of a cluster
+
 // A kernel, by its shape.
 struct PatchedVariant {
-  int rows, width, columns, box_columns, threads;
+  bool wide;
+  int parts, rows, width, columns, box_columns, threads;
   int (*stage_bytes)(int patch);
   int (*shared_bytes)(int patch, int stages);
   int (*resident)(int device, int split);  // clusters that the device runs at a time
   void (*kernel)(PatchedParams);
 };
 
-template <typename T, typename Shape, typename Form, int Split>
-int resident_patched(int device) {
-  static DeviceNumber known;
-  return known.of(device, [] {
-    const auto* kernel = reinterpret_cast<const void*>(patched_linear_kernel<T, Shape, Form>);
-    return resident_clusters(kernel, Split, Shape::kThreads + kWarp, kDynamicOfBlock);
-  });
-}
-
 template <typename T, typename Shape, typename Form>
-int resident_patched_of(int device, int split) {
-  switch (split) {
-    case 1: return resident_patched<T, Shape, Form, 1>(device);
-    case 2: return resident_patched<T, Shape, Form, 2>(device);
-    case 4: return resident_patched<T, Shape, Form, 4>(device);
-    default: return resident_patched<T, Shape, Form, 8>(device);
-  }
+int resident_patched(int device, int split) {
+  static DeviceNumber known[kMostSplit];
+  return known[split - 1].of(device, [split] {
+    const auto* kernel = reinterpret_cast<const void*>(patched_linear_kernel<T, Shape, Form>);
+    return resident_clusters(kernel, split, Shape::kThreads + Shape::kFetching, kDynamicOfBlock);
+  });
 }
 
 template <typename T, typename Form, typename Shape>
 constexpr PatchedVariant patched_variant() {
-  return {Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes * 64, Shape::kThreads + kWarp,
-          Shape::stage_bytes, Shape::shared_bytes, resident_patched_of<T, Shape, Form>,
-          patched_linear_kernel<T, Shape, Form>};
+  return {Shape::kWide, Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes * 64,
+          Shape::kThreads + Shape::kFetching, Shape::stage_bytes, Shape::shared_bytes,
+          resident_patched<T, Shape, Form>, patched_linear_kernel<T, Shape, Form>};
 }
 
 // Codes of 8 bits have stages of as many bytes, and so of half the columns.
@@ -77,10 +70,12 @@ constexpr PatchedVariant kPatchedVariants[] = {
     patched_variant<T, Form, PatchedFewShape<8, 64, Short ? 4 : 8, Short ? 8 : 16>>(),
     patched_variant<T, Form, PatchedFewShape<16, 64, Short ? 4 : 8, Short ? 8 : 16>>(),
     patched_variant<T, Form, PatchedFewShape<16, 128, 4, 16>>(),
-    patched_variant<T, Form, PatchedFewShape<32, 64, 4, 8>>(),
-    patched_variant<T, Form, PatchedFewShape<32, 128, 4, 8>>(),
-    patched_variant<T, typename AnyGroups<Form>::Type, PatchedWideShape<64, Short ? 2 : 4>>(),
-    patched_variant<T, typename AnyGroups<Form>::Type, PatchedWideShape<128, Short ? 2 : 4>>()};
+    patched_variant<T, Form, PatchedWideShape<32, 64, 4, 16>>(),
+    patched_variant<T, Form, PatchedWideShape<32, 256, Short ? 1 : 2, 16>>(),
+    patched_variant<T, Form, PatchedWideShape<64, 64, 4, 16>>(),
+    patched_variant<T, Form, PatchedWideShape<64, 256, Short ? 1 : 2, 16>>(),
+    patched_variant<T, Form, PatchedWideShape<128, 128, 2, 8>>(),
+    patched_variant<T, Form, PatchedWideShape<256, 128, 2, 8>>()};
 
 struct PatchedPlan {
   const PatchedVariant* variant;  // null: none
@@ -88,35 +83,42 @@ struct PatchedPlan {
   double cost;
 };
 
-// Cycles of a block, about: a stage takes what is longest, its products or its bytes' ways.
+// Cycles of a block, about: a stage takes what is longest, its products or its bytes' ways. What products take of a
+// number of W, and clusters and sums that meet, was measured.
 inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int patch, int64_t tiles, int split,
                         int resident) {
-  constexpr double kFromCache = 45, kFromMemory = 3400;  // bytes a cycle, of a block and of all
-  constexpr double kMultiply = 1.0 / 32, kTile = 1500, kMeet = 2000;
+  constexpr double kFromCache = 45, kFromMemory = 3400, kMeet = 32;  // bytes a cycle: of a block, of all, of a block
   const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch;
   const double bytes = weights + v.columns * 2.0 * v.rows;
-  const double multiply = v.width * static_cast<double>(v.columns) * kMultiply * std::max(1, v.rows / 16);
-  double sum = split > 1 ? kMeet : 0;
+  const double each = v.wide ? 0.028 + 0.00048 * v.rows : std::max(1, v.rows / 16) / 37.0;
+  const double multiply = v.width * static_cast<double>(v.columns) * each;
+  const double tile = v.wide ? 1250 + 250 * v.parts : 1500, cluster = v.wide ? 5000 : 2000;
+  double sum = split > 1 ? cluster + v.rows * v.width * 4 / kMeet : 0;
   for (int64_t left = tiles; left > 0; left -= resident) {
     const double all = weights * split * std::min<int64_t>(left, resident) / kFromMemory;
-    sum += divide_up(divide_up(p.k, v.columns), split) * std::max({bytes / kFromCache, all, multiply}) + kTile;
+    sum += divide_up(divide_up(p.k, v.columns), split) * std::max({bytes / kFromCache, all, multiply}) + tile;
   }
   return sum;
 }
 
+// Whether the variant's tiles are for so many rows.
+inline bool suits(const PatchedVariant& v, int64_t rows) {
+  if (rows > 128) return v.rows >= 128;
+  return v.rows >= rows && (v.rows < 2 * rows || v.rows == 8);
+}
+
 template <typename T, typename Form>
 PatchedPlan patched_plan(const PatchedProduct& p, int patch, int device) {
-  constexpr int kSplits[] = {1, 2, 4, 8};
   PatchedPlan best{};
-  const int most = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : p.rows <= 32 ? 32 : p.rows <= 64 ? 64 : 128;
   for (const PatchedVariant& v : kPatchedVariants<T, Form>) {
-    if (v.rows != most) continue;
+    if (!suits(v, p.rows)) continue;
     const int64_t row_tiles = divide_up(p.rows, v.rows), tiles = row_tiles * divide_up(p.n, v.width);
-    for (const int split : kSplits) {
+    for (int split = 1; split <= kMostSplit; ++split) {
       const int resident = v.resident(device, split);
       const int64_t steps = divide_up(p.k, v.columns);
       const bool some = (split - 1) * divide_up(steps, split) < steps;  // for each block
-      if (!some || resident == 0 || (split > 1 && tiles > resident)) continue;
+      const bool tried = v.wide || (split & (split - 1)) == 0;  // others gave few rows nothing
+      if (!some || !tried || resident == 0 || (split > 1 && tiles > resident)) continue;
       const double cost = cycles_of(v, p, patch, tiles, split, resident);
       if (best.variant && best.cost <= cost) continue;
       best = {&v, split, static_cast<int>(tiles), static_cast<int>(row_tiles),
@@ -126,6 +128,12 @@ PatchedPlan patched_plan(const PatchedProduct& p, int patch, int device) {
   return best;
 }
 
+// Of a box of x: what is outside of the tensor takes the copy engine time. wgmma wants rows by eights.
+inline int box_rows_of(const PatchedVariant& v, int64_t rows) {
+  if (v.wide) return static_cast<int>(std::min<int64_t>(v.rows, divide_up(rows, 8) * 8));
+  return v.rows == 8 ? static_cast<int>(std::min<int64_t>(rows, 8)) : v.rows;
+}
+
 template <typename T, typename Form>
 bool run_patched(const PatchedProduct& p, const Tensor& out) {
   const int patch = bytes_of_patch(Form::kBits, p.group_log2);
@@ -133,7 +141,7 @@ bool run_patched(const PatchedProduct& p, const Tensor& out) {
   PatchedParams params{};
   if (!plan.variant) return false;
   const PatchedVariant& v = *plan.variant;
-  params.box_rows = v.rows == 8 ? static_cast<int>(std::min<int64_t>(p.rows, 8)) : v.rows;
+  params.box_rows = box_rows_of(v, p.rows);
   const int64_t boxes = v.box_columns / 64;
   if (!make_map<T, 3>(&params.x, data<T>(p.x), {64, p.rows, p.k / 64}, {p.x.stride(0), 64}, {64, params.box_rows, boxes})) {
     return false;

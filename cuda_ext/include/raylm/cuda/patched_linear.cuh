@@ -1,7 +1,7 @@
 // y = x W^T (+ bias), where W has codes in patches (tile/patches.cuh), for Hopper.
 //
-// A block takes tiles of Width rows of W and up to 32 rows of x, all columns or a slice of them, Chunks patches beside each
-// other a stage. Products of a group are summed first and scaled then, in float32.
+// A block takes tiles of Width rows of W and up to 16 rows of x, all columns or a slice of them, Chunks patches beside
+// each other a stage. Products of a group are summed first and scaled then, in float32.
 //
 // One of its warps fetches and runs ahead, W also before the kernel ahead has ended. The others multiply: 32 rows of W and a
 // part of the stage's columns each, so that x is read from shared memory as often as a tile has 32 rows. The parts' sums
@@ -9,7 +9,8 @@
 // tile, and their sums meet there as well.
 //
 // More rows of x are multiplied by wgmma, with W's numbers, rounded to 16 bits, and scales too, as its left operand in
-// registers, and each of eight warps has a patch's 16 rows. x has a ring of its own then, whose stages are 128 columns.
+// registers: each warp has a patch's 16 rows, and again a part of the stage's columns. x has a ring of its own then, and a
+// warp that fetches it.
 //
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
@@ -28,8 +29,10 @@
 
 namespace raylm::cuda {
 
-constexpr int kMostPatchedStages = 8, kPatchedXStages = 4;  // the latter: where x has a ring of its own
+constexpr int kMostPatchedStages = 8, kMostPatchedXStages = 4;
 constexpr int kCopied = 4;  // patches beside each other, at most, of a copy
+// For 256 rows of x eight warps need more registers than are theirs; four more give up some.
+constexpr int kPatchedComputeRegisters = 232, kPatchedFetchRegisters = 40;
 
 struct PatchedParams {
   CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns
@@ -48,17 +51,18 @@ struct PatchedParams {
 
 template <int Rows, int Width, int Chunks, int Warps>
 struct PatchedFewShape {
-  static constexpr bool kWide = false;
+  static constexpr bool kWide = false, kMovesRegisters = false, kMeets = true;
   static constexpr int kRows = Rows, kEights = Rows / 8;
   static constexpr int kWidth = Width, kTall = 2;  // rows of W: of a tile; those of a warp, in sixteens
   static constexpr int kChunks = Chunks, kColumns = Chunks * kPatchColumns;  // of a stage
-  static constexpr int kThreads = Warps * kWarp;  // that multiply
+  static constexpr int kThreads = Warps * kWarp, kFetching = kWarp;  // that multiply; others
   static constexpr int kTeam = Width / (16 * kTall);  // warps that have the same part of a stage's columns
   static constexpr int kParts = Warps / kTeam, kPartChunks = Chunks / kParts;
   static constexpr int kAreas = kParts > 4 ? kParts / 4 : 1;  // where sums meet
   static constexpr int kPatches = kWidth / kPatchRows * Chunks;  // of a stage
   static constexpr int kCopies = Chunks / kCopied;  // of patches beside each other
   static constexpr int kBoxBytes = kRows * 128, kBoxes = kColumns / 64, kXBytes = kBoxes * kBoxBytes;
+  static constexpr int kXStages = 0;  // x is in the others
   static constexpr int kPitch = kWidth + 4;  // of sums that meet
   static constexpr int kAreaBytes = kRows * kPitch * 4, kMeetingBytes = kAreas * kAreaBytes;
   static_assert(kTeam * kParts == Warps && kPartChunks * kParts == Chunks && kCopies * kCopied == Chunks);
@@ -70,31 +74,40 @@ struct PatchedFewShape {
 };
 
 // For more rows, by wgmma.
-template <int Rows, int Chunks>
+template <int Rows, int Width, int Chunks, int Warps>
 struct PatchedWideShape {
-  static constexpr bool kWide = true;
+  static constexpr bool kWide = true, kMovesRegisters = Rows > 128;
   static constexpr int kRows = Rows, kEights = Rows / 8;
-  static constexpr int kWidth = 128, kTall = 1, kChunks = Chunks, kColumns = Chunks * kPatchColumns, kThreads = 256;
-  static constexpr int kTeam = 8, kParts = 1, kAreas = 1, kPatches = kWidth / kPatchRows * Chunks, kCopies = 1;
-  static constexpr int kBoxBytes = Rows * 128, kBoxes = 2, kXBytes = kBoxes * kBoxBytes;  // of a stage of x
+  static constexpr int kWidth = Width, kTall = 1;
+  static constexpr int kChunks = Chunks, kColumns = Chunks * kPatchColumns;
+  static constexpr int kThreads = Warps * kWarp, kFetching = (kMovesRegisters ? 4 : 2) * kWarp;
+  static constexpr int kTeam = Width / kPatchRows, kParts = Warps / kTeam, kAreas = 1;
+  static constexpr int kPatches = kTeam * Chunks, kCopies = 1;
+  static constexpr int kXChunks = Rows <= 64 ? Chunks : 1;  // of a stage of x
+  static constexpr int kBoxes = kXChunks * 2, kXBytes = kBoxes * Rows * 128;
+  static constexpr int kXStages = kXBytes > (32 << 10) ? 2 : Rows > 32 ? 3 : 4;
   static constexpr int kPitch = kWidth + 4;
   static constexpr int kAreaBytes = kRows * kPitch * 4;
-  // Sums meet only of blocks that have one tile, where x was.
-  static_assert(kAreaBytes <= kPatchedXStages * kXBytes && Chunks <= kCopied);
+  // Whether sums meet in each tile. Else those of blocks with one tile may, where stages were.
+  static constexpr bool kMeets = kParts > 1;
+  static_assert(kTeam * kParts == Warps && kTeam % 4 == 0 && kXChunks % kParts == 0);
+  static_assert(Chunks <= kCopied && kTeam <= kWarp && kXStages <= kMostPatchedXStages);
   __host__ __device__ static constexpr int stage_bytes(int patch) { return kPatches * patch; }
   static constexpr int shared_bytes(int patch, int stages) {
-    return 1024 + stages * stage_bytes(patch) + kPatchedXStages * kXBytes;
+    const int bytes = kXStages * kXBytes + stages * stage_bytes(patch);
+    return 1024 + (kMeets ? bytes + kAreaBytes : stages > 0 && bytes < kAreaBytes ? kAreaBytes : bytes);
   }
 };
 
 struct PatchedBarriers {
   uint64_t full[kMostPatchedStages], empty[kMostPatchedStages];
-  uint64_t x_full[kPatchedXStages], x_empty[kPatchedXStages];  // where x has a ring of its own
+  uint64_t x_full[kMostPatchedXStages], x_empty[kMostPatchedXStages];  // where x has a ring of its own
 };
 
 template <typename T, typename Shape, typename Form>
 struct PatchedBlock {
   using Sums = float[Shape::kTall][Shape::kEights * 4];  // as the matrix instructions leave them
+  using XRing = Ring<Shape::kXStages>;
   const PatchedParams& params;
   const uint32_t memory, full, empty, x_full, x_empty;
   const int patch = bytes_of_patch(Form::kBits, params.group_log2), stage_bytes = Shape::stage_bytes(patch);
@@ -111,19 +124,19 @@ struct PatchedBlock {
   __device__ int stride() const { return gridDim.x / params.split; }
   __device__ int row(int tile) const { return tile % params.row_tiles * Shape::kRows; }
   __device__ int column(int tile) const { return tile / params.row_tiles * Shape::kWidth; }
-  __device__ uint32_t weights(int stage) const { return memory + stage * stage_bytes + (Shape::kWide ? 0 : Shape::kXBytes); }
-  __device__ uint32_t after_stages() const { return memory + params.stages * stage_bytes; }
-  __device__ uint32_t x(int stage) const {
-    return Shape::kWide ? after_stages() + stage * Shape::kXBytes : memory + stage * stage_bytes;
+  __device__ uint32_t stages() const { return memory + Shape::kXStages * Shape::kXBytes; }
+  __device__ uint32_t x(int stage) const { return memory + stage * (Shape::kWide ? Shape::kXBytes : stage_bytes); }
+  __device__ uint32_t weights(int stage) const {
+    return stages() + stage * stage_bytes + (Shape::kWide ? 0 : Shape::kXBytes);
   }
-  __device__ uint32_t meeting() const { return after_stages(); }
+  __device__ uint32_t meeting() const { return Shape::kMeets ? stages() + params.stages * stage_bytes : memory; }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < params.stages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, Shape::kThreads / kWarp);
     }
-    for (int i = 0; Shape::kWide && i < kPatchedXStages; ++i) {
+    for (int i = 0; i < Shape::kXStages; ++i) {
       barrier_init(x_full + 8 * i, 1);
       barrier_init(x_empty + 8 * i, Shape::kThreads / kWarp);
     }
@@ -155,15 +168,6 @@ struct PatchedBlock {
     load_box(x(i), params.x, full + 8 * i, {0, row(tile), (from + step) * Shape::kBoxes});
   }
 
-  __device__ void load_x_in_parts(int tile, int step, Ring<kPatchedXStages>& ring) const {
-    if (threadIdx.x % kWarp > 0) return;
-    for (int chunk = 0; chunk < chunks(step); ++chunk, ring.advance()) {
-      barrier_wait(x_empty + 8 * ring.stage, ring.parity ^ 1);
-      barrier_arrive_expecting(x_full + 8 * ring.stage, Shape::kXBytes);
-      load_box(x(ring.stage), params.x, x_full + 8 * ring.stage, {0, row(tile), ((from + step) * Shape::kChunks + chunk) * 2});
-    }
-  }
-
   __device__ int ahead() const { return min(steps, params.stages); }
 
   // The warp that fetches. It asks for the first stages of W before anything else.
@@ -175,20 +179,30 @@ struct PatchedBlock {
   }
 
   __device__ void fetch() const {
-    wait_for_dependencies();
+    if (!Shape::kWide) wait_for_dependencies();
     SizedRing ring{params.stages};
-    Ring<kPatchedXStages> x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       for (int step = 0; step < steps; ++step, ring.advance()) {
         if (tile != first() || step >= ahead()) {
           barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
           load_weights(tile, step, ring.stage);
         }
-        if constexpr (Shape::kWide) {
-          load_x_in_parts(tile, step, x_ring);
-        } else {
-          load_x(tile, step, ring.stage);
-        }
+        if (!Shape::kWide) load_x(tile, step, ring.stage);
+      }
+    }
+  }
+
+  // The thread that fetches x where it has a ring of its own, so that neither waits for the other's room.
+  __device__ void fetch_x() const {
+    wait_for_dependencies();
+    XRing ring;
+    const int begin = from * Shape::kChunks, end = min(begin + steps * Shape::kChunks, params.across);
+    for (int tile = first(); tile < params.tiles; tile += stride()) {
+      for (int chunk = begin; chunk < end; chunk += Shape::kXChunks, ring.advance()) {
+        const uint32_t barrier = x_full + 8 * ring.stage;
+        barrier_wait(x_empty + 8 * ring.stage, ring.parity ^ 1);
+        barrier_arrive_expecting(barrier, Shape::kBoxes * params.box_rows * 128);
+        load_box(x(ring.stage), params.x, barrier, {0, row(tile), chunk * 2});
       }
     }
   }
@@ -277,33 +291,54 @@ struct PatchedBlock {
     }
   }
 
-  __device__ __forceinline__ void sum_wide_tile(Sums& sums, SizedRing& ring, Ring<kPatchedXStages>& x_ring) const {
+  // 64 columns' products, still under way when this returns; `box` has x's.
+  __device__ static void multiply_half(Sums& sums, uint32_t (&a)[4][4], const Form (&rows)[2], int half, uint32_t box) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = rows[i % 2].scaled(half * 4 + i / 4, i % 4 / 2);
+    wgmma_fence();
+    const uint64_t right = matrix_descriptor(box, 1024, 0);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) multiply_by_transpose<T, Shape::kRows>(sums[0], a[k], right + 2 * k);
+    wgmma_commit();
+    wgmma_wait<1>();  // for the half before, whose registers are written next
+  }
+
+  __device__ __forceinline__ void sum_wide_tile(Sums& sums, SizedRing& ring, XRing& x_ring) const {
+    constexpr int kOwn = Shape::kXChunks / Shape::kParts;  // of a stage of x
     clear(sums);
     settle(sums[0]);
     uint32_t a[2][4][4];
+    // By way of a shuffle the compiler knows that all lanes have the same.
+    const int box_bytes = params.box_rows * 128, first_own = __shfl_sync(kAllLanes, part() * kOwn, 0);
     int last = x_ring.stage;
     for (int step = 0; step < steps; ++step, ring.advance()) {
+      const int there = chunks(step);
+      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp % Shape::kTeam * Shape::kChunks * patch;
       barrier_wait(full + 8 * ring.stage, ring.parity);
-      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp * Shape::kChunks * patch;
-      for (int chunk = 0; chunk < chunks(step); ++chunk, x_ring.advance()) {
-        Form rows[2];
-        for (int i = 0; i < 2; ++i) rows[i].load(own + chunk * patch, i, params.group_log2);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+      for (int begin = 0; begin < Shape::kChunks; begin += Shape::kXChunks) {
+        if (begin > 0 && begin >= there) break;
+        const uint32_t boxes = __shfl_sync(kAllLanes, x(x_ring.stage), 0);
+        bool holds_last = step > 0 || begin > 0;
 #pragma unroll
-          for (int i = 0; i < 16; ++i) a[half][i / 4][i % 4] = rows[i % 2].scaled(half * 4 + i / 4, i % 4 / 2);
-          if (half == 0) barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
-          wgmma_fence();
+        for (int i = 0; i < kOwn; ++i) {
+          const int of_x = first_own + i;
+          if ((Shape::kParts > 1 || begin + i > 0) && begin + of_x >= there) break;
+          Form rows[2];
+          for (int r = 0; r < 2; ++r) rows[r].load(own + (begin + of_x) * patch, r, params.group_log2);
+          if (i == 0) barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const uint64_t right = matrix_descriptor(x(x_ring.stage) + half * Shape::kBoxBytes, 1024, 0) + 2 * k;
-            multiply_by_transpose<T, Shape::kRows>(sums[0], a[half][k], right);
+          for (int half = 0; half < 2; ++half) {
+            multiply_half(sums, a[half], rows, half, boxes + (of_x * 2 + half) * box_bytes);
+            if (i == 0 && half == 0 && holds_last) arrive(x_empty + 8 * last), holds_last = false;
           }
-          wgmma_commit();
-          wgmma_wait<1>();  // the half before, whose registers are written next
-          if (half == 0 && (step > 0 || chunk > 0)) arrive(x_empty + 8 * last);
+        }
+        if (Shape::kParts > 1 && holds_last) {  // none of the stage's columns is this part's
+          wgmma_wait<0>();
+          arrive(x_empty + 8 * last);
         }
         last = x_ring.stage;
+        x_ring.advance();
       }
       arrive(empty + 8 * ring.stage);
     }
@@ -420,44 +455,52 @@ struct PatchedBlock {
 
   __device__ __forceinline__ void compute() const {
     SizedRing ring{params.stages};
-    Ring<kPatchedXStages> x_ring;
+    [[maybe_unused]] XRing x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       Sums sums;
       if constexpr (Shape::kWide) {
         sum_wide_tile(sums, ring, x_ring);
-        multiply_all(sums, Form::kFactor);
-        params.split == 1 ? write_sums(sums, tile) : meet(sums);
       } else {
         sum_tile(sums, ring);
-        multiply_all(sums, Form::kFactor);
-        meet(sums);
-        if (params.split == 1) write(tile);
       }
+      multiply_all(sums, Form::kFactor);
+      if (!Shape::kMeets && params.split == 1) {
+        write_sums(sums, tile);
+        continue;
+      }
+      meet(sums);
+      if (params.split == 1) write(tile);
     }
   }
 };
 
 template <typename T, typename Shape, typename Form>
-__global__ void __launch_bounds__(Shape::kThreads + kWarp, 1)
+__global__ void __launch_bounds__(Shape::kThreads + Shape::kFetching, 1)
     patched_linear_kernel(const __grid_constant__ PatchedParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   __shared__ PatchedBarriers barriers;
   start_dependents();
   const PatchedBlock<T, Shape, Form> block(params, dynamic, barriers);
-  const bool computes = threadIdx.x < Shape::kThreads;
-  if (!computes) block.begin();
+  const int fetching = static_cast<int>(threadIdx.x) - Shape::kThreads;  // below 0: computes
+  const bool fetches = fetching >= 0 && fetching < kWarp;
+  if (fetches) block.begin();
   __syncthreads();
-  if (computes) {
+  if (fetching < 0) {
+    if constexpr (Shape::kMovesRegisters) take_registers<kPatchedComputeRegisters>();
     wait_for_dependencies();
     block.compute();
   } else {
-    block.fetch();
+    if constexpr (Shape::kMovesRegisters) give_registers_back<kPatchedFetchRegisters>();
+    if (fetches) block.fetch();
+    if constexpr (Shape::kWide) {
+      if (fetching == kWarp) block.fetch_x();
+    }
   }
   if (params.split > 1) {
     __syncwarp();
     cluster_sync();
-    if (computes) block.write(block.first());
+    if (fetching < 0) block.write(block.first());
     __syncwarp();  // a block stays until the others have read its sums
     cluster_sync();
   }
