@@ -198,6 +198,8 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     if form == MXFP4_PATCHES:
         return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
     scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD * 4 / most
+    if form.numbers == "nf4":
+        return ops.pack_nf4(codes, scales * most / 2, form.group)
     if form.numbers in ops.MOST_ZERO:
         return ops.pack_integers(form.numbers, codes, scales, zeros, form.group)
     return ops.pack_affine(form.numbers, codes, scales, -scales * zeros, form.group)

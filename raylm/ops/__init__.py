@@ -42,6 +42,7 @@ from raylm.ops.patches import MOST_CODE as MOST_CODE
 from raylm.ops.patches import MOST_EXPONENT as MOST_EXPONENT
 from raylm.ops.patches import MOST_SCALE as MOST_SCALE
 from raylm.ops.patches import MOST_ZERO as MOST_ZERO
+from raylm.ops.patches import NF4 as NF4
 from raylm.ops.patches import PATCH_COLUMNS as PATCH_COLUMNS
 from raylm.ops.patches import PATCH_ROWS as PATCH_ROWS
 from raylm.ops.patches import Numbers as Numbers
@@ -49,6 +50,7 @@ from raylm.ops.patches import pack_affine as pack_affine
 from raylm.ops.patches import pack_fp8 as pack_fp8
 from raylm.ops.patches import pack_integers as pack_integers
 from raylm.ops.patches import pack_mxfp4 as pack_mxfp4
+from raylm.ops.patches import pack_nf4 as pack_nf4
 from raylm.ops.patches import patch_bytes as patch_bytes
 from raylm.ops.patches import quantise_fp8 as quantise_fp8
 from raylm.ops.patches import unpack as unpack

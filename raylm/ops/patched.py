@@ -27,8 +27,11 @@ _HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
     "fp8": _ONE,
     "affine4": _ONE,
     "affine8": _ONE,
+    "nf4": _ONE,
 }
 """Types of activations."""
+_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("nf4",)
+"""That patched_experts has no kernels for."""
 
 
 def patched_linear(
@@ -36,7 +39,7 @@ def patched_linear(
 ) -> Tensor:
     """x [T, K] times the transpose of the weight, plus bias [N]: [T, N].
 
-    weight: uint8 [N / 16, bytes], patches of `numbers` in groups of `group` columns that share a scale. Of up to 32
+    weight: uint8 [N / 16, bytes], patches of `numbers` in groups of `group` columns that share a scale. Of up to 16
     rows, products of a group are summed before they are scaled, in float32. Of more, scales and the weight's numbers
     are rounded to x's dtype; of more than 1,024 the numbers alone, the whole weight before the product. MXFP4's numbers
     need no rounding; those of codes with offsets are rounded however many rows there are.
@@ -94,7 +97,7 @@ def takes_patched_experts(
     and activations of `dtype`, on the device: on Hopper GPUs, for which the meta device stands. Torch's operators, for
     tests, unpack all experts in every call."""
     fits = num_experts <= _MOST_EXPERTS and hidden % PATCH_ROWS == 0 and size % PATCH_ROWS == 0
-    if device.type == "cpu" or not fits or dtype not in _HALVES[numbers]:
+    if device.type == "cpu" or not fits or dtype not in _HALVES[numbers] or numbers in _NOT_OF_EXPERTS:
         return False
     return device.type == "meta" or _has_kernels("patched_experts", device)
 

@@ -3,17 +3,18 @@ operators in terms of torch's own.
 
 A patch is codes and then words of scales. Of "int4" and "int8" these are a word for each group of columns and row, the
 bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two float16, the scale and
-the offset; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) the exponents of four powers of two (e8m0) for
-each row, one for each 32 columns.
+the offset; of "nf4" a float32 scale; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) the exponents of four
+powers of two (e8m0) for each row, one for each 32 columns.
 
 Rows are numbered 8 h + g. Codes of 4 bits, of columns numbered 32 i + 8 p + 2 t + e, lie in the order of (h, g, t, i,
-e, p), two a byte, the first of them in the lower bits. Those of 8 bits, of columns numbered 64 s + 16 k + 8 p + 2 t +
-e, lie in the order of (s, h, g, t, k, e, 1 - p). So g and t say which of a warp's lanes takes 16 bytes of them.
-Those of "int8" have 128 taken from them.
+e, p), two a byte, the first of them in the lower bits; those of "nf4" in the order of (h, g, t, i, p, e). Those of 8
+bits, of columns numbered 64 s + 16 k + 8 p + 2 t + e, lie in the order of (s, h, g, t, k, e, 1 - p). So g and t say
+which of a warp's lanes takes 16 bytes of them. Those of "int8" have 128 taken from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -24,8 +25,8 @@ from torch import Tensor
 from raylm.ops import experts
 from raylm.ops.scaled_fallback import CODES, scale_rows
 
-Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8"]
-NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8", "affine4", "affine8")
+Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4"]
+NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4")
 """Operators take the place in this list."""
 PATCH_ROWS, PATCH_COLUMNS = 16, 128
 GROUPS: dict[Numbers, tuple[int, ...]] = {
@@ -35,6 +36,7 @@ GROUPS: dict[Numbers, tuple[int, ...]] = {
     "fp8": (PATCH_COLUMNS,),
     "affine4": (16, 32),
     "affine8": (32,),
+    "nf4": (32, 64, 128),
 }
 """Columns that may share a scale."""
 MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255}
@@ -51,15 +53,24 @@ _MOST_HALF = 65504.0
 """The largest float16."""
 _ROWS, _FOURS, _EIGHTS = (2, 8), (4, 4, 4, 2), (2, 4, 2, 4, 2)
 """Of a patch: how many h, g; of codes of 4 bits i, p, t, e; of 8 bits s, k, p, t, e."""
-_ORDER_FOURS, _ORDER_EIGHTS = (0, 1, 2, 5, 3, 6, 4), (0, 3, 1, 2, 6, 4, 7, 5)
-"""Of (patch, h, g, i, p, t, e) and (patch, h, g, s, k, p, t, e), in memory."""
+_ORDER_FOURS, _ORDER_NF4, _ORDER_EIGHTS = (0, 1, 2, 5, 3, 6, 4), (0, 1, 2, 5, 3, 4, 6), (0, 3, 1, 2, 6, 4, 7, 5)
+"""Of (patch, h, g, i, p, t, e), the same of "nf4", and (patch, h, g, s, k, p, t, e), in memory."""
 _P = 5
 _PLACES = torch.arange(PATCH_ROWS * PATCH_COLUMNS).unsqueeze(0)
-_PLACES_FOURS = _PLACES.view(1, *_ROWS, *_FOURS).permute(*_ORDER_FOURS).flatten()
+_PLACES_FOURS, _PLACES_NF4 = (
+    _PLACES.view(1, *_ROWS, *_FOURS).permute(*order).flatten() for order in (_ORDER_FOURS, _ORDER_NF4)
+)
 _PLACES_EIGHTS = _PLACES.view(1, *_ROWS, *_EIGHTS).flip(_P).permute(*_ORDER_EIGHTS).flatten()
 """Which of a patch's codes, row by row, are in memory one after another."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of floats of 4 bits, by their codes."""
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What codes of NF4 stand for (arXiv:2305.14314, as bitsandbytes has it). In patches these numbers are bfloat16s."""
 
 
 def patch_bytes(numbers: Numbers, group: int) -> int:
@@ -78,7 +89,8 @@ def pack_integers(numbers: Numbers, codes: Tensor, scales: Tensor, zeros: Tensor
     """
     # Rounded to the nearest number whose last bits are free.
     words = scales.contiguous().view(torch.int32) + (_ZERO_BITS + 1) // 2 & ~_ZERO_BITS | zeros.to(torch.int32)
-    return _with_words(codes if numbers == "int4" else codes ^ _MIDDLE, words, group, fours=numbers == "int4")
+    is_int4 = numbers == "int4"
+    return _with_words(codes if is_int4 else codes ^ _MIDDLE, words, group, _pack_fours if is_int4 else _pack_eights)
 
 
 def pack_affine(numbers: Numbers, codes: Tensor, scales: Tensor, offsets: Tensor, group: int) -> Tensor:
@@ -88,7 +100,8 @@ def pack_affine(numbers: Numbers, codes: Tensor, scales: Tensor, offsets: Tensor
         torch.where(each.isfinite(), each.clamp(-_MOST_HALF, _MOST_HALF), each).half() for each in (scales, offsets)
     ]
     low, high = (each.contiguous().view(torch.int16).int() for each in halves)
-    return _with_words(codes, high << 16 | low & 0xFFFF, group, fours=numbers == "affine4")
+    pack = _pack_fours if numbers == "affine4" else _pack_eights
+    return _with_words(codes, high << 16 | low & 0xFFFF, group, pack)
 
 
 def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
@@ -116,6 +129,12 @@ def pack_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
     return _joined(nibbles, words, len(codes))
 
 
+def pack_nf4(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """The same of numbers NF4[code] * scale, with NF4's rounded to bfloat16: codes uint8, 0 to 15, scales float32
+    [R, G]."""
+    return _with_words(codes, scales.float().contiguous().view(torch.int32), group, _pack_nf4)
+
+
 def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor:
     """The numbers of a weight in patches, uint8 [R / 16, bytes]: float32 [R, columns]."""
     across = -(-columns // PATCH_COLUMNS)
@@ -134,6 +153,10 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
         halves = words.contiguous().view(torch.float16).float().view(len(patches), -1, PATCH_ROWS, 2).transpose(1, 2)
         scales, offsets = halves.unsqueeze(-1).unbind(3)
         return _rows_of((found.unflatten(2, (-1, group)) * scales + offsets).flatten(2), across)[:, :columns]
+    elif numbers == "nf4":
+        table = torch.tensor(NF4, device=codes.device).bfloat16().float()
+        values = table[_unpack_fours(codes, _ORDER_NF4).long()].unflatten(2, (-1, group))
+        scales = words.contiguous().view(torch.float32).view(len(patches), -1, PATCH_ROWS, 1).transpose(1, 2)
     else:
         found = _unpack_fours(codes) if numbers == "int4" else _unpack_eights(codes) ^ _MIDDLE
         of_groups = words.contiguous().view(torch.int32).view(len(patches), -1, PATCH_ROWS, 1).transpose(1, 2)
@@ -171,18 +194,22 @@ def patched_experts(
 
 
 def _code_bytes(numbers: Numbers) -> int:
-    return PATCH_ROWS * PATCH_COLUMNS // (2 if numbers in ("int4", "mxfp4", "affine4") else 1)
+    return PATCH_ROWS * PATCH_COLUMNS // (2 if numbers in ("int4", "mxfp4", "affine4", "nf4") else 1)
 
 
-def _pack_fours(codes: Tensor) -> Tensor:
+def _pack_fours(codes: Tensor, places: Tensor = _PLACES_FOURS) -> Tensor:
     """Codes of 4 bits, uint8 [R, K], K a multiple of 128, in the patches' order: uint8 [patches, bytes]."""
     grid = _patches_of(codes, PATCH_COLUMNS).flatten(1)
-    return _taken(grid, _PLACES_FOURS[0::2]) | _taken(grid, _PLACES_FOURS[1::2]) << 4
+    return _taken(grid, places[0::2]) | _taken(grid, places[1::2]) << 4
 
 
-def _unpack_fours(packed: Tensor) -> Tensor:
+def _pack_nf4(codes: Tensor) -> Tensor:
+    return _pack_fours(codes, _PLACES_NF4)
+
+
+def _unpack_fours(packed: Tensor, order: tuple[int, ...] = _ORDER_FOURS) -> Tensor:
     """The inverse: uint8 [patches, 16, 128]."""
-    return _in_rows(torch.stack((packed & 0xF, packed >> 4), dim=-1), (*_ROWS, *_FOURS), _ORDER_FOURS)
+    return _in_rows(torch.stack((packed & 0xF, packed >> 4), dim=-1), (*_ROWS, *_FOURS), order)
 
 
 def _pack_eights(codes: Tensor) -> Tensor:
@@ -209,13 +236,12 @@ def _in_rows(codes: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> T
     return stored.permute(*(order.index(axis) for axis in range(len(order)))).reshape(-1, PATCH_ROWS, PATCH_COLUMNS)
 
 
-def _with_words(codes: Tensor, words: Tensor, group: int, *, fours: bool) -> Tensor:
-    """Patches of codes [R, K] and of int32 words, one for each row and group of columns."""
+def _with_words(codes: Tensor, words: Tensor, group: int, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """Patches of codes [R, K] and of int32 words, one for each row and group of columns. `pack` orders codes."""
     each, across = PATCH_COLUMNS // group, -(-codes.shape[1] // PATCH_COLUMNS)
     filled = F.pad(codes, (0, across * PATCH_COLUMNS - codes.shape[1]))
     grid = _patches_of(F.pad(words, (0, across * each - words.shape[1])), each).transpose(1, 2).contiguous()
-    in_bytes = _pack_fours(filled) if fours else _pack_eights(filled)
-    return _joined(in_bytes, grid.view(torch.uint8).flatten(1), len(codes))
+    return _joined(pack(filled), grid.view(torch.uint8).flatten(1), len(codes))
 
 
 def _joined(codes: Tensor, words: Tensor, rows: int) -> Tensor:

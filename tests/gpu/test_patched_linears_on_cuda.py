@@ -42,6 +42,8 @@ def needs_kernels() -> None:
         ("qwen3", "ao_tiles"),
         ("qwen2", "ao_intx_4_zeros"),
         ("llama", "ao_int8"),
+        ("qwen3", "nf4"),
+        ("llama", "nf4_nested_64"),
     ],
 )
 def test_answers_are_those_of_the_decoded_model(family: str, kind: str, graphs: bool, tmp_path: Path) -> None:

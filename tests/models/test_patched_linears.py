@@ -50,8 +50,9 @@ def read(weight: PatchedWeight) -> Tensor:
 
 
 def inexact(kind: str) -> float:
-    """How far numbers in patches may be from a checkpoint's: words of integers have 16 bits of a scale."""
-    return 2.0**-16 if "nvfp4" in kind else 0
+    """How far numbers in patches may be from a checkpoint's: words of integers have 16 bits of a scale, and NF4's table
+    is of bfloat16s."""
+    return 2.0**-16 if "nvfp4" in kind else 2.0**-8 if kind.startswith("nf4") else 0
 
 
 @pytest.mark.usefixtures("kernels")
@@ -83,6 +84,8 @@ def inexact(kind: str) -> float:
         ("cohere", "ct_w4a16_ordered", 2),
         ("llama", "ct_w8a16_ordered", 1),
         ("qwen2", "ct_fp8_ordered", 1),
+        ("llama", "nf4", 2),
+        ("phi3", "nf4_nested_64", 2),
     ],
 )
 def test_the_numbers_of_a_checkpoint_stay(family: str, kind: str, size: int, tmp_path: Path) -> None:
@@ -294,7 +297,7 @@ def test_one_kernel_for_all_layers_takes_columns_in_their_own_order_alone(tmp_pa
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["nf4", "fp8_blocks", "ct_mxfp8"])
+@pytest.mark.parametrize("kind", ["fp4", "nf4_nested", "nf4_over_rows", "fp8_blocks", "ct_mxfp8"])
 def test_other_formats_are_not_kept_so(kind: str, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, KINDS[kind])
     assert not weights(load(packed, as_stored=True))

@@ -29,6 +29,8 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
         return ops.pack_fp8(codes, scales), codes.float() * spread
     most = ops.MOST_CODE.get(numbers, 15) + 1
     codes = torch.randint(0, most, (rows, columns), generator=generator, dtype=torch.uint8)
+    if numbers == "nf4":
+        return ops.pack_nf4(codes, scales, group), torch.tensor(ops.NF4).bfloat16().float()[codes.long()] * spread
     if numbers.startswith("affine"):
         offsets = (torch.randn(rows, across, generator=generator) * most / 256).half().float()
         wide = offsets.repeat_interleave(group, 1)[:, :columns]

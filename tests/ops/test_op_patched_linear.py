@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def test_numbers_become_the_nearest_codes() -> None:
     found = ops.unpack(ops.quantise_fp8(values), "fp8", 128, 200)
     assert torch.all((found - values).abs() <= values.abs() / 16 + 1e-3)
     assert torch.equal(found[3], values[3])
+
+
+def test_numbers_of_nf4_are_those_of_a_normal_distribution() -> None:
+    """Means of quantiles would be another choice: bitsandbytes takes seven of them below 0, eight above, and 0."""
+    quantile, most = NormalDist().inv_cdf, 0.9677083
+    above, below = ([quantile(most + (0.5 - most) * i / count) for i in range(count)] for count in (8, 7))
+    found = sorted([*above, 0.0, *(-number for number in below)])
+    assert pytest.approx([number / above[0] for number in found], abs=1e-6) == ops.NF4
 
 
 def test_scales_keep_sixteen_bits_of_their_mantissa() -> None:

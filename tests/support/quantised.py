@@ -19,13 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from raylm import ops
+
 FILE = "model.safetensors"
 Packed = tuple[dict[str, Tensor], Tensor]
 """End of a tensor's name behind the module's -> tensor, and the decoded weight."""
 Packer = Callable[[torch.Generator, int, int], Packed]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NF4 = tuple(math.sin(i / 5 - 1.5) for i in range(16))
-"""Any 16 numbers do: they are in the file."""
+TABLES = {"nf4": ops.NF4, "fp4": tuple(math.sin(i / 5 - 1.5) for i in range(16))}
+"""Any 16 numbers do: they are in the file. But NF4's are known."""
 
 
 def integers(random: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
@@ -226,11 +228,12 @@ def nvfp4(name: str, whole: str, *, divides: bool) -> Packer:
 
 def bnb4(kind: str, *, nested: bool, block: int = 64, storage: torch.dtype = torch.uint8) -> Packer:
     def pack(random: torch.Generator, n: int, k: int) -> Packed:
-        codes = integers(random, 0, 16, n * k).tolist()
-        data = torch.tensor([codes[i] << 4 | (codes + [0])[i + 1] for i in range(0, n * k, 2)], dtype=torch.uint8)
+        codes = integers(random, 0, 16, n * k)
+        even = pad(codes, (0, n * k % 2))
+        data = (even[0::2] << 4 | even[1::2]).to(torch.uint8)
         count = -(-n * k // block)
         state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
-        table = torch.tensor(NF4)
+        table = torch.tensor(TABLES[kind])
         parts = {"weight": data.view(storage).unsqueeze(1), "weight.quant_map": table}
         largest = scales(random, count, size=0.3)
         parts["weight.absmax"] = largest
@@ -246,7 +249,7 @@ def bnb4(kind: str, *, nested: bool, block: int = 64, storage: torch.dtype = tor
             state |= {"nested_blocksize": nested_block, "nested_dtype": "float32", "nested_offset": 0.2}
         text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         parts[f"weight.quant_state.bitsandbytes__{kind}"] = text
-        dense = torch.tensor([float(table[code]) * float(largest[i // block]) for i, code in enumerate(codes)])
+        dense = table[codes] * largest[torch.arange(n * k) // block]
         return parts, dense.view(n, k)
 
     return pack
@@ -332,6 +335,7 @@ def _modelopt(algorithm: str, **more: object) -> dict[str, object]:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
 
 
+_NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 KINDS: dict[str, Kind] = {
     "fp8": Kind(_FP8 | {"activation_scheme": "static"}, fp8(0, 0, shape="number", extra="input_scale")),
     "fp8_inv": Kind(_FP8 | {"activation_scheme": "static"}, fp8(0, 0, name="weight_scale_inv", shape="number")),
@@ -427,11 +431,9 @@ KINDS: dict[str, Kind] = {
     "auto_round": Kind(_auto_round("auto_round:auto_gptq", sym=False), gptq(4, 32)),
     "auto_round_sym": Kind(_auto_round("auto_round:gptq", sym=True), gptq(4, 32, v2=True, zero=8)),
     "auto_round_awq": Kind(_auto_round("auto_round:auto_awq", sym=False), awq(32)),
-    "nf4": Kind({"quant_method": "bitsandbytes", "load_in_4bit": True}, bnb4("nf4", nested=False, block=32)),
-    "nf4_nested": Kind(
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        bnb4("nf4", nested=True, block=16),
-    ),
+    "nf4": Kind(_NF4, bnb4("nf4", nested=False, block=32)),
+    "nf4_nested": Kind(_NF4, bnb4("nf4", nested=True, block=16)),
+    "nf4_nested_64": Kind(_NF4, bnb4("nf4", nested=True, block=64)),
     "nf4_over_rows": Kind(
         {"_load_in_4bit": True, "load_in_4bit": True}, bnb4("nf4", nested=True, block=64, storage=torch.bfloat16)
     ),

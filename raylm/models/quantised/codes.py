@@ -139,10 +139,14 @@ class TableNibbles:
         return self.tensor.shape[0], 2 * self.tensor.shape[1]
 
     def read(self, rows: Span, columns: Span) -> Tensor:
+        return self.table[self.bits(rows, columns).long()]
+
+    def bits(self, rows: Span, columns: Span) -> Tensor:
+        """The codes: uint8, 0 to 15."""
         first, last = columns[0] // 2, -(-columns[1] // 2)
         data = read(self.tensor, rows, (first, last))
         codes = torch.stack((data >> 4, data & 0xF), dim=-1).flatten(-2)
-        return self.table[codes[:, columns[0] - 2 * first : columns[1] - 2 * first].long()]
+        return codes[:, columns[0] - 2 * first : columns[1] - 2 * first]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -155,6 +156,7 @@ def _bnb4(parts: Parts) -> Joined:
     state = _bnb_state(parts)
     shape = _bnb_shape(state)
     block = state.integer("blocksize")
+    parts.scheme = replace(parts.scheme, columns=block)
     if weight.num_bytes != -(-prod(shape) // 2):
         raise parts.error(weight, f"has {weight.num_bytes} bytes", f"{-(-prod(shape) // 2)}, as the weight is {shape}")
     # Where blocks end with rows, columns are read alone.
@@ -207,7 +209,8 @@ LAYOUTS: dict[str, Callable[[Parts], Joined]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bnb8": _bnb8,
-    "bnb4": _bnb4,
+    "nf4": _bnb4,
+    "fp4": _bnb4,
     "signed_nibbles": _signed_nibbles,
     "tiles": _tiles,
 }

@@ -25,7 +25,8 @@ class Parts:
         scheme: Scheme,
         shape: tuple[int, int] | None = None,
     ) -> None:
-        """`shape`: the weight's, where the file says it beside the tensors."""
+        """`scheme`: as the configuration has it; a file may say something else of its weight. `shape`: the weight's,
+        where the file says it beside the tensors."""
         self.module = module
         self.scheme = scheme
         self.shape = shape

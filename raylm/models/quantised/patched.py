@@ -13,7 +13,7 @@ from torch import Tensor
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
-from raylm.models.quantised.codes import Nibbles, Values
+from raylm.models.quantised.codes import Nibbles, TableNibbles, Values
 from raylm.models.quantised.grid import Grid, PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor, S
 from raylm.models.quantised.matrix import Span
@@ -42,6 +42,8 @@ def form_of(scheme: Scheme) -> PatchForm | None:
         return _integer_form("affine4" if scheme.zero == "added" else numbers, scheme.columns)
     if scheme.zero != "none":
         return None
+    if scheme.layout == "nf4":
+        return _integer_form("nf4", scheme.columns)
     if scheme.layout == "nibbles":
         (group,) = ops.GROUPS["mxfp4"]
         if scheme.exponents and (scheme.rows, scheme.columns) == (1, group):
@@ -80,6 +82,8 @@ def _form_by_numbers(tensor: QuantisedTensor) -> PatchForm | None:
         return None
     if decoder.columns and columns % form.group:
         return None
+    if isinstance(decoder.codes, TableNibbles):
+        return form if decoder.codes.table.tolist() == list(ops.NF4) else None
     if form.numbers == "affine4":
         return form if _are_halves(decoder.scales, decoder) and _are_halves(decoder.shifts, decoder) else None
     most = ops.MOST_ZERO.get(form.numbers)
@@ -154,6 +158,8 @@ class PatchedTensor(InPatches[QuantisedTensor]):
         if self.form == MXFP4_PATCHES:
             assert isinstance(decoder.codes, Nibbles)
             return [decoder.codes.bits(rows, columns), scales.expand(size)]
+        if isinstance(decoder.codes, TableNibbles):
+            return [decoder.codes.bits(rows, columns), scales.expand(size)]
         if order is None:
             codes = decoder.codes.read(rows, columns)
         else:
@@ -183,6 +189,8 @@ class PatchedTensor(InPatches[QuantisedTensor]):
             exponents = (scales.contiguous().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
             check_exponents(exponents, where)
             return ops.pack_mxfp4(codes, exponents)
+        if self.form.numbers == "nf4":
+            return ops.pack_nf4(codes, scales, self.form.group)
         if self.form.numbers == "affine4":
             return ops.pack_affine(self.form.numbers, *numbers, self.form.group)
         scheme = self.source.scheme

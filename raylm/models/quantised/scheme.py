@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["values", "nibbles", "packed", "gptq", "awq", "bnb4", "bnb8", "signed_nibbles", "tiles"]
+Layout = Literal["values", "nibbles", "packed", "gptq", "awq", "nf4", "fp4", "bnb8", "signed_nibbles", "tiles"]
 Zero = Literal["none", "middle", "stored", "stored_less_1", "added"]
 CacheNumbers = Literal["fp8", "other"]
 
@@ -21,15 +21,15 @@ class Scheme:
     """How its parts lie in the files. values: `weight`, a code of 8 bits an element. nibbles: `weight` or
     `weight_packed`, two floats of 4 bits a byte. packed: `weight_packed`, integers along a row in int32. gptq:
     `qweight`, the transposed weight, integers along a column in int32. awq: `qweight`, the transposed weight, integers
-    along a row in int32, in AWQ's order. bnb4, bnb8: bitsandbytes' of 4 and 8 bits. signed_nibbles: TorchAO's integers
-    of 4 bits with a sign, two a byte. tiles: the same in the order of tinygemm's kernels."""
+    along a row in int32, in AWQ's order. nf4, fp4, bnb8: bitsandbytes' of 4 and 8 bits. signed_nibbles: TorchAO's
+    integers of 4 bits with a sign, two a byte. tiles: the same in the order of tinygemm's kernels."""
     numbers: Literal["int", "float"]
     """What a code is."""
     bits: int
     rows: int = 1
     """Rows that share one scale; 0: all."""
     columns: int = 0
-    """Columns that share one scale; 0: all."""
+    """Columns that share one scale; 0: all. Of nf4 and fp4 the usual number, as the files say it of each weight."""
     zero: Zero = "none"
     """Zero points: none (codes have a sign), in the middle of what the bits can say (symmetric), or stored. added: in
     the middle, and a stored number of each group is added behind the scale."""

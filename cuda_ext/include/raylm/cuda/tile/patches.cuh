@@ -130,6 +130,54 @@ struct Int4Codes {
   }
 };
 
+// The bytes of four numbers of NF4's table, which are bfloat16s: the lower ones or, with a shift of 8, the upper ones.
+__host__ __device__ constexpr uint32_t nf4_bytes(int first, int shift) {
+  constexpr uint16_t kTable[16] = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
+                                   0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= (kTable[first + i] >> shift & 0xffu) << 8 * i;
+  return bytes;
+}
+
+// Codes of 4 bits that stand for the numbers of that table (Dettmers et al., arXiv:2305.14314), with a float32 scale a
+// group of at least 32 columns. A byte has the codes of two neighbours.
+template <typename T>
+struct Nf4Codes {
+  static_assert(std::is_same_v<T, __nv_bfloat16>);
+  static constexpr bool kCodes = true, kSums = true;
+  static constexpr int kColumns = 32, kBits = 4;
+  static constexpr float kFactor = 1.0f;
+
+  uint4 codes;
+  uint32_t words[kPatchColumns / kColumns];
+
+  __device__ void load(uint32_t patch, int rows, int group_log2) {
+    const int lane = threadIdx.x % kWarp;
+    codes = load_shared(patch + rows * 512 + lane * 16);
+    load_words<kColumns>(words, patch + 1024 + (rows * 8 + lane / 4) * 4, group_log2);
+  }
+
+  __device__ float scale(int step) const { return __uint_as_float(words[step * 16 / kColumns]); }
+  __device__ uint32_t scaled(int step, int behind) const {
+    return multiply_pairs<T>(number(step, behind), pack<T>(scale(step), scale(step)));
+  }
+
+  __device__ uint32_t number(int step, int behind) const {
+    const uint32_t word = word_of(codes, step / 2), four = step % 2 ? word >> 16 : word;
+    const uint32_t last = __byte_perm(0x0000ff00, 0, four >> 3 & 0x1111);  // bytes of ones for codes from 8 on
+    return __byte_perm(looked_up<0>(four & 0x7777, last), looked_up<8>(four & 0x7777, last), behind ? 0x7362 : 0x5140);
+  }
+
+ private:
+  // Bytes of four codes' numbers, by three bits of each in the first half of the table or the last.
+  template <int Shift>
+  __device__ static uint32_t looked_up(uint32_t low, uint32_t last) {
+    constexpr uint32_t kBytes0 = nf4_bytes(0, Shift), kBytes4 = nf4_bytes(4, Shift);
+    constexpr uint32_t kBytes8 = nf4_bytes(8, Shift), kBytes12 = nf4_bytes(12, Shift);
+    return (__byte_perm(kBytes0, kBytes4, low) & ~last) | (__byte_perm(kBytes8, kBytes12, low) & last);
+  }
+};
+
 // The same of 8 bits, from which 128 is taken, as the zero points' is.
 template <typename T>
 struct Int8Codes {
