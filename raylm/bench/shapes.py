@@ -119,6 +119,7 @@ QUANTISED: dict[str, dict[str, object]] = {
     "fp8-blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "gptq-ordered": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 """Formats of checkpoints -> quantization_config."""

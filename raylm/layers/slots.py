@@ -73,6 +73,7 @@ class ExpertBlocks(NamedTuple):
 
 FP8_PATCHES = PatchForm("fp8", ops.PATCH_COLUMNS)
 MXFP4_PATCHES = PatchForm("mxfp4", 32)
+MXFP8_PATCHES = PatchForm("mxfp8", 32)
 
 
 def row_bytes(form: PatchForm, columns: int) -> int:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, PatchForm, Slot, SlotName
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, MXFP8_PATCHES, BlockForm, PatchForm, Slot, SlotName
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import Filler, fill
@@ -36,6 +36,8 @@ _DUMMY_ROWS = 1024
 """Of codes that are drawn at a time."""
 _DUMMY_EXPONENT = 120
 """2 ** -7: MXFP4's codes have a deviation of 2.9."""
+_DUMMY_CODES_STD = _DUMMY_STD * 2.0**7
+"""Of MXFP8's."""
 
 
 class Fillable(Protocol):
@@ -197,6 +199,9 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     )
     if form == MXFP4_PATCHES:
         return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
+    if form == MXFP8_PATCHES:
+        values = torch.empty(shape, device=device).normal_(std=_DUMMY_CODES_STD, generator=generator)
+        return ops.pack_mxfp8(values.to(ops.CODES), torch.full_like(zeros, _DUMMY_EXPONENT))
     scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD * 4 / most
     if form.numbers == "nf4":
         return ops.pack_nf4(codes, scales * most / 2, form.group)

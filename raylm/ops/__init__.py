@@ -50,6 +50,7 @@ from raylm.ops.patches import pack_affine as pack_affine
 from raylm.ops.patches import pack_fp8 as pack_fp8
 from raylm.ops.patches import pack_integers as pack_integers
 from raylm.ops.patches import pack_mxfp4 as pack_mxfp4
+from raylm.ops.patches import pack_mxfp8 as pack_mxfp8
 from raylm.ops.patches import pack_nf4 as pack_nf4
 from raylm.ops.patches import patch_bytes as patch_bytes
 from raylm.ops.patches import quantise_fp8 as quantise_fp8

@@ -28,9 +28,10 @@ _HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
     "affine4": _ONE,
     "affine8": _ONE,
     "nf4": _ONE,
+    "mxfp8": _ONE,
 }
 """Types of activations."""
-_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("nf4",)
+_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("nf4", "mxfp8")
 """That patched_experts has no kernels for."""
 
 
@@ -41,8 +42,8 @@ def patched_linear(
 
     weight: uint8 [N / 16, bytes], patches of `numbers` in groups of `group` columns that share a scale. Of up to 16
     rows, products of a group are summed before they are scaled, in float32. Of more, scales and the weight's numbers
-    are rounded to x's dtype; of more than 1,024 the numbers alone, the whole weight before the product. MXFP4's numbers
-    need no rounding; those of codes with offsets are rounded however many rows there are.
+    are rounded to x's dtype; of more than 1,024 the numbers alone, the whole weight before the product. Numbers of
+    MXFP4 and MXFP8 need no rounding; those of codes with offsets are rounded however many rows there are.
     `frozen`: as in linear, of weight and bias.
     """
     return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)

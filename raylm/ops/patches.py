@@ -3,8 +3,8 @@ operators in terms of torch's own.
 
 A patch is codes and then words of scales. Of "int4" and "int8" these are a word for each group of columns and row, the
 bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two float16, the scale and
-the offset; of "nf4" a float32 scale; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) the exponents of four
-powers of two (e8m0) for each row, one for each 32 columns.
+the offset; of "nf4" a float32 scale; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) and
+"mxfp8" (e4m3) the exponents of four powers of two (e8m0) for each row, one for each 32 columns.
 
 Rows are numbered 8 h + g. Codes of 4 bits, of columns numbered 32 i + 8 p + 2 t + e, lie in the order of (h, g, t, i,
 e, p), two a byte, the first of them in the lower bits; those of "nf4" in the order of (h, g, t, i, p, e). Those of 8
@@ -25,8 +25,8 @@ from torch import Tensor
 from raylm.ops import experts
 from raylm.ops.scaled_fallback import CODES, scale_rows
 
-Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4"]
-NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4")
+Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8"]
+NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8")
 """Operators take the place in this list."""
 PATCH_ROWS, PATCH_COLUMNS = 16, 128
 GROUPS: dict[Numbers, tuple[int, ...]] = {
@@ -37,13 +37,14 @@ GROUPS: dict[Numbers, tuple[int, ...]] = {
     "affine4": (16, 32),
     "affine8": (32,),
     "nf4": (32, 64, 128),
+    "mxfp8": (32,),
 }
 """Columns that may share a scale."""
 MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255}
 """The largest zero point of integers: float16 and bfloat16 hold what is left of it and a code."""
 MOST_CODE: dict[Numbers, int] = {"int4": 15, "int8": 255, "affine4": 15, "affine8": 127}
 MOST_EXPONENT = 191
-"""Of MXFP4's scales: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
+"""Of the scales of MXFP4 and MXFP8: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 MOST_SCALE = 128.0
 """Of FP8's: kernels have them 2 ** 120 times as large, in bfloat16."""
 _WORD_BYTES = 4
@@ -75,7 +76,7 @@ NF4 = (
 
 def patch_bytes(numbers: Numbers, group: int) -> int:
     """Of a patch. `group`: columns that share a scale."""
-    words = 1 if numbers in ("mxfp4", "fp8") else PATCH_COLUMNS // group
+    words = 1 if numbers in ("mxfp4", "fp8", "mxfp8") else PATCH_COLUMNS // group
     return _code_bytes(numbers) + words * PATCH_ROWS * _WORD_BYTES
 
 
@@ -122,11 +123,12 @@ def quantise_fp8(values: Tensor) -> Tensor:
 def pack_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
     """The same of codes uint8 [R, K], 0 to 15, and exponents uint8, up to MOST_EXPONENT, one for each row and 32
     columns."""
-    each = PATCH_COLUMNS // GROUPS["mxfp4"][0]
-    across = -(-exponents.shape[1] // each)
-    nibbles = _pack_fours(F.pad(codes, (0, across * PATCH_COLUMNS - codes.shape[1])))
-    words = _patches_of(F.pad(exponents, (0, across * each - exponents.shape[1])), each).flatten(1)
-    return _joined(nibbles, words, len(codes))
+    return _with_exponents(codes, exponents, _pack_fours)
+
+
+def pack_mxfp8(codes: Tensor, exponents: Tensor) -> Tensor:
+    """The same of codes of CODES, none of them NaN."""
+    return _with_exponents(codes.view(torch.uint8), exponents, _pack_eights)
 
 
 def pack_nf4(codes: Tensor, scales: Tensor, group: int) -> Tensor:
@@ -140,8 +142,9 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
     across = -(-columns // PATCH_COLUMNS)
     patches = weight.view(-1, patch_bytes(numbers, group))
     codes, words = patches.tensor_split((_code_bytes(numbers),), dim=1)
-    if numbers == "mxfp4":
-        values = _e2m1(_unpack_fours(codes)).unflatten(2, (-1, group))
+    if numbers in ("mxfp4", "mxfp8"):
+        found = _e2m1(_unpack_fours(codes)) if numbers == "mxfp4" else _unpack_eights(codes).view(CODES).float()
+        values = found.unflatten(2, (-1, group))
         # As bits: powers of two that are subnormal numbers may be flushed to 0.
         bits = words.reshape(-1, PATCH_ROWS, values.shape[2], 1).int() << 23
         scales = torch.where(bits == 0, torch.tensor(2.0**-127, device=bits.device), bits.view(torch.float32))
@@ -242,6 +245,15 @@ def _with_words(codes: Tensor, words: Tensor, group: int, pack: Callable[[Tensor
     filled = F.pad(codes, (0, across * PATCH_COLUMNS - codes.shape[1]))
     grid = _patches_of(F.pad(words, (0, across * each - words.shape[1])), each).transpose(1, 2).contiguous()
     return _joined(pack(filled), grid.view(torch.uint8).flatten(1), len(codes))
+
+
+def _with_exponents(codes: Tensor, exponents: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same of exponents uint8, one for each row and 32 columns."""
+    each = PATCH_COLUMNS // GROUPS["mxfp4"][0]
+    across = -(-exponents.shape[1] // each)
+    in_bytes = pack(F.pad(codes, (0, across * PATCH_COLUMNS - codes.shape[1])))
+    words = _patches_of(F.pad(exponents, (0, across * each - exponents.shape[1])), each).flatten(1)
+    return _joined(in_bytes, words, len(codes))
 
 
 def _joined(codes: Tensor, words: Tensor, rows: int) -> Tensor:

@@ -43,6 +43,7 @@ def needs_kernels() -> None:
         ("qwen2", "ao_intx_4_zeros"),
         ("llama", "ao_int8"),
         ("qwen3", "nf4"),
+        ("qwen2", "ct_mxfp8"),
         ("llama", "nf4_nested_64"),
     ],
 )

@@ -23,10 +23,10 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
     # Words keep all bits of such scales.
     scales = ((torch.rand(rows, across, generator=generator) + 0.5) / 64).bfloat16().float()
     spread = scales.repeat_interleave(group, 1)[:, :columns]
+    floats = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
+    floats[::7, ::5] = floats[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
     if numbers == "fp8":
-        codes = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
-        codes[::7, ::5] = codes[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
-        return ops.pack_fp8(codes, scales), codes.float() * spread
+        return ops.pack_fp8(floats, scales), floats.float() * spread
     most = ops.MOST_CODE.get(numbers, 15) + 1
     codes = torch.randint(0, most, (rows, columns), generator=generator, dtype=torch.uint8)
     if numbers == "nf4":
@@ -41,7 +41,9 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
         return ops.pack_integers(numbers, codes, scales, zeros, group), found * spread
     exponents = torch.randint(120, 130, (rows, across), generator=generator, dtype=torch.uint8)
     exponents[0], exponents[1] = 60, 100
+    powers = torch.ldexp(torch.ones(rows, across), exponents.int() - 127).repeat_interleave(group, 1)[:, :columns]
+    if numbers == "mxfp8":
+        return ops.pack_mxfp8(floats, exponents), floats.float() * powers
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     signed = torch.cat((table, -table))[codes.long()]
-    powers = torch.ldexp(torch.ones(rows, across), exponents.int() - 127).repeat_interleave(group, 1)[:, :columns]
     return ops.pack_mxfp4(codes, exponents), signed * powers

@@ -136,7 +136,7 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
                        double limit, int64_t numbers, int64_t group) {
   if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
   const Numbers kind = numbers_of(kOp, numbers, x);
-  if (kind == Numbers::kNf4) fail(kOp, "numbers is ", numbers, " (NF4), which it has no kernels for");
+  if (kind > Numbers::kAffine8) fail(kOp, "numbers is ", numbers, ", must be from 0 to 5: it has no kernels for others");
   const Call call{x, gate_up, down, weights, chosen, gate_up_bias, down_bias, static_cast<ExpertAct>(activation),
                   static_cast<float>(limit), group_log2_of(kOp, kind, group)};
   check(call);

@@ -5,6 +5,7 @@ namespace raylm::cuda {
 
 extern template Tensor patched_product<__nv_bfloat16, Fp8Codes<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Mxfp4Codes<__nv_bfloat16>>(const PatchedProduct&);
+extern template Tensor patched_product<__nv_bfloat16, Mxfp8Codes<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Nf4Codes<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Affine4Codes<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Affine8Codes<__nv_bfloat16>>(const PatchedProduct&);
@@ -60,6 +61,7 @@ Tensor patched_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64
                     : patched_product<__nv_bfloat16, Int8Codes<__nv_bfloat16>>(product);
       case Numbers::kAffine4: return patched_product<__nv_bfloat16, Affine4Codes<__nv_bfloat16>>(product);
       case Numbers::kAffine8: return patched_product<__nv_bfloat16, Affine8Codes<__nv_bfloat16>>(product);
+      case Numbers::kMxfp8: return patched_product<__nv_bfloat16, Mxfp8Codes<__nv_bfloat16>>(product);
       case Numbers::kNf4: return patched_product<__nv_bfloat16, Nf4Codes<__nv_bfloat16>>(product);
       case Numbers::kMxfp4: return patched_product<__nv_bfloat16, Mxfp4Codes<__nv_bfloat16>>(product);
       default: return patched_product<__nv_bfloat16, Fp8Codes<__nv_bfloat16>>(product);

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, MXFP8_PATCHES, OrderedForm, PatchForm
 from raylm.models.quantised.codes import Nibbles, TableNibbles, Values
 from raylm.models.quantised.grid import Grid, PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor, S
@@ -30,7 +30,7 @@ _MIDDLE: dict[ops.Numbers, int] = {"int4": 8, "int8": 128}
 _MOST_HALF = 65504.0
 """The largest float16, which scales and offsets of affine forms are."""
 _MANTISSA_BITS, _BIAS = 23, 127
-"""Of float32; exponents of MXFP4's scales have the same bias."""
+"""Of float32; exponents of the scales of MXFP4 and MXFP8 have the same bias."""
 
 
 def form_of(scheme: Scheme) -> PatchForm | None:
@@ -45,12 +45,17 @@ def form_of(scheme: Scheme) -> PatchForm | None:
     if scheme.layout == "nf4":
         return _integer_form("nf4", scheme.columns)
     if scheme.layout == "nibbles":
-        (group,) = ops.GROUPS["mxfp4"]
-        if scheme.exponents and (scheme.rows, scheme.columns) == (1, group):
-            return MXFP4_PATCHES
-        return _integer_form("int8", scheme.columns)
-    is_fp8 = scheme.layout == "values" and scheme.bits == _EIGHT_BITS and scheme.columns % ops.PATCH_COLUMNS == 0
-    return FP8_PATCHES if is_fp8 and not scheme.two_scales else None
+        return MXFP4_PATCHES if _is_mx(scheme) else _integer_form("int8", scheme.columns)
+    if scheme.layout != "values" or scheme.bits != _EIGHT_BITS or scheme.two_scales:
+        return None
+    if _is_mx(scheme):
+        return MXFP8_PATCHES
+    return FP8_PATCHES if scheme.columns % ops.PATCH_COLUMNS == 0 else None
+
+
+def _is_mx(scheme: Scheme) -> bool:
+    """Whether scales are those of the OCP's microscaling formats."""
+    return scheme.exponents and (scheme.rows, scheme.columns) == (1, MXFP8_PATCHES.group)
 
 
 def _integer_form(numbers: ops.Numbers, columns: int) -> PatchForm | None:
@@ -164,7 +169,7 @@ class PatchedTensor(InPatches[QuantisedTensor]):
             codes = decoder.codes.read(rows, columns)
         else:
             codes = decoder.codes.read(rows, (0, len(order)))[:, order[slice(*columns)]]
-        if self.form == FP8_PATCHES:
+        if self.form in (FP8_PATCHES, MXFP8_PATCHES):
             return [codes, scales.expand(size)]
         zeros = torch.zeros(1, 1) if zeros is None else zeros
         if shifts is not None:
@@ -178,17 +183,17 @@ class PatchedTensor(InPatches[QuantisedTensor]):
     def _pack(self, numbers: list[Tensor]) -> Tensor:
         where = f"{self.path}: tensor {self.source.main.name}"
         codes, scales, *_ = numbers
+        if self.form in (FP8_PATCHES, MXFP8_PATCHES) and bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
+            raise ConfigError(f"{where} holds codes that are no numbers")
         if self.form == FP8_PATCHES:
-            if bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
-                raise ConfigError(f"{where} holds codes that are no numbers")
             if bool((scales > ops.MOST_SCALE).any()):
                 raise ConfigError(f"{where} has scales above {ops.MOST_SCALE:g}, the largest that kernels take")
             return ops.pack_fp8(codes, scales)
-        if self.form == MXFP4_PATCHES:
+        if self.form in (MXFP4_PATCHES, MXFP8_PATCHES):
             # Powers of two: nothing but an exponent.
             exponents = (scales.contiguous().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
             check_exponents(exponents, where)
-            return ops.pack_mxfp4(codes, exponents)
+            return (ops.pack_mxfp4 if self.form == MXFP4_PATCHES else ops.pack_mxfp8)(codes, exponents)
         if self.form.numbers == "nf4":
             return ops.pack_nf4(codes, scales, self.form.group)
         if self.form.numbers == "affine4":
@@ -200,7 +205,7 @@ class PatchedTensor(InPatches[QuantisedTensor]):
 
 
 def check_exponents(exponents: Tensor, where: str) -> None:
-    """Raises ConfigError for exponents of MXFP4's scales that kernels do not take; `where` names the tensor."""
+    """Raises ConfigError for exponents of MX formats' scales that kernels do not take; `where` names the tensor."""
     if bool((exponents > ops.MOST_EXPONENT).any()):
         raise ConfigError(
             f"{where} holds scales that are no finite numbers, or above 2 ** {ops.MOST_EXPONENT - _BIAS}, the largest "

@@ -41,8 +41,14 @@ __host__ __device__ constexpr int bytes_of_patch(int code_bits, int group_log2) 
 // within the patch: the first two, or those 8 behind. `scaled` gives numbers of T, up to a factor of all; where kSums,
 // `number` gives them without their scales, exactly, so that products may be summed first over kColumns columns.
 
-// Floats of 8 bits (e4m3) with a float32 scale for each row of a patch. Bits of bfloat16 that have a code's exponent and
-// mantissa in their own's lowest bits are a number 2^120 times too small, also where the code is subnormal.
+// Floats of 8 bits (e4m3), those of a word's second and fourth byte or those behind, as bfloat16s: bits that have a code's
+// exponent and mantissa in their own's lowest bits are a number 2^120 times too small, also where the code is subnormal.
+__device__ inline uint32_t small_pair(uint32_t word, int behind) {
+  const uint32_t pair = behind ? word << 8 : word;
+  return (pair & 0x80008000) | (pair >> 4 & 0x07f007f0);
+}
+
+// Such floats with a float32 scale for each row of a patch.
 template <typename T>
 struct Fp8Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);
@@ -66,8 +72,7 @@ struct Fp8Codes {
   __device__ uint32_t scaled(int step, int behind) const { return multiply_pairs<T>(small(step, behind), power); }
 
   __device__ uint32_t small(int step, int behind) const {
-    const uint32_t word = word_of(codes[step / 4], step % 4), pair = behind ? word << 8 : word;
-    return (pair & 0x80008000) | (pair >> 4 & 0x07f007f0);
+    return small_pair(word_of(codes[step / 4], step % 4), behind);
   }
 };
 
@@ -95,6 +100,30 @@ struct Mxfp4Codes {
     const uint32_t pair = word_of(codes, part) << (12 - 4 * (step % 2 * 2 + behind));
     const uint32_t scale = ((exponents >> 8 * part & 0xff) + 63) * 0x00800080;
     return multiply_pairs<T>((pair & 0x80008000) | (pair >> 6 & 0x01c001c0), scale);
+  }
+};
+
+// Floats of 8 bits (e4m3) whose scales are as MXFP4's: MXFP8. Numbers made of codes are 2^120 times too small, of which the
+// scale takes half.
+template <typename T>
+struct Mxfp8Codes {
+  static_assert(std::is_same_v<T, __nv_bfloat16>);
+  static constexpr bool kCodes = true, kSums = false;
+  static constexpr int kColumns = 32, kBits = 8;
+  static constexpr float kFactor = 0x1p60f;
+
+  uint4 codes[2];  // of 64 columns each
+  uint32_t exponents;  // a byte each 32 columns
+
+  __device__ void load(uint32_t patch, int rows, int) {
+    const int lane = threadIdx.x % kWarp;
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
+    exponents = load_shared_word(patch + 2048 + (rows * 8 + lane / 4) * 4);
+  }
+
+  __device__ uint32_t scaled(int step, int behind) const {
+    const uint32_t scale = ((exponents >> 8 * (step / 2) & 0xff) + 60) * 0x00800080;
+    return multiply_pairs<T>(small_pair(word_of(codes[step / 4], step % 4), behind), scale);
   }
 };
 
