@@ -7,7 +7,8 @@ namespace raylm::cuda {
 namespace {
 
 constexpr const char* kOp = "patched_experts";
-constexpr int kMostRows = 128;  // of a segment
+constexpr int kMostRows = 128;   // of a segment
+constexpr int kMostNarrow = 32;  // rows of all experts for which narrow tiles are faster (H100)
 
 struct PatchedProduct {
   const Tensor& x;       // [rows, k], in the order of the experts or one a token
@@ -54,11 +55,18 @@ void launch(const PatchedProduct& p, GroupedParams params, cudaStream_t stream) 
                    params);
 }
 
+template <typename Shape, typename T, template <typename> typename Form>
+void launch(const PatchedProduct& p, const GroupedParams& params, cudaStream_t stream) {
+  p.halves == 2 ? launch<Shape, true, T, Form>(p, params, stream) : launch<Shape, false, T, Form>(p, params, stream);
+}
+
 // Each row times its expert's weight, and the activation: [pairs, columns].
 template <typename T, template <typename> typename Form>
 Tensor product(const PatchedProduct& p, cudaStream_t stream) {
-  using Few = PatchedShape<64, 32, 1, 2>;
+  using Narrow = PatchedShape<64, 32, 1, 2>;
+  using Few = PatchedShape<128, 32, 2, 2, 1>;  // more warps that decode, where that takes longer than reading
   using Many = PatchedShape<128, 128, 2, 1>;
+  constexpr bool kDecodes = Form<T>::kBits == 4;
   const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns});
   GroupedParams params{};
   params.patched = {data<unsigned char>(p.weight), static_cast<int>(p.across), static_cast<int>(p.weight.size(1)),
@@ -71,11 +79,12 @@ Tensor product(const PatchedProduct& p, cudaStream_t stream) {
   params.act = p.act;
   params.limit = p.limit;
   params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;  // as experts has it
-  const bool few = p.sizes.segment_rows <= Few::kRows;
-  if (p.halves == 2) {
-    few ? launch<Few, true, T, Form>(p, params, stream) : launch<Many, true, T, Form>(p, params, stream);
-  } else {
-    few ? launch<Few, false, T, Form>(p, params, stream) : launch<Many, false, T, Form>(p, params, stream);
+  if (p.sizes.segment_rows > Narrow::kRows) {
+    launch<Many, T, Form>(p, params, stream);
+  } else if (!kDecodes || p.sizes.pairs <= kMostNarrow) {
+    launch<Narrow, T, Form>(p, params, stream);
+  } else if constexpr (kDecodes) {
+    launch<Few, T, Form>(p, params, stream);
   }
   return out;
 }

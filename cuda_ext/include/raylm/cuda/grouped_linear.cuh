@@ -51,21 +51,23 @@ struct GroupedParams {
 
 constexpr int kMostGroupedStages = 12;
 
-template <int Width_, int Rows_, int Groups_>
+template <int Width_, int Rows_, int Groups_, int Cluster_ = Groups_>
 struct GroupedShape {
   static constexpr int kWidth = Width_, kRows = Rows_;  // of W; of a segment, at most
   static constexpr int kGroups = Groups_;  // of four warps that multiply
-  static constexpr int kCluster = kGroups;  // blocks that share x
+  static constexpr int kCluster = Cluster_;  // blocks that share x
   static constexpr int kTall = kWidth / 64 / kGroups;  // products of 64 rows of W below each other, of a group
   static constexpr int kDepth = 64;
   static constexpr int kRowBytes = kDepth * 2;
   static constexpr int kBoxRows = kRows < 128 ? 8 : 64;  // of x, fetched at a time
   static constexpr int kWeightBytes = kWidth * kRowBytes, kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kXBytes;
-  // Two groups need more registers than there are for all alike: a third one, of which one thread fetches, gives its own.
-  static constexpr int kThreads = kGroups == 1 ? 128 + kWarp : 384;
+  static constexpr int kBlocks = kCluster == 1 ? 2 : 1;  // of a multiprocessor
+  // Two groups with many rows need more registers than there are for all alike: a third one, of which one thread
+  // fetches, gives its own.
+  static constexpr bool kMovesRegisters = kBlocks == 1;
+  static constexpr int kThreads = kMovesRegisters ? 384 : 128 * kGroups + kWarp;
   static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
-  static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
   // Results of many rows are stored 16 bytes a lane; for that each warp has room for four 8 x 8 matrices.
   static constexpr bool kWideStores = kRows >= 128;
@@ -75,9 +77,9 @@ struct GroupedShape {
 };
 
 // For codes: a stage has `Chunks` patches beside each other.
-template <int Width, int Rows, int Groups, int Chunks>
-struct PatchedShape : GroupedShape<Width, Rows, Groups> {
-  using Base = GroupedShape<Width, Rows, Groups>;
+template <int Width, int Rows, int Groups, int Chunks, int Cluster = Groups>
+struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
+  using Base = GroupedShape<Width, Rows, Groups, Cluster>;
   static constexpr int kChunks = Chunks, kPatches = Width / 16;  // of a stage, below each other
   static constexpr int kLeast = Rows < 128 ? 8 : 32;
   // From 64 columns of x to the next.
@@ -469,12 +471,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   Shape::kCluster == 1 ? __syncthreads() : cluster_sync();
   if (group < Shape::kGroups) {
-    if constexpr (Shape::kGroups > 1) take_registers<Shape::kComputeRegisters>();
+    if constexpr (Shape::kMovesRegisters) take_registers<Shape::kComputeRegisters>();
     wait_for_dependencies();
     start_dependents();  // only now: the next kernel may read early what the one ahead of this has written
     block.compute(group);
   } else {
-    if constexpr (Shape::kGroups > 1) give_registers_back<Shape::kFetchRegisters>();
+    if constexpr (Shape::kMovesRegisters) give_registers_back<Shape::kFetchRegisters>();
     if constexpr (Form::kCodes) {
       if (fetches_codes) block.fetch_codes();
     } else {
