@@ -36,8 +36,6 @@ _DUMMY_ROWS = 1024
 """Of codes that are drawn at a time."""
 _DUMMY_EXPONENT = 120
 """2 ** -7: MXFP4's codes have a deviation of 2.9."""
-_DUMMY_CODES_STD = _DUMMY_STD * 2.0**7
-"""Of MXFP8's."""
 
 
 class Fillable(Protocol):
@@ -190,8 +188,12 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     """Random codes, and scales by which numbers have about the deviation of others."""
     rows, columns = len(like) * ops.PATCH_ROWS, like.shape[1] // form.patch_bytes * ops.PATCH_COLUMNS
     shape, device = (rows, columns), like.device
-    if form == FP8_PATCHES:
-        return ops.quantise_fp8(torch.empty(shape, device=device).normal_(std=_DUMMY_STD, generator=generator))
+    if form in (FP8_PATCHES, MXFP8_PATCHES):
+        values = torch.empty(shape, device=device).normal_(std=_DUMMY_STD, generator=generator)
+        if form == FP8_PATCHES:
+            return ops.quantise_fp8(values)
+        exponents = torch.full((rows, columns // form.group), _DUMMY_EXPONENT, dtype=torch.uint8, device=device)
+        return ops.pack_mxfp8((values * 2.0 ** (127 - _DUMMY_EXPONENT)).to(ops.CODES), exponents)
     most = ops.MOST_CODE.get(form.numbers, 15) + 1
     codes, zeros = (
         torch.randint(0, most, (rows, size), generator=generator, device=device, dtype=torch.uint8)
@@ -199,12 +201,10 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     )
     if form == MXFP4_PATCHES:
         return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
-    if form == MXFP8_PATCHES:
-        values = torch.empty(shape, device=device).normal_(std=_DUMMY_CODES_STD, generator=generator)
-        return ops.pack_mxfp8(values.to(ops.CODES), torch.full_like(zeros, _DUMMY_EXPONENT))
-    scales = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD * 4 / most
+    uniform = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD
     if form.numbers == "nf4":
-        return ops.pack_nf4(codes, scales * most / 2, form.group)
+        return ops.pack_nf4(codes, 3 * uniform, form.group)
+    scales = uniform * 4 / most
     if form.numbers in ops.MOST_ZERO:
         return ops.pack_integers(form.numbers, codes, scales, zeros, form.group)
     return ops.pack_affine(form.numbers, codes, scales, -scales * zeros, form.group)

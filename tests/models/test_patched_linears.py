@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raylm import ops
@@ -23,7 +25,7 @@ from raylm.models.load import load_model
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
-from tests.support.quantised import KINDS, change_config, gptq, groups_of, write_both
+from tests.support.quantised import FILE, KINDS, change_config, gptq, groups_of, write_both
 
 PROMPTS = {"a": [(5 * i + 3) % 300 + 3 for i in range(20)], "b": [3, 1, 4]}
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -303,6 +305,43 @@ def test_one_kernel_for_all_layers_takes_columns_in_their_own_order_alone(tmp_pa
 def test_other_formats_are_not_kept_so(kind: str, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", num_hidden_layers=1), tmp_path, KINDS[kind])
     assert not weights(load(packed, as_stored=True))
+
+
+def change(packed: Path, end: str, changed: Callable[[Tensor], Tensor]) -> None:
+    """All tensors whose names end so."""
+    tensors = load_file(packed / FILE)
+    save_file({name: changed(each) if name.endswith(end) else each for name, each in tensors.items()}, packed / FILE)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_codes_of_another_table_than_nf4_are_decoded(tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["nf4"])
+    assert len(weights(load(packed, as_stored=True))) == 4
+    change(packed, ".quant_map", lambda table: table * 0.5)
+    assert not weights(load(packed, as_stored=True))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("end", "byte", "sentence"),
+    [
+        ("proj.weight", 0x7F, "proj.weight holds codes that are no numbers"),
+        ("weight_scale", 192, r"proj.weight holds scales that are no finite numbers, or above 2 \*\* 64"),
+    ],
+)
+def test_what_kernels_do_not_take_of_mxfp8_is_refused(end: str, byte: int, sentence: str, tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["ct_mxfp8"])
+    change(packed, end, lambda tensor: torch.full_like(tensor.view(torch.uint8), byte).view(tensor.dtype))
+    with pytest.raises(ConfigError, match=sentence):
+        load(packed, as_stored=True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["nf4", "ct_mxfp8"])
+def test_dummy_weights_have_the_deviation_of_others(kind: str, tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    dummy = weights(load(packed, "dummy", as_stored=True))
+    assert len(dummy) == 4 and all(0.01 < float(read(weight).std()) < 0.03 for weight in dummy.values())
 
 
 @pytest.mark.usefixtures("kernels")

@@ -56,6 +56,15 @@ def test_more_sizes(op, device, activation, biased, dtype, numbers, group, rows,
     _compare(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size)
 
 
+@ON_CUDA
+def test_numbers_without_kernels_are_refused(op, device):
+    weight = torch.zeros(1, 2, 128, dtype=torch.uint8, device=device)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)
+    chosen = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with pytest.raises(RuntimeError, match="numbers is 6, must be from 0 to 5: it has no kernels for others"):
+        op("patched_experts")(x, weight, weight, chosen.float(), chosen, None, None, 0, 0.0, NUMBERS.index("nf4"), 64)
+
+
 def _compare(op, device, activation, biased, dtype, numbers, group, rows, num_experts, per_token, hidden, size):
     made = [in_patches(numbers, group, 2 * size, hidden, seed=each) for each in range(num_experts)]
     made += [in_patches(numbers, group, hidden, size, seed=100 + each) for each in range(num_experts)]

@@ -69,6 +69,8 @@ def test_products_are_those_of_the_numbers(
 
 
 LARGE = [(128, 512), (256, 1024), (144, 896), (1024, 4096), (384, 2560), (4096, 1536), (16, 3072), (528, 14336)]
+WIDEST = [("int4", 128, torch.bfloat16), ("int4", 32, torch.float16), ("int8", 16, torch.bfloat16)]
+WIDEST += [(numbers, group, torch.bfloat16) for numbers, group in (("fp8", 128), ("mxfp4", 32), ("nf4", 64))]
 
 
 @ON_CUDA
@@ -79,6 +81,14 @@ def test_every_kernel_has_its_share(
 ) -> None:
     rows = (1, 5, 8, 13, 16, 31, 32, 40, 64, 130, 300, 1500) if n * k < 1 << 20 else (1, 9, 33, 200)
     check_products(op, device, n, k, numbers, group, dtype, rows)
+
+
+@ON_CUDA
+@pytest.mark.parametrize(("numbers", "group", "dtype"), WIDEST)
+def test_the_widest_tiles(op: Pick, device: str, numbers: str, group: int, dtype: torch.dtype) -> None:
+    """They are for weights of more rows than all multiprocessors take at a time. The last tile has a sixteenth of its
+    rows, and the last stage half a patch of columns."""
+    check_products(op, device, 28688, 320, numbers, group, dtype, (24, 48, 100, 200, 257))
 
 
 def check_products(
@@ -146,5 +156,5 @@ def test_a_wrong_weight_is_refused(op: Pick, device: str) -> None:
         op("patched_linear")(x.float(), packed, None, int4, 64)
     with pytest.raises(RuntimeError, match="x is float16, must be bfloat16 with such numbers"):
         op("patched_linear")(x.half(), packed, None, NUMBERS.index("fp8"), 128)
-    with pytest.raises(RuntimeError, match="numbers is 6, must be from 0 to 5"):
-        op("patched_linear")(x, packed, None, 6, 64)
+    with pytest.raises(RuntimeError, match="numbers is 8, must be from 0 to 7"):
+        op("patched_linear")(x, packed, None, len(NUMBERS), 64)

@@ -434,9 +434,7 @@ KINDS: dict[str, Kind] = {
     "nf4": Kind(_NF4, bnb4("nf4", nested=False, block=32)),
     "nf4_nested": Kind(_NF4, bnb4("nf4", nested=True, block=16)),
     "nf4_nested_64": Kind(_NF4, bnb4("nf4", nested=True, block=64)),
-    "nf4_over_rows": Kind(
-        {"_load_in_4bit": True, "load_in_4bit": True}, bnb4("nf4", nested=True, block=64, storage=torch.bfloat16)
-    ),
+    "nf4_over_rows": Kind(_NF4 | {"_load_in_4bit": True}, bnb4("nf4", nested=True, block=96, storage=torch.bfloat16)),
     "fp4": Kind(
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         bnb4("fp4", nested=False),

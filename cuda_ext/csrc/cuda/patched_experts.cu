@@ -64,9 +64,9 @@ void launch(const PatchedProduct& p, const GroupedParams& params, cudaStream_t s
 template <typename T, template <typename> typename Form>
 Tensor product(const PatchedProduct& p, cudaStream_t stream) {
   using Narrow = PatchedShape<64, 32, 1, 2>;
-  using Few = PatchedShape<128, 32, 2, 2, 1>;  // more warps that decode, where that takes longer than reading
+  using Wide = PatchedShape<128, 32, 2, 2, 1>;  // more warps decode, where that takes longer than reading
   using Many = PatchedShape<128, 128, 2, 1>;
-  constexpr bool kDecodes = Form<T>::kBits == 4;
+  constexpr bool kFourBits = Form<T>::kBits == 4;
   const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns});
   GroupedParams params{};
   params.patched = {data<unsigned char>(p.weight), static_cast<int>(p.across), static_cast<int>(p.weight.size(1)),
@@ -81,10 +81,10 @@ Tensor product(const PatchedProduct& p, cudaStream_t stream) {
   params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;  // as experts has it
   if (p.sizes.segment_rows > Narrow::kRows) {
     launch<Many, T, Form>(p, params, stream);
-  } else if (!kDecodes || p.sizes.pairs <= kMostNarrow) {
+  } else if (!kFourBits || p.sizes.pairs <= kMostNarrow) {
     launch<Narrow, T, Form>(p, params, stream);
-  } else if constexpr (kDecodes) {
-    launch<Few, T, Form>(p, params, stream);
+  } else if constexpr (kFourBits) {
+    launch<Wide, T, Form>(p, params, stream);
   }
   return out;
 }

@@ -63,7 +63,7 @@ constexpr PatchedVariant patched_variant() {
           resident_patched<T, Shape, Form>, patched_linear_kernel<T, Shape, Form>};
 }
 
-// Codes of 8 bits have stages of as many bytes, and so of half the columns.
+// Where stages are large, those of codes of 8 bits have as many bytes, and so half the columns.
 template <typename T, typename Form, bool Short = Form::kBits == 8>
 constexpr PatchedVariant kPatchedVariants[] = {
     patched_variant<T, Form, PatchedFewShape<8, 32, Short ? 8 : 16, Short ? 8 : 16>>(),
@@ -83,20 +83,30 @@ struct PatchedPlan {
   double cost;
 };
 
-// Cycles of a block, about: a stage takes what is longest, its products or its bytes' ways. What products take of a
-// number of W, and clusters and sums that meet, was measured.
+// What a variant takes, in cycles, as measured on an H100: a number of W, a tile besides, and a cluster whose sums meet.
+struct PatchedCosts {
+  double number, tile, cluster;
+  explicit PatchedCosts(const PatchedVariant& v) {
+    if (v.wide) {
+      number = 0.028 + 0.00048 * v.rows, tile = 1250 + 250 * v.parts, cluster = 5000;
+    } else {
+      number = std::max(1, v.rows / 16) / 37.0, tile = 1500, cluster = 2000;
+    }
+  }
+};
+
+// Cycles of a block, about: a stage takes what is longest, its products or its bytes' ways.
 inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int patch, int64_t tiles, int split,
                         int resident) {
-  constexpr double kFromCache = 45, kFromMemory = 3400, kMeet = 32;  // bytes a cycle: of a block, of all, of a block
+  constexpr double kFromCache = 45, kFromMemory = 3400, kMet = 32;  // bytes a cycle: of a block, of all, of a block
+  const PatchedCosts costs(v);
   const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch;
   const double bytes = weights + v.columns * 2.0 * v.rows;
-  const double each = v.wide ? 0.028 + 0.00048 * v.rows : std::max(1, v.rows / 16) / 37.0;
-  const double multiply = v.width * static_cast<double>(v.columns) * each;
-  const double tile = v.wide ? 1250 + 250 * v.parts : 1500, cluster = v.wide ? 5000 : 2000;
-  double sum = split > 1 ? cluster + v.rows * v.width * 4 / kMeet : 0;
+  const double multiply = v.width * static_cast<double>(v.columns) * costs.number;
+  double sum = split > 1 ? costs.cluster + v.rows * v.width * 4 / kMet : 0;
   for (int64_t left = tiles; left > 0; left -= resident) {
     const double all = weights * split * std::min<int64_t>(left, resident) / kFromMemory;
-    sum += divide_up(divide_up(p.k, v.columns), split) * std::max({bytes / kFromCache, all, multiply}) + tile;
+    sum += divide_up(divide_up(p.k, v.columns), split) * std::max({bytes / kFromCache, all, multiply}) + costs.tile;
   }
   return sum;
 }

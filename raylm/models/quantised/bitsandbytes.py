@@ -7,6 +7,7 @@ from raylm.models.quantised.fields import choice, names_of
 from raylm.models.quantised.scheme import Group, Quantisation, Scheme
 
 _BLOCK = 64
+"""Columns that share a scale, if nobody asks for another number: the configuration does not say."""
 
 
 def read_bitsandbytes(fields: Fields) -> Quantisation:

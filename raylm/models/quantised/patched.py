@@ -39,13 +39,13 @@ def form_of(scheme: Scheme) -> PatchForm | None:
         if scheme.bits > _EIGHT_BITS:
             return None
         numbers: ops.Numbers = "int4" if scheme.bits <= _FOUR_BITS else "int8"
-        return _integer_form("affine4" if scheme.zero == "added" else numbers, scheme.columns)
+        return _grouped_form("affine4" if scheme.zero == "added" else numbers, scheme.columns)
     if scheme.zero != "none":
         return None
     if scheme.layout == "nf4":
-        return _integer_form("nf4", scheme.columns)
+        return _grouped_form("nf4", scheme.columns)
     if scheme.layout == "nibbles":
-        return MXFP4_PATCHES if _is_mx(scheme) else _integer_form("int8", scheme.columns)
+        return MXFP4_PATCHES if _is_mx(scheme) else _grouped_form("int8", scheme.columns)
     if scheme.layout != "values" or scheme.bits != _EIGHT_BITS or scheme.two_scales:
         return None
     if _is_mx(scheme):
@@ -58,7 +58,7 @@ def _is_mx(scheme: Scheme) -> bool:
     return scheme.exponents and (scheme.rows, scheme.columns) == (1, MXFP8_PATCHES.group)
 
 
-def _integer_form(numbers: ops.Numbers, columns: int) -> PatchForm | None:
+def _grouped_form(numbers: ops.Numbers, columns: int) -> PatchForm | None:
     """With the largest group of those that share the scale of so many columns."""
     groups = (group for group in reversed(ops.GROUPS[numbers]) if columns % group == 0)
     return next((PatchForm(numbers, group) for group in groups), None)
@@ -160,10 +160,8 @@ class PatchedTensor(InPatches[QuantisedTensor]):
         # A scale a row is that of all columns: also where these are fewer than a group.
         of_groups = columns if decoder.columns else (0, self.form.group)
         scales, zeros, shifts = decoder.numbers(rows, of_groups, self.form.group)
-        if self.form == MXFP4_PATCHES:
-            assert isinstance(decoder.codes, Nibbles)
-            return [decoder.codes.bits(rows, columns), scales.expand(size)]
-        if isinstance(decoder.codes, TableNibbles):
+        if self.form == MXFP4_PATCHES or isinstance(decoder.codes, TableNibbles):
+            assert isinstance(decoder.codes, Nibbles | TableNibbles)
             return [decoder.codes.bits(rows, columns), scales.expand(size)]
         if order is None:
             codes = decoder.codes.read(rows, columns)
@@ -193,7 +191,8 @@ class PatchedTensor(InPatches[QuantisedTensor]):
             # Powers of two: nothing but an exponent.
             exponents = (scales.contiguous().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
             check_exponents(exponents, where)
-            return (ops.pack_mxfp4 if self.form == MXFP4_PATCHES else ops.pack_mxfp8)(codes, exponents)
+            pack = ops.pack_mxfp4 if self.form == MXFP4_PATCHES else ops.pack_mxfp8
+            return pack(codes, exponents)
         if self.form.numbers == "nf4":
             return ops.pack_nf4(codes, scales, self.form.group)
         if self.form.numbers == "affine4":

@@ -187,7 +187,7 @@ struct FewStage {
   static constexpr int kKeyPitch = (D + 8) * 2;
   static_assert(kFewKeys * kKeyPitch <= kBytes && kFewPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
 
-  // Behind a thread's own writes to a stage, before it is given up.
+  // Behind writes to a stage that are no bulk copy's, before it is given up.
   __device__ static void order_writes() {
     if constexpr (kInt4) fence_shared_writes();
   }

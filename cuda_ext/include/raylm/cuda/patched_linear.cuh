@@ -93,9 +93,9 @@ struct PatchedWideShape {
   static_assert(kTeam * kParts == Warps && kTeam % 4 == 0 && kXChunks % kParts == 0);
   static_assert(Chunks <= kCopied && kTeam <= kWarp && kXStages <= kMostPatchedXStages);
   __host__ __device__ static constexpr int stage_bytes(int patch) { return kPatches * patch; }
+  static_assert(kMeets || kAreaBytes <= kXStages * kXBytes + kPatches * bytes_of_patch(4, 7));
   static constexpr int shared_bytes(int patch, int stages) {
-    const int bytes = kXStages * kXBytes + stages * stage_bytes(patch);
-    return 1024 + (kMeets ? bytes + kAreaBytes : stages > 0 && bytes < kAreaBytes ? kAreaBytes : bytes);
+    return 1024 + kXStages * kXBytes + stages * stage_bytes(patch) + (kMeets ? kAreaBytes : 0);
   }
 };
 
@@ -207,7 +207,7 @@ struct PatchedBlock {
     }
   }
 
-  // Which part of a stage's columns, and which 32 rows of the tile's, this warp has.
+  // Which part of a stage's columns, and which rows of the tile's, this warp has.
   __device__ static int part() { return threadIdx.x / kWarp / Shape::kTeam; }
   __device__ static int first_row() { return threadIdx.x / kWarp % Shape::kTeam * 16 * Shape::kTall; }
 
@@ -292,7 +292,7 @@ struct PatchedBlock {
   }
 
   // 64 columns' products, still under way when this returns; `box` has x's.
-  __device__ static void multiply_half(Sums& sums, uint32_t (&a)[4][4], const Form (&rows)[2], int half, uint32_t box) {
+  __device__ static __forceinline__ void multiply_half(Sums& sums, uint32_t (&a)[4][4], const Form (&rows)[2], int half, uint32_t box) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = rows[i % 2].scaled(half * 4 + i / 4, i % 4 / 2);
     wgmma_fence();
@@ -323,6 +323,7 @@ struct PatchedBlock {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const int of_x = first_own + i;
+          // The compiler is to know that whoever has all columns has the first ones.
           if ((Shape::kParts > 1 || begin + i > 0) && begin + of_x >= there) break;
           Form rows[2];
           for (int r = 0; r < 2; ++r) rows[r].load(own + (begin + of_x) * patch, r, params.group_log2);
