@@ -17,15 +17,21 @@ def dtypes(numbers: str) -> tuple[torch.dtype, ...]:
     return HALVES.get(numbers, (torch.bfloat16,))
 
 
+def _floats(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Random codes of 8-bit floats, some of them subnormal."""
+    floats = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
+    floats[::7, ::5] = floats[::7, ::5].float().mul(2.0**-14).to(ops.CODES)
+    return floats
+
+
 def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
     """Patches of random numbers, and these numbers: float32 [rows, columns]."""
     generator, across = torch.Generator().manual_seed(seed), -(-columns // group)
     # Words keep all bits of such scales.
     scales = ((torch.rand(rows, across, generator=generator) + 0.5) / 64).bfloat16().float()
     spread = scales.repeat_interleave(group, 1)[:, :columns]
-    floats = torch.randn(rows, columns, generator=generator).mul(60).to(ops.CODES)
-    floats[::7, ::5] = floats[::7, ::5].float().mul(2.0**-14).to(ops.CODES)  # subnormal numbers
     if numbers == "fp8":
+        floats = _floats(rows, columns, generator)
         return ops.pack_fp8(floats, scales), floats.float() * spread
     most = ops.MOST_CODE.get(numbers, 15) + 1
     codes = torch.randint(0, most, (rows, columns), generator=generator, dtype=torch.uint8)
@@ -43,6 +49,7 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
     exponents[0], exponents[1] = 60, 100
     powers = torch.ldexp(torch.ones(rows, across), exponents.int() - 127).repeat_interleave(group, 1)[:, :columns]
     if numbers == "mxfp8":
+        floats = _floats(rows, columns, generator)
         return ops.pack_mxfp8(floats, exponents), floats.float() * powers
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     signed = torch.cat((table, -table))[codes.long()]

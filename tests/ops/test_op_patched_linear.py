@@ -43,7 +43,7 @@ def test_numbers_become_the_nearest_codes() -> None:
 
 
 def test_numbers_of_nf4_are_those_of_a_normal_distribution() -> None:
-    """Means of quantiles would be another choice: bitsandbytes takes seven of them below 0, eight above, and 0."""
+    """bitsandbytes takes seven quantiles below 0, eight above, and 0 itself."""
     quantile, most = NormalDist().inv_cdf, 0.9677083
     above, below = ([quantile(most + (0.5 - most) * i / count) for i in range(count)] for count in (8, 7))
     found = sorted([*above, 0.0, *(-number for number in below)])

@@ -27,7 +27,8 @@ Packed = tuple[dict[str, Tensor], Tensor]
 Packer = Callable[[torch.Generator, int, int], Packed]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TABLES = {"nf4": ops.NF4, "fp4": tuple(math.sin(i / 5 - 1.5) for i in range(16))}
-"""Any 16 numbers do: they are in the file. But NF4's are known."""
+"""bitsandbytes' tables by quant_type. Files carry their table, so FP4's may be any here. A weight in NF4 is computed as
+stored only with the real one."""
 
 
 def integers(random: torch.Generator, low: int, high: int, *shape: int) -> Tensor:

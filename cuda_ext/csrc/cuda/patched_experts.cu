@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* kOp = "patched_experts";
 constexpr int kMostRows = 128;   // of a segment
-constexpr int kMostNarrow = 32;  // rows of all experts for which narrow tiles are faster (H100)
+constexpr int kMostNarrow = 32;  // (token, expert) pairs up to which narrow tiles are faster (H100)
 
 struct PatchedProduct {
   const Tensor& x;       // [rows, k], in the order of the experts or one a token

@@ -127,7 +127,7 @@ PatchedPlan patched_plan(const PatchedProduct& p, int patch, int device) {
       const int resident = v.resident(device, split);
       const int64_t steps = divide_up(p.k, v.columns);
       const bool some = (split - 1) * divide_up(steps, split) < steps;  // for each block
-      const bool tried = v.wide || (split & (split - 1)) == 0;  // others gave few rows nothing
+      const bool tried = v.wide || (split & (split - 1)) == 0;  // others gained nothing for few rows
       if (!some || !tried || resident == 0 || (split > 1 && tiles > resident)) continue;
       const double cost = cycles_of(v, p, patch, tiles, split, resident);
       if (best.variant && best.cost <= cost) continue;

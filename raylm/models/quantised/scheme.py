@@ -29,7 +29,8 @@ class Scheme:
     rows: int = 1
     """Rows that share one scale; 0: all."""
     columns: int = 0
-    """Columns that share one scale; 0: all. Of nf4 and fp4 the usual number, as the files say it of each weight."""
+    """Columns that share one scale; 0: all. For nf4 and fp4 bitsandbytes' default, until a weight's own file says it: a
+    configuration does not."""
     zero: Zero = "none"
     """Zero points: none (codes have a sign), in the middle of what the bits can say (symmetric), or stored. added: in
     the middle, and a stored number of each group is added behind the scale."""

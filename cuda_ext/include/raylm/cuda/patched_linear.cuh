@@ -8,9 +8,9 @@
 // meet in shared memory. Where n is too small for all multiprocessors, the blocks of a cluster take a slice each of one
 // tile, and their sums meet there as well.
 //
-// More rows of x are multiplied by wgmma, with W's numbers, rounded to 16 bits, and scales too, as its left operand in
-// registers: each warp has a patch's 16 rows, and again a part of the stage's columns. x has a ring of its own then, and a
-// warp that fetches it.
+// More rows of x are multiplied by wgmma. Its left operand, in registers, is W's numbers times their scales, both rounded
+// to 16 bits. Each warp has the 16 rows of a patch; where W has few rows, parts of the warps share a stage's columns too.
+// x has a ring of its own, and a warp that fetches it.
 //
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
@@ -88,7 +88,8 @@ struct PatchedWideShape {
   static constexpr int kXStages = kXBytes > (32 << 10) ? 2 : Rows > 32 ? 3 : 4;
   static constexpr int kPitch = kWidth + 4;
   static constexpr int kAreaBytes = kRows * kPitch * 4;
-  // Whether sums meet in each tile. Else those of blocks with one tile may, where stages were.
+  // Parts' sums meet in every tile, in shared memory of their own. A cluster's sums meet in blocks with one tile, where
+  // stages were.
   static constexpr bool kMeets = kParts > 1;
   static_assert(kTeam * kParts == Warps && kTeam % 4 == 0 && kXChunks % kParts == 0);
   static_assert(Chunks <= kCopied && kTeam <= kWarp && kXStages <= kMostPatchedXStages);
@@ -291,7 +292,7 @@ struct PatchedBlock {
     }
   }
 
-  // 64 columns' products, still under way when this returns; `box` has x's.
+  // Starts the products of 64 columns, whose x is at `box`, and returns before they end.
   __device__ static __forceinline__ void multiply_half(Sums& sums, uint32_t (&a)[4][4], const Form (&rows)[2], int half, uint32_t box) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = rows[i % 2].scaled(half * 4 + i / 4, i % 4 / 2);
@@ -323,7 +324,7 @@ struct PatchedBlock {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const int of_x = first_own + i;
-          // The compiler is to know that whoever has all columns has the first ones.
+          // Without parts the first chunk of a stage is always there: then there is no branch.
           if ((Shape::kParts > 1 || begin + i > 0) && begin + of_x >= there) break;
           Form rows[2];
           for (int r = 0; r < 2; ++r) rows[r].load(own + (begin + of_x) * patch, r, params.group_log2);
