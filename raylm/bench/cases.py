@@ -81,12 +81,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`requests` requests of `input_len` tokens each; the output lengths are spread over a range."""
+    """`requests` requests of `input_len` tokens each, of which the first `common_len` are the same; the output lengths
+    are spread over a range."""
 
     name: str
     requests: int
     input_len: int
     output_len: Lengths
+    common_len: int = 0
 
     @property
     def output_label(self) -> int | str:
@@ -95,14 +97,16 @@ class Case:
     def token_requests(self, seed: int, token_ids: Sequence[int]) -> list[Request]:
         """Prompts of tokens drawn from `token_ids`. The same seed gives the same requests."""
         rng = random.Random(f"{self.name}:{seed}")
-        lengths = self.output_len.spread(self.requests, rng)
-        return [Request(rng.choices(token_ids, k=self.input_len), length) for length in lengths]
+        lengths, own_len = self.output_len.spread(self.requests, rng), self.input_len - self.common_len
+        common = rng.choices(token_ids, k=self.common_len)
+        return [Request(common + rng.choices(token_ids, k=own_len), length) for length in lengths]
 
     def chat_requests(self, seed: int) -> list[Request]:
         """Conversations of one message of `input_len` random words (about a token a word; usage tells the truth)."""
         rng = random.Random(f"{self.name}:{seed}")
-        lengths = self.output_len.spread(self.requests, rng)
-        texts = (random_text(rng, self.input_len) for _ in lengths)
+        lengths, own_len = self.output_len.spread(self.requests, rng), self.input_len - self.common_len
+        common = f"{random_text(rng, self.common_len)} " if self.common_len else ""
+        texts = (common + random_text(rng, own_len) for _ in lengths)
         return [Request([{"role": "user", "content": text}], n) for text, n in zip(texts, lengths, strict=True)]
 
 
@@ -131,16 +135,23 @@ def random_text(rng: random.Random, words: int) -> str:
 
 
 def parse_case(text: str) -> Case:
-    """`name:requests:input_len:output_len`, where output_len may be a range such as 8-128. Raises ConfigError."""
+    """`name:requests:input_len:output_len`. Raises ConfigError.
+
+    output_len may be a range such as 8-128; input_len may be a sum such as 2048+512: all prompts begin with the same
+    2,048 tokens, and go on with 512 of their own.
+    """
     parts = text.split(":")
     if len(parts) != 4 or not parts[0]:
         raise ConfigError(f"--case {text!r} must be name:requests:input_len:output_len, such as short:16:128:8-64")
     name, requests, input_len, output_len = parts
+    common, plus, own = input_len.rpartition("+")
+    common_len = _positive(text, "the common part of input_len", common) if plus else 0
     return Case(
         name,
         _positive(text, "requests", requests),
-        _positive(text, "input_len", input_len),
+        common_len + _positive(text, "input_len", own),
         _lengths(text, output_len),
+        common_len,
     )
 
 

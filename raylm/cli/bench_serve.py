@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from raylm.bench.serve import Goodput, Load
     from raylm.sim.arrivals import Ramp
 
-_CASE_HELP = "name:requests:input_len:output_len, where output_len may be a range such as 8-128; repeatable"
+_CASE_HELP = (
+    "name:requests:input_len:output_len, where output_len may be a range such as 8-128, and input_len a sum such as "
+    "2048+512, of which the first part is the same in all prompts; repeatable"
+)
 _DATASETS = ("random", "sharegpt", "prefix", "multi-turn")
 # What a dataset is made by, and what it is where the command line does not say.
 _SHAPE = {

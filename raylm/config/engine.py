@@ -211,6 +211,8 @@ class RuntimeConfig(FrozenConfig):
     """CPU threads of a worker; by default one a core, shared by the workers of the model."""
     cuda_graphs: bool = True
     """On a GPU, run steps in which every request decodes as CUDA graphs."""
+    cascade_attention: bool = True
+    """On a GPU, decode reads the cached keys and values that many requests begin with alike once for all of them."""
     ray_workers: bool = False
     """Offline: run the model in Ray actors even where one device is enough. Servers always do."""
     plans_in_flight: int | None = Field(default=None, ge=1)

@@ -55,6 +55,7 @@ NAMES: dict[str, Renamed] = {
     "model_impl": Renamed("implementation"),
     "enforce_eager": Renamed("cuda_graphs", _not, "enforce_eager is cuda_graphs: false", is_flag=True),
     "disable_custom_all_reduce": Renamed("custom_all_reduce", _not, is_flag=True),
+    "disable_cascade_attn": Renamed("cascade_attention", _not, is_flag=True),
     "enable_prefix_caching": Renamed("prefix_caching", is_flag=True),
     "prefix_caching_hash_algo": Renamed("block_hash"),
     "num_gpu_blocks_override": Renamed("num_blocks"),
@@ -208,7 +209,7 @@ _GROUPS: dict[str, str] = {
         exclude_tools_when_tool_choice_none response_role""",
     "a request asks for it": "enable_force_include_usage return_tokens_as_token_ids",
     _ENGINE: """cp_kv_cache_interleave_size dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend
-        dcp_kv_cache_interleave_size disable_cascade_attn disable_fastapi_docs disable_hybrid_kv_cache_manager
+        dcp_kv_cache_interleave_size disable_fastapi_docs disable_hybrid_kv_cache_manager
         enable_cumem_allocator enable_dbo enable_offline_docs enable_prompt_embeds
         enable_return_routed_experts enable_tokenizer_info_endpoint fail_on_environ_validation fingerprint_mode
         fingerprint_value kv_sharing_fast_prefill max_num_scheduled_tokens performance_mode

@@ -46,6 +46,8 @@ class AttentionMetadata:
     max_seq_len: int
     arrivals: Tensor | None = None
     """int32 [ops.MAX_ARRIVALS]: counters for ops.paged_attention; without them it makes some."""
+    prefixes: Tensor | None = None
+    """int32 [3, S], of ops.shared_prefixes: what attention may read once for several sequences."""
 
 
 @dataclass(frozen=True, slots=True)

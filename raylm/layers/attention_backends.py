@@ -94,7 +94,8 @@ def _attend(
 
 
 def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
-    return _attend(partial(ops.paged_attention, arrivals=step.arrivals), q, cache, step, scores)
+    operator = partial(ops.paged_attention, arrivals=step.arrivals, prefixes=step.prefixes)
+    return _attend(operator, q, cache, step, scores)
 
 
 RAYLM = AttentionBackend("raylm", _unchanged, _attend_raylm, supports_graphs=True)

@@ -55,6 +55,10 @@ from raylm.ops.patches import pack_nf4 as pack_nf4
 from raylm.ops.patches import patch_bytes as patch_bytes
 from raylm.ops.patches import quantise_fp8 as quantise_fp8
 from raylm.ops.patches import unpack as unpack
+from raylm.ops.prefixes import LEAST_SHARED as LEAST_SHARED
+from raylm.ops.prefixes import MOST_PREFIX_SEQS as MOST_PREFIX_SEQS
+from raylm.ops.prefixes import MOST_SHARERS as MOST_SHARERS
+from raylm.ops.prefixes import PREFIX_HEAD_DIM as PREFIX_HEAD_DIM
 from raylm.ops.scaled import CODES as CODES
 from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows
@@ -89,6 +93,7 @@ _experts_kernels: Callable[..., bool] = torch.ops.raylm.experts_kernels.default
 _sample: Callable[..., Tensor] = torch.ops.raylm.sample.default
 _sample_columns: Callable[..., int] = torch.ops.raylm.sample_columns.default
 _penalize: Callable[..., Tensor] = torch.ops.raylm.penalize.default
+_shared_prefixes: Callable[..., Tensor] = torch.ops.raylm.shared_prefixes.default
 _place: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.place.default
 _accept: Callable[..., Tensor] = torch.ops.raylm.accept.default
 _token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.raylm.token_logprobs.default
@@ -201,6 +206,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    prefixes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -223,26 +229,25 @@ def paged_attention(
     has no value, neither scaled nor capped. It takes its share of the weights, in every window.
 
     The caches have q's dtype, or hold CODES, of which a key is k_scale times its code and a value v_scale times.
+
+    `prefixes`, of shared_prefixes, let the CUDA kernel of decode read what sequences share once for all of them, where
+    heads have at most PREFIX_HEAD_DIM elements, neither a window nor biases; they change nothing else.
     """
     attend = fallback.paged_attention if _has_codes_on_cpu(k_cache) else _paged_attention
-    return attend(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        scale,
-        window,
-        soft_cap,
-        alibi_slopes,
-        arrivals,
-        sinks,
-        k_scale,
-        v_scale,
-    )
+    tensors = (q, k_cache, v_cache, block_table, query_start, seq_lens)
+    numbers = (max_query_len, max_seq_len, scale, window, soft_cap)
+    return attend(*tensors, *numbers, alibi_slopes, arrivals, sinks, k_scale, v_scale, prefixes)
+
+
+def shared_prefixes(block_table: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
+    """Which of at most MOST_PREFIX_SEQS sequences, as paged_attention takes them, begin with the same blocks.
+
+    int32 [3, S]: the sequences in an order in which those of a prefix lie side by side; how many have it, where it
+    begins in that order, else 0; each sequence's own prefix in keys, in the order of sequences, 0 where it has none.
+
+    Sequences of one query share at least LEAST_SHARED keys, whole blocks, with at most MOST_SHARERS members a prefix.
+    """
+    return _shared_prefixes(block_table, query_start, seq_lens, block_size)
 
 
 def attention_kernels(

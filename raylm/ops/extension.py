@@ -26,6 +26,7 @@ _NOT_OF_CPUS = frozenset(
         *("penalize", "sample", "sample_columns", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits"),
         *("route", "experts", "patched_experts", "patched_linear", "gated_linear", "few_layers"),
         *("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels"),
+        "shared_prefixes",
     )
 )
 _NOT_OF_CPUS_BEGIN = ("peer_", "scale", "invariant_")

@@ -21,6 +21,7 @@ from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
 from raylm.ops.patches import patched_experts, patched_linear
 from raylm.ops.penalties import penalize
+from raylm.ops.prefixes import shared_prefixes
 from raylm.ops.sampling import sample
 from raylm.ops.scaled_fallback import CODES, codes_of, scale_rows, scaled_linear
 from raylm.ops.tokens import accept, place
@@ -111,6 +112,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    prefixes: Tensor | None = None,
 ) -> Tensor:
     lengths = attention_lengths(query_start, seq_lens, max_query_len, max_seq_len)
     return attend_paged(
@@ -387,6 +389,7 @@ _KERNELS = (
     sample,
     sample_columns,
     penalize,
+    shared_prefixes,
     place,
     accept,
     token_logprobs,

@@ -35,8 +35,10 @@ SCHEMAS = {
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
-        "Tensor(a!)? arrivals=None, Tensor? sinks=None, float k_scale=1., float v_scale=1.) -> Tensor"
+        "Tensor(a!)? arrivals=None, Tensor? sinks=None, float k_scale=1., float v_scale=1., "
+        "Tensor? prefixes=None) -> Tensor"
     ),
+    "shared_prefixes": "(Tensor block_table, Tensor query_start, Tensor seq_lens, int block_size) -> Tensor",
     "invariant_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
@@ -240,6 +242,7 @@ _FAKES = {
     "store_kv": _nothing,
     "rope_store": _nothing,
     "paged_attention": _like,
+    "shared_prefixes": lambda _table, _start, lens, _size: lens.new_empty(3, lens.shape[0]),
     "invariant_attention": _like,
     "attention_kernels": lambda *_: (False, False),
     "silu_mul": _half_width,

@@ -20,7 +20,7 @@ from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import cores_of_worker
 from raylm.worker.draft_runner import DraftRunner
 from raylm.worker.drafting import Drafting, cache_group
-from raylm.worker.graph_runner import MOST_VERIFYING_GRAPHS, CudaCapture, graph_sizes
+from raylm.worker.graph_runner import MOST_SHARING_GRAPHS, MOST_VERIFYING_GRAPHS, CudaCapture, graph_sizes
 from raylm.worker.kv_store import KVStore
 from raylm.worker.loading import Loaded
 from raylm.worker.model_runner import ModelRunner
@@ -103,6 +103,8 @@ def build(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, cache: C
         block_size=config.cache.block_size,
         num_groups=len(cache.groups.layers),
         device=device,
+        shares_in=cache.groups.full_groups if loaded.cascades else (),
+        key_bytes=cache.groups.key_bytes,
     )
     store = KVStore(cache.groups, num_blocks=cache.num_blocks, num_host_blocks=cache.num_host_blocks, device=device)
     capture = CudaCapture(device) if loaded.captures else None
@@ -164,7 +166,7 @@ def _num_graphs(config: ResolvedEngine, loaded: Loaded, rows: int) -> int:
     # Each size may be captured twice: up to tokens, and up to hidden states.
     count = 2 * len(graph_sizes(rows))
     kinds = (config.speculation.most > 0) + (loaded.drafting is not None)
-    return count + kinds * MOST_VERIFYING_GRAPHS
+    return count + kinds * MOST_VERIFYING_GRAPHS + loaded.cascades * MOST_SHARING_GRAPHS
 
 
 def _make_matchers(config: ResolvedEngine, loaded: Loaded, grammars: CompiledGrammars | None) -> GrammarMatchers | None:

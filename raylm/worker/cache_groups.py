@@ -54,9 +54,14 @@ class CacheGroups(NamedTuple):
         return self._replace(layers=[[layer for layer in group if layer in stage] for group in self.layers])
 
     @property
-    def full_group(self) -> int | None:
-        """A group whose blocks keep every token of a request; None where all layers slide."""
-        return next((group for group, window in enumerate(self.layout.windows) if not window), None)
+    def full_groups(self) -> list[int]:
+        """Groups whose blocks keep every token of a request."""
+        return [group for group, window in enumerate(self.layout.windows) if not window]
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a token's keys and values in the largest layer of full attention; 0 where all slide."""
+        return max((spec.block_bytes for spec in self.specs if not spec.window), default=0) // self.layout.block_size
 
     def of_layers(self) -> list[int]:
         """The group of every layer, in the order of layers."""

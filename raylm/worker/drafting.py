@@ -116,12 +116,12 @@ def outline_drafting(
 
 def cache_group(groups: CacheGroups) -> int:
     """The cache group whose blocks hold the keys and values of layers that draft. Raises ConfigError."""
-    if groups.full_group is None:
+    if not groups.full_groups:
         raise ConfigError(
             "speculation.method: a draft model, EAGLE-3 and MTP need a target with a layer of full attention, whose "
             "blocks keep every token; all layers of this one have a sliding window"
         )
-    return groups.full_group
+    return groups.full_groups[0]
 
 
 def _draft_model(

@@ -39,6 +39,8 @@ than the host takes to launch it."""
 _MOST_VERIFIED = VERIFY_SIZES[-1]
 MOST_VERIFYING_GRAPHS = 64
 """Of steps that verify drafts, and as many of drafts that are made on the device."""
+MOST_SHARING_GRAPHS = 32
+"""Of steps whose rows share prefixes."""
 _NO_ROWS = np.empty(0, dtype=np.int64)
 MAX_QUERY_LEN = 16
 """Tokens of one row that attention takes in its way for decodes."""
@@ -59,12 +61,14 @@ def largest_graph(max_rows: int, num_drafts: int) -> int:
 
 
 class Shape(NamedTuple):
-    """What a graph is made for. `samples`: it goes on to sampled tokens, accepted into the table."""
+    """What a graph is made for. `samples`: it goes on to sampled tokens, accepted into the table; `shares`: attention
+    reads once what its rows share."""
 
     num_rows: int
     num_tokens: int
     max_query_len: int
     samples: bool
+    shares: bool = False
 
 
 class Decoded(NamedTuple):
@@ -152,8 +156,10 @@ class GraphRunner:
         """Capture the largest sizes: of rows that verify drafts, and of rows that do not."""
         nothing = StepRows(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS.astype(np.bool_), _NO_ROWS)
         for num_tokens in sorted({self._verify_sizes[-1], self._table.max_rows}, reverse=True):
+            # Sums of prefixes take memory too.
+            shares = bool(self._table.shares_in) and num_tokens == self._table.max_rows
             for _ in range(2):
-                self._run(nothing, Shape(self._table.max_rows, num_tokens, 1, self.samples))
+                self._run(nothing, Shape(self._table.max_rows, num_tokens, 1, self.samples, shares))
 
     def decode(self, step: StepRows, given: Tensor | None = None, *, samples: bool) -> Decoded:
         """Run a step that `takes` has taken, with `samples` (where all of its rows sample) up to the tokens, which are
@@ -166,7 +172,7 @@ class GraphRunner:
     def _shape_for(self, step: StepRows, *, samples: bool) -> Shape:
         if not step.verifies:
             size = _at_least(self._sizes, len(step.rows))
-            return Shape(size, size, 1, samples)
+            return Shape(size, size, 1, samples, self._table.share_prefixes(step.rows))
         num_tokens = _at_least(self._verify_sizes, self._padded(step))
         longest = 1 << (int(step.query_lens.max()) - 1).bit_length()
         return Shape(self._verify_rows(step), num_tokens, longest, samples)
@@ -197,10 +203,14 @@ class GraphRunner:
         return graph.decoded
 
     def _drop_oldest(self, shape: Shape) -> None:
-        """There are few shapes of plain decodes, and many of steps that verify drafts: of these only some are kept."""
+        """All shapes of plain decodes are kept. There are many of steps that verify drafts, and steps that share
+        prefixes have few shapes at a time: of either kind only some are."""
         verifying = [known for known in self._graphs if known.max_query_len > 1]
         if shape.max_query_len > 1 and len(verifying) == MOST_VERIFYING_GRAPHS:
             del self._graphs[verifying[0]]
+        sharing = [known for known in self._graphs if known.shares]
+        if shape.shares and len(sharing) == MOST_SHARING_GRAPHS:
+            del self._graphs[sharing[0]]
 
     def _compute(self, graph: _Graph, shape: Shape) -> None:
         """What a graph holds: from the inputs on the device to hidden states, or to tokens in the table.
@@ -209,7 +219,8 @@ class GraphRunner:
         was made. (A slice of `hidden` here would keep all of it in memory, a shape each.)
         """
         table, arrays, size = self._table, graph.arrays, shape.num_tokens
-        batch = InputBatch.gather(arrays, table, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
+        limits = {"max_query_len": shape.max_query_len, "max_seq_len": table.max_model_len}
+        batch = InputBatch.gather(arrays, table, **limits, shares=shape.shares)
         # A copy: the model overwrites what it is given.
         hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
         if not shape.samples:
@@ -220,7 +231,7 @@ class GraphRunner:
         counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
         graph.decoded = Decoded(self._hidden[:0], batch.positions, token_ids, counts, arrays)
         if self._follow is not None:
-            self._follow(arrays, batch.positions, max_query_len=shape.max_query_len, max_seq_len=table.max_model_len)
+            self._follow(arrays, batch.positions, **limits)
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:

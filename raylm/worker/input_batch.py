@@ -106,18 +106,21 @@ class InputBatch(NamedTuple):
     attention: list[AttentionMetadata]
 
     @classmethod
-    def gather(cls, arrays: DeviceArrays, table: RequestTable, *, max_query_len: int, max_seq_len: int) -> InputBatch:
-        """Gather a step's inputs from the rows; the limits are those of its lengths. Nothing here depends on values, so
-        it can be captured."""
+    def gather(
+        cls, arrays: DeviceArrays, table: RequestTable, *, max_query_len: int, max_seq_len: int, shares: bool
+    ) -> InputBatch:
+        """Gather a step's inputs from the rows; the limits are those of its lengths, and `shares` has it look for
+        prefixes that its rows share. Nothing here depends on values, so it can be captured."""
         num_columns = -(-max_seq_len // table.block_size)
         placed = ops.place(
             table.num_computed, table.token_ids, table.block_table[:, :, :num_columns], *arrays, table.block_size
         )
         lens, limits = (arrays.query_start, placed.seq_lens), (max_query_len, max_seq_len)
-        attention = [
-            AttentionMetadata(*lens, block_table, slot_mapping, *limits, table.arrivals)
-            for block_table, slot_mapping in zip(placed.block_tables, placed.slots, strict=True)
-        ]
+        attention = []
+        for group, (block_table, slots) in enumerate(zip(placed.block_tables, placed.slots, strict=True)):
+            looks = shares and group in table.shares_in
+            prefixes = ops.shared_prefixes(block_table, *lens, table.block_size) if looks else None
+            attention.append(AttentionMetadata(*lens, block_table, slots, *limits, table.arrivals, prefixes))
         return cls(placed.token_ids, placed.positions, placed.following, attention)
 
 

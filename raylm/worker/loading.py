@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from raylm import ops
 from raylm.config.engine import RuntimeConfig
 from raylm.config.resolve import ResolvedEngine
 from raylm.errors import TransferError
-from raylm.layers.attention_backends import AttentionBackend, choose_backend, raylm_lacks
+from raylm.layers.attention_backends import RAYLM, AttentionBackend, choose_backend, raylm_lacks
 from raylm.layers.dtypes import dtype_name
 from raylm.log import get_logger
 from raylm.model_files.source import ModelSource, locate
@@ -53,6 +54,8 @@ class Loaded(NamedTuple):
     device: torch.device
     captures: bool
     """Whether steps run as CUDA graphs."""
+    cascades: bool
+    """Whether attention may read once what rows of a step share."""
     drafting: Drafting | None
     weights: WeightSender | None
     """What a new replica's worker of this place gets its weights from; with load.from_peer alone."""
@@ -118,9 +121,18 @@ def load(
         )
     sender = WeightSender(model, digest) if digest is not None else None
     captures = captures_graphs(config.runtime, device, attention)
+    cascades = reads_prefixes_once(config, device, attention, arch)
     drafting = _load_drafting(config, model, device, progress=progress)
     cache_dtype = choose_cache_dtype(config.cache.dtype, dtype)
-    return Loaded(model, arch, dtype, cache_dtype, device, captures, drafting, sender)
+    return Loaded(model, arch, dtype, cache_dtype, device, captures, cascades, drafting, sender)
+
+
+def reads_prefixes_once(
+    config: ResolvedEngine, device: torch.device, attention: AttentionBackend, arch: ArchConfig
+) -> bool:
+    """Whether decode reads keys and values that its rows share once for all of them."""
+    has_kernel = arch.head_dim <= ops.PREFIX_HEAD_DIM and config.cache.block_size % 16 == 0 and not arch.alibi
+    return config.runtime.cascade_attention and device.type == "cuda" and attention is RAYLM and has_kernel
 
 
 def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:

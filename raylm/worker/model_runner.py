@@ -148,7 +148,11 @@ class ModelRunner:
             return self._decode(self._graphs, step)
         arrays = DeviceArrays(*self._table.upload(*StepArrays.build(step.rows, step.query_lens)))
         batch = InputBatch.gather(
-            arrays, self._table, max_query_len=int(step.query_lens.max()), max_seq_len=step.max_seq_len
+            arrays,
+            self._table,
+            max_query_len=int(step.query_lens.max()),
+            max_seq_len=step.max_seq_len,
+            shares=self._table.share_prefixes(step.rows),
         )
         received = self._pipeline.receive(len(batch.token_ids)) if self._pipeline is not None else None
         hidden = self._forward(batch, batch.token_ids if received is None else received)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from raylm import ops
 from raylm.core.step import NewRow, StepPlan
+from raylm.worker.prefix_sharing import PrefixSharing
 from raylm.worker.transfer import Uploader
 
 
@@ -27,8 +30,18 @@ class RequestTable:
     """
 
     def __init__(
-        self, *, max_rows: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+        self,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        device: torch.device,
+        shares_in: Sequence[int] = (),
+        key_bytes: int = 0,
     ) -> None:
+        """`shares_in`: cache groups that keep all of a row's tokens, where attention may read once what rows share; a
+        token has `key_bytes` there in a layer."""
         self.max_rows = max_rows
         self.num_rows = max_rows + 1
         self.padding_row = max_rows
@@ -49,6 +62,11 @@ class RequestTable:
         self.computed_bound = np.zeros(self.num_rows, dtype=np.int64)
         self.num_prompt = np.zeros(self.num_rows, dtype=np.int64)
         self.num_candidates = np.zeros(self.num_rows, dtype=np.int64)
+        self.shares_in = shares_in
+        self._sharing: PrefixSharing | None = None
+        if shares_in:
+            sizes = {"num_rows": self.num_rows, "block_size": block_size, "key_bytes": key_bytes}
+            self._sharing = PrefixSharing(**sizes, group=shares_in[0])
         self.num_known[self.padding_row] = self.known_bound[self.padding_row] = 1
 
     def apply(self, plan: StepPlan) -> None:
@@ -56,6 +74,8 @@ class RequestTable:
         for row, bound in plan.bounds:
             self.computed_bound[row] -= self.known_bound[row] - bound
             self.known_bound[row] = bound
+        if self._sharing is not None:
+            self._sharing.apply(plan)
         if plan.new_rows:
             self._begin(plan.new_rows)
         if plan.new_blocks:
@@ -64,6 +84,10 @@ class RequestTable:
             self._choose(plan.chosen)
         if plan.drafts:
             self._draft(plan)
+
+    def share_prefixes(self, rows: np.ndarray) -> bool:
+        """Whether attention had better read once what a step's rows, int64 [S], share."""
+        return self._sharing is not None and self._sharing.pays(rows)
 
     def count(self, rows: np.ndarray, query_lens: np.ndarray, samples: np.ndarray) -> None:
         """Note on the host that rows[i] computes query_lens[i] tokens; where samples[i], it knows one more then."""

@@ -25,6 +25,8 @@ def test_a_case_is_read():
         ("a:1:x:3", "input_len must be an integer of at least 1, got 'x'"),
         ("a:1:2:3-", "output_len must be an integer of at least 1, got ''"),
         ("a:1:2:9-3", "a rising range"),
+        ("a:1:0+2:3", "the common part of input_len must be an integer of at least 1, got '0'"),
+        ("a:1:2+:3", "input_len must be an integer of at least 1, got ''"),
     ],
 )
 def test_a_wrong_case_names_its_field(text, problem):
@@ -50,6 +52,16 @@ def test_random_prompts_follow_the_seed():
     assert [len(request.prompt) for request in requests] == [6] * 4
     assert all(token in allowed for request in requests for token in request.prompt)
     assert sorted(request.output_len for request in requests) == [3, 4, 4, 5]
+
+
+def test_prompts_with_a_common_part_begin_alike():
+    case = parse_case("a:4:6+3:2")
+    assert (case.input_len, case.common_len) == (9, 6)
+    prompts = [request.prompt for request in case.token_requests(1, prompt_token_ids(100))]
+    assert {len(prompt) for prompt in prompts} == {9} and len({tuple(prompt[:6]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    [*texts] = (request.prompt[0]["content"].split() for request in case.chat_requests(1))
+    assert {len(words) for words in texts} == {9} and len({tuple(words[:6]) for words in texts}) == 1
 
 
 def test_prompt_tokens_avoid_special_ones():

@@ -37,6 +37,9 @@ class Case:
     codes: bool = False
     spread: bool = False
     """Contexts from a hundredth of `context` to twice as much, instead of one for all."""
+    prefix: int = 0
+    """Keys at the start that `sharers` sequences, each so many-th one of the batch, have in the same blocks."""
+    sharers: int = 1
 
     def lengths(self) -> list[int]:
         if not self.spread:
@@ -48,7 +51,12 @@ class Case:
     def bytes(self) -> int:
         """Of keys and values that have to be read."""
         seen = self.window + self.queries - 1 if self.window else 1 << 40
-        return sum(min(length, seen) for length in self.lengths()) * self.kv_heads * self.head_size * self.pair_bytes
+        keys = sum(min(length, seen) - self.prefix for length in self.lengths()) + self.groups * self.prefix
+        return keys * self.kv_heads * self.head_size * self.pair_bytes
+
+    @property
+    def groups(self) -> int:
+        return -(-self.seqs // self.sharers)
 
     @property
     def pair_bytes(self) -> int:
@@ -83,6 +91,10 @@ DECODE = [
     Case(64, 4096, kv_heads=1),
     Case(64, 4096, heads=64, kv_heads=8),
     Case(64, 4096, alibi=True),
+    *(Case(64, 4096, prefix=2048, sharers=sharers) for sharers in (64, 32, 16, 4)),
+    *(Case(64, 4096, prefix=3584, sharers=sharers, codes=codes) for sharers in (64, 16) for codes in (False, True)),
+    Case(256, 1280, prefix=1024, sharers=256),
+    Case(8, 8192, prefix=7680, sharers=8),
 ]
 PREFILL = [
     *(Case(8, 4096, queries=4096, head_size=size) for size in (64, 80, 96, 128, 192, 256)),
@@ -118,18 +130,20 @@ def calls_of(case: Case) -> list[Call]:
     order = torch.randperm(sum(blocks)).split(blocks)
     for row, ids in zip(table, order, strict=True):
         row[: len(ids)] = ids
+    for row in range(case.groups, case.seqs):
+        table[row, : case.prefix // BLOCK] = table[row % case.groups, : case.prefix // BLOCK]
     starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.queries
     lengths = torch.tensor(case.lengths(), dtype=torch.int32)
     q = torch.randn(case.seqs * case.queries, case.heads, case.head_size, dtype=torch.bfloat16, device="cuda")
     slopes = alibi_slopes(case.heads).cuda() if case.alibi else None
     rest = (table.cuda(), starts.cuda(), lengths.cuda(), case.queries, max(case.lengths()), case.head_size**-0.5)
     kind = ops.CODES if case.codes else torch.bfloat16
+    shared = ops.shared_prefixes(*rest[:3], BLOCK) if case.prefix else None
     caches = [torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda").to(kind) for _ in range(copies)]
-    scales = {"k_scale": 0.5, "v_scale": 2.0} if case.codes else {}
-    return [
-        lambda k=k, v=v: ops.paged_attention(q, k, v, *rest, window=case.window, alibi_slopes=slopes, **scales)
-        for k, v in caches
-    ]
+    options = {"window": case.window, "alibi_slopes": slopes, "prefixes": shared}
+    if case.codes:
+        options |= {"k_scale": 0.5, "v_scale": 2.0}
+    return [lambda k=k, v=v: ops.paged_attention(q, k, v, *rest, **options) for k, v in caches]
 
 
 def main() -> None:

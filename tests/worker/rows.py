@@ -38,6 +38,7 @@ class Rig:
         num_host_blocks: int = 0,
         capture: Capture | None = None,
         num_drafts: int = 0,
+        shares: bool = False,
     ) -> None:
         source = locate(str(folder))
         arch = ArchConfig.from_source(source)
@@ -46,7 +47,13 @@ class Rig:
         specs = cache_specs(arch, context, block_size=BLOCK, dtype=dtype)
         self.groups = CacheGroups.choose(specs, block_size=BLOCK, max_len=MAX_LEN)
         table = RequestTable(
-            max_rows=4, max_model_len=MAX_LEN, block_size=BLOCK, num_groups=len(self.groups.layers), device=CPU
+            max_rows=4,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK,
+            num_groups=len(self.groups.layers),
+            device=CPU,
+            shares_in=self.groups.full_groups if shares else (),
+            key_bytes=self.groups.key_bytes,
         )
         self.store = KVStore(self.groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks, device=CPU)
         self.poison(list(range(num_blocks)))

@@ -134,7 +134,7 @@ def test_a_stage_has_the_bytes_of_its_own_layers(gemma):
     assert len(groups.layers) == 7 and groups.block_bytes == 4 * LAYER_BYTES
     stages = [groups.of_stage(range(0, 10)), groups.of_stage(range(10, 24)), groups.of_stage(range(24, 26))]
     for stage in stages:
-        assert stage.layout == groups.layout and stage.full_group == groups.full_group == 0
+        assert stage.layout == groups.layout and stage.full_groups == groups.full_groups == [0]
         assert len(stage.layers) == 7
     assert sorted(layer for stage in stages for group in stage.layers for layer in group) == list(range(26))
     # The group with most of the stage's layers counts. The last stage's two slide both, and are of one group.

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raylm import ops
 from raylm.core.step import NewBlocks, NewRow, RowSampling
+from raylm.worker import graph_runner
 from raylm.worker.graph_runner import GraphRunner, Run, graph_sizes
 from raylm.worker.input_batch import StepRows
+from raylm.worker.prefix_sharing import PrefixSharing
 from raylm.worker.request_table import RequestTable
 from tests.support import checkpoints
 from tests.worker.rows import CPU, GREEDY, Rig, sampling, tokens
@@ -136,6 +139,37 @@ def test_the_runner_needs_no_gradients(folder: Path) -> None:
     rig = Rig(folder, num_blocks=64, capture=Noted())
     with torch.enable_grad():
         assert len(prompts(rig, [0])) == 1
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_steps_whose_rows_share_look_for_prefixes(folder: Path, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in each cache group of full attention, and only where it pays; graphs for the one serve no others."""
+    capture = Noted() if graphs else None
+    eager, rig = Rig(folder, num_blocks=64), Rig(folder, num_blocks=64, capture=capture, shares=True)
+    rows, pays, looked = [0, 2, 3], [False], []
+    monkeypatch.setattr(PrefixSharing, "pays", lambda self, rows: pays[0])
+    found = ops.shared_prefixes
+    monkeypatch.setattr(ops, "shared_prefixes", lambda *given: looked.append(len(given[0])) or found(*given))
+    assert prompts(eager, rows) == prompts(rig, rows)
+    for pays[0] in (True, True, False, False, True, False):
+        before = len(looked)
+        assert rig.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
+        assert len(looked) - before == pays[0] * len(rig.groups.full_groups)
+    # Three rows run at the size of four.
+    assert set(looked) == {4 if graphs else 3}
+    if capture is not None:
+        assert (capture.num_captured, capture.num_replayed) == (2, 4)
+
+
+def test_of_graphs_that_share_only_some_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runner, "MOST_SHARING_GRAPHS", 1)
+    monkeypatch.setattr(PrefixSharing, "pays", lambda self, rows: True)
+    capture = Noted()
+    rig, eager = Rig(folder, num_blocks=64, capture=capture, shares=True), Rig(folder, num_blocks=64)
+    assert prompts(rig, [0, 1, 2, 3]) == prompts(eager, [0, 1, 2, 3])
+    for rows in ([0], [0], [1, 0], [0, 1], [0], [0]):
+        assert rig.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
+    assert (capture.num_captured, capture.num_replayed) == (3, 3)
 
 
 class Launches(TorchDispatchMode):

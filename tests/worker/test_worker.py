@@ -19,14 +19,14 @@ from raylm.core.structure import StructuredOutput
 from raylm.errors import ConfigError
 from raylm.executor.local import LocalExecutor
 from raylm.grammar.compiled import CompiledGrammars
-from raylm.layers.attention_backends import RAYLM
+from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.cache_spec import CacheSpec
 from raylm.ops import extension
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import KVStore
-from raylm.worker.loading import captures_graphs, choose_attention
+from raylm.worker.loading import captures_graphs, choose_attention, reads_prefixes_once
 from raylm.worker.worker import Worker
 from tests.support import checkpoints
 
@@ -137,6 +137,20 @@ def test_graphs_need_a_gpu_and_a_backend_that_supports_them() -> None:
     assert not captures_graphs(RuntimeConfig(), cuda, other)
     assert not captures_graphs(RuntimeConfig(cuda_graphs=False), cuda, RAYLM)
     assert not captures_graphs(RuntimeConfig(), cpu, RAYLM)
+
+
+def test_prefixes_are_read_once_where_there_are_kernels_for_it(folder: Path) -> None:
+    cuda, cpu, other = torch.device("cuda"), torch.device("cpu"), dataclasses.replace(RAYLM, name="other")
+    arch = ArchConfig.from_source(locate(str(folder)))
+
+    def reads(device: torch.device = cuda, attention: AttentionBackend = RAYLM, alibi: bool = False, **wishes) -> bool:
+        config = EngineConfig.model_validate({"model": {"path": str(folder)}, "cache": {"block_size": 16}, **wishes})
+        changed = dataclasses.replace(arch, alibi=alibi, head_dim=wishes.pop("head_dim", arch.head_dim))
+        return reads_prefixes_once(config, device, attention, changed)
+
+    assert reads()
+    assert not reads(cpu) and not reads(attention=other) and not reads(alibi=True)
+    assert not reads(runtime={"cascade_attention": False}) and not reads(cache={"block_size": 24})
 
 
 def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(

@@ -27,11 +27,8 @@ void launch(const AttentionParams<T>& params, int64_t num_tokens, const float* a
 
 // Whether the decode kernel has taken the sequences with few queries.
 template <typename T, typename C>
-bool decode(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-            const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
-  if constexpr (sizeof(T) == 2) {
-    return decode_attention<T, C>(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
-  }
+bool decode(const AttentionParams<T>& params, const DecodeCall& call) {
+  if constexpr (sizeof(T) == 2) return decode_with_prefixes<T, C>(params, call) || decode_attention<T, C>(params, call);
   return false;
 }
 
@@ -55,7 +52,8 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
               const Tensor& block_table, const Tensor& query_start, const Tensor& seq_lens, int64_t max_query_len,
               int64_t max_seq_len, double scale, int64_t window, double soft_cap,
               const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& arrivals,
-              const std::optional<Tensor>& sinks, double k_scale, double v_scale) {
+              const std::optional<Tensor>& sinks, double k_scale, double v_scale,
+              const std::optional<Tensor>& prefixes) {
   check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks, true);
   check_scales(op, k_cache, k_scale, v_scale);
   Arg(op, "k_cache", k_cache).on_device_of(q);
@@ -66,6 +64,10 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
   if (alibi_slopes) Arg(op, "alibi_slopes", *alibi_slopes).on_device_of(q);
   if (sinks) Arg(op, "sinks", *sinks).on_device_of(q);
   if (arrivals) Arg(op, "arrivals", *arrivals).dtype({ScalarType::Int}).dim(1).contiguous().on_device_of(q);
+  if (prefixes) {
+    Arg(op, "prefixes", *prefixes).dtype({ScalarType::Int}).dim(2).size(0, 3, "what shared_prefixes gives");
+    Arg(op, "prefixes", *prefixes).size(1, seq_lens.size(0), "as seq_lens").last_contiguous().on_device_of(q);
+  }
   if (q.size(2) > kMaxHeadDim) fail(op, "q has a head size of ", q.size(2), ", must be at most ", kMaxHeadDim);
   Tensor out = torch::stable::new_empty(q, q.sizes());
   if (q.numel() == 0) return out;
@@ -83,7 +85,8 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
         sinks ? data<float>(*sinks) : nullptr, static_cast<float>(v_scale)};
     by_cache<T>(k_cache, [&](auto element) {
       using C = decltype(element);
-      const bool decoded = !invariant && decode<T, C>(params, q, max_query_len, max_seq_len, slopes, arrivals);
+      const DecodeCall call{q, max_query_len, max_seq_len, slopes, arrivals, prefixes};
+      const bool decoded = !invariant && decode<T, C>(params, call);
       if (decoded) params.min_query_len = kMaxDecodeQueries + 1;
       if (max_query_len < params.min_query_len) return;
       const cudaStream_t stream = current_stream(q);
@@ -100,9 +103,9 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
                        double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals,
-                       std::optional<Tensor> sinks, double k_scale, double v_scale) {
+                       std::optional<Tensor> sinks, double k_scale, double v_scale, std::optional<Tensor> prefixes) {
   return attend("paged_attention", false, q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len,
-                max_seq_len, scale, window, soft_cap, alibi_slopes, arrivals, sinks, k_scale, v_scale);
+                max_seq_len, scale, window, soft_cap, alibi_slopes, arrivals, sinks, k_scale, v_scale, prefixes);
 }
 
 Tensor invariant_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
@@ -110,7 +113,7 @@ Tensor invariant_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
                            double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                            double k_scale, double v_scale) {
   return attend("invariant_attention", true, q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len,
-                max_seq_len, scale, window, soft_cap, alibi_slopes, std::nullopt, sinks, k_scale, v_scale);
+                max_seq_len, scale, window, soft_cap, alibi_slopes, std::nullopt, sinks, k_scale, v_scale, std::nullopt);
 }
 
 // Whether decode, and prefill, have kernels on tensor cores for heads like q's, over a cache of q's type or of codes;

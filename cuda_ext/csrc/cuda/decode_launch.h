@@ -1,4 +1,5 @@
-// How decode_attention.cuh's kernel is launched: for caches of the queries' type, and of codes.
+// How decode_attention.cuh's kernel is launched: for caches of the queries' type, and of codes; all keys at once, or those
+// of shared prefixes first.
 #pragma once
 
 #include <algorithm>
@@ -39,12 +40,12 @@ int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
 }
 
 // How many blocks the device runs at a time; 0 where it has too little shared memory for one.
-template <typename T, typename C, int D, int N, bool Biased>
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 int resident_blocks(int device) {
   static DeviceNumber known;
   return known.of(device, [device] {
     constexpr int bytes = DecodeLayout<C, D, N>::kBytes;
-    constexpr auto* kernel = decode_attention_kernel<T, C, D, N, Biased>;
+    constexpr auto* kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
     int blocks = 0;
     if (allows_shared<kernel>(device, bytes)) {
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
@@ -54,10 +55,10 @@ int resident_blocks(int device) {
   });
 }
 
-template <typename T>
-DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t units, int64_t columns, int blocks) {
+template <DecodePart Part, typename T>
+DecodeParams<T, Part> make_params(const AttentionParams<T>& attention, int64_t units, int64_t columns, int blocks) {
   const int64_t most = std::max<int64_t>(1, blocks / columns);
-  DecodeParams<T> p{attention, {}, {}, 0, nullptr};
+  DecodeParams<T, Part> p{attention};
   p.batch.few = kFewSlots * attention.num_seqs <= most;
   const int64_t cut = p.batch.few ? kDecodeTile : kMinShare + kDecodeTurn;
   const int64_t share = units <= p.batch.whole() ? units + kDecodeTurn : cut;
@@ -72,49 +73,51 @@ DecodeParams<T> make_params(const AttentionParams<T>& attention, int64_t units, 
   return p;
 }
 
-// Memory of one launch, which torch's allocator keeps for this stream, and for a CUDA graph.
-struct Memory {
+// One launch of a kernel, and its memory, which torch's allocator keeps for this stream, and for a CUDA graph.
+template <typename T, DecodePart Part>
+struct DecodeLaunch {
+  DecodeParams<T, Part> params;
+  int64_t columns;  // 0: the device has too little shared memory
   Tensor parts, arrivals;
 };
 
-// Room for the parts of sequences that are cut. `arrivals` are zeros, and are so again when the kernel has ended.
-template <typename T>
-Memory lay_out(DecodeParams<T>& p, int64_t columns, const Tensor& q, const std::optional<Tensor>& arrivals) {
-  const int64_t slots = p.batch.slots * columns, parts = 2 * slots * p.parts.rows;
-  const int64_t sums = parts * p.attention.head_dim;
-  Memory memory;
-  memory.parts = torch::stable::new_empty(q, {sums + parts}, ScalarType::Float);
-  const bool given = arrivals && arrivals->numel() >= slots;
-  memory.arrivals = given ? *arrivals : torch::stable::new_zeros(q, {slots}, ScalarType::Int);
-  p.parts.sums = data<float>(memory.parts);
-  p.parts.logs = p.parts.sums + sums;
-  p.parts.arrivals = data<unsigned>(memory.arrivals);
-  return memory;
+// A launch for sequences of at most `rows` rows, with room for the parts of sequences that are cut, and behind it for `more`
+// rows. Counters of arrivals are zeros, and are so again when the kernel has ended; prefixes have none.
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
+DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0) {
+  using Layout = DecodeLayout<C, D, N>;
+  const int blocks = resident_blocks<T, C, D, N, Biased, Part>(call.q.get_device_index());
+  if (blocks == 0) return {};
+  const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
+  const int64_t window = attention.window > 0 ? std::min(attention.window, longest) + kDecodeQueries : longest;
+  const int64_t units = std::min(divide_up(longest, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
+  DecodeLaunch<T, Part> made{make_params<Part>(attention, units, columns, blocks), columns};
+  DecodeParams<T, Part>& p = made.params;
+  p.num_tokens = call.q.size(0);
+  p.alibi_slopes = call.alibi_slopes;
+  p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
+  const int64_t slots = units > p.batch.whole() && p.batch.num_seqs > 0 ? p.batch.slots * columns : 0;
+  const int64_t parts = 2 * slots * p.parts.rows + more, sums = parts * attention.head_dim;
+  if (parts > 0) {
+    made.parts = torch::stable::new_empty(call.q, {sums + parts}, ScalarType::Float);
+    p.parts.sums = data<float>(made.parts);
+    p.parts.logs = p.parts.sums + sums;
+  }
+  if (slots > 0 && Part != DecodePart::kPrefixes) {
+    const bool given = call.arrivals && call.arrivals->numel() >= slots;
+    made.arrivals = given ? *call.arrivals : torch::stable::new_zeros(call.q, {slots}, ScalarType::Int);
+    p.parts.arrivals = data<unsigned>(made.arrivals);
+  }
+  return made;
 }
 
-template <typename T, typename C, int D, int N, bool Biased>
-bool launch(const AttentionParams<T>& attention, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-            const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
-  using Layout = DecodeLayout<C, D, N>;
-  const int64_t rows = most_rows(attention, max_query_len);
-  const int blocks = resident_blocks<T, C, D, N, Biased>(q.get_device_index());
-  if (blocks == 0) return false;
-  const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows);
-  const int64_t window =
-      attention.window > 0 ? std::min(attention.window, max_seq_len) + kDecodeQueries : max_seq_len;
-  const int64_t units = std::min(divide_up(max_seq_len, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
-  DecodeParams<T> p = make_params(attention, units, columns, blocks);
-  p.num_tokens = q.size(0);
-  p.alibi_slopes = alibi_slopes;
-  p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
-  Memory memory;
-  if (units > p.batch.whole() && p.batch.num_seqs > 0) memory = lay_out(p, columns, q, arrivals);
-  const dim3 grid(columns, p.batch.slots);
-  const cudaStream_t stream = current_stream(q);
-  const auto kernel = decode_attention_kernel<T, C, D, N, Biased>;
-  launch_dependent(kernel, {grid, dim3(kDecodeThreads), stream, Layout::kBytes}, p);
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
+void run(const DecodeLaunch<T, Part>& made, const Tensor& q) {
+  const dim3 grid(made.columns, made.params.batch.slots);
+  const auto kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
+  constexpr size_t shared = DecodeLayout<C, D, N>::kBytes;
+  launch_dependent(kernel, {grid, dim3(kDecodeThreads), current_stream(q), shared}, made.params);
   check_launch("paged_attention");
-  return true;
 }
 
 // Calls body.template operator()<D, N, Biased>() of the kernel for `rows` rows of a sequence: as many in a warp as there may
@@ -147,20 +150,51 @@ bool by_shape(int64_t head_dim, int64_t rows, bool biased, const Body& body) {
 }  // namespace
 
 template <typename T, typename C>
-bool decode_attention(const AttentionParams<T>& params, const Tensor& q, int64_t max_query_len, int64_t max_seq_len,
-                      const float* alibi_slopes, const std::optional<Tensor>& arrivals) {
+bool decode_attention(const AttentionParams<T>& params, const DecodeCall& call) {
   if (!can_take<T, C>(params)) return false;
-  const int64_t rows = most_rows(params, max_query_len);
-  return by_shape<C>(params.head_dim, rows, alibi_slopes != nullptr, [&]<int D, int N, bool B> {
-    return launch<T, C, D, N, B>(params, q, max_query_len, max_seq_len, alibi_slopes, arrivals);
+  const int64_t rows = most_rows(params, call.max_query_len);
+  return by_shape<C>(params.head_dim, rows, call.alibi_slopes != nullptr, [&]<int D, int N, bool B> {
+    const auto made = prepare<T, C, D, N, B, DecodePart::kAll>(params, call, rows);
+    if (made.columns > 0) run<T, C, D, N, B, DecodePart::kAll>(made, call.q);
+    return made.columns > 0;
   });
+}
+
+// Prefixes have many rows, what follows them few.
+template <typename T, typename C, int D>
+bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& call) {
+  AttentionParams<T> of_prefixes = params;
+  of_prefixes.sinks = nullptr;  // they count once
+  const int64_t sharers = kMostSharers * (params.num_heads / params.num_kv_heads), seqs = params.num_seqs;
+  auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes>(of_prefixes, call, sharers, seqs * params.num_heads);
+  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, most_rows(params, call.max_query_len));
+  if (first.columns == 0 || rest.columns == 0) return false;
+  const int64_t stride = call.prefixes->stride(0), parts = first.parts.numel() / (params.head_dim + 1);
+  const int32_t* members = data<int32_t>(*call.prefixes);
+  Tensor places = torch::stable::new_empty(*call.prefixes, {seqs, 3});
+  first.params.batch.prefixes = rest.params.batch.prefixes = {members, members + stride, members + 2 * stride};
+  first.params.prefixes = rest.params.prefixes = {
+      first.params.parts, static_cast<int>(first.columns), parts - seqs * params.num_heads,
+      static_cast<PrefixSums::Place*>(places.data_ptr())};
+  run<T, C, D, 2, false, DecodePart::kPrefixes>(first, call.q);
+  run<T, C, D, 1, false, DecodePart::kRest>(rest, call.q);
+  return true;
+}
+
+template <typename T, typename C>
+bool decode_with_prefixes(const AttentionParams<T>& params, const DecodeCall& call) {
+  if (!call.prefixes || call.alibi_slopes || params.window > 0 || params.num_seqs == 0 || !can_take<T, C>(params)) return false;
+  if constexpr (std::is_same_v<C, T>) {
+    if (params.head_dim <= 64) return decode_after_prefixes<T, C, 64>(params, call);
+  }
+  return params.head_dim <= 128 && decode_after_prefixes<T, C, 128>(params, call);
 }
 
 template <typename T, typename C>
 bool has_decode_attention(int64_t head_dim, int64_t group, int64_t block_size, bool biased, int device) {
   if (head_dim % kCacheVector<C> != 0 || block_size % 16 != 0) return false;
   return by_shape<C>(head_dim, group, biased, [&]<int D, int N, bool B> {
-    return resident_blocks<T, C, D, N, B>(device) > 0;
+    return resident_blocks<T, C, D, N, B, DecodePart::kAll>(device) > 0;
   });
 }
 

@@ -34,15 +34,32 @@ struct DecodeParts {
   }
 };
 
+// What the keys of prefixes gave their members' queries: parts, and behind these the sums of prefixes that were not cut,
+// [num_seqs, num_heads]. Nobody joins the parts but the launch of what follows the prefixes, sequence by sequence.
+struct PrefixSums {
+  // Where a member's sums are: the first of its prefix's slots, how many it was cut into (1: none), and the member's place
+  // among the others.
+  struct Place {
+    int slot, slots, member;
+  };
+  DecodeParts parts;
+  int columns;
+  int64_t whole;   // the first row of the others
+  Place* places;   // [num_seqs]
+};
+
 // The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its pairs of a query
 // token and a head of the group.
-template <typename T>
+template <typename T, DecodePart Part>
 struct DecodeParams {
+  struct Nothing {};
   AttentionParams<T> attention;
-  DecodeBatch batch;
+  DecodeLine<Part> batch;
   DecodeParts parts;
   int64_t num_tokens;
   const float* alibi_slopes;  // [num_heads], for the kernel that is Biased
+  // Written by the launch of prefixes, read by that of what follows them.
+  std::conditional_t<Part == DecodePart::kAll, Nothing, PrefixSums> prefixes;
 };
 
 // For a cache of C, head sizes up to D and 8 * N rows in a warp. Sizes are in elements of C.
@@ -110,21 +127,23 @@ struct DecodeJoin {
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
 // `key_warps`-th warp from `key_warp` on: with few rows the warps share the keys, with more they share the rows.
-template <typename T, typename C, int D, int N, bool Biased>
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 struct DecodeBlock {
+  using Cursor = DecodeCursor<Part>;
+  using Share = DecodeShare<Part>;
   using Layout = DecodeLayout<C, D, N>;
   using Rows = DecodeRows<D, N>;
   using Fragments = DecodeFragments<T, C>;
   using Number = typename Fragments::Number;
   static constexpr int kRowTile = N * 8;
-  const DecodeParams<T>& p;
+  const DecodeParams<T, Part>& p;
   C* stages;
   int lane, warp, column, columns, kv_head, first_row;
   const C* k_head;
   const C* v_head;
   int rows, row_warps, row_tile, key_warps, key_warp;
 
-  __device__ DecodeBlock(const DecodeParams<T>& params, C* shared) : p(params), stages(shared) {
+  __device__ DecodeBlock(const DecodeParams<T, Part>& params, C* shared) : p(params), stages(shared) {
     lane = threadIdx.x % kWarp;
     warp = threadIdx.x / kWarp;
     column = blockIdx.x;
@@ -142,21 +161,25 @@ struct DecodeBlock {
   }
 
   __device__ const T* query(const DecodeSequence& now, int row) const {
-    const int pair = first_row + row, token = pair / p.batch.group;
+    const int pair = first_row + row;
+    int token = now.query + pair / p.batch.group;
+    if constexpr (Part == DecodePart::kPrefixes) token = p.batch.query_start[p.batch.prefixes.members[token]];
     const int64_t head = static_cast<int64_t>(kv_head) * p.batch.group + pair % p.batch.group;
-    return p.attention.q + (now.query + token) * p.attention.q_token_stride + head * p.attention.q_head_stride;
+    return p.attention.q + token * p.attention.q_token_stride + head * p.attention.q_head_stride;
   }
 
   // The block of the cache that holds this warp's keys of the cursor's tile.
-  __device__ int cache_block(const DecodeCursor& cursor) const {
+  __device__ int cache_block(const Cursor& cursor) const {
     const int unit = cursor.unit + warp;
     if (cursor.done() || unit >= cursor.stop) return 0;
     const unsigned at = static_cast<unsigned>(unit * kDecodeKeys) / static_cast<unsigned>(p.attention.block_size);
-    return p.attention.block_table[cursor.seq * p.attention.block_table_stride + at];
+    int seq = cursor.seq;
+    if constexpr (Part == DecodePart::kPrefixes) seq = p.batch.prefixes.members[seq];
+    return p.attention.block_table[seq * p.attention.block_table_stride + at];
   }
 
   // Keys outside the sequence become zeros: their slots may hold NaN, which no weight of 0 would remove from the sum.
-  __device__ void copy(const DecodeCursor& cursor, int block, int stage) const {
+  __device__ void copy(const Cursor& cursor, int block, int stage) const {
     const int unit = cursor.unit + warp, key = unit * kDecodeKeys;
     if (unit >= cursor.stop) return;
     const int from = cursor.now.low - key, to = cursor.now.high - key;
@@ -228,8 +251,6 @@ struct DecodeBlock {
       }
     });
     const float cap = p.attention.soft_cap, scale = p.attention.scale * kLog2E * (cap > 0 ? 2 / cap : 1);
-    const int window = p.batch.window > 0 ? p.batch.window : now.high;
-    const bool all = key + 16 <= now.high - now.num_queries + 1 && key > now.high - 1 - window;
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) {
       float& x = s[i / 4][i % 4];
@@ -237,6 +258,12 @@ struct DecodeBlock {
       if (cap > 0) x = cap * kLog2E * (1 - __fdividef(2.0f, exp2_approx(x) + 1));  // tanh
     }
     if constexpr (Biased) add_biases(key, now, s);
+    if constexpr (Part != DecodePart::kPrefixes) hide_unseen(key, now, s);
+  }
+
+  __device__ void hide_unseen(int key, const DecodeSequence& now, float (&s)[N][4]) const {
+    const int window = p.batch.window > 0 ? p.batch.window : now.high;
+    const bool all = key + 16 <= now.high - now.num_queries + 1 && key > now.high - 1 - window;
     if (all) return;
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) {
@@ -298,7 +325,7 @@ struct DecodeBlock {
     });
   }
 
-  __device__ void multiply(const DecodeCursor& at, int stage, Rows& mine) const {
+  __device__ void multiply(const Cursor& at, int stage, Rows& mine) const {
     if (row_tile * kRowTile >= rows) return;
     for (int w = key_warp; w < kDecodeWarps; w += key_warps) {
       if (at.unit + w < at.stop) attend(part(stage, w), (at.unit + w) * kDecodeKeys, at.now, mine);
@@ -307,7 +334,12 @@ struct DecodeBlock {
 
   // Joins what the warps have of each row, and writes it: to `out`, or to the parts. The stage just used is free until
   // the next copy; a warp's part of it has room for the sums of 8 * kPass rows.
-  __device__ void finish(const DecodeCursor& at, bool begins, int stage, Rows& mine) {
+  __device__ void finish(const Cursor& at, bool begins, int stage, Rows& mine) {
+    if constexpr (Part == DecodePart::kPrefixes) {
+      if (row_warps == kDecodeWarps) return store_rows(at, begins, mine);
+    } else if constexpr (Part == DecodePart::kRest) {
+      wait_for_dependencies();
+    }
     __shared__ float tops[kDecodeWarps][kRowTile], totals[kDecodeWarps][kRowTile];
     constexpr int kPass = Layout::kPass;
 #pragma unroll
@@ -332,11 +364,41 @@ struct DecodeBlock {
     __syncthreads();
   }
 
+  // Where each warp has rows of its own, there is nothing to join.
+  __device__ void store_rows(const Cursor& at, bool begins, const Rows& mine) const {
+    const bool complete = begins && at.stop == at.now.last();
+    const int64_t parts = p.parts.index(blockIdx.y, begins, columns, column);
+#pragma unroll
+    for (int i = 0; i < N * 2; ++i) {
+      float total = mine.total[i / 2][i % 2];
+      for (int step = 4; step < kWarp; step *= 2) total += __shfl_xor_sync(kAllLanes, total, step);
+      const int row = row_tile * kRowTile + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (row >= rows) continue;
+      const int64_t to = complete ? of_whole_prefix(at, row) : parts + row;
+      const float over = total > 0 ? p.attention.v_scale / total : 0;
+#pragma unroll
+      for (int e = 0; e < D / 16 * 2; ++e) {
+        const int d = e / 2 * 16 + Fragments::element(lane, e % 2);
+        const float sum = mine.sum[e / 2][i / 2][e % 2 * 2 + i % 2] * over;
+        if (d < p.attention.head_dim) p.parts.sums[to * p.attention.head_dim + d] = sum;
+      }
+      if (lane < 4) p.parts.logs[to] = total > 0 ? mine.top[i / 2][i % 2] + log2f(total) : -INFINITY;
+    }
+    __syncthreads();  // before the next copies
+  }
+
+  // Where a member's row is of a prefix that was not cut.
+  __device__ int64_t of_whole_prefix(const Cursor& at, int row) const {
+    const int seq = p.batch.prefixes.members[at.now.query + (first_row + row) / p.batch.group];
+    return p.prefixes.whole + seq * p.attention.num_heads + head_of(row);
+  }
+
   // Rows from `first` on, `count` of them, of every row tile.
-  __device__ void join_warps(const DecodeCursor& at, bool begins, int stage, int first, int count,
+  __device__ void join_warps(const Cursor& at, bool begins, int stage, int first, int count,
                              const float (*tops)[kRowTile], const float (*totals)[kRowTile]) const {
     const bool complete = begins && at.stop == at.now.last();
     const int64_t to = complete ? 0 : p.parts.index(blockIdx.y, begins, columns, column);
+    const bool final = complete && !follows_prefix(at);
     for (int i = threadIdx.x; i < row_warps * count * (D / 4); i += kDecodeThreads) {
       const int tile = i / (D / 4) / count, r = i / (D / 4) % count, d = i % (D / 4) * 4;
       const int row = tile * kRowTile + first + r;
@@ -351,15 +413,31 @@ struct DecodeBlock {
         total += weight * totals[w][first + r];
         sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
       }
-      const float beside = complete ? sink_weight(p.attention, head_of(row), top) : 0;
+      const float beside = final ? sink_weight(p.attention, head_of(row), top) : 0;
       const float over = total > 0 ? p.attention.v_scale / (total + beside) : 0;
       sum.x *= over, sum.y *= over, sum.z *= over, sum.w *= over;
-      if (complete) {
+      const auto log = [&] { return total > 0 ? top + log2f(total) : -INFINITY; };
+      if (final) {
         write(at.now, row, d, sum);
+      } else if (complete) {
+        settle(at, row, d, log(), sum);
       } else {
-        *reinterpret_cast<float4*>(p.parts.sums + (to + row) * p.attention.head_dim + d) = sum;
-        if (d == 0) p.parts.logs[to + row] = total > 0 ? top + log2f(total) : -INFINITY;
+        store_part(to + row, d, log(), sum);
       }
+    }
+  }
+
+  __device__ void store_part(int64_t to, int d, float log, const float4& sum) const {
+    *reinterpret_cast<float4*>(p.parts.sums + to * p.attention.head_dim + d) = sum;
+    if (d == 0) p.parts.logs[to] = log;
+  }
+
+  // A row's results from all keys that the launch has for it, where these are not all that there are.
+  __device__ void settle(const Cursor& at, int row, int d, float log, const float4& sum) const {
+    if constexpr (Part == DecodePart::kPrefixes) {
+      store_part(of_whole_prefix(at, row), d, log, sum);
+    } else if constexpr (Part == DecodePart::kRest) {
+      write(at.now, row, d, join_prefix(at, row, d, log, sum));
     }
   }
 
@@ -373,9 +451,48 @@ struct DecodeBlock {
     *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
   }
 
+  // Whether its rows' results are not the last word: they are joined to those of a prefix, or are one's.
+  __device__ bool follows_prefix(const Cursor& at) const {
+    return Part == DecodePart::kPrefixes || (Part == DecodePart::kRest && at.now.low > 0);
+  }
+
+  // Tells the members of a prefix where its sums are.
+  __device__ void place_members(const Cursor& at, const Share& share) const {
+    if (column != 0 || static_cast<int>(threadIdx.x) >= at.now.num_queries) return;
+    const int2 slots = at.stop == at.now.last() ? make_int2(0, 1) : slots_of(at, share);
+    const int seq = p.batch.prefixes.members[at.now.query + threadIdx.x];
+    p.prefixes.places[seq] = {slots.x, slots.y, static_cast<int>(threadIdx.x)};
+  }
+
+  // The results of a row's own keys, with those of its sequence's prefix.
+  __device__ float4 join_prefix(const Cursor& at, int row, int d, float log, const float4& sum) const {
+    using Join = DecodeJoin<D, N>;
+    const PrefixSums& prefix = p.prefixes;
+    const PrefixSums::Place place = prefix.places[at.seq];
+    const int of_all = place.member * p.batch.group + first_row + row, of_block = of_all % prefix.parts.rows;
+    const int64_t kv_heads = p.attention.num_kv_heads, in = kv_head + of_all / prefix.parts.rows * kv_heads;
+    Join join;
+    for (int first = -1; first < place.slots; first += Join::kBatch) {  // -1: its own
+      float logs[Join::kBatch];
+      float4 sums[Join::kBatch];
+#pragma unroll
+      for (int i = 0; i < Join::kBatch; ++i) {
+        const int part = first + i;
+        const int64_t from = place.slots == 1 ? prefix.whole + at.seq * p.attention.num_heads + head_of(row)
+                                              : prefix.parts.index(place.slot + part, part == 0, prefix.columns, in) + of_block;
+        const bool read = part >= 0 && part < place.slots;
+        logs[i] = part < 0 ? log : read ? prefix.parts.logs[from] : -INFINITY;
+        const float4* other = reinterpret_cast<const float4*>(prefix.parts.sums + from * p.attention.head_dim + d);
+        sums[i] = part < 0 ? sum : read ? *other : make_float4(0, 0, 0, 0);
+      }
+      join.add(logs, sums);
+    }
+    return join.result(sink_weight(p.attention, head_of(row), join.top));
+  }
+
   // The slots that have the sequence's parts: the first one, and how many. (A sequence begins in the slot that its first
   // unit is in.)
-  __device__ static int2 slots_of(const DecodeCursor& at, const DecodeShare& share) {
+  __device__ static int2 slots_of(const Cursor& at, const Share& share) {
     const int first = at.start / share.size;
     return make_int2(first, (at.start + at.now.units() - 1) / share.size - first + 1);
   }
@@ -396,7 +513,7 @@ struct DecodeBlock {
   }
 
   // Rows go to teams of as many threads as take a row at once.
-  __device__ void join_parts(const DecodeCursor& at, const DecodeShare& share) const {
+  __device__ void join_parts(const Cursor& at, const Share& share) const {
     using Join = DecodeJoin<D, N>;
     const int2 slots = slots_of(at, share);
     if (!is_last(slots)) return;
@@ -418,12 +535,17 @@ struct DecodeBlock {
         join.add(logs, sums);
       }
       if (thread * 4 >= p.attention.head_dim) continue;
-      write(at.now, row, thread * 4, join.result(sink_weight(p.attention, head_of(row), join.top)));
+      if (follows_prefix(at)) {
+        const float log = join.top + log2f(join.total);
+        settle(at, row, thread * 4, log, join.result(0));
+      } else {
+        write(at.now, row, thread * 4, join.result(sink_weight(p.attention, head_of(row), join.top)));
+      }
     }
   }
 
-  __device__ void run(const DecodeShare& share) {
-    DecodeCursor ahead = share.cursor, at = share.cursor;
+  __device__ void run(const Share& share) {
+    Cursor ahead = share.cursor, at = share.cursor;
     int block = cache_block(ahead);
     const auto copy_next = [&](int stage) {
       if (!ahead.done()) {
@@ -440,6 +562,9 @@ struct DecodeBlock {
     bool fresh = true, begins = false;
     for (int stage = 0; !at.done(); stage = stage + 1 == Layout::kStages ? 0 : stage + 1) {
       if (fresh) begin(at.now, mine), begins = at.unit == at.now.first();
+      if constexpr (Part == DecodePart::kPrefixes) {
+        if (fresh && begins) place_members(at, share);
+      }
       copy_wait<Layout::kStages - 2>();
       // Warps that share the keys read only what they copied themselves.
       if (row_warps == 1) __syncwarp(); else __syncthreads();
@@ -447,20 +572,26 @@ struct DecodeBlock {
       multiply(at, stage, mine);
       fresh = at.last_tile();
       if (fresh) finish(at, begins, stage, mine);
-      if (fresh && !(begins && at.stop == at.now.last())) join_parts(at, share);
+      if constexpr (Part != DecodePart::kPrefixes) {
+        if (fresh && !(begins && at.stop == at.now.last())) join_parts(at, share);
+      }
       at.advance(p.batch, first_row);
     }
   }
 };
 
-template <typename T, typename C, int D, int N, bool Biased>
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks)
-    decode_attention_kernel(const __grid_constant__ DecodeParams<T> p) {
+    decode_attention_kernel(const __grid_constant__ DecodeParams<T, Part> p) {
   extern __shared__ uint4 stages[];
+  // What follows prefixes may start when all before them has ended: it waits for them where it needs their sums.
+  if constexpr (Part == DecodePart::kPrefixes) wait_for_dependencies();
   start_dependents();
-  wait_for_dependencies();
-  DecodeBlock<T, C, D, N, Biased> block(p, reinterpret_cast<C*>(stages));
+  if constexpr (Part == DecodePart::kAll) wait_for_dependencies();
+  DecodeBlock<T, C, D, N, Biased, Part> block(p, reinterpret_cast<C*>(stages));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
+  if constexpr (Part == DecodePart::kPrefixes) return;
+  if constexpr (Part == DecodePart::kRest) wait_for_dependencies();
   // Rows past the last sequence are zeros.
   const int64_t width = p.attention.num_heads * p.attention.head_dim;
   const int64_t blocks = gridDim.x * gridDim.y, first = blockIdx.y * gridDim.x + blockIdx.x;

@@ -18,6 +18,19 @@ constexpr int kDecodeQueries = 16;  // sequences with more are not decode
 constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
 constexpr int kDecodeWhole = 16;
 constexpr int kDecodeJoin = 24;     // units that a slot may have beyond an even share before sequences are cut
+constexpr int kMostSharers = 16;    // members of a prefix
+
+// Which keys a launch takes. Sequences of one query may begin with the same blocks (prefixes.cuh): attention to a prefix is
+// that of one sequence with its members' queries, which one launch computes for all prefixes and another one, of what
+// follows them, joins to its own (cascade inference, arXiv:2402.05099).
+enum class DecodePart { kAll, kPrefixes, kRest };
+
+// All are [num_seqs].
+struct DecodePrefixes {
+  const int32_t* members;  // those of a prefix lie side by side
+  const int32_t* counts;   // of the members from here on that have the prefix; 0 if they have an earlier one
+  const int32_t* lengths;  // of a sequence's prefix, in keys: whole units. 0: none
+};
 
 struct DecodeBatch {
   const int32_t* query_start;
@@ -31,6 +44,14 @@ struct DecodeBatch {
   __host__ __device__ int whole() const { return few ? kDecodeTile : kDecodeWhole; }
 };
 
+template <DecodePart Part>
+struct DecodeLine : DecodeBatch {
+  DecodePrefixes prefixes;
+};
+
+template <>
+struct DecodeLine<DecodePart::kAll> : DecodeBatch {};
+
 // A sequence as one block sees it: queries from row `query` of q on, which see the keys [low, high) between them.
 struct DecodeSequence {
   int query, num_queries, low, high;
@@ -41,15 +62,23 @@ struct DecodeSequence {
   __device__ int length() const { return units() > 0 ? units() + kDecodeTurn : 0; }  // in the line
 };
 
-// Sequences that have too many queries, or no rows from first_row on, show no queries and so no units.
-__device__ inline DecodeSequence decode_sequence(const DecodeBatch& batch, int seq, int first_row) {
+// Sequences that have too many queries, or no rows from first_row on, show no queries and so no units. A prefix stands for
+// the first of its members, whose number in DecodePrefixes is the sequence's.
+template <DecodePart Part>
+__device__ inline DecodeSequence decode_sequence(const DecodeLine<Part>& batch, int seq, int first_row) {
+  if constexpr (Part == DecodePart::kPrefixes) {
+    const int count = batch.prefixes.counts[seq];
+    return {seq, count * batch.group > first_row ? count : 0, 0, batch.prefixes.lengths[batch.prefixes.members[seq]]};
+  }
   const int query = batch.query_start[seq], length = batch.seq_lens[seq];
   const int queries = batch.query_start[seq + 1] - query, low = length - queries - batch.window + 1;
   const bool mine = queries <= kDecodeQueries && queries * batch.group > first_row;
+  if constexpr (Part == DecodePart::kRest) return {query, mine ? queries : 0, batch.prefixes.lengths[seq], length};
   return {query, mine ? queries : 0, batch.window > 0 && low > 0 ? low : 0, length};
 }
 
 // A position in a slot's share: a tile of a sequence. The same tiles pass by wherever it is advanced.
+template <DecodePart Part>
 struct DecodeCursor {
   DecodeSequence now;
   int seq, seqs;   // -1: past the end; sequences from `seqs` on are other slots'
@@ -60,7 +89,7 @@ struct DecodeCursor {
   __device__ bool last_tile() const { return unit + kDecodeTile >= stop; }
 
   // Takes the first sequence from `from` on that has units, the gap before which is at `at`, if it starts in the share.
-  __device__ void take(const DecodeBatch& batch, int from, int at, int first_row) {
+  __device__ void take(const DecodeLine<Part>& batch, int from, int at, int first_row) {
     start = at + kDecodeTurn;
     for (seq = from; seq < seqs && start < end; ++seq) {
       now = decode_sequence(batch, seq, first_row);
@@ -73,7 +102,7 @@ struct DecodeCursor {
     seq = -1;
   }
 
-  __device__ void advance(const DecodeBatch& batch, int first_row) {
+  __device__ void advance(const DecodeLine<Part>& batch, int first_row) {
     if (last_tile()) {
       take(batch, seq + 1, start + now.units(), first_row);
     } else {
@@ -82,14 +111,16 @@ struct DecodeCursor {
   }
 };
 
+template <DecodePart Part>
 struct DecodeShare {
-  DecodeCursor cursor;
+  DecodeCursor<Part> cursor;
   int begin, size;
 };
 
 // The share of a slot, in every thread of the block. Each thread counts the units of a run of sequences; the runs' sums
 // are added up over the block, and the thread whose run holds the share's first unit says where that is.
-__device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, int first_row) {
+template <DecodePart Part>
+__device__ inline DecodeShare<Part> decode_share(const DecodeLine<Part>& batch, int slot, int first_row) {
   __shared__ int warp_units[kDecodeThreads / kWarp], warp_longest[kDecodeThreads / kWarp], found[2];
   const int run = (batch.num_seqs + kDecodeThreads - 1) / kDecodeThreads, from = threadIdx.x * run;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -113,7 +144,7 @@ __device__ inline DecodeShare decode_share(const DecodeBatch& batch, int slot, i
     if (w < warp) before += warp_units[w];
     total += warp_units[w], longest = max(longest, warp_longest[w]);
   }
-  DecodeShare share;
+  DecodeShare<Part> share;
   share.size = max(batch.min_share, (total + batch.slots - 1) / batch.slots);
   // The same number of whole sequences for each slot, where that takes no longer than cutting and joining them.
   const int each = (batch.num_seqs + batch.slots - 1) / batch.slots;
