@@ -55,10 +55,10 @@ from raylm.ops.patches import pack_nf4 as pack_nf4
 from raylm.ops.patches import patch_bytes as patch_bytes
 from raylm.ops.patches import quantise_fp8 as quantise_fp8
 from raylm.ops.patches import unpack as unpack
-from raylm.ops.prefixes import LEAST_SHARED as LEAST_SHARED
 from raylm.ops.prefixes import MOST_PREFIX_SEQS as MOST_PREFIX_SEQS
 from raylm.ops.prefixes import MOST_SHARERS as MOST_SHARERS
 from raylm.ops.prefixes import PREFIX_HEAD_DIM as PREFIX_HEAD_DIM
+from raylm.ops.prefixes import SHARED_DEPTHS as SHARED_DEPTHS
 from raylm.ops.scaled import CODES as CODES
 from raylm.ops.scaled import Rows as Rows
 from raylm.ops.scaled import ScaledRows as ScaledRows
@@ -245,7 +245,8 @@ def shared_prefixes(block_table: Tensor, query_start: Tensor, seq_lens: Tensor, 
     int32 [3, S]: the sequences in an order in which those of a prefix lie side by side; how many have it, where it
     begins in that order, else 0; each sequence's own prefix in keys, in the order of sequences, 0 where it has none.
 
-    Sequences of one query share at least LEAST_SHARED keys, whole blocks, with at most MOST_SHARERS members a prefix.
+    Sequences of one query share whole blocks, SHARED_DEPTHS[0] keys at least, at most MOST_SHARERS of them a prefix.
+    Each is put beside those with which it shares most at one of SHARED_DEPTHS; a prefix is what all its members share.
     """
     return _shared_prefixes(block_table, query_start, seq_lens, block_size)
 

@@ -96,30 +96,30 @@ def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> 
 
 def build(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, cache: CacheSize) -> Built:
     """The cache and the runner over it. Raises ConfigError where the device has no room for them."""
-    device, context = loaded.device, loaded.model.context
+    device, context, groups = loaded.device, loaded.model.context, cache.groups
     table = RequestTable(
         max_rows=config.scheduler.max_num_seqs,
         max_model_len=cache.max_model_len,
         block_size=config.cache.block_size,
-        num_groups=len(cache.groups.layers),
+        num_groups=len(groups.layers),
         device=device,
-        shares_in=cache.groups.full_groups if loaded.cascades else (),
-        key_bytes=cache.groups.key_bytes,
+        shares_in=[group for group in groups.full_groups if groups.layers[group]] if loaded.shares_prefixes else (),
+        key_bytes=groups.key_bytes,
     )
-    store = KVStore(cache.groups, num_blocks=cache.num_blocks, num_host_blocks=cache.num_host_blocks, device=device)
+    store = KVStore(groups, num_blocks=cache.num_blocks, num_host_blocks=cache.num_host_blocks, device=device)
     capture = CudaCapture(device) if loaded.captures else None
     checks = config.parallel.check_ranks and context.world is not None
     runner = ModelRunner(
         loaded.model,
         table,
         store,
-        cache.groups,
+        groups,
         capture=capture,
         agreement=Agreement(context, context.world, table) if checks else None,
         processors=parts.processors,
         processed_logprobs=config.generation.logprobs == "processed",
         num_drafts=config.speculation.most,
-        drafts=_make_drafts(config, loaded.drafting, table, store, cache.groups, capture),
+        drafts=_make_drafts(config, loaded.drafting, table, store, groups, capture),
         matchers=_make_matchers(config, loaded, parts.grammars),
     )
     return Built(store, runner)
@@ -166,7 +166,7 @@ def _num_graphs(config: ResolvedEngine, loaded: Loaded, rows: int) -> int:
     # Each size may be captured twice: up to tokens, and up to hidden states.
     count = 2 * len(graph_sizes(rows))
     kinds = (config.speculation.most > 0) + (loaded.drafting is not None)
-    return count + kinds * MOST_VERIFYING_GRAPHS + loaded.cascades * MOST_SHARING_GRAPHS
+    return count + kinds * MOST_VERIFYING_GRAPHS + loaded.shares_prefixes * MOST_SHARING_GRAPHS
 
 
 def _make_matchers(config: ResolvedEngine, loaded: Loaded, grammars: CompiledGrammars | None) -> GrammarMatchers | None:

@@ -54,8 +54,8 @@ class Loaded(NamedTuple):
     device: torch.device
     captures: bool
     """Whether steps run as CUDA graphs."""
-    cascades: bool
-    """Whether attention may read once what rows of a step share."""
+    shares_prefixes: bool
+    """Whether decode may read once what rows of a step share."""
     drafting: Drafting | None
     weights: WeightSender | None
     """What a new replica's worker of this place gets its weights from; with load.from_peer alone."""
@@ -121,18 +121,19 @@ def load(
         )
     sender = WeightSender(model, digest) if digest is not None else None
     captures = captures_graphs(config.runtime, device, attention)
-    cascades = reads_prefixes_once(config, device, attention, arch)
+    shares = shares_prefixes(config, device, attention, arch, dtype)
     drafting = _load_drafting(config, model, device, progress=progress)
     cache_dtype = choose_cache_dtype(config.cache.dtype, dtype)
-    return Loaded(model, arch, dtype, cache_dtype, device, captures, cascades, drafting, sender)
+    return Loaded(model, arch, dtype, cache_dtype, device, captures, shares, drafting, sender)
 
 
-def reads_prefixes_once(
-    config: ResolvedEngine, device: torch.device, attention: AttentionBackend, arch: ArchConfig
+def shares_prefixes(
+    config: ResolvedEngine, device: torch.device, attention: AttentionBackend, arch: ArchConfig, dtype: torch.dtype
 ) -> bool:
-    """Whether decode reads keys and values that its rows share once for all of them."""
+    """Whether decode may read keys and values that its rows share once for all of them."""
     has_kernel = arch.head_dim <= ops.PREFIX_HEAD_DIM and config.cache.block_size % 16 == 0 and not arch.alibi
-    return config.runtime.cascade_attention and device.type == "cuda" and attention is RAYLM and has_kernel
+    has_kernel = has_kernel and dtype.itemsize == 2 and device.type == "cuda" and attention is RAYLM
+    return has_kernel and config.runtime.cascade_attention
 
 
 def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:

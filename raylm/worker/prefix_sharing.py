@@ -13,32 +13,50 @@ cache, where they are after the first row, is then longer than a second launch a
 
 
 class PrefixSharing:
-    """What the host knows of rows that share blocks: of each, the block that its first ops.LEAST_SHARED keys end in,
-    and how many keys were there when it began. Which keys rows share is found on the device (ops.shared_prefixes)."""
+    """What the host knows of rows that share blocks: of each, the blocks that end at ops.SHARED_DEPTHS. Exactly what
+    they share is found on the device (ops.shared_prefixes)."""
 
     def __init__(self, *, num_rows: int, block_size: int, group: int, key_bytes: int) -> None:
         """`group` is a cache group whose blocks keep all tokens; other such groups share alike. `key_bytes`: a token's
         keys and values in a layer."""
         self._group = group
         self._least_keys = LEAST_SAVED / key_bytes
-        self._column = -(-ops.LEAST_SHARED // block_size) - 1
-        self._block = np.zeros(num_rows, dtype=np.int64)
-        self._found = np.zeros(num_rows, dtype=np.int64)
+        self._columns = [-(-depth // block_size) - 1 for depth in ops.SHARED_DEPTHS]
+        self._nobodys = -1 - np.arange(num_rows)
+        self._blocks = np.tile(self._nobodys, (len(self._columns), 1))
+        self._asked: tuple[bytes, bool] | None = None
+        """The rows that were asked about last, and the answer, as long as it stands."""
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what a plan brings."""
-        for new in plan.new_rows:
-            self._found[new.row] = new.num_computed if new.num_computed >= ops.LEAST_SHARED else 0
-        for blocks in plan.new_blocks:
-            at = self._column - blocks.first_column
-            if blocks.group == self._group and 0 <= at < len(blocks.block_ids):
-                self._block[blocks.row] = blocks.block_ids[at]
+        if plan.new_rows:
+            rows = [new.row for new in plan.new_rows]
+            self._blocks[:, rows] = self._nobodys[rows]
+            self._asked = None
+        for new in plan.new_blocks:
+            if new.group != self._group:
+                continue
+            for depth, column in enumerate(self._columns):
+                if 0 <= column - new.first_column < len(new.block_ids):
+                    self._blocks[depth, new.row] = new.block_ids[column - new.first_column]
+                    self._asked = None
 
     def pays(self, rows: np.ndarray) -> bool:
         """Whether a step of the rows, int64 [S], had better look for prefixes."""
-        found = self._found[rows]
-        if found.sum() < self._least_keys or len(rows) > ops.MOST_PREFIX_SEQS:
+        if not 1 < len(rows) <= ops.MOST_PREFIX_SEQS:
             return False
-        _, family, sizes = np.unique(self._block[rows], return_inverse=True, return_counts=True)
-        saved = 1 - -(-sizes // ops.MOST_SHARERS) / sizes
-        return bool(np.bincount(family, weights=found) @ saved >= self._least_keys)
+        asked = rows.tobytes()
+        if self._asked is None or self._asked[0] != asked:
+            self._asked = asked, self._spared_keys(rows) >= self._least_keys
+        return self._asked[1]
+
+    def _spared_keys(self, rows: np.ndarray) -> float:
+        """How many keys need not be read for each row, at least: each row counts at the depth where it shares most."""
+        spared = np.zeros(len(rows))
+        for depth, blocks in zip(ops.SHARED_DEPTHS, self._blocks, strict=True):
+            _, family, sizes = np.unique(blocks[rows], return_inverse=True, return_counts=True)
+            if sizes.max() == 1:
+                break
+            share = 1 - -(-sizes // ops.MOST_SHARERS) / sizes
+            np.maximum(spared, depth * share[family], out=spared)
+        return float(spared.sum())

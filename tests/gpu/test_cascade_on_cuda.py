@@ -38,14 +38,15 @@ def test_shared_prefixes_change_no_token(
             parameter.data = parameter.data.bfloat16().float()
     looked, find = [], ops.shared_prefixes
     monkeypatch.setattr(ops, "shared_prefixes", lambda *given: looked.append(len(given[0])) or find(*given))
-    monkeypatch.setattr(prefix_sharing, "LEAST_SAVED", 1 << 16)
+    monkeypatch.setattr(prefix_sharing, "LEAST_SAVED", 1 << 15)
     sections = {"cache": CACHE, "scheduler": {"max_num_seqs": 17}, "model": {"max_model_len": 800}}
     llm = load(folder, graphs=graphs, dtype=dtype, **sections)
     prompts = prompts_of(llm.info.vocab_size)
     for _ in range(3):  # Graphs are there from the second time on.
         found = run(llm, prompts)
         assert_most_greedy(reference, prompts, found, dtype=dtype)
-    assert looked, "the test is meant to share"
+    # Kernels are for 16 bits.
+    assert bool(looked) == (dtype == "bfloat16")
     llm.close()
     looked.clear()
     plain = load(folder, graphs=graphs, dtype=dtype, runtime={"cascade_attention": False}, **sections)

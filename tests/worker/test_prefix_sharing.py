@@ -12,8 +12,8 @@ from raylm.worker.prefix_sharing import PrefixSharing
 from tests.worker.rows import GREEDY
 
 BLOCK = 64
-COLUMN = ops.LEAST_SHARED // BLOCK - 1
-"""Of the block that a prefix must have, at least."""
+DEPTHS = [depth // BLOCK for depth in ops.SHARED_DEPTHS]
+"""In blocks: 4, 8, 16 ..."""
 
 
 @pytest.fixture(autouse=True)
@@ -21,65 +21,80 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_sharing, "LEAST_SAVED", 10_000)
 
 
-def begun(found: dict[int, int], blocks: list[NewBlocks]) -> PrefixSharing:
-    """Rows that begin with so many tokens in the cache."""
+def begun(tables: dict[int, list[int]], group: int = 0) -> PrefixSharing:
+    """Rows with these blocks. 1,000 keys are enough."""
     sharing = PrefixSharing(num_rows=64, block_size=BLOCK, group=0, key_bytes=10)
-    plan(sharing, found, blocks)
+    plan(sharing, list(tables), [NewBlocks(row, group, 0, blocks) for row, blocks in tables.items()])
     return sharing
 
 
-def plan(sharing: PrefixSharing, found: dict[int, int], blocks: list[NewBlocks]) -> None:
-    rows = [NewRow(row, [1] * (count + 5), count, GREEDY) for row, count in found.items()]
-    sharing.apply(StepPlan(1, rows, blocks, [], []))
+def plan(sharing: PrefixSharing, rows: list[int], blocks: list[NewBlocks]) -> None:
+    sharing.apply(StepPlan(1, [NewRow(row, [1] * 5, 0, GREEDY) for row in rows], blocks, [], []))
 
 
-def root(row: int, block: int, group: int = 0) -> NewBlocks:
-    """The row's first blocks, the last of which is `block`."""
-    return NewBlocks(row, group, 0, [*range(1, COLUMN + 1), block])
+def table(row: int, common: int, *, root: int = 0, own: int = 20) -> list[int]:
+    """Blocks of which the first are the root's."""
+    return [*range(root, root + common), *range(10_000 + 100 * row, 10_000 + 100 * row + own)]
 
 
 def test_rows_that_began_with_the_same_blocks_share() -> None:
-    sharing = begun({0: 0, 1: 512, 2: 512, 3: 512, 4: 512}, [root(row, 77) for row in range(5)])
-    # The first one brought the others' 512 keys.
-    assert sharing.pays(np.array([0, 1, 2, 3, 4])) and sharing.pays(np.array([4, 2, 1, 0]))
+    sharing = begun({row: table(row, DEPTHS[1]) for row in range(5)})
+    # Of 512 keys, which three rows have, two need not read them: 1,024.
+    assert sharing.pays(np.array([4, 2, 0])) and sharing.pays(np.arange(5))
     assert not sharing.pays(np.array([0, 1])) and not sharing.pays(np.array([1]))
 
 
 def test_other_blocks_are_other_prefixes() -> None:
-    sharing = begun({row: 600 for row in range(6)}, [root(row, 70 + row) for row in range(6)])
+    sharing = begun({row: table(row, 20, root=100 * row) for row in range(6)})
     assert not sharing.pays(np.arange(6))
-    plan(sharing, {}, [root(row, 99) for row in (1, 3, 5)])
+    plan(sharing, [1, 3, 5], [NewBlocks(row, 0, 0, table(row, 20)) for row in (1, 3, 5)])
     assert sharing.pays(np.arange(6)) and not sharing.pays(np.array([0, 2, 4]))
 
 
+def test_what_rows_have_alone_does_not_count() -> None:
+    """However long their own conversations are."""
+    sharing = begun({row: table(row, DEPTHS[0], own=300) for row in range(4)})
+    assert not sharing.pays(np.arange(4))
+
+
+def test_each_row_counts_where_it_shares_most() -> None:
+    """The same 256 keys in all, and 2,048 in two pairs."""
+    instructions = list(range(DEPTHS[0]))
+    tables = {row: [*instructions, *range(100 * (row % 2), 100 * (row % 2) + DEPTHS[3])] for row in range(4)}
+    sharing = begun(tables)
+    assert sharing.pays(np.arange(4)) and sharing.pays(np.array([0, 2])) and not sharing.pays(np.array([0, 1]))
+
+
 def test_many_members_read_a_prefix_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = ops.MOST_SHARERS
+    most, keys = ops.MOST_SHARERS, ops.SHARED_DEPTHS[0]
     # One of 16 rows and two of 17 read for all of them.
     for rows in (most, most + 1):
-        for least in (5000 * (most - 1) - 1, 5000 * (most - 1) + 1):
-            monkeypatch.setattr(prefix_sharing, "LEAST_SAVED", least)
-            sharing = begun({row: 500 for row in range(rows)}, [root(row, 7) for row in range(rows)])
-            assert sharing.pays(np.arange(rows)) == (least < 5000 * (most - 1))
+        for more, pays in ((-1, True), (1, False)):
+            monkeypatch.setattr(prefix_sharing, "LEAST_SAVED", 10 * keys * (most - 1) + more)
+            assert begun({row: table(row, DEPTHS[0]) for row in range(rows)}).pays(np.arange(rows)) == pays
 
 
-def test_short_prefixes_and_other_groups_do_not_count() -> None:
-    short = begun({row: ops.LEAST_SHARED - 1 for row in range(20)}, [root(row, 7) for row in range(20)])
-    assert not short.pays(np.arange(20))
-    other = begun({row: 600 for row in range(6)}, [root(row, 70 + row) for row in range(6)])
-    plan(other, {}, [root(row, 7, group=1) for row in range(6)])
-    assert not other.pays(np.arange(6))
+def test_other_groups_do_not_count() -> None:
+    assert not begun({row: table(row, 40) for row in range(6)}, group=1).pays(np.arange(6))
 
 
 def test_a_row_that_begins_anew_shares_nothing_of_before() -> None:
-    sharing = begun({row: 600 for row in range(4)}, [root(row, 7) for row in range(4)])
+    sharing = begun({row: table(row, DEPTHS[2]) for row in range(4)})
     assert sharing.pays(np.arange(4))
-    plan(sharing, {1: 0, 2: 0, 3: 0}, [root(1, 8), root(2, 9), root(3, 10)])
+    plan(sharing, [1, 2, 3], [])
     assert not sharing.pays(np.arange(4))
 
 
 def test_blocks_that_come_later_count() -> None:
-    sharing = begun({row: 600 for row in range(4)}, [NewBlocks(row, 0, 0, [1]) for row in range(4)])
-    plan(sharing, {}, [NewBlocks(row, 0, 1, [2, 3, 90 + row]) for row in range(4)])
+    sharing = begun({row: [1] for row in range(4)})
+    plan(sharing, [], [NewBlocks(row, 0, 1, list(range(2, DEPTHS[2]))) for row in range(4)])
+    assert sharing.pays(np.arange(4)), "three of 512 keys, and more"
+    plan(sharing, [], [NewBlocks(row, 0, column - 1, [row + 50]) for row in range(4) for column in DEPTHS])
     assert not sharing.pays(np.arange(4))
-    plan(sharing, {}, [NewBlocks(row, 0, COLUMN, [4]) for row in range(4)])
-    assert sharing.pays(np.arange(4))
+
+
+def test_more_rows_than_the_device_compares_do_not_share() -> None:
+    most = ops.MOST_PREFIX_SEQS
+    sharing = PrefixSharing(num_rows=most + 1, block_size=BLOCK, group=0, key_bytes=10)
+    plan(sharing, [], [NewBlocks(row, 0, 0, table(0, 20)) for row in range(most + 1)])
+    assert sharing.pays(np.arange(most)) and not sharing.pays(np.arange(most + 1))

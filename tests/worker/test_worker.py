@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from raylm import ops
 from raylm.config.engine import EngineConfig, RuntimeConfig
 from raylm.config.resolve import ResolvedEngine, resolve
 from raylm.core.sampling import SamplingParams
@@ -26,7 +27,7 @@ from raylm.models.cache_spec import CacheSpec
 from raylm.ops import extension
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import KVStore
-from raylm.worker.loading import captures_graphs, choose_attention, reads_prefixes_once
+from raylm.worker.loading import captures_graphs, choose_attention, shares_prefixes
 from raylm.worker.worker import Worker
 from tests.support import checkpoints
 
@@ -140,17 +141,24 @@ def test_graphs_need_a_gpu_and_a_backend_that_supports_them() -> None:
 
 
 def test_prefixes_are_read_once_where_there_are_kernels_for_it(folder: Path) -> None:
-    cuda, cpu, other = torch.device("cuda"), torch.device("cpu"), dataclasses.replace(RAYLM, name="other")
     arch = ArchConfig.from_source(locate(str(folder)))
 
-    def reads(device: torch.device = cuda, attention: AttentionBackend = RAYLM, alibi: bool = False, **wishes) -> bool:
-        config = EngineConfig.model_validate({"model": {"path": str(folder)}, "cache": {"block_size": 16}, **wishes})
-        changed = dataclasses.replace(arch, alibi=alibi, head_dim=wishes.pop("head_dim", arch.head_dim))
-        return reads_prefixes_once(config, device, attention, changed)
+    def shares(
+        device: str = "cuda",
+        attention: AttentionBackend = RAYLM,
+        dtype: torch.dtype = torch.bfloat16,
+        block_size: int = 16,
+        cascade: bool = True,
+        **changes: object,
+    ) -> bool:
+        sections = {"cache": {"block_size": block_size}, "runtime": {"cascade_attention": cascade, "device": "cpu"}}
+        config = resolve(EngineConfig.model_validate({"model": {"path": str(folder)}, **sections}), "cpu")
+        return shares_prefixes(config, torch.device(device), attention, dataclasses.replace(arch, **changes), dtype)
 
-    assert reads()
-    assert not reads(cpu) and not reads(attention=other) and not reads(alibi=True)
-    assert not reads(runtime={"cascade_attention": False}) and not reads(cache={"block_size": 24})
+    assert shares() and shares(dtype=torch.float16)
+    assert not shares("cpu") and not shares(attention=dataclasses.replace(RAYLM, name="other"))
+    assert not shares(alibi=True) and not shares(head_dim=ops.PREFIX_HEAD_DIM + 8) and not shares(dtype=torch.float32)
+    assert not shares(block_size=24) and not shares(cascade=False)
 
 
 def test_a_gpu_without_the_extension_gives_the_command_that_builds_it(

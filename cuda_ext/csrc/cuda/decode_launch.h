@@ -171,7 +171,7 @@ bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& c
   if (first.columns == 0 || rest.columns == 0) return false;
   const int64_t stride = call.prefixes->stride(0), parts = first.parts.numel() / (params.head_dim + 1);
   const int32_t* members = data<int32_t>(*call.prefixes);
-  Tensor places = torch::stable::new_empty(*call.prefixes, {seqs, 3});
+  Tensor places = torch::stable::new_empty(*call.prefixes, {first.columns / params.num_kv_heads, seqs, 3});
   first.params.batch.prefixes = rest.params.batch.prefixes = {members, members + stride, members + 2 * stride};
   first.params.prefixes = rest.params.prefixes = {
       first.params.parts, static_cast<int>(first.columns), parts - seqs * params.num_heads,

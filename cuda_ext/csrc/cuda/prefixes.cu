@@ -24,7 +24,7 @@ Tensor shared_prefixes(Tensor block_table, Tensor query_start, Tensor seq_lens, 
   const PrefixParams params{
       data<int32_t>(block_table), block_table.stride(0), data<int32_t>(query_start), data<int32_t>(seq_lens),
       static_cast<int>(num_seqs), static_cast<int>(block_size), members, members + num_seqs, members + 2 * num_seqs};
-  const size_t shared = 3 * num_seqs * sizeof(int);
+  const size_t shared = (kPrefixDepths + 3) * prefix_room(params.num_seqs) * sizeof(int);
   launch_dependent(shared_prefixes_kernel, {dim3(1), dim3(kPrefixThreads), current_stream(seq_lens), shared}, params);
   check_launch(op);
   return found;

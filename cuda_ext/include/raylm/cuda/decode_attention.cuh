@@ -45,7 +45,7 @@ struct PrefixSums {
   DecodeParts parts;
   int columns;
   int64_t whole;   // the first row of the others
-  Place* places;   // [num_seqs]
+  Place* places;   // [chunks of rows, num_seqs]: each chunk is cut by itself
 };
 
 // The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its pairs of a query
@@ -212,7 +212,9 @@ struct DecodeBlock {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const int row = row_tile * kRowTile + n * 8 + lane / 4;
-      const T* q = query(now, row) + Fragments::query_offset(lane);
+      // Where a prefix has no such row, there is no member to look up.
+      const bool absent = Part == DecodePart::kPrefixes && row >= rows;
+      const T* q = query(now, absent ? 0 : row) + Fragments::query_offset(lane);
       const int head_dim = row < rows ? static_cast<int>(p.attention.head_dim) : 0;
 #pragma unroll
       for (int i = 0; i < D / 16; ++i) {
@@ -312,7 +314,8 @@ struct DecodeBlock {
   }
 
   __device__ void attend(const C* k, int key, const DecodeSequence& now, Rows& mine) const {
-    const int active = (rows - row_tile * kRowTile + 7) / 8;  // of the N groups of 8 rows
+    // Of the N groups of 8 rows. A prefix fills nearly all, so all are computed: sums of missing rows are not stored.
+    const int active = Part == DecodePart::kPrefixes ? N : (rows - row_tile * kRowTile + 7) / 8;
     float s[N][4] = {};
     uint32_t weights[N][2];
     score(k, key, now, mine, active, s);
@@ -398,7 +401,7 @@ struct DecodeBlock {
                              const float (*tops)[kRowTile], const float (*totals)[kRowTile]) const {
     const bool complete = begins && at.stop == at.now.last();
     const int64_t to = complete ? 0 : p.parts.index(blockIdx.y, begins, columns, column);
-    const bool final = complete && !follows_prefix(at);
+    const bool final = complete && !is_partial(at);
     for (int i = threadIdx.x; i < row_warps * count * (D / 4); i += kDecodeThreads) {
       const int tile = i / (D / 4) / count, r = i / (D / 4) % count, d = i % (D / 4) * 4;
       const int row = tile * kRowTile + first + r;
@@ -451,26 +454,27 @@ struct DecodeBlock {
     *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
   }
 
-  // Whether its rows' results are not the last word: they are joined to those of a prefix, or are one's.
-  __device__ bool follows_prefix(const Cursor& at) const {
+  // Whether its results are not final: they are a prefix's, or those of a sequence that has one.
+  __device__ bool is_partial(const Cursor& at) const {
     return Part == DecodePart::kPrefixes || (Part == DecodePart::kRest && at.now.low > 0);
   }
 
   // Tells the members of a prefix where its sums are.
   __device__ void place_members(const Cursor& at, const Share& share) const {
-    if (column != 0 || static_cast<int>(threadIdx.x) >= at.now.num_queries) return;
+    if (kv_head != 0 || static_cast<int>(threadIdx.x) >= at.now.num_queries) return;
     const int2 slots = at.stop == at.now.last() ? make_int2(0, 1) : slots_of(at, share);
-    const int seq = p.batch.prefixes.members[at.now.query + threadIdx.x];
-    p.prefixes.places[seq] = {slots.x, slots.y, static_cast<int>(threadIdx.x)};
+    const int seq = p.batch.prefixes.members[at.now.query + threadIdx.x], chunk = first_row / Layout::kRows;
+    p.prefixes.places[chunk * p.batch.num_seqs + seq] = {slots.x, slots.y, static_cast<int>(threadIdx.x)};
   }
 
   // The results of a row's own keys, with those of its sequence's prefix.
   __device__ float4 join_prefix(const Cursor& at, int row, int d, float log, const float4& sum) const {
     using Join = DecodeJoin<D, N>;
     const PrefixSums& prefix = p.prefixes;
-    const PrefixSums::Place place = prefix.places[at.seq];
-    const int of_all = place.member * p.batch.group + first_row + row, of_block = of_all % prefix.parts.rows;
-    const int64_t kv_heads = p.attention.num_kv_heads, in = kv_head + of_all / prefix.parts.rows * kv_heads;
+    const int of_all = prefix.places[at.seq].member * p.batch.group + first_row + row;
+    const int chunk = of_all / prefix.parts.rows, of_chunk = of_all % prefix.parts.rows;
+    const PrefixSums::Place place = prefix.places[chunk * p.batch.num_seqs + at.seq];
+    const int in = kv_head + chunk * static_cast<int>(p.attention.num_kv_heads);
     Join join;
     for (int first = -1; first < place.slots; first += Join::kBatch) {  // -1: its own
       float logs[Join::kBatch];
@@ -479,7 +483,7 @@ struct DecodeBlock {
       for (int i = 0; i < Join::kBatch; ++i) {
         const int part = first + i;
         const int64_t from = place.slots == 1 ? prefix.whole + at.seq * p.attention.num_heads + head_of(row)
-                                              : prefix.parts.index(place.slot + part, part == 0, prefix.columns, in) + of_block;
+                                              : prefix.parts.index(place.slot + part, part == 0, prefix.columns, in) + of_chunk;
         const bool read = part >= 0 && part < place.slots;
         logs[i] = part < 0 ? log : read ? prefix.parts.logs[from] : -INFINITY;
         const float4* other = reinterpret_cast<const float4*>(prefix.parts.sums + from * p.attention.head_dim + d);
@@ -535,7 +539,7 @@ struct DecodeBlock {
         join.add(logs, sums);
       }
       if (thread * 4 >= p.attention.head_dim) continue;
-      if (follows_prefix(at)) {
+      if (is_partial(at)) {
         const float log = join.top + log2f(join.total);
         settle(at, row, thread * 4, log, join.result(0));
       } else {
@@ -584,7 +588,8 @@ template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T, Part> p) {
   extern __shared__ uint4 stages[];
-  // What follows prefixes may start when all before them has ended: it waits for them where it needs their sums.
+  // The launch of what follows prefixes starts when every block of theirs has waited, so when all before them has ended. It
+  // waits only before it reads their sums.
   if constexpr (Part == DecodePart::kPrefixes) wait_for_dependencies();
   start_dependents();
   if constexpr (Part == DecodePart::kAll) wait_for_dependencies();

@@ -28,7 +28,7 @@ enum class DecodePart { kAll, kPrefixes, kRest };
 // All are [num_seqs].
 struct DecodePrefixes {
   const int32_t* members;  // those of a prefix lie side by side
-  const int32_t* counts;   // of the members from here on that have the prefix; 0 if they have an earlier one
+  const int32_t* counts;   // where a prefix's members begin, how many there are; elsewhere 0
   const int32_t* lengths;  // of a sequence's prefix, in keys: whole units. 0: none
 };
 

@@ -11,8 +11,12 @@
 namespace raylm::cuda {
 
 constexpr int kLeastShared = 256;  // keys: with fewer, sequences are by themselves
+constexpr int kPrefixDepths = 8;   // kLeastShared keys, twice as many, ...: where sequences are compared first
 constexpr int kPrefixThreads = 1024;
-constexpr int kMostPrefixSeqs = 4096;  // that shared memory has room for
+constexpr int kMostPrefixSeqs = 1024;  // that shared memory has room for
+
+// For so many numbers: loops may read four at a time, past the last one.
+__host__ __device__ constexpr int prefix_room(int num_seqs) { return (num_seqs + 3) / 4 * 4; }
 
 struct PrefixParams {
   const int32_t* block_table;
@@ -27,6 +31,27 @@ struct PrefixParams {
 __device__ inline int prefix_blocks(const PrefixParams& p, int seq) {
   const bool one = p.query_start[seq + 1] - p.query_start[seq] == 1;
   return one ? max(p.seq_lens[seq] - 1, 0) / p.block_size : 0;
+}
+
+// The blocks of the first kLeastShared << depth keys.
+__device__ inline int blocks_at(const PrefixParams& p, int depth) {
+  return ((kLeastShared << depth) + p.block_size - 1) / p.block_size;
+}
+
+// The block that a sequence is put beside others by: the one at the depth where most keys are spared, of those where
+// others have the same. INT_MAX: there is none. `ids` are [kPrefixDepths, prefix_room], negative past a sequence's end.
+__device__ inline int shared_block(const PrefixParams& p, const int* ids, int seq) {
+  int best = INT_MAX, spared = 0;
+  for (int depth = 0; depth < kPrefixDepths; ++depth, ids += prefix_room(p.num_seqs)) {
+    const int id = ids[seq];
+    int sharers = 0;
+    for (int t = 0; id >= 0 && t < p.num_seqs; ++t) sharers += ids[t] == id;
+    if (sharers < 2) break;
+    const int reads = (sharers + kMostSharers - 1) / kMostSharers;
+    const int here = (kLeastShared << depth) / sharers * (sharers - reads);
+    if (here >= spared) best = id, spared = here;
+  }
+  return best;
 }
 
 // The first place in rising keys that is not less than `key`.
@@ -58,17 +83,21 @@ __device__ inline int common_blocks(const PrefixParams& p, int a, int b, int mos
   return most;
 }
 
-// Sequences with the same block where kLeastShared keys end are put side by side, and cut into prefixes of about equal
-// numbers of members, at most kMostSharers. A prefix is as long as all of its members agree. One block does it all.
+// Sequences with the same shared_block are put side by side, and cut into prefixes of about equal numbers of members, at
+// most kMostSharers. A prefix is as long as all of its members agree. One block does it all.
 __global__ void __launch_bounds__(kPrefixThreads) shared_prefixes_kernel(const __grid_constant__ PrefixParams p) {
   extern __shared__ int shared[];
-  int *keys = shared, *sorted = keys + p.num_seqs, *members = sorted + p.num_seqs;
+  const int n = p.num_seqs, room = prefix_room(n);
+  int *ids = shared, *keys = ids + kPrefixDepths * room, *sorted = keys + room, *members = sorted + room;
   start_dependents();
   wait_for_dependencies();
-  const int least = (kLeastShared + p.block_size - 1) / p.block_size, n = p.num_seqs;
-  for (int s = threadIdx.x; s < n; s += kPrefixThreads) {
-    keys[s] = prefix_blocks(p, s) >= least ? p.block_table[s * p.block_table_stride + least - 1] : INT_MAX;
+  for (int i = threadIdx.x; i < kPrefixDepths * room; i += kPrefixThreads) {
+    const int s = i % room, blocks = blocks_at(p, i / room);
+    const bool has = s < n && prefix_blocks(p, s) >= blocks;
+    ids[i] = has ? p.block_table[s * p.block_table_stride + blocks - 1] : -1;
   }
+  __syncthreads();
+  for (int s = threadIdx.x; s < n; s += kPrefixThreads) keys[s] = shared_block(p, ids, s);
   __syncthreads();
   for (int s = threadIdx.x; s < n; s += kPrefixThreads) {
     const int key = keys[s];
@@ -95,14 +124,15 @@ __global__ void __launch_bounds__(kPrefixThreads) shared_prefixes_kernel(const _
     int count;
     const int first = prefix_of(i, count);
     if (first == i) continue;
-    const int same = common_blocks(p, members[first], members[i], min(prefix_blocks(p, members[first]), blocks[i]));
+    const int a = members[first], b = members[i];
+    const int same = common_blocks(p, a, b, min(prefix_blocks(p, a), prefix_blocks(p, b)));
     if (threadIdx.x % kWarp == 0) atomicMin(&blocks[first], same);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < n; i += kPrefixThreads) {
     int count = 1;
     const int first = sorted[i] < INT_MAX ? prefix_of(i, count) : i;
-    const bool shares = count > 1 && blocks[first] >= least;
+    const bool shares = count > 1 && blocks[first] >= blocks_at(p, 0);
     p.members[i] = members[i];
     p.counts[i] = shares && first == i ? count : 0;
     p.lengths[members[i]] = shares ? blocks[first] * p.block_size : 0;
