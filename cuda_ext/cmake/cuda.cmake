@@ -9,10 +9,10 @@ set(CMAKE_CUDA_ARCHITECTURES ${RAYLM_CUDA_ARCHS})
 enable_language(CUDA)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} for ${RAYLM_CUDA_ARCHS}")
 
-# Of the launchers, which run on the host; kernels are optimised as ever.
+# This level is for host code, here the launchers, and -O1 compiles faster. It does not change the code of kernels.
 string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
-# Those that take long to compile come first, so that none is left alone at the end.
+# The files that take longest to compile come first, so that both cores of a small machine are busy until the end.
 target_sources(raylm_kernels PRIVATE
   csrc/cuda/patched_experts.cu csrc/cuda/decode_attention.cu csrc/cuda/few_layers.cu csrc/cuda/patched_linear_int4.cu
   csrc/cuda/decode_prefixes.cu csrc/cuda/decode_codes.cu csrc/cuda/prefill_hopper.cu csrc/cuda/tile_linear.cu

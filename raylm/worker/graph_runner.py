@@ -156,7 +156,7 @@ class GraphRunner:
         """Capture the largest sizes: of rows that verify drafts, and of rows that do not."""
         nothing = StepRows(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS.astype(np.bool_), _NO_ROWS)
         for num_tokens in sorted({self._verify_sizes[-1], self._table.max_rows}, reverse=True):
-            # Sums of prefixes take memory too.
+            # The largest graph shares prefixes, because their partial results take memory too.
             shares = bool(self._table.shares_in) and num_tokens == self._table.max_rows <= ops.MOST_PREFIX_SEQS
             for _ in range(2):
                 self._run(nothing, Shape(self._table.max_rows, num_tokens, 1, self.samples, shares))

@@ -152,7 +152,7 @@ class ModelRunner:
             self._table,
             max_query_len=int(step.query_lens.max()),
             max_seq_len=step.max_seq_len,
-            # Beside prompts' chunks, what the decodes spare is little.
+            # A step with a chunk of a prompt takes so long that sharing hardly shortens it.
             shares=bool(step.query_lens.max() == 1) and self._table.share_prefixes(step.rows),
         )
         received = self._pipeline.receive(len(batch.token_ids)) if self._pipeline is not None else None

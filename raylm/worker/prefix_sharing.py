@@ -1,4 +1,4 @@
-"""Whether the rows of a step have so much of their caches in common that attention reads that once."""
+"""Whether attention in a step reads keys and values that its rows have in common only once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from raylm import ops
 from raylm.core.step import StepPlan
 
 LEAST_SAVED = 192 << 20
-"""Bytes of keys and values that a layer need not read again for other rows, at least: what they take from a GPU's L2
-cache, where they are after the first row, is then longer than a second launch and the joining of its results."""
+"""Bytes of keys and values. A step shares prefixes if that spares each layer the reading of at least so many. A prefix
+is in the GPU's L2 cache after its first row, and reading less than this from there is faster than a second launch."""
 
 
 class PrefixSharing:
@@ -42,7 +42,7 @@ class PrefixSharing:
                     self._asked = None
 
     def pays(self, rows: np.ndarray) -> bool:
-        """Whether a step of the rows, int64 [S], had better look for prefixes."""
+        """Whether a step of the rows, int64 [S], is faster if attention reads once what they share."""
         if not 1 < len(rows) <= ops.MOST_PREFIX_SEQS:
             return False
         asked = rows.tobytes()

@@ -86,7 +86,7 @@ class RequestTable:
             self._draft(plan)
 
     def share_prefixes(self, rows: np.ndarray) -> bool:
-        """Whether attention had better read once what a step's rows, int64 [S], share."""
+        """Whether attention is to read once what a step's rows, int64 [S], share."""
         return self._sharing is not None and self._sharing.pays(rows)
 
     def count(self, rows: np.ndarray, query_lens: np.ndarray, samples: np.ndarray) -> None:
