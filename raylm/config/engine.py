@@ -210,7 +210,7 @@ class RuntimeConfig(FrozenConfig):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of a worker; by default one a core, shared by the workers of the model."""
     cuda_graphs: bool = True
-    """On a GPU, run steps in which every request decodes as CUDA graphs."""
+    """On a GPU, run steps of up to 1,024 tokens, and all in which every request decodes, as CUDA graphs."""
     cascade_attention: bool = True
     """On a GPU, decode reads the cached keys and values that many requests begin with alike once for all of them, where
     that spares much: heads of up to 128 elements, full attention, 16 bits. Not with deterministic."""

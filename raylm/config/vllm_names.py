@@ -127,8 +127,8 @@ REFUSED: dict[str, str] = {
     "enable_expert_parallel": "experts are split like other layers, over tensor workers",
     "decode_context_parallel_size": _ENGINE,
     "cpu_offload_gb": "weights stay on the GPU; split the model with tensor or pipeline",
-    "compilation_config": "models are not compiled: decode steps are CUDA graphs (cuda_graphs) of written kernels",
-    "optimization_level": "models are not compiled: decode steps are CUDA graphs (cuda_graphs) of written kernels",
+    "compilation_config": "models are not compiled: steps are CUDA graphs (cuda_graphs) of written kernels",
+    "optimization_level": "models are not compiled: steps are CUDA graphs (cuda_graphs) of written kernels",
     "max_seq_len_to_capture": "graphs are captured for what comes, of any length",
     "cuda_graph_sizes": "graphs are captured for what comes",
     "max_parallel_loading_workers": "workers load at the same time",
@@ -178,7 +178,7 @@ _GROUPS: dict[str, str] = {
     "no model with a recurrent state is served yet": """enable_mamba_cache_stochastic_rounding mamba_backend
         mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config
         mamba_ssm_cache_dtype""",
-    "models are not compiled: decode steps are CUDA graphs (cuda_graphs) of written kernels": """cudagraph_capture_sizes
+    "models are not compiled: steps are CUDA graphs (cuda_graphs) of written kernels": """cudagraph_capture_sizes
         cudagraph_metrics ir_op_priority jit_monitor_mode jit_monitor_verbose max_cudagraph_capture_size""",
     "weights stay on the GPU; split the model with tensor or pipeline": """cpu_offload_params offload_backend
         offload_group_size offload_num_in_group offload_params offload_prefetch_step""",

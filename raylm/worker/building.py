@@ -20,7 +20,7 @@ from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import cores_of_worker
 from raylm.worker.draft_runner import DraftRunner
 from raylm.worker.drafting import Drafting, cache_group
-from raylm.worker.graph_runner import MOST_SHARING_GRAPHS, MOST_VERIFYING_GRAPHS, CudaCapture, graph_sizes
+from raylm.worker.graph_runner import MOST_SHARING_GRAPHS, MOST_WIDE_GRAPHS, CudaCapture, graph_sizes
 from raylm.worker.kv_store import KVStore
 from raylm.worker.loading import Loaded
 from raylm.worker.model_runner import ModelRunner
@@ -114,6 +114,7 @@ def build(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, cache: C
         table,
         store,
         groups,
+        max_tokens=config.scheduler.max_num_batched_tokens,
         capture=capture,
         agreement=Agreement(context, context.world, table) if checks else None,
         processors=parts.processors,
@@ -154,7 +155,7 @@ def _profile(
             loaded.device,
             step=lambda: runner.execute(plan),
             graphs=runner.warm_up_graphs,
-            num_graphs=_num_graphs(config, loaded, rows),
+            graph_layers=_num_graphs(config, loaded, rows) * len(loaded.model.layer_numbers),
             cache_bytes=store.block_bytes * size.num_blocks,
         )
 
@@ -165,8 +166,8 @@ def _num_graphs(config: ResolvedEngine, loaded: Loaded, rows: int) -> int:
         return 0
     # Each size may be captured twice: up to tokens, and up to hidden states.
     count = 2 * len(graph_sizes(rows))
-    kinds = (config.speculation.most > 0) + (loaded.drafting is not None)
-    return count + kinds * MOST_VERIFYING_GRAPHS + loaded.shares_prefixes * MOST_SHARING_GRAPHS
+    kinds = 1 + (loaded.drafting is not None)
+    return count + kinds * MOST_WIDE_GRAPHS + loaded.shares_prefixes * MOST_SHARING_GRAPHS
 
 
 def _make_matchers(config: ResolvedEngine, loaded: Loaded, grammars: CompiledGrammars | None) -> GrammarMatchers | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raylm.layers.attention import AttentionMetadata
-from raylm.worker.graph_runner import MOST_VERIFYING_GRAPHS, VERIFY_SIZES, Capture, Run
+from raylm.worker.graph_runner import MOST_WIDE_GRAPHS, ROW_SIZES, Capture, Run
 from raylm.worker.input_batch import DeviceArrays, StepArrays
 from raylm.worker.proposers import DeviceProposer, Rows, StepTokens
 from raylm.worker.transfer import Uploader, unpack
@@ -64,7 +64,7 @@ class DraftRunner:
         self._group = group
         self._max_tokens = max_tokens
         self._capture = capture
-        self._sizes = [*(size for size in VERIFY_SIZES if size < table.max_rows), table.max_rows]
+        self._sizes = [*(size for size in ROW_SIZES if size < table.max_rows), table.max_rows]
         self._graphs: dict[_Shape, _Graph] = {}
         self._num_captured = 0
         self._behind = np.zeros(table.max_rows + 1, dtype=np.int64)
@@ -176,7 +176,7 @@ class DraftRunner:
         if graph is None:
             graph = self._graphs[shape] = _Graph(packed, arrays, self._table.device)
         graph.buffer.copy_(packed, non_blocking=True)
-        if graph.replay is None and graph.has_run and self._num_captured < MOST_VERIFYING_GRAPHS:
+        if graph.replay is None and graph.has_run and self._num_captured < MOST_WIDE_GRAPHS:
             graph.replay = capture(lambda: self._compute(graph, most))
             self._num_captured += 1
         if graph.replay is not None:

@@ -1,9 +1,9 @@
-"""Steps in which every row decodes, as CUDA graphs.
+"""Steps of few tokens, as CUDA graphs: all that only decode, and those of short prompts and chunks beside them.
 
-A decode step of a small model is hundreds of short kernels, and the host takes longer to launch them than the GPU to
-run them. A graph launches them all at once. One graph serves one shape: so many rows and tokens, and at most so many
-tokens a row (over one where rows verify drafts). Rows and tokens that are missing are the table's padding row, so
-kernels see nothing special.
+A step is hundreds of kernels, and where they are short the host takes longer to launch them than the GPU to run them:
+nine milliseconds for 32 layers. A graph launches them all at once. One graph serves one shape: so many rows and tokens,
+and at most so many tokens a row. Rows and tokens that are missing are the table's padding row, so kernels see nothing
+special.
 
 Graphs are made on demand: a shape runs eagerly when it first comes (which also loads its kernels) and is captured when
 it comes again, in some 12 ms; so neither the start nor a first answer waits for shapes that may never come. Only the
@@ -33,16 +33,18 @@ Capture = Callable[[Run], Run]
 
 _LADDER = ((256, 8), (512, 16), (1024, 32), (4096, 64))
 """Over 4 rows: up to so many, sizes go up in steps of so many."""
-VERIFY_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Padded rows, and padded tokens, of steps that verify drafts. A step over the last one keeps the GPU busy for longer
-than the host takes to launch it."""
-_MOST_VERIFIED = VERIFY_SIZES[-1]
-MOST_VERIFYING_GRAPHS = 64
-"""Of steps that verify drafts, and as many of drafts that are made on the device."""
+ROW_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
+"""Padded rows of steps in which some compute several tokens."""
+_TOKEN_SIZES = (*(size for size in ROW_SIZES if size < 256), *range(256, 1024 + 1, 64))
+"""Their padded tokens. A step over the last one keeps the GPU busy for longer than the host takes to launch it."""
+_MOST_VERIFIED = 256
+"""Tokens of a step that verifies drafts up to which its graph samples. Logits of more would fill the graphs' memory."""
+MOST_WIDE_GRAPHS = 64
+"""Of steps in which rows compute several tokens, and as many of drafts that are made on the device."""
 MOST_SHARING_GRAPHS = 32
 """Of steps whose rows share prefixes."""
 _NO_ROWS = np.empty(0, dtype=np.int64)
-MAX_QUERY_LEN = 16
+_MAX_DECODE_QUERIES = 16
 """Tokens of one row that attention takes in its way for decodes."""
 
 
@@ -53,11 +55,6 @@ def graph_sizes(max_rows: int) -> list[int]:
         sizes += range(before + step, last + 1, step)
     sizes = [size for size in sizes if size < max_rows]
     return [*sizes, max_rows]
-
-
-def largest_graph(max_rows: int, num_drafts: int) -> int:
-    """Tokens of the largest graph, padding included, where rows verify at most so many drafts."""
-    return max(max_rows, min(max_rows * (1 + num_drafts), _MOST_VERIFIED))
 
 
 class Shape(NamedTuple):
@@ -71,7 +68,7 @@ class Shape(NamedTuple):
     shares: bool = False
 
 
-class Decoded(NamedTuple):
+class Computed(NamedTuple):
     """What a graph gave, on the device: the next graph that runs overwrites it. T tokens, S rows, without padding."""
 
     hidden: Tensor
@@ -84,10 +81,10 @@ class Decoded(NamedTuple):
     """int64 [S], where it has sampled, else empty: how many of its tokens each row keeps."""
     arrays: DeviceArrays
 
-    def without_padding(self, num_tokens: int, num_rows: int) -> Decoded:
+    def without_padding(self, num_tokens: int, num_rows: int) -> Computed:
         """The first so many tokens and rows."""
         token_rows, offsets, rows, query_start = self.arrays
-        return Decoded(
+        return Computed(
             self.hidden[:num_tokens],
             self.positions[:num_tokens],
             self.token_ids[:num_tokens],
@@ -103,7 +100,7 @@ class Follow(Protocol):
 
 
 class GraphRunner:
-    """Decodes rows through graphs.
+    """Runs steps through graphs.
 
     `forward` maps an InputBatch and what the stage begins with to hidden states [T, hidden_size], `logits` hidden
     states to logits; both launch the same kernels whatever the values are. So does the sampling operator where
@@ -124,21 +121,25 @@ class GraphRunner:
         begins: bool,
         samples: bool,
         capture: Capture,
+        max_tokens: int,
         num_drafts: int = 0,
         follow: Follow | None = None,
     ) -> None:
-        """`settings` gives how rows sample, for ops.sample. `num_drafts`: what a row verifies at most. `follow` is
-        launched behind every step that has gone on to its tokens, and must launch the same kernels each time."""
+        """`settings` gives how rows sample, for ops.sample. `max_tokens`: those of the largest step. `num_drafts`: what
+        a row verifies at most. `follow` is launched behind every step that has gone on to its tokens, and must launch
+        the same kernels each time."""
         self._forward = forward
         self._logits = logits
         self._table = table
         self._settings = settings
         self._capture = capture
         self._follow = follow
-        self.samples = samples
+        self._samples = samples
+        self._most_sampled = max(table.max_rows, min(table.max_rows * (1 + num_drafts), max_tokens, _MOST_VERIFIED))
         self._sizes = graph_sizes(table.max_rows)
-        most = largest_graph(table.max_rows, num_drafts)
-        self._verify_sizes = [size for size in VERIFY_SIZES if size < most] + [most]
+        self._row_sizes = [size for size in ROW_SIZES if size < table.max_rows] + [table.max_rows]
+        most = max(self._most_sampled, min(max_tokens, _TOKEN_SIZES[-1]))
+        self._token_sizes = [size for size in _TOKEN_SIZES if size < most] + [most]
         self._graphs: dict[Shape, _Graph] = {}
         device = table.device
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
@@ -146,68 +147,76 @@ class GraphRunner:
         self._given = None if begins else torch.zeros_like(self._hidden)
 
     def takes(self, step: StepRows) -> bool:
-        """Whether every row computes its last known token, and drafts at most behind it, and there is a graph so
-        large."""
-        if step.is_chunk.any() or step.query_lens.max(initial=0) > MAX_QUERY_LEN:
-            return False
-        return not step.verifies or self._padded(step) <= self._verify_sizes[-1]
+        """Whether there is a graph so large."""
+        return not step.is_wide or self._padded(step) <= self._token_sizes[-1]
+
+    def samples(self, step: StepRows) -> bool:
+        """Whether the graph of a step that it takes can go on to tokens: all rows sample, and not too many tokens."""
+        few = not step.is_wide or _at_least(self._token_sizes, self._padded(step)) <= self._most_sampled
+        return self._samples and few and not step.is_chunk.any()
 
     def warm_up(self) -> None:
-        """Capture the largest sizes: of rows that verify drafts, and of rows that do not."""
+        """Capture the largest sizes: of all steps, of those that verify drafts, and of decodes."""
         nothing = StepRows(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS.astype(np.bool_), _NO_ROWS)
-        for num_tokens in sorted({self._verify_sizes[-1], self._table.max_rows}, reverse=True):
-            # The largest graph shares prefixes, because their partial results take memory too.
-            shares = bool(self._table.shares_in) and num_tokens == self._table.max_rows <= ops.MOST_PREFIX_SEQS
+        rows, most = self._table.max_rows, self._token_sizes[-1]
+        # The largest graph of decodes shares prefixes, because their partial results take memory too.
+        shares = bool(self._table.shares_in) and rows <= ops.MOST_PREFIX_SEQS
+        of_many = [Shape(rows, most, most, samples=False)] if most > self._most_sampled else []
+        of_drafts = [Shape(rows, self._most_sampled, 1, self._samples)] if self._most_sampled > rows else []
+        for shape in (*of_many, *of_drafts, Shape(rows, rows, 1, self._samples, shares)):
             for _ in range(2):
-                self._run(nothing, Shape(self._table.max_rows, num_tokens, 1, self.samples, shares))
+                self._run(nothing, shape)
 
-    def decode(self, step: StepRows, given: Tensor | None = None, *, samples: bool) -> Decoded:
-        """Run a step that `takes` has taken, with `samples` (where all of its rows sample) up to the tokens, which are
-        in the table then. `given`: hidden states [T, hidden_size] where the stage does not begin."""
+    def run(self, step: StepRows, given: Tensor | None = None, *, samples: bool) -> Computed:
+        """Run a step that `takes` has taken; with `samples`, where the method of this name allows it, up to the tokens,
+        which are in the table then. `given`: hidden states [T, hidden_size] where the stage does not begin."""
         if self._given is not None and given is not None:
             self._given[: len(given)].copy_(given)
-        decoded = self._run(step, self._shape_for(step, samples=samples))
-        return decoded.without_padding(int(step.query_lens.sum()), len(step.rows))
+        computed = self._run(step, self._shape_for(step, samples=samples))
+        return computed.without_padding(int(step.query_lens.sum()), len(step.rows))
 
     def _shape_for(self, step: StepRows, *, samples: bool) -> Shape:
-        if not step.verifies:
+        if not step.is_wide:
             size = _at_least(self._sizes, len(step.rows))
             return Shape(size, size, 1, samples, self._table.share_prefixes(step.rows))
-        num_tokens = _at_least(self._verify_sizes, self._padded(step))
+        num_tokens = _at_least(self._token_sizes, self._padded(step))
         longest = 1 << (int(step.query_lens.max()) - 1).bit_length()
-        return Shape(self._verify_rows(step), num_tokens, longest, samples)
+        # Past decodes attention does not care how many there may be.
+        longest = longest if longest <= _MAX_DECODE_QUERIES else num_tokens
+        return Shape(self._wide_rows(step), num_tokens, longest, samples)
 
     def _padded(self, step: StepRows) -> int:
-        """The tokens of a step that verifies drafts, and of the rows that pad it."""
-        return int(step.query_lens.sum()) + self._verify_rows(step) - len(step.rows)
+        """The tokens of a wide step, and of the rows that pad it."""
+        return int(step.query_lens.sum()) + self._wide_rows(step) - len(step.rows)
 
-    def _verify_rows(self, step: StepRows) -> int:
-        return min(_at_least(self._verify_sizes, len(step.rows)), self._table.max_rows)
+    def _wide_rows(self, step: StepRows) -> int:
+        return _at_least(self._row_sizes, len(step.rows))
 
-    def _run(self, step: StepRows, shape: Shape) -> Decoded:
+    def _run(self, step: StepRows, shape: Shape) -> Computed:
         arrays = _padded_arrays(step, shape, self._table.padding_row)
         settings = self._settings(arrays.token_rows) if shape.samples else ()
         packed = self._table.upload.pack([*arrays, *settings])
-        graph = self._graphs.get(shape)
+        graph = self._graphs.pop(shape, None)
         if graph is None:
-            self._drop_oldest(shape)
-            graph = self._graphs[shape] = _Graph(packed, [*arrays, *settings], self._table.device)
+            self._make_room(shape)
+            graph = _Graph(packed, [*arrays, *settings], self._table.device)
+        self._graphs[shape] = graph  # The last used one is the last.
         graph.buffer.copy_(packed, non_blocking=True)
-        if graph.replay is None and graph.decoded is not None:
+        if graph.replay is None and graph.computed is not None:
             graph.replay = self._capture(lambda: self._compute(graph, shape))
         if graph.replay is not None:
             graph.replay()
         else:
             self._compute(graph, shape)
-        assert graph.decoded is not None, "it has run"
-        return graph.decoded
+        assert graph.computed is not None, "it has run"
+        return graph.computed
 
-    def _drop_oldest(self, shape: Shape) -> None:
-        """All shapes of plain decodes are kept. There are many of steps that verify drafts, and steps that share
-        prefixes have few shapes at a time: of either kind only some are."""
-        verifying = [known for known in self._graphs if known.max_query_len > 1]
-        if shape.max_query_len > 1 and len(verifying) == MOST_VERIFYING_GRAPHS:
-            del self._graphs[verifying[0]]
+    def _make_room(self, shape: Shape) -> None:
+        """All shapes of plain decodes are kept. There are many of wide steps, and steps that share prefixes have few
+        shapes at a time: of either kind only those used last are."""
+        wide = [known for known in self._graphs if known.max_query_len > 1]
+        if shape.max_query_len > 1 and len(wide) == MOST_WIDE_GRAPHS:
+            del self._graphs[wide[0]]
         sharing = [known for known in self._graphs if known.shares]
         if shape.shares and len(sharing) == MOST_SHARING_GRAPHS:
             del self._graphs[sharing[0]]
@@ -225,11 +234,11 @@ class GraphRunner:
         hidden = self._forward(batch, batch.token_ids if self._given is None else self._given[:size].clone())
         if not shape.samples:
             none = batch.positions[:0]
-            graph.decoded = Decoded(self._hidden[:size].copy_(hidden), batch.positions, none, none, arrays)
+            graph.computed = Computed(self._hidden[:size].copy_(hidden), batch.positions, none, none, arrays)
             return
         token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.following)
         counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
-        graph.decoded = Decoded(self._hidden[:0], batch.positions, token_ids, counts, arrays)
+        graph.computed = Computed(self._hidden[:0], batch.positions, token_ids, counts, arrays)
         if self._follow is not None:
             self._follow(arrays, batch.positions, **limits)
 
@@ -240,7 +249,7 @@ def _at_least(sizes: Sequence[int], count: int) -> int:
 
 
 def _padded_arrays(step: StepRows, shape: Shape, padding_row: int) -> StepArrays:
-    """A step of decodes filled up to a shape: by rows of one token, then by tokens that are nobody's."""
+    """A step filled up to a shape: by rows of one token, then by tokens that are nobody's."""
     missing = shape.num_rows - len(step.rows)
     arrays = StepArrays.build(
         np.concatenate([step.rows, np.full(missing, padding_row)]),
@@ -266,7 +275,7 @@ class _Graph:
         count = len(StepArrays._fields)
         self.arrays, self.settings = DeviceArrays(*inputs[:count]), inputs[count:]
         self.replay: Run | None = None
-        self.decoded: Decoded | None = None
+        self.computed: Computed | None = None
         """None until it has run."""
 
 

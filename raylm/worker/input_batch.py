@@ -41,6 +41,11 @@ class StepRows(NamedTuple):
         return int((self.first + self.query_lens).max(initial=0))
 
     @property
+    def is_wide(self) -> bool:
+        """Whether any row computes several tokens."""
+        return bool(self.query_lens.max(initial=0) > 1)
+
+    @property
     def verifies(self) -> bool:
         """Whether any row has drafts."""
         return bool(self.num_sampled.max(initial=0) > 1)

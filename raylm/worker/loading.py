@@ -31,7 +31,6 @@ from raylm.worker import memory
 from raylm.worker.deterministic import check_experts
 from raylm.worker.device import choose_cache_dtype, choose_dtype
 from raylm.worker.drafting import Drafting, DraftSettings, load_drafting
-from raylm.worker.graph_runner import largest_graph
 
 logger = get_logger(__name__)
 
@@ -184,7 +183,7 @@ def _load_drafting(
         seed=config.model.seed,
         as_stored=config.model.weights == "stored",
         # A graph's padding may be more than the budget.
-        max_tokens=max(limits.max_num_batched_tokens, largest_graph(limits.max_num_seqs, speculation.most)),
+        max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
         block_size=config.cache.block_size,
         cache_dtype=choose_cache_dtype(config.cache.dtype, model.dtype),
         measure_cache=config.cache.scales == "measured",

@@ -16,8 +16,9 @@ from raylm.log import get_logger
 logger = get_logger(__name__)
 
 _GIB = 1 << 30
-_GRAPH_BYTES = 4 << 20
-"""What the driver keeps for one CUDA graph beside the pool that all share."""
+_GRAPH_LAYER_BYTES = 48 << 10
+"""What the driver keeps of one CUDA graph for each layer, beside the pool that all share: 28 KiB of layers of eight
+kernels, which mixtures of experts have more of."""
 
 
 class Profile(NamedTuple):
@@ -105,11 +106,12 @@ def describe(layout: CacheLayout, num_blocks: int, *, chunk: int, max_len: int) 
 
 
 def profile_steps(
-    device: torch.device, *, step: Callable[[], object], graphs: Callable[[], None], num_graphs: int, cache_bytes: int
+    device: torch.device, *, step: Callable[[], object], graphs: Callable[[], None], graph_layers: int, cache_bytes: int
 ) -> Profile:
-    """Measure the largest step and the largest graph on a GPU, where a trial's cache takes `cache_bytes`.
+    """Measure the largest step and the largest graphs on a GPU, where a trial's cache takes `cache_bytes`.
 
-    `step` runs the one, `graphs` captures the other, and `num_graphs` says how many there may be.
+    `step` runs the one, `graphs` captures the others, and `graph_layers` says how many layers all graphs that there may
+    be have together.
     """
     resident = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -120,7 +122,7 @@ def profile_steps(
     graphs()
     torch.cuda.synchronize(device)
     pool = max(free - torch.cuda.mem_get_info(device)[0], 0)
-    return Profile(resident - cache_bytes, peak - resident, pool + num_graphs * _GRAPH_BYTES)
+    return Profile(resident - cache_bytes, peak - resident, pool + graph_layers * _GRAPH_LAYER_BYTES)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ _PROMPT_LOGITS = 256
 class ModelRunner:
     """Rows, copies, inputs, forward, sample, accept: the calls of a step, in this order.
 
-    On a GPU they only queue work; nothing waits until the step's result is asked for. With `capture`, steps in which
-    every row decodes run through graphs. Of several ranks only the one that answers has something in its results.
+    On a GPU they only queue work; nothing waits until the step's result is asked for. With `capture`, steps of few
+    tokens run through graphs. Of several ranks only the one that answers has something in its results.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class ModelRunner:
         store: KVStore,
         groups: CacheGroups,
         *,
+        max_tokens: int,
         capture: Capture | None = None,
         agreement: Agreement | None = None,
         processors: dict[str, LogitsProcessor] | None = None,
@@ -52,7 +53,8 @@ class ModelRunner:
         drafts: DraftRunner | None = None,
         matchers: GrammarMatchers | None = None,
     ) -> None:
-        """`num_drafts`: what a row verifies at most. `drafts`: what drafts on the device, where plans bring none."""
+        """`max_tokens`: those of the largest step. `num_drafts`: what a row verifies at most. `drafts`: what drafts on
+        the device, where plans bring none."""
         self._model = model
         self._table = table
         self._store = store
@@ -70,7 +72,7 @@ class ModelRunner:
         self._drafts = drafts
         self._answers = model.context.answers
         self._pipeline = self._make_pipeline(model.context.links)
-        self._graphs = self._make_graphs(capture, num_drafts) if capture is not None else None
+        self._graphs = self._make_graphs(capture, max_tokens, num_drafts) if capture is not None else None
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Run one step and wait for what it gives."""
@@ -118,7 +120,7 @@ class ModelRunner:
         model = self._model
         return PipelineStage(model.context, links, self._table, hidden_size=model.arch.hidden_size, dtype=model.dtype)
 
-    def _make_graphs(self, capture: Capture, num_drafts: int) -> GraphRunner:
+    def _make_graphs(self, capture: Capture, max_tokens: int, num_drafts: int) -> GraphRunner:
         model, device = self._model, self._table.device
         return GraphRunner(
             self._forward,
@@ -130,6 +132,7 @@ class ModelRunner:
             begins=model.context.is_first_stage,
             samples=model.context.is_last_stage and ops.sample_is_async(device, model.arch.vocab_size),
             capture=capture,
+            max_tokens=max_tokens,
             num_drafts=num_drafts,
             follow=self._drafts.absorb if self._drafts is not None and not self._drafts.is_lazy else None,
         )
@@ -145,7 +148,7 @@ class ModelRunner:
     def _outputs(self, plan: StepPlan) -> Outputs:
         step = StepRows.of(np.array(plan.rows, dtype=np.int64), np.array(plan.num_tokens, dtype=np.int64), self._table)
         if self._graphs is not None and self._graphs.takes(step):
-            return self._decode(self._graphs, step)
+            return self._replay(self._graphs, step)
         arrays = DeviceArrays(*self._table.upload(*StepArrays.build(step.rows, step.query_lens)))
         batch = InputBatch.gather(
             arrays,
@@ -159,22 +162,17 @@ class ModelRunner:
         hidden = self._forward(batch, batch.token_ids if received is None else received)
         if not self._model.context.is_last_stage:
             return self._pass_on(hidden, step)
-        outputs = self._finish(step, hidden, batch.positions, arrays)
-        self._absorb(step, batch.positions, arrays)
-        prompts = self._prompt_logprobs(step, hidden, batch.positions, arrays.token_rows)
-        return outputs if prompts is None else outputs._replace(prompts=prompts)
+        return self._conclude(step, hidden, batch.positions, arrays)
 
-    def _decode(self, graphs: GraphRunner, step: StepRows) -> Outputs:
-        """A step of decodes, through a graph."""
+    def _replay(self, graphs: GraphRunner, step: StepRows) -> Outputs:
+        """A step through a graph."""
         given = self._pipeline.receive(int(step.query_lens.sum())) if self._pipeline is not None else None
         if not self._model.context.is_last_stage:
-            return self._pass_on(graphs.decode(step, given, samples=False).hidden.clone(), step)
-        if not (graphs.samples and self._sampler.are_plain(step.rows)):
-            done = graphs.decode(step, given, samples=False)
-            outputs = self._finish(step, done.hidden, done.positions, done.arrays)
-            self._absorb(step, done.positions, done.arrays)
-            return outputs
-        done = graphs.decode(step, given, samples=True)
+            return self._pass_on(graphs.run(step, given, samples=False).hidden.clone(), step)
+        if not (graphs.samples(step) and self._sampler.are_plain(step.rows)):
+            done = graphs.run(step, given, samples=False)
+            return self._conclude(step, done.hidden, done.positions, done.arrays)
+        done = graphs.run(step, given, samples=True)
         if self._drafts is not None and self._drafts.is_lazy:
             self._absorb(step, done.positions, done.arrays)
         if self._pipeline is not None:
@@ -185,6 +183,13 @@ class ModelRunner:
         assert self._pipeline is not None, "a stage that is not the last one has links"
         self._pipeline.pass_on(hidden, step)
         return Outputs()
+
+    def _conclude(self, step: StepRows, hidden: Tensor, positions: Tensor, arrays: DeviceArrays) -> Outputs:
+        """All that follows the last stage's hidden states [T, hidden_size]."""
+        outputs = self._finish(step, hidden, positions, arrays)
+        self._absorb(step, positions, arrays)
+        prompts = self._prompt_logprobs(step, hidden, positions, arrays.token_rows)
+        return outputs if prompts is None else outputs._replace(prompts=prompts)
 
     def _finish(self, step: StepRows, hidden: Tensor, positions: Tensor, arrays: DeviceArrays) -> Outputs:
         """Sample, report and count a step of which the last stage has hidden states [T, hidden_size]."""

@@ -37,6 +37,7 @@ class Rig:
         num_blocks: int = 32,
         num_host_blocks: int = 0,
         capture: Capture | None = None,
+        max_tokens: int = 64,
         num_drafts: int = 0,
         shares: bool = False,
     ) -> None:
@@ -57,7 +58,9 @@ class Rig:
         )
         self.store = KVStore(self.groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks, device=CPU)
         self.poison(list(range(num_blocks)))
-        self.runner = ModelRunner(model, table, self.store, self.groups, capture=capture, num_drafts=num_drafts)
+        self.runner = ModelRunner(
+            model, table, self.store, self.groups, max_tokens=max_tokens, capture=capture, num_drafts=num_drafts
+        )
         self._steps = 0
 
     def poison(self, blocks: list[int]) -> None:

@@ -92,27 +92,57 @@ def test_sizes_take_turns_and_padding_leaves_no_trace(folder: Path) -> None:
         assert replayed.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
 
 
-def test_a_step_that_is_no_decode_stays_out(folder: Path) -> None:
+@pytest.mark.parametrize("fields", [{}, {"prompt_logprobs": 2, "num_prompt": 13}], ids=["plain", "prompt_logprobs"])
+def test_prompts_and_chunks_beside_decodes_go_through_graphs(folder: Path, fields: dict[str, Any]) -> None:
     capture = Noted()
-    rig = Rig(folder, num_blocks=64, capture=capture)
-    prompts(rig, [0])
-    for _ in range(3):  # One token of a prompt that has more.
-        new = NewRow(1, tokens(9), 0, GREEDY)
-        assert len(rig.step({1: 1, 0: 1}, new_rows=[new], new_blocks=blocks(rig, 1)).token_ids) == 1
+    eager, replayed = Rig(folder, num_blocks=64), Rig(folder, num_blocks=64, capture=capture)
+    assert prompts(eager, [0]) == prompts(replayed, [0])
+    for number in range(3):
+        new = NewRow(1, tokens(13, seed=number), 0, sampling(**fields))
+        found, expected = [], []
+        for rig, results in ((replayed, found), (eager, expected)):
+            # A token of the prompt, which samples nothing, two chunks beside a decode, and the rest alone.
+            results.append(rig.step({1: 1, 0: 1}, new_rows=[new], new_blocks=blocks(rig, 1)))
+            results += [rig.step({0: 1, 1: 5}), rig.step({1: 3, 0: 1}), rig.step({1: 4})]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            for one, two in zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True):
+                assert (one.ranks, one.top_ids) == (two.ranks, two.top_ids)
+                assert one.values == pytest.approx(two.values, abs=1e-4)
+        assert len(found[1].prompt_logprobs) == bool(fields)
+    # Each shape runs once eagerly.
+    assert (capture.num_captured, capture.num_replayed) == (4, 8)
+
+
+def test_a_step_over_the_largest_size_stays_out(folder: Path) -> None:
+    capture = Noted()
+    rig, eager = Rig(folder, num_blocks=64, capture=capture, max_tokens=8), Rig(folder, num_blocks=64)
+    for _ in range(3):
+        assert prompts(rig, [0, 1, 2]) == prompts(eager, [0, 1, 2])
     assert capture.num_captured == 0
+
+
+def test_of_wide_graphs_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runner, "MOST_WIDE_GRAPHS", 2)
+    capture = Noted()
+    rig, eager = Rig(folder, num_blocks=64, capture=capture), Rig(folder, num_blocks=64)
+    for rows in ([0, 1], [0], [0, 1], [3], [0, 1], [0]):
+        assert prompts(rig, rows) == prompts(eager, rows)
+    # One row of three tokens has gone for the one of six.
+    assert (capture.num_captured, capture.num_replayed) == (1, 2)
 
 
 def test_the_largest_size_can_be_captured_before_any_request(folder: Path) -> None:
     capture = Noted()
     rig = Rig(folder, num_blocks=64, capture=capture)
     rig.runner.warm_up_graphs()
-    assert (capture.num_captured, capture.num_replayed) == (1, 1)
+    assert (capture.num_captured, capture.num_replayed) == (2, 2), "of decodes, and of rows with several tokens"
     eager = Rig(folder, num_blocks=64)
     rows = [0, 1, 2, 3]
     assert prompts(rig, rows) == prompts(eager, rows)
     for _ in range(2):
         assert rig.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
-    assert capture.num_replayed == 3
+    assert capture.num_replayed == 4
 
 
 @pytest.mark.parametrize(("most", "number"), [(1, 1), (3, 3), (64, 11), (256, 35), (1000, 67)])
@@ -211,11 +241,12 @@ def test_beside_the_model_a_graph_is_three_launches(samples: bool, drafts: int) 
         begins=True,
         samples=True,
         capture=Counted(),
+        max_tokens=12,
         num_drafts=drafts,
     )
     rows, lens = np.array([2, 0]), np.array([1 + drafts, 1])
     for _ in range(3):
         step = StepRows(rows, lens, lens, np.zeros(2, dtype=np.bool_), np.zeros(2, dtype=np.int64))
-        runner.decode(step, samples=samples)
+        runner.run(step, samples=samples)
     wanted = ["raylm::place", "raylm::sample", "raylm::accept"] if samples else ["raylm::place", "aten::copy_"]
     assert launches.names == 2 * wanted

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from raylm.core.step import Drafts, NewBlocks, NewRow, RowSampling, Sampled
-from raylm.worker.graph_runner import Run
+from raylm.worker import graph_runner
+from raylm.worker.graph_runner import GraphRunner, Run
 from tests.support import checkpoints
 from tests.worker.rows import GREEDY, Rig, sampling, tokens
 
@@ -86,6 +87,20 @@ def test_tokens_do_not_depend_on_drafts(folder: Path, wish: str, graphs: bool) -
     drafted = Speculation(rig, wanted, expected, seed=len(wish))
     assert drafted.run() == expected
     assert drafted.num_steps < plain.num_steps, "some drafts are right"
+
+
+def test_tokens_do_not_depend_on_whether_a_graph_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of more tokens than _MOST_VERIFIED are none of a graph's."""
+    expected = Speculation(Rig(folder), GREEDY, None).run()
+    sampled = set[bool]()
+    samples = GraphRunner.samples
+    monkeypatch.setattr(
+        GraphRunner, "samples", lambda self, step: sampled.add(samples(self, step)) or samples(self, step)
+    )
+    monkeypatch.setattr(graph_runner, "_MOST_VERIFIED", 8)
+    rig = Rig(folder, capture=eager_again, num_drafts=4)
+    assert Speculation(rig, GREEDY, expected).run() == expected
+    assert sampled == {True, False}
 
 
 def test_what_stands_in_the_cells_is_verified_whatever_it_is(folder: Path) -> None:
