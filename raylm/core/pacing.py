@@ -1,4 +1,4 @@
-"""How much of a step prefill may take beside running requests, and how long steps take."""
+"""How much of a step prefill may take beside running requests, how long steps take, and when to plan the next one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ _RECENT_MEMORY = 0.997
 last one was."""
 _OUTLIER = 4
 """A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
+_DELAY_SHARE = 0.9
+_HANDOVER_S = 2e-3
+"""What planning a step, sending it and launching its first kernels takes the host, with room for noise. Together with a
+tenth of the step it is what a plan comes ahead of the moment that the device needs it."""
+_SEEN_STEPS = 64
+_LIKE_STEPS = 8
+_ALIKE = 16
+"""Steps are alike whose tokens differ by at most one in so many."""
 _MIN_SPREAD = 0.05
 _MIN_SPREAD_TOKENS = 4.0
 """Standard deviation of the tokens of recent steps, over their mean and in tokens, that a slope is read from."""
@@ -68,6 +76,28 @@ class StepCost:
             # Too steep, as if a step without tokens took no time: careful until a slope is known.
             slope = max(self._seconds / self._tokens, _MIN_SLOPE)
         return self._tokens + (seconds - self._seconds) / slope
+
+
+class PlanDelay:
+    """Until when the plan of the next step can wait for requests that are still to come.
+
+    Two plans are in flight so that the device never waits for one. But one that is sent as early as that may be is
+    made a whole step before it runs, and who comes meanwhile waits for the one behind it. So it is made shortly before
+    the step that runs ends, by the shortest of the last steps like it. Small models' steps are too short for that, and
+    nothing waits; nor behind a step that is like none before.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=_SEEN_STEPS)
+
+    def until(self, tokens: int, begin: float) -> float:
+        """When to make the plan behind a step of so many tokens that began at `begin`."""
+        like = [seconds for seen, seconds in self._seen if _ALIKE * abs(seen - tokens) <= tokens]
+        return begin + _DELAY_SHARE * min(like[-_LIKE_STEPS:], default=0.0) - _HANDOVER_S
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Say how long a step of so many tokens took."""
+        self._seen.append((tokens, seconds))
 
 
 class PrefillPacer:
@@ -124,3 +154,8 @@ class StepTimer:
         begin = max(self._submitted.popleft(), self._last_end)
         self._last_end = now
         return now - begin
+
+    @property
+    def began(self) -> float:
+        """When the step that runs began. There must be one."""
+        return max(self._submitted[0], self._last_end)

@@ -19,7 +19,7 @@ from raylm.core.beam import Beams, TextEnds
 from raylm.core.drafting import NOTHING_DRAFTED, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.load import Load
-from raylm.core.pacing import PrefillPacer, StepTimer
+from raylm.core.pacing import PlanDelay, PrefillPacer, StepTimer
 from raylm.core.plan import PlanBuilder
 from raylm.core.policies import make_policy
 from raylm.core.request import Request, Status
@@ -72,6 +72,7 @@ class Scheduler:
         self._num_stages = num_stages
         self._drafter = drafter
         self._timer = StepTimer()
+        self._delay = PlanDelay()
         self._beams = Beams(self)
         self._settler = Settler(self._policy, drafter)
         self._running: list[Request] = []
@@ -243,6 +244,16 @@ class Scheduler:
         self._timer.submitted(now)
         return plan
 
+    def plan_at(self) -> float:
+        """When to plan the next step, so that those who come before are in it and the device does not wait for it: the
+        past where the step has no room for one more, or none is under way."""
+        preempted = len(self._policy) > self._num_new
+        if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
+            return float("-inf")
+        if self._new_tokens >= self._pacer.prefill_budget(self._num_decodes):
+            return float("-inf")
+        return self._delay.until(self._in_flight[0].num_tokens, self._timer.began)
+
     def update(self, result: Sampled, now: float) -> list[TokenDelta]:
         """Take the oldest step's result; tokens of requests that ended meanwhile are dropped."""
         step, num_tokens, builder = self._in_flight.popleft()
@@ -251,6 +262,7 @@ class Scheduler:
             raise RuntimeError(f"result of step {result.step} does not answer step {step}")
         seconds = self._timer.finished(now)
         self._pacer.observe(num_tokens, seconds)
+        self._delay.observe(num_tokens, seconds)
         self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
         if self._drafter is not None and len(builder.sampling) == len(builder.rows) and not builder.num_prefill:
             self._drafter.observe(len(builder.rows), num_tokens, num_sampled, seconds)

@@ -244,6 +244,14 @@ class Engine:
         meter.update.observe(clock() - came)
         return expired + deltas
 
+    @property
+    def delay_s(self) -> float:
+        """How long the next call of `step` can wait for requests that are still to come while the device has work: 0 or
+        less where it should be called now."""
+        if self._num_in_flight != 1 or self._window != 2 or self._executor.done:
+            return 0.0
+        return self._scheduler.plan_at() - self._clock()
+
     def control(self, op: Control) -> list[str]:
         """Do it between the steps planned so far and those to come. What each worker says of it; of what workers have
         no part in, nothing. Raises RequestRejected where the configuration rules it out, EngineDeadError."""

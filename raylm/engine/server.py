@@ -38,6 +38,8 @@ logger = get_logger(__name__)
 _IDLE_POLL_MS = 200
 _BACKLOG_POLL_MS = 20
 """How often an engine with nothing else to do looks whether a client that was behind reads again."""
+_DELAY_POLL_MS = 1
+"""How often an engine that delays a plan looks whether the step that runs has ended early."""
 _LAST_WORDS_S = 1.0
 
 
@@ -95,6 +97,8 @@ class EngineServer:
                 if not self._engine.has_work:
                     self._engine.check()
                 self._receive(self._patience_ms)
+                while 1000 * self._engine.delay_s >= _DELAY_POLL_MS:
+                    self._receive(_DELAY_POLL_MS)
                 if deltas := self._engine.step():
                     begin = time.perf_counter()
                     self._deliver(deltas)

@@ -41,6 +41,11 @@ class Executor(Protocol):
         """Send a plan; it is run after those sent before it."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns, or raises, at once. There must be a plan not answered yet."""
+        ...
+
     def result(self) -> Sampled:
         """The result of the oldest plan not answered yet. Raises EngineDeadError."""
         ...

@@ -35,6 +35,10 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._steps.append(self._live_worker().submit(plan))
 
+    @property
+    def done(self) -> bool:
+        return bool(self._results) or self._steps[0].done
+
     def result(self) -> Sampled:
         if self._results:
             return self._results.popleft()

@@ -205,6 +205,10 @@ class RayExecutor:
         thread."""
         return max(self._patience.limit_s, self._order_limit_s)
 
+    @property
+    def done(self) -> bool:
+        return self._started().has_result()
+
     def result(self) -> Sampled:
         channel, timeout = self._started(), self._patience.limit_s
         deadline = time.monotonic() + timeout

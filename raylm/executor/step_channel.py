@@ -120,6 +120,10 @@ class PlanSender:
             self._read(timeout_ms)
         return self._results.popleft() if self._results else None
 
+    def has_result(self) -> bool:
+        """Whether `receive` returns, or raises, at once."""
+        return bool(self._results or self._poller.poll(0))
+
     def _read(self, timeout_ms: int) -> None:
         """Take in one message, if one comes within `timeout_ms`."""
         for socket, _ in self._poller.poll(timeout_ms):

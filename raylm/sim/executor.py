@@ -66,8 +66,13 @@ class SimulatedExecutor:
         result = Sampled(plan.step, tokens) if len(tokens) == len(counts) else Sampled(plan.step, tokens, counts)
         self._done.append(_Done(self._free_at, result))
 
+    @property
+    def done(self) -> bool:
+        return self._done[0].at <= self.now
+
     def result(self) -> Sampled:
-        self.now, result = self._done.popleft()
+        at, result = self._done.popleft()
+        self.now = max(self.now, at)
         return result
 
     def control(self, op: WorkerControl) -> list[str]:

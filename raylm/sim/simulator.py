@@ -96,6 +96,7 @@ class Simulation:
         """Until every request has ended."""
         while self._coming or self._engine.has_work:
             self._take_arrivals()
+            self._delay()
             before = self._executor.now
             for delta in self._engine.step():
                 self._served[int(delta.request_id)].take(delta, self._executor.now)
@@ -105,6 +106,16 @@ class Simulation:
         hit_rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         self._engine.shutdown()
         return Outcome(self._served, self._executor.now, stats.num_preemptions, hit_rate)
+
+    def _delay(self) -> None:
+        """The next step waits for requests as long as a server's does."""
+        while (delay := self._engine.delay_s) > 0:
+            until = self._executor.now + delay
+            if not self._coming or self._served[self._coming[0]].arrival.at > until:
+                self._executor.now = until
+                return
+            self._executor.now = self._served[self._coming[0]].arrival.at
+            self._take_arrivals()
 
     def _take_arrivals(self) -> None:
         while self._coming and self._served[self._coming[0]].arrival.at <= self._executor.now:

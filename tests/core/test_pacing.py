@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.config.engine import SchedulerConfig
-from raylm.core.pacing import PrefillPacer, StepCost, StepTimer
+from raylm.core.pacing import PlanDelay, PrefillPacer, StepCost, StepTimer
 
 Cost = Callable[[int, int], float]
 FULL = 2048
@@ -201,6 +201,40 @@ def test_the_slope_stays_when_steps_become_alike():
         cost.observe(500 + i % 2, 0.03 + 0.001 * (i % 2))
     assert 0.7e-5 < cost.slope < 6e-5
     assert cost.tokens_in(0.0305) == pytest.approx(500.5, abs=50)
+
+
+# When the next step is planned.
+
+
+def test_a_plan_waits_until_shortly_before_steps_like_the_running_one_end():
+    delay = PlanDelay()
+    for seconds in (0.012, 0.010, 0.011):
+        delay.observe(32, seconds)
+    for tokens in (31, 32, 33, 34):
+        assert delay.until(tokens, 5.0) == pytest.approx(5.0 + 0.9 * 0.010 - 0.002)
+
+
+def test_a_plan_behind_a_step_like_none_before_is_made_at_once():
+    delay = PlanDelay()
+    assert delay.until(32, 5.0) < 5.0
+    delay.observe(32, 0.010)
+    for tokens in (28, 36, 544):
+        assert delay.until(tokens, 5.0) < 5.0
+
+
+def test_one_short_step_is_forgotten_soon():
+    delay = PlanDelay()
+    delay.observe(32, 0.001)
+    for _ in range(8):
+        assert delay.until(32, 0.0) < 0.0
+        delay.observe(32, 0.010)
+    assert delay.until(32, 0.0) == pytest.approx(0.007)
+
+
+def test_steps_too_short_to_plan_in_are_not_waited_for():
+    delay = PlanDelay()
+    delay.observe(32, 0.002)
+    assert delay.until(32, 5.0) < 5.0
 
 
 # The timer.

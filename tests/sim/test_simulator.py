@@ -55,6 +55,14 @@ def test_two_plans_are_in_flight():
     assert second.times == pytest.approx([0.11])
 
 
+def test_a_plan_waits_for_those_who_come_while_steps_like_the_running_one_run():
+    """Steps of 10 ms run from 0.11 to 0.12 and so on; plans are made 3 ms before a step ends."""
+    for at, first in [(0.1165, 0.16), (0.1175, 0.17)]:
+        decoding, late = simulate([arrival(0.0, 50, 40), arrival(at, 30, 1)]).served
+        assert decoding.times[:7] == pytest.approx([0.06, 0.07, 0.08, 0.09, 0.10, 0.11, 0.12])
+        assert late.times == pytest.approx([first])
+
+
 def test_every_request_gets_its_tokens_and_the_clock_only_goes_on():
     arrivals = make_trace("tenants", rate=40, requests=150, seed=3)
     outcome = simulate(arrivals, cost=PRESETS["h200-8b"], num_blocks=2000, max_num_seqs=32)

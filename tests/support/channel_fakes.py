@@ -28,7 +28,13 @@ class Served:
     """An engine server in a thread."""
 
     def __init__(
-        self, executor: FakeExecutor, *, queue: int = 1024, events: bool = False, profile_folder: str | None = None
+        self,
+        executor: FakeExecutor,
+        *,
+        queue: int = 1024,
+        events: bool = False,
+        profile_folder: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(path="fake"),
@@ -37,7 +43,7 @@ class Served:
             runtime=RuntimeConfig(profile_folder=profile_folder),
         )
         self.executor = executor
-        self.engine = Engine(resolve(config, "cpu"), executor, plans_in_flight=2)
+        self.engine = Engine(resolve(config, "cpu"), executor, plans_in_flight=2, clock=clock)
         self.server = EngineServer(self.engine, host="127.0.0.1")
         self.keys = KeyPair(*zmq.curve_keypair())
         self.server.clients.allow(self.keys.public)

@@ -218,6 +218,10 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
+    @property
+    def done(self) -> bool:
+        return True
+
     def result(self) -> Sampled:
         self.num_steps += 1
         if self.fail_at is not None and self.num_steps >= self.fail_at:

@@ -93,6 +93,10 @@ class PacedExecutor:
         self._free_at = max(self._free_at, time.monotonic()) + self._pace.cost.seconds(prefill, decode, context)
         self._done.append((self._free_at, Sampled(plan.step, tokens)))
 
+    @property
+    def done(self) -> bool:
+        return time.monotonic() >= self._done[0][0]
+
     def result(self) -> Sampled:
         at, result = self._done.popleft()
         if (wait := at - time.monotonic()) > 0:

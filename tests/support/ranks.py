@@ -107,6 +107,10 @@ class ProcessExecutor:
         self.plans.append(plan)
         self._sender.send(plan)
 
+    @property
+    def done(self) -> bool:
+        return self._sender.has_result()
+
     def result(self) -> Sampled:
         result = self._sender.receive(_TIMEOUT_S * 1000)
         if result is None:
