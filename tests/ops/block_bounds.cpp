@@ -7,6 +7,11 @@
 #include <string>
 #include <vector>
 
+#if defined(__AMX_INT8__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "raylm/cpu/block_kinds.h"
 #include "raylm/cpu/block_linear.h"
 
@@ -39,7 +44,8 @@ void multiply(int64_t out_size, int64_t num_blocks, int64_t rows, int64_t missin
   std::vector<float> x(rows * size), scales(rows * size / raylm::kQuantised * 4), out(rows * out_size), bias(out_size);
   for (float& value : x) value = static_cast<float>(next_byte()) - 100.0f;
   std::vector<int16_t> codes(rows * size);
-  const raylm::QuantisedRows quantised{codes.data(), scales.data(), size};
+  std::vector<uint8_t> bytes(rows * size * 2);
+  const raylm::QuantisedRows quantised{codes.data(), scales.data(), size, bytes.data()};
   raylm::quantise<float>({raylm::DType::kFloat32, x.data(), size, quantised}, 0, rows);
   raylm::BlockLinearArgs args{};
   args.x = quantised;
@@ -59,6 +65,9 @@ void multiply(int64_t out_size, int64_t num_blocks, int64_t rows, int64_t missin
 }  // namespace
 
 int main(int argc, char** argv) {
+#if defined(__AMX_INT8__)
+  if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 1;  // as csrc/cpu/dispatch.cpp asks for tiles
+#endif
   int kinds = 0;
   for (int number = 0; number < 256; ++number) {
     kinds += raylm::with_kind(number, [&](auto kind) {
@@ -69,7 +78,7 @@ int main(int argc, char** argv) {
       read<Kind>(Kind::kBytes);
       for (const int64_t out_size : {1, 3, 17}) {
         for (const int64_t num_blocks : {1, 3, 17}) {
-          for (const int64_t rows : {1, 5}) multiply<Kind>(out_size, num_blocks, rows, 0);
+          for (const int64_t rows : {1, 5, 13, 21}) multiply<Kind>(out_size, num_blocks, rows, 0);
         }
       }
     });

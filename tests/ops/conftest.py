@@ -14,7 +14,7 @@ from raylm.ops import extension, fallback
 
 Kernel = Callable[..., Any]
 
-ISAS = ("avx512vnni", "avx512", "avx2", "generic")
+ISAS = ("amx", "avx512vnni", "avx512", "avx2", "generic")
 """Instruction sets that the CPU's kernels are compiled for, the widest first."""
 ONE_FOR_ALL = {"accept", "block_kernels", "decode_blocks", "place"}
 """Compiled for a CPU once, whatever its instructions."""

@@ -18,8 +18,15 @@ FLAGS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
     "avx512vnni": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"],
 }
+FLAGS["amx"] = [*FLAGS["avx512vnni"], "-mamx-tile", "-mamx-int8"]
 """As in cuda_ext/CMakeLists.txt."""
-NEEDED = {"generic": set(), "avx2": {"avx2"}, "avx512": {"avx512bw"}, "avx512vnni": {"avx512bw", "avx512_vnni"}}
+NEEDED = {
+    "generic": set(),
+    "avx2": {"avx2"},
+    "avx512": {"avx512bw"},
+    "avx512vnni": {"avx512bw", "avx512_vnni"},
+    "amx": {"avx512bw", "avx512_vnni", "amx_int8"},
+}
 """Of the flags in /proc/cpuinfo."""
 
 

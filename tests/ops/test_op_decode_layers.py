@@ -151,7 +151,7 @@ def assert_same(ours: Step, theirs: Step) -> None:
     assert ours.residual.isfinite().all()
 
 
-@pytest.fixture(params=["avx512vnni", "avx512", "avx2", "generic"])
+@pytest.fixture(params=["amx", "avx512vnni", "avx512", "avx2", "generic"])
 def kernels(request: pytest.FixtureRequest) -> None:
     """Once for each instruction set."""
     request.getfixturevalue("use_isa")(request.param)

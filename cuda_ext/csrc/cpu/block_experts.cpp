@@ -1,7 +1,6 @@
 // A mixture of experts whose weights are in blocks: the products of block_linear, for each expert with the rows that go to
 // it.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -9,6 +8,7 @@
 #include "blocks.h"
 #include "common.h"
 #include "phases.h"
+#include "quantised.h"
 
 namespace raylm {
 namespace {
@@ -77,35 +77,6 @@ Sizes check(const Given& given) {
   }
   return sizes;
 }
-
-// Rows in 16 bits, and the memory that they are in.
-class Quantised {
- public:
-  Quantised(int64_t rows, int64_t size)
-      : size_(size), codes_(std::make_unique_for_overwrite<int16_t[]>(rows * size)),
-        scales_(std::make_unique_for_overwrite<float[]>(rows * scales_of_row())) {}
-
-  // From a row on.
-  QuantisedRows from(int64_t row) const {
-    return {codes_.get() + row * size_, scales_.get() + row * scales_of_row(), size_};
-  }
-
-  void quantise(DType dtype, const void* values, int64_t row) const {
-    cpu_kernels().quantise({dtype, values, size_, from(row)}, 0, 1);
-  }
-
-  void copy(int64_t row, int64_t to) const {
-    std::memcpy(from(to).codes, from(row).codes, size_ * sizeof(int16_t));
-    std::memcpy(from(to).scales, from(row).scales, scales_of_row() * sizeof(float));
-  }
-
- private:
-  int64_t scales_of_row() const { return size_ / kQuantised * 4; }
-
-  int64_t size_;
-  std::unique_ptr<int16_t[]> codes_;
-  std::unique_ptr<float[]> scales_;
-};
 
 // A row of x and one of its experts are a pair. Pairs lie in the order of their experts, so that an expert's rows are
 // neighbours; those of experts that no row goes to are not there, and their weights are not read.
@@ -183,7 +154,7 @@ class Mixture {
     switch (phase) {
       case 0: return quantise_row(piece);
       case 1: return multiply(cpu_kernels().block_gated, gate_up_, piece);
-      case 2: return inner_rows_.quantise(dtype_, inner_.get() + piece * sizes_.inner * element_, piece);
+      case 2: return inner_rows_.quantise(dtype_, inner_.get() + piece * sizes_.inner * element_, piece, 0, sizes_.inner);
       case 3: return multiply(cpu_kernels().block_linear, down_, piece);
       default: return cpu_kernels().combine(combine_, piece, piece + 1);
     }
@@ -194,7 +165,7 @@ class Mixture {
     const int64_t* places = places_.data() + row * sizes_.per_row;
     if (sizes_.per_row == 0) return;
     const char* x = static_cast<const char*>(given_.x.const_data_ptr()) + row * given_.x.stride(0) * element_;
-    rows_.quantise(dtype_, x, places[0]);
+    rows_.quantise(dtype_, x, places[0], 0, sizes_.hidden);
     for (int64_t k = 1; k < sizes_.per_row; ++k) rows_.copy(places[0], places[k]);
   }
 

@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "blocks.h"
 #include "common.h"
+#include "quantised.h"
 
 namespace raylm {
 namespace {
@@ -41,27 +41,24 @@ int64_t check(const char* op, const Tensor& x, const Tensors& blocks, const std:
   return columns;
 }
 
-// x in 16 bits, and the memory that it is in.
-class Quantised {
+// x in 16 bits.
+class QuantisedX {
  public:
-  explicit Quantised(const Tensor& x)
-      : size_(x.size(x.dim() - 1)), num_rows_(size_ == 0 ? 0 : x.numel() / size_),
-        codes_(std::make_unique_for_overwrite<int16_t[]>(num_rows_ * size_)),
-        scales_(std::make_unique_for_overwrite<float[]>(num_rows_ * size_ / kQuantised * 4)) {
+  explicit QuantisedX(const Tensor& x)
+      : size_(x.size(x.dim() - 1)), num_rows_(size_ == 0 ? 0 : x.numel() / size_), memory_(num_rows_, size_) {
     const QuantiseArgs args{dtype_of(x), x.const_data_ptr(), x.dim() == 2 ? x.stride(0) : size_, rows()};
     for_range(num_rows_, size_, [&](int64_t begin, int64_t end) { cpu_kernels().quantise(args, begin, end); });
   }
 
-  QuantisedRows rows() const { return {codes_.get(), scales_.get(), size_}; }
+  QuantisedRows rows() const { return memory_.from(0); }
   int64_t num_rows() const { return num_rows_; }
 
  private:
   int64_t size_, num_rows_;
-  std::unique_ptr<int16_t[]> codes_;
-  std::unique_ptr<float[]> scales_;
+  Quantised memory_;
 };
 
-BlockLinearArgs args_for(const Tensor& x, const Quantised& quantised, const Tensor& out) {
+BlockLinearArgs args_for(const Tensor& x, const QuantisedX& quantised, const Tensor& out) {
   BlockLinearArgs args{};
   args.dtype = dtype_of(x);
   args.x = quantised.rows();
@@ -92,12 +89,12 @@ const void* bias_from(const std::optional<Tensor>& bias, int64_t column) {
 int64_t groups_of(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
 
 // As in linear: products of 16 bits take about as long as those of floats.
-int64_t cost_of(const Quantised& x) { return kLinearColumns * x.rows().size * x.num_rows() / 4; }
+int64_t cost_of(const QuantisedX& x) { return kLinearColumns * x.rows().size * x.num_rows() / 4; }
 
 Tensor block_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::optional<Tensor> bias) {
   Tensor out = empty_out(x, check("block_linear", x, blocks, kinds, bias));
   if (out.numel() == 0) return out;
-  const Quantised quantised(x);
+  const QuantisedX quantised(x);
   std::vector<BlockLinearArgs> parts;
   std::vector<int64_t> ends;  // in groups of columns, of all weights
   int64_t column = 0, groups = 0;
@@ -130,7 +127,7 @@ Tensor block_gated_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, 
   Arg(op, "blocks[1]", blocks[1]).size(0, width, "as blocks[0]");
   Tensor out = empty_out(x, width);
   if (out.numel() == 0) return out;
-  const Quantised quantised(x);
+  const QuantisedX quantised(x);
   BlockLinearArgs args = args_for(x, quantised, out);
   for (int i = 0; i < 2; ++i) set_weight(args, i, blocks[i], kinds[i], bias_from(bias, i * width));
   args.activation = gelu_tanh ? Activation::kGeluTanh : Activation::kSilu;

@@ -1,6 +1,11 @@
 // Picks the best instruction set that this machine has, when the library is loaded.
 #include <cstring>
 
+#if defined(RAYLM_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "raylm/cpu/kernels.h"
 
 namespace raylm {
@@ -11,8 +16,19 @@ CpuKernels avx2();
 CpuKernels avx512();
 CpuKernels avx512vnni();
 #endif
+#if defined(RAYLM_AMX)
+CpuKernels amx();
+#endif
 
 namespace {
+
+#if defined(RAYLM_AMX)
+// Whether the chip has tiles of bytes and the system lets this process use them, which it must be asked for.
+bool may_use_amx() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+  return __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 // The table called `isa`, or the best one for null. False where this machine cannot run it.
 bool choose(const char* isa, CpuKernels& table) {
@@ -22,7 +38,11 @@ bool choose(const char* isa, CpuKernels& table) {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512vnni") && wanted("avx512vnni")) return table = avx512vnni(), true;
+  const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+#if defined(RAYLM_AMX)
+  if (has_vnni && wanted("amx") && may_use_amx()) return table = amx(), true;
+#endif
+  if (has_vnni && wanted("avx512vnni")) return table = avx512vnni(), true;
   if (has_avx512 && wanted("avx512")) return table = avx512(), true;
   if (has_avx2 && wanted("avx2")) return table = avx2(), true;
 #endif
@@ -45,7 +65,7 @@ const CpuKernels& cpu_kernels() { return chosen(); }
 
 }  // namespace raylm
 
-// The instruction set in use: "avx512vnni", "avx512", "avx2" or "generic".
+// The instruction set in use: "amx", "avx512vnni", "avx512", "avx2" or "generic".
 extern "C" __attribute__((visibility("default"))) const char* raylm_cpu_isa() { return raylm::chosen().isa; }
 
 // Runs another one from now on, for tests and comparisons; not while an operator runs. False, and no change, where this

@@ -6,6 +6,7 @@
 
 #include "blocks.h"
 #include "common.h"
+#include "quantised.h"
 
 namespace raylm {
 
@@ -15,26 +16,21 @@ inline int64_t groups_of_columns(int64_t columns) { return (columns + kLinearCol
 class ProductInput {
  public:
   ProductInput(int64_t rows, int64_t size)
-      : size_(size), values_(std::make_unique_for_overwrite<float[]>(rows * size)),
-        codes_(std::make_unique_for_overwrite<int16_t[]>(rows * size)),
-        scales_(std::make_unique_for_overwrite<float[]>(rows * (size / kQuantised) * 4)) {}
+      : size_(size), values_(std::make_unique_for_overwrite<float[]>(rows * size)), quantised_(rows, size) {}
 
   int64_t size() const { return size_; }
   float* values() const { return values_.get(); }
-  QuantisedRows quantised() const { return {codes_.get(), scales_.get(), size_}; }
+  QuantisedRows quantised() const { return quantised_.from(0); }
 
   // Some values of a row in 16 bits, from a multiple of kQuantised on.
   void quantise(int64_t row, int64_t begin, int64_t count) const {
-    const int64_t at = row * size_ + begin;
-    const QuantisedRows out{codes_.get() + at, scales_.get() + at / kQuantised * 4, count};
-    cpu_kernels().quantise({DType::kFloat32, values_.get() + at, size_, out}, 0, 1);
+    quantised_.quantise(DType::kFloat32, values_.get() + row * size_ + begin, row, begin, count);
   }
 
  private:
   int64_t size_;
   std::unique_ptr<float[]> values_;
-  std::unique_ptr<int16_t[]> codes_;
-  std::unique_ptr<float[]> scales_;
+  Quantised quantised_;
 };
 
 // x times the transpose of a weight. The weight is one plain matrix, or parts in blocks side by side, or (`gated`) gate and

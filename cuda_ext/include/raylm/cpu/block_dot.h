@@ -22,6 +22,12 @@ constexpr int kTilesAtOnce = kLinearColumns / kWidth;
 constexpr int kTilesAtOnce = 1;
 #endif
 
+#if defined(__AVX512VNNI__)
+constexpr bool kReadsBytes = true;
+#else
+constexpr bool kReadsBytes = false;
+#endif
+
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 using Wide = __m512i;
@@ -61,6 +67,44 @@ RAYLM_INLINE void multiply_add(VecI& to, Wide a, Wide b) {
   to = bit_cast<VecI>(sum);
 #endif
 }
+#endif
+
+#if defined(__AVX512VNNI__)
+// The low bytes of codes, and kQuantised bytes behind them the high ones.
+RAYLM_INLINE void store_bytes(uint8_t* p, VecI code) {
+  const Wide all = bit_cast<Wide>(code);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(all));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + kQuantised), _mm512_cvtepi32_epi8(_mm512_srai_epi32(all, 8)));
+}
+
+// As add_products, for codes of weights below 128, which need not be widened: the low bytes of x, which `x` is, have no sign,
+// and the high ones do.
+template <int Count, int M, int N>
+RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x, int64_t stride, VecI (&dot)[N][M]) {
+  VecI high[N][M] = {};
+#pragma GCC unroll 8
+  for (int g = 0; g < Count; ++g) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const uint8_t* four = x + m * stride + 4 * g;
+      const Wide low_bytes = same(load_u32(four)), high_bytes = same(load_u32(four + kQuantised));
+#pragma GCC unroll 2
+      for (int t = 0; t < N; ++t) {
+        const Wide weights = bit_cast<Wide>(codes[t][g]);
+        dot[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<Wide>(dot[t][m]), low_bytes, weights));
+        high[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<Wide>(high[t][m]), weights, high_bytes));
+      }
+    }
+  }
+  for (int t = 0; t < N; ++t) {
+    for (int m = 0; m < M; ++m) dot[t][m] += high[t][m] << 8;
+  }
+}
+#else
+RAYLM_INLINE void store_bytes(uint8_t*, VecI) {}
+
+template <int Count, int M, int N>
+RAYLM_INLINE void add_byte_products(const VecU* const*, const uint8_t*, int64_t, VecI (&)[N][M]) {}
 #endif
 
 // dot[t][m] += for each lane the sum of the products of Count words of codes of tile t with as many of row m of x. Sums
@@ -109,37 +153,61 @@ RAYLM_INLINE void add_products(const VecU* const codes[N], const int16_t* x, int
 struct RowsOfX {
   const int16_t* codes;
   const float* scales;
+  const uint8_t* bytes;
   int64_t codes_stride, scales_stride;
 
   RAYLM_INLINE RowsOfX(const QuantisedRows& x, int64_t row, int64_t block)
       : codes(x.codes + row * x.size + block * kQuantised),
         scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
+        bytes(kReadsBytes ? x.bytes + (row * x.size + block * kQuantised) * 2 : nullptr),
         codes_stride(x.size),
         scales_stride(x.size / kQuantised * 4) {}
+
+  // On to the next block of kQuantised values.
+  RAYLM_INLINE void advance() {
+    codes += kQuantised;
+    scales += 4;
+    if constexpr (kReadsBytes) bytes += 2 * kQuantised;
+  }
 };
+
+// sum += a part's products of codes, as numbers: `scale` and `code_sum` are those of a row of x.
+template <typename C>
+RAYLM_INLINE void add_part(Vec& sum, VecI dot, Vec weight_scale, Vec weight_min, float scale, float code_sum) {
+  sum = fused_multiply_add(__builtin_convertvector(dot, Vec), weight_scale * scale, sum);
+  if constexpr (!C::kSigned) sum = fused_multiply_add(weight_min, splat(code_sum), sum);
+}
+
+// Which of a row's scales has the sum of the codes of a part.
+template <typename C>
+constexpr int sum_of_part(int part) {
+  return C::kPart == kQuantised ? 1 : 2 + part;
+}
 
 // sums[t][m] += row m of x times the rows of tile t, for M rows, N tiles and `count` times kQuantised values. The order
 // of additions is the same for every M, so that a row's result does not depend on the rows beside it.
 template <typename C, int M, int N>
 RAYLM_INLINE void add_blocks(const TileBlock (&tiles)[N], int count, RowsOfX x, Vec (&sums)[N][M]) {
   constexpr int kParts = kQuantised / C::kPart, kWords = C::kPart / 4;
-  for (int b = 0; b < count; ++b, x.codes += kQuantised, x.scales += 4) {
+  for (int b = 0; b < count; ++b, x.advance()) {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       const int s = b * kParts + part;
       const VecU* codes[N];
       for (int t = 0; t < N; ++t) codes[t] = tiles[t].codes + s * kWords;
       VecI dot[N][M] = {};
-      add_products<C::kSigned, kWords, M, N>(codes, x.codes + part * C::kPart, x.codes_stride, dot);
+      if constexpr (kReadsBytes && !C::kSigned) {
+        add_byte_products<kWords, M, N>(codes, x.bytes + part * C::kPart, 2 * x.codes_stride, dot);
+      } else {
+        add_products<C::kSigned, kWords, M, N>(codes, x.codes + part * C::kPart, x.codes_stride, dot);
+      }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const float* of_row = x.scales + m * x.scales_stride;
-        const float scale = of_row[0], sum = of_row[kParts == 1 ? 1 : 2 + part];
+        const float scale = of_row[0], sum = of_row[sum_of_part<C>(part)];
 #pragma GCC unroll 2
         for (int t = 0; t < N; ++t) {
-          Vec product = __builtin_convertvector(dot[t][m], Vec) * (tiles[t].scale[s] * scale);
-          if constexpr (!C::kSigned) product += tiles[t].min[s] * sum;
-          sums[t][m] += product;
+          add_part<C>(sums[t][m], dot[t][m], tiles[t].scale[s], C::kSigned ? Vec{} : tiles[t].min[s], scale, sum);
         }
       }
     }

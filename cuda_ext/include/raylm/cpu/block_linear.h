@@ -1,6 +1,7 @@
 // y = x W^T + b with a quantised weight as it is stored: tiles of it are decoded where all rows of x use them.
 #pragma once
 
+#include "raylm/cpu/block_amx.h"
 #include "raylm/cpu/block_dot.h"
 #include "raylm/cpu/gated.h"
 
@@ -25,8 +26,8 @@ RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
 #endif
 }
 
-// Codes and scales of kQuantised values.
-RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* codes, float* scales) {
+// Codes and scales of kQuantised values, and the codes' bytes where they are read.
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* codes, float* scales, uint8_t* bytes) {
   constexpr int kVectors = kQuantised / kWidth;
   constexpr float kMost = 32767.0f;
   Vec largest{}, not_finite{};
@@ -44,6 +45,7 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* code
     const Vec code = min(splat(kMost), max(rounded(v[i] * inverse), splat(-kMost)));
     halves[2 * i / kVectors] += code;
     store_codes(codes + i * kWidth, __builtin_convertvector(code, VecI));
+    if constexpr (kReadsBytes) store_bytes(bytes + i * kWidth, __builtin_convertvector(code, VecI));
   }
   const Vec sums = sum4(not_finite, halves[0] + halves[1], halves[0], halves[1]);
   const float scale = most / kMost + sums[0];
@@ -58,8 +60,8 @@ inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
     for (int64_t b = 0; b < a.out.size / kQuantised; ++b) {
       Vec v[kQuantised / kWidth];
       for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
-      quantise_block(v, a.out.codes + row * a.out.size + b * kQuantised,
-                     a.out.scales + (row * (a.out.size / kQuantised) + b) * 4);
+      const int64_t at = row * a.out.size + b * kQuantised;
+      quantise_block(v, a.out.codes + at, a.out.scales + at / kQuantised * 4, kReadsBytes ? a.out.bytes + 2 * at : nullptr);
     }
   }
 }
@@ -77,6 +79,9 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
     const int64_t c = column + n < a.out_size ? column + n : a.out_size - 1;
     lines[n] = a.blocks[weight] + c * stride;
   }
+  using C = typename Reader<Kind>::Like;
+  const bool in_tiles = kTileRows > 0 && rows >= kTileRows && C::kPart == kQuantised;
+  const TileRegisters registers(in_tiles ? rows : 0);
   Tile tiles[kLinearColumns / kWidth];
   for (int64_t t = 0, first = 0; t < num_tiles; ++t) {
     const int count = static_cast<int>((blocks - first + num_tiles - t - 1) / (num_tiles - t));
@@ -86,9 +91,8 @@ __attribute__((noinline)) void block_columns(const BlockLinearArgs& a, int weigh
       if (rows == 1) dot_row<Kind>(of_tile, first, count, ahead, a.x, row, results + n * kWidth);
       else decode_tile<Kind>(of_tile, first, count, ahead, tiles[n]);
     }
-    if (rows > 1) {
-      dot_tiles<typename Reader<Kind>::Like>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
-    }
+    if (in_tiles) multiply_in_tiles<C>(tiles[0].begin(), count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
+    else if (rows > 1) dot_tiles<C>(tiles, count * kPerBlock, a.x, row, rows, first * kPerBlock, results);
     first += count;
   }
 }

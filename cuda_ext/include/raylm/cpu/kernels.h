@@ -66,6 +66,9 @@ struct QuantisedRows {
   int16_t* codes;  // [rows, size], of each four values in the order 0 2 1 3
   float* scales;   // [rows, size / kQuantised, 4]: scale; scale times the sum of the codes; that of each half of them
   int64_t size;    // of a row
+  // [rows, size / kQuantised, 2, kQuantised]: the codes' low bytes, then their high ones, in the order of values. Null where
+  // the table reads none.
+  uint8_t* bytes;
 };
 
 struct QuantiseArgs {
@@ -141,6 +144,7 @@ constexpr int64_t attention_scratch(int64_t rows, int64_t head_dim) {
 
 struct CpuKernels {
   const char* isa;
+  bool reads_bytes;  // whether block_linear and block_gated need the bytes of QuantisedRows
   void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);                           // rows
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);                           // tokens
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);                          // tokens

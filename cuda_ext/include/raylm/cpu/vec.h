@@ -183,6 +183,17 @@ RAYLM_INLINE Vec sum4(Vec a, Vec b, Vec c, Vec d) {
 
 RAYLM_INLINE float sum(Vec v) { return sum4(v, v, v, v)[0]; }
 
+// a * b + c, rounded once where the instruction set can: where it matters that two functions round alike.
+RAYLM_INLINE Vec fused_multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return bit_cast<Vec>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return bit_cast<Vec>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
 RAYLM_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 RAYLM_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
