@@ -246,7 +246,7 @@ class Scheduler:
 
     def plan_at(self) -> float:
         """When to plan the next step, so that those who come before are in it and the device does not wait for it: the
-        past where the step has no room for one more, or none is under way."""
+        past where those who wait fill it, or none is under way."""
         preempted = len(self._policy) > self._num_new
         if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
             return float("-inf")

@@ -74,6 +74,8 @@ class Engine:
         Raises ConfigError, EngineDeadError."""
         self._executor = executor
         self._window = plans_in_flight
+        # Each stage of a pipeline needs a plan. Without graphs the host takes too long to launch a step.
+        self._delays = plans_in_flight == 2 and config.parallel.pipeline == 1 and config.runtime.cuda_graphs
         self._clock = clock
         self._num_in_flight = 0
         self._num_generated = 0
@@ -248,7 +250,7 @@ class Engine:
     def delay_s(self) -> float:
         """How long the next call of `step` can wait for requests that are still to come while the device has work: 0 or
         less where it should be called now."""
-        if self._num_in_flight != 1 or self._window != 2 or self._executor.done:
+        if not self._delays or self._num_in_flight != 1 or self._executor.done:
             return 0.0
         return self._scheduler.plan_at() - self._clock()
 

@@ -97,8 +97,7 @@ class EngineServer:
                 if not self._engine.has_work:
                     self._engine.check()
                 self._receive(self._patience_ms)
-                while 1000 * self._engine.delay_s >= _DELAY_POLL_MS:
-                    self._receive(_DELAY_POLL_MS)
+                self._delay()
                 if deltas := self._engine.step():
                     begin = time.perf_counter()
                     self._deliver(deltas)
@@ -130,6 +129,13 @@ class EngineServer:
         if self._engine.has_work:
             return 0
         return _IDLE_POLL_MS if self._outbox.is_empty else _BACKLOG_POLL_MS
+
+    def _delay(self) -> None:
+        """Take requests until the next step must be planned."""
+        begin = time.perf_counter()
+        while 1000 * self._engine.delay_s >= _DELAY_POLL_MS:
+            self._receive(_DELAY_POLL_MS)
+        self._engine.meter.delay.observe(time.perf_counter() - begin)
 
     def _receive(self, timeout_ms: int) -> None:
         """Take every message that is there; wait up to `timeout_ms` for the first."""

@@ -7,10 +7,11 @@ from raylm.core.measures import STEP_BOUNDS, TOKENS_BOUNDS
 
 
 class StepMeter:
-    """Histograms of the step loop's stages. With two plans in flight `wait` is what of a step's time on the device the
-    other stages do not hide."""
+    """Histograms of the step loop's stages. With two plans in flight `delay` and `wait` are what of a step's time on
+    the device the other stages do not hide: while a plan waits for requests, and after it is sent."""
 
     def __init__(self) -> None:
+        self.delay = Histogram(STEP_BOUNDS)
         self.schedule = Histogram(STEP_BOUNDS)
         self.submit = Histogram(STEP_BOUNDS)
         self.wait = Histogram(STEP_BOUNDS)
@@ -23,6 +24,7 @@ class StepMeter:
     def seconds(self) -> dict[str, Buckets]:
         """By stage."""
         stages = {
+            "delay": self.delay,
             "schedule": self.schedule,
             "submit": self.submit,
             "wait": self.wait,

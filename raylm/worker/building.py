@@ -155,19 +155,21 @@ def _profile(
             loaded.device,
             step=lambda: runner.execute(plan),
             graphs=runner.warm_up_graphs,
-            graph_layers=_num_graphs(config, loaded, rows) * len(loaded.model.layer_numbers),
+            graph_layers=_graph_layers(config, loaded, rows),
             cache_bytes=store.block_bytes * size.num_blocks,
         )
 
 
-def _num_graphs(config: ResolvedEngine, loaded: Loaded, rows: int) -> int:
-    """CUDA graphs that there may be."""
+def _graph_layers(config: ResolvedEngine, loaded: Loaded, rows: int) -> int:
+    """The layers that all CUDA graphs that there may be have together."""
     if not loaded.captures:
         return 0
-    # Each size may be captured twice: up to tokens, and up to hidden states.
-    count = 2 * len(graph_sizes(rows))
-    kinds = 1 + (loaded.drafting is not None)
-    return count + kinds * MOST_WIDE_GRAPHS + loaded.shares_prefixes * MOST_SHARING_GRAPHS
+    # Each size of decodes may be captured twice: up to tokens, and up to hidden states.
+    count = 2 * len(graph_sizes(rows)) + MOST_WIDE_GRAPHS + loaded.shares_prefixes * MOST_SHARING_GRAPHS
+    layers = count * len(loaded.model.layer_numbers)
+    if loaded.drafting is not None:
+        layers += MOST_WIDE_GRAPHS * config.speculation.most * len(loaded.drafting.layers)
+    return layers
 
 
 def _make_matchers(config: ResolvedEngine, loaded: Loaded, grammars: CompiledGrammars | None) -> GrammarMatchers | None:

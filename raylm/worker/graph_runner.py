@@ -7,7 +7,7 @@ special.
 
 Graphs are made on demand: a shape runs eagerly when it first comes (which also loads its kernels) and is captured when
 it comes again, in some 12 ms; so neither the start nor a first answer waits for shapes that may never come. Only the
-largest is captured at the start, because all share one pool of memory and that one takes the most of it.
+largest are captured at the start, because all share one pool of memory and these take the most of it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _LADDER = ((256, 8), (512, 16), (1024, 32), (4096, 64))
 ROW_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Padded rows of steps in which some compute several tokens."""
 _TOKEN_SIZES = (*(size for size in ROW_SIZES if size < 256), *range(256, 1024 + 1, 64))
-"""Their padded tokens. A step over the last one keeps the GPU busy for longer than the host takes to launch it."""
+"""Their padded tokens: of padded rows, too. A step over the last one keeps the GPU busy for longer than the host takes
+to launch it."""
 _MOST_VERIFIED = 256
 """Tokens of a step that verifies drafts up to which its graph samples. Logits of more would fill the graphs' memory."""
-MOST_WIDE_GRAPHS = 64
+MOST_WIDE_GRAPHS = 96
 """Of steps in which rows compute several tokens, and as many of drafts that are made on the device."""
 MOST_SHARING_GRAPHS = 32
 """Of steps whose rows share prefixes."""
@@ -135,14 +136,18 @@ class GraphRunner:
         self._capture = capture
         self._follow = follow
         self._samples = samples
-        self._most_sampled = max(table.max_rows, min(table.max_rows * (1 + num_drafts), max_tokens, _MOST_VERIFIED))
+        most = min(max_tokens, _TOKEN_SIZES[-1])
+        verified = min(table.max_rows * (1 + num_drafts), most, _MOST_VERIFIED)
+        self._most_sampled = max(table.max_rows, verified)
+        self._token_sizes = sorted({*(size for size in _TOKEN_SIZES if size < most), verified, most})
         self._sizes = graph_sizes(table.max_rows)
         self._row_sizes = [size for size in ROW_SIZES if size < table.max_rows] + [table.max_rows]
-        most = max(self._most_sampled, min(max_tokens, _TOKEN_SIZES[-1]))
-        self._token_sizes = [size for size in _TOKEN_SIZES if size < most] + [most]
         self._graphs: dict[Shape, _Graph] = {}
+        """Those that are captured."""
+        self._seen: set[Shape] = set()
+        """Those that have run."""
         device = table.device
-        self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
+        self._hidden = torch.empty(max(most, table.max_rows), hidden_size, dtype=dtype, device=device)
         # Rows that pad a batch take what is there: it must be numbers.
         self._given = None if begins else torch.zeros_like(self._hidden)
 
@@ -196,17 +201,16 @@ class GraphRunner:
         arrays = _padded_arrays(step, shape, self._table.padding_row)
         settings = self._settings(arrays.token_rows) if shape.samples else ()
         packed = self._table.upload.pack([*arrays, *settings])
-        graph = self._graphs.pop(shape, None)
-        if graph is None:
-            self._make_room(shape)
-            graph = _Graph(packed, [*arrays, *settings], self._table.device)
-        self._graphs[shape] = graph  # The last used one is the last.
+        graph = self._graphs.pop(shape, None) or _Graph(packed, [*arrays, *settings], self._table.device)
         graph.buffer.copy_(packed, non_blocking=True)
-        if graph.replay is None and graph.computed is not None:
+        if graph.replay is None and shape in self._seen:
+            self._make_room(shape)
             graph.replay = self._capture(lambda: self._compute(graph, shape))
         if graph.replay is not None:
+            self._graphs[shape] = graph  # The last used one is the last.
             graph.replay()
         else:
+            self._seen.add(shape)
             self._compute(graph, shape)
         assert graph.computed is not None, "it has run"
         return graph.computed

@@ -136,7 +136,7 @@ def shares_prefixes(
 
 
 def captures_graphs(config: RuntimeConfig, device: torch.device, attention: AttentionBackend) -> bool:
-    """Whether decode steps run as CUDA graphs."""
+    """Whether steps of few tokens run as CUDA graphs."""
     return device.type == "cuda" and config.cuda_graphs and attention.supports_graphs
 
 
@@ -182,8 +182,7 @@ def _load_drafting(
         dummy=config.model.load_format == "dummy",
         seed=config.model.seed,
         as_stored=config.model.weights == "stored",
-        # A graph's padding may be more than the budget.
-        max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+        max_tokens=limits.max_num_batched_tokens,
         block_size=config.cache.block_size,
         cache_dtype=choose_cache_dtype(config.cache.dtype, model.dtype),
         measure_cache=config.cache.scales == "measured",

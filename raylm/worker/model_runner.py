@@ -108,7 +108,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_graphs(self) -> None:
-        """Capture the graph that takes the most memory; nothing where there are no graphs."""
+        """Capture the graphs that take the most memory; nothing where there are no graphs."""
         if self._graphs is not None:
             self._graphs.warm_up()
         if self._drafts is not None:

@@ -57,4 +57,5 @@ def test_an_engine_measures_its_steps():
     assert {stage: seen(buckets)[0] for stage, buckets in measures.step_seconds.items()} == {
         **dict.fromkeys(("schedule", "submit", "wait", "update"), 4),
         "send": 0,
+        "delay": 0,
     }

@@ -68,8 +68,13 @@ def test_a_plan_waits_for_more_requests_while_there_is_room() -> None:
 
 @pytest.mark.parametrize(
     ("options", "prompt"),
-    [({"max_num_seqs": 2}, [4, 5]), ({"budget": 16}, list(range(1, 17))), ({"window": 1}, [4, 5])],
-    ids=["rows", "tokens", "window"],
+    [
+        ({"max_num_seqs": 2}, [4, 5]),
+        ({"budget": 16}, list(range(1, 17))),
+        ({"window": 1}, [4, 5]),
+        ({"num_stages": 2}, [4, 5]),
+    ],
+    ids=["rows", "tokens", "window", "stages"],
 )
 def test_no_plan_waits_where_none_could_join(options: dict[str, int], prompt: list[int]) -> None:
     engine = decoding(Timed(), **options)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raylm import ops
 from raylm.core.step import NewBlocks, NewRow, RowSampling
 from raylm.worker import graph_runner
-from raylm.worker.graph_runner import GraphRunner, Run, graph_sizes
+from raylm.worker.graph_runner import Capture, GraphRunner, Run, graph_sizes
 from raylm.worker.input_batch import StepRows
 from raylm.worker.prefix_sharing import PrefixSharing
 from raylm.worker.request_table import RequestTable
@@ -92,6 +92,24 @@ def test_sizes_take_turns_and_padding_leaves_no_trace(folder: Path) -> None:
         assert replayed.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
 
 
+def make_runner(table: RequestTable, capture: Capture, *, max_tokens: int, num_drafts: int = 0) -> GraphRunner:
+    """Of a model that gives the same whatever it is given, for up to 16 tokens."""
+    hidden, logits = torch.ones(16, 8), torch.arange(80.0).view(16, 5)
+    return GraphRunner(
+        lambda batch, _: hidden[: len(batch.token_ids)],
+        lambda given: logits[: len(given)],
+        table,
+        lambda rows: [np.zeros(len(rows), dtype) for dtype in (np.float32, np.int64, np.float32, np.float32, np.int64)],
+        hidden_size=8,
+        dtype=torch.float32,
+        begins=True,
+        samples=True,
+        capture=capture,
+        max_tokens=max_tokens,
+        num_drafts=num_drafts,
+    )
+
+
 @pytest.mark.parametrize("fields", [{}, {"prompt_logprobs": 2, "num_prompt": 13}], ids=["plain", "prompt_logprobs"])
 def test_prompts_and_chunks_beside_decodes_go_through_graphs(folder: Path, fields: dict[str, Any]) -> None:
     capture = Noted()
@@ -126,10 +144,32 @@ def test_of_wide_graphs_those_used_last_are_kept(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(graph_runner, "MOST_WIDE_GRAPHS", 2)
     capture = Noted()
     rig, eager = Rig(folder, num_blocks=64, capture=capture), Rig(folder, num_blocks=64)
-    for rows in ([0, 1], [0], [0, 1], [3], [0, 1], [0]):
+    counts = []
+    for rows in ([0], [0], [0, 1], [0, 1], [0], [0, 1, 2], [0, 1, 2], [0], [3], [0, 1], [0]):
         assert prompts(rig, rows) == prompts(eager, rows)
-    # One row of three tokens has gone for the one of six.
-    assert (capture.num_captured, capture.num_replayed) == (1, 2)
+        counts.append(capture.num_captured)
+    # Two rows have gone for three, which came after one row had come once more. What comes once takes no place.
+    assert counts == [0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(("rows", "drafts", "tokens"), [(1, 4, 5), (8, 4, 40), (32, 7, 256), (64, 3, 256), (4, 0, 4)])
+def test_the_graph_of_the_most_drafts_samples(rows: int, drafts: int, tokens: int) -> None:
+    """Though so many tokens are none of the padded sizes."""
+    table = RequestTable(max_rows=rows, max_model_len=64, block_size=4, num_groups=1, device=CPU)
+    runner = make_runner(table, Noted(), max_tokens=2048, num_drafts=drafts)
+    count = min(rows, tokens // (1 + drafts))
+    lens = np.full(count, 1 + drafts)
+    step = StepRows(np.arange(count), lens, lens, np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.int64))
+    assert runner.takes(step) and runner.samples(step)
+
+
+def test_no_step_is_padded_to_more_than_1024_tokens() -> None:
+    table = RequestTable(max_rows=4096, max_model_len=2048, block_size=4, num_groups=1, device=CPU)
+    runner = make_runner(table, Noted(), max_tokens=8192)
+    for length, taken in [(1023, True), (1024, False)]:  # of 11 rows, which are padded to 12
+        rows, lens = np.arange(11), np.array([length - 10, *[1] * 10])
+        none = np.zeros(11, dtype=np.int64)
+        assert runner.takes(StepRows(rows, lens, none, np.zeros(11, dtype=np.bool_), none)) is taken
 
 
 def test_the_largest_size_can_be_captured_before_any_request(folder: Path) -> None:
@@ -199,7 +239,8 @@ def test_of_graphs_that_share_only_some_are_kept(folder: Path, monkeypatch: pyte
     assert prompts(rig, [0, 1, 2, 3]) == prompts(eager, [0, 1, 2, 3])
     for rows in ([0], [0], [1, 0], [0, 1], [0], [0]):
         assert rig.step({row: 1 for row in rows}) == eager.step({row: 1 for row in rows})
-    assert (capture.num_captured, capture.num_replayed) == (3, 3)
+    # A shape that has run before is captured when it comes again.
+    assert (capture.num_captured, capture.num_replayed) == (3, 4)
 
 
 class Launches(TorchDispatchMode):
@@ -230,20 +271,7 @@ def test_beside_the_model_a_graph_is_three_launches(samples: bool, drafts: int) 
             return super().__call__(counted)
 
     table = RequestTable(max_rows=4, max_model_len=64, block_size=4, num_groups=2, device=CPU)
-    hidden, logits = torch.ones(16, 8), torch.arange(80.0).view(16, 5)
-    runner = GraphRunner(
-        lambda batch, _: hidden[: len(batch.token_ids)],
-        lambda given: logits[: len(given)],
-        table,
-        lambda rows: [np.zeros(len(rows), dtype) for dtype in (np.float32, np.int64, np.float32, np.float32, np.int64)],
-        hidden_size=8,
-        dtype=torch.float32,
-        begins=True,
-        samples=True,
-        capture=Counted(),
-        max_tokens=12,
-        num_drafts=drafts,
-    )
+    runner = make_runner(table, Counted(), max_tokens=12, num_drafts=drafts)
     rows, lens = np.array([2, 0]), np.array([1 + drafts, 1])
     for _ in range(3):
         step = StepRows(rows, lens, lens, np.zeros(2, dtype=np.bool_), np.zeros(2, dtype=np.int64))

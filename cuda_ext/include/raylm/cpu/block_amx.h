@@ -32,6 +32,7 @@ class TileRegisters {
     }
     shape.rows[4] = kQuantised / 4;
     shape.bytes[4] = kRegisterBytes;
+    asm volatile("" ::"m"(shape) : "memory");  // GCC 12 takes it that only the first bytes are read
     _tile_loadconfig(&shape);
   }
   RAYLM_INLINE ~TileRegisters() {
