@@ -21,10 +21,12 @@ _OUTLIER = 4
 """A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
 _DELAY_SHARE = 0.9
 _HANDOVER_S = 2e-3
-"""What planning a step, sending it and launching its first kernels takes the host, with room for noise. Together with a
-tenth of the step it is what a plan comes ahead of the moment that the device needs it."""
+"""A plan is made so long, and a tenth of the running step, before that step ends: the time in which the host plans a
+step, sends it and launches its first kernels, with room for noise."""
 _SEEN_STEPS = 64
+"""Steps that are remembered."""
 _LIKE_STEPS = 8
+"""Of those like the running one, so many of the last count."""
 _ALIKE = 16
 """Steps are alike whose tokens differ by at most one in so many."""
 _MIN_SPREAD = 0.05
@@ -81,10 +83,10 @@ class StepCost:
 class PlanDelay:
     """Until when the plan of the next step can wait for requests that are still to come.
 
-    Two plans are in flight so that the device never waits for one. But one that is sent as early as that may be is
-    made a whole step before it runs, and who comes meanwhile waits for the one behind it. So it is made shortly before
-    the step that runs ends, by the shortest of the last steps like it. Small models' steps are too short for that, and
-    nothing waits; nor behind a step that is like none before.
+    Two plans are in flight so that the device never waits for one. A plan that is sent as early as possible is made a
+    whole step before it runs, and misses the requests that arrive in that time. So the plan is made shortly before the
+    running step ends, by the shortest of the last steps of about as many tokens. It does not wait where steps are too
+    short for that, nor behind a step that is like none before.
     """
 
     def __init__(self) -> None:

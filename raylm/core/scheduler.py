@@ -245,8 +245,8 @@ class Scheduler:
         return plan
 
     def plan_at(self) -> float:
-        """When to plan the next step, so that those who come before are in it and the device does not wait for it: the
-        past where those who wait fill it, or none is under way."""
+        """When to plan the next step: as late as the device allows, so that requests that arrive before are in it. Long
+        past where waiting requests fill that step already, or no step is under way."""
         preempted = len(self._policy) > self._num_new
         if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
             return float("-inf")

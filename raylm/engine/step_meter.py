@@ -7,8 +7,8 @@ from raylm.core.measures import STEP_BOUNDS, TOKENS_BOUNDS
 
 
 class StepMeter:
-    """Histograms of the step loop's stages. With two plans in flight `delay` and `wait` are what of a step's time on
-    the device the other stages do not hide: while a plan waits for requests, and after it is sent."""
+    """Histograms of the step loop's stages. With two plans in flight `delay` (the next plan waits for requests) and
+    `wait` (for the result) are the part of a step's time on the device that the other stages do not hide."""
 
     def __init__(self) -> None:
         self.delay = Histogram(STEP_BOUNDS)

@@ -141,7 +141,7 @@ def measure(config: ResolvedEngine, built: Built, cache: CacheSize, loaded: Load
 def _profile(
     config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, groups: CacheGroups, max_len: int
 ) -> memory.Profile:
-    """Run the largest step there can be, with a cache just large enough for it, and capture the largest graph."""
+    """Run the largest step there can be, with a cache just large enough for it, and capture the largest graphs."""
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     plan = trial.trial_plan(min(budget, rows * max_len), rows, groups.layout)
     size = CacheSize(groups, 1 + trial.last_block(plan), 0, max_len)

@@ -156,7 +156,7 @@ class ModelRunner:
             max_query_len=int(step.query_lens.max()),
             max_seq_len=step.max_seq_len,
             # A step with a chunk of a prompt takes so long that sharing hardly shortens it.
-            shares=bool(step.query_lens.max() == 1) and self._table.share_prefixes(step.rows),
+            shares=not step.is_wide and self._table.share_prefixes(step.rows),
         )
         received = self._pipeline.receive(len(batch.token_ids)) if self._pipeline is not None else None
         hidden = self._forward(batch, batch.token_ids if received is None else received)

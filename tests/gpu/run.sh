@@ -34,6 +34,7 @@ for name in llama-3.1-8b qwen3-0.6b; do
     "$python" -m raylm.cli bench trace "$folder/$name" --load-format dummy --max-model-len 8192 \
         --plot "${results%.jsonl}-$name.png" >>"$results"
     measure "$name" 256 8192 lat1:1:128:256 lat32:32:128:256
+    "$python" -m tests.gpu.submit_times "$folder/$name" >>"$results"
 done
 measure llama-3.1-8b 256 8192 dec256:256:128:512
 measure llama-3.1-8b 512 8192 thr:512:1024:128 pre:64:4096:1
@@ -43,10 +44,6 @@ measure qwen3-30b-a3b 512 8192 lat1:1:128:256 lat32:32:128:256 dec256:256:128:51
 "$python" -m raylm.cli bench experts "$folder/qwen3-30b-a3b" --load-format dummy --max-model-len 8192 \
     --max-num-seqs 512 --batch 1,32,256,512 >>"$results"
 for script in attention linear gated_linear experts few_layers; do "$python" -m "tests.gpu.${script}_times" >>"$results"; done
-for shape in llama-3.1-8b qwen3-0.6b; do
-    "$python" -m raylm.cli bench shape "$shape" "$folder/$shape"
-    "$python" -m tests.gpu.submit_times "$folder/$shape" >>"$results"
-done
 "$python" -m tests.gpu.load_times "$folder/checkpoint" >>"$results"
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -ge 2 ]; then

@@ -8,6 +8,7 @@ ends and another one of PROMPT tokens begins: a mixed step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
@@ -17,10 +18,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from raylm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from raylm.config.resolve import ResolvedEngine, resolve
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import StepPlan
-from raylm.engine.factory import local_engine
-from raylm.executor.local import LocalExecutor
+from raylm.engine.engine import Engine
+from raylm.executor.local import LocalExecutor, local_device
 
 PROMPT = 512
 STEPS = 4
@@ -28,22 +30,29 @@ CYCLES = 60
 MAX_LEN = 8192
 
 
+class TimedExecutor(LocalExecutor):
+    """Notes how long each plan takes to submit, in seconds by kind of step."""
+
+    def __init__(self, config: ResolvedEngine) -> None:
+        super().__init__(config, progress=False)
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
+
+    def submit(self, plan: StepPlan) -> None:
+        begin = time.perf_counter()
+        super().submit(plan)
+        self.times["mixed" if plan.new_rows else "decode"].append(time.perf_counter() - begin)
+
+
 def main(folder: Path, rows: int) -> None:
     limits = SchedulerConfig(max_num_seqs=512, max_num_batched_tokens=8192)
     model = ModelConfig(path=str(folder), load_format="dummy", max_model_len=MAX_LEN)
-    engine = local_engine(EngineConfig(model=model, scheduler=limits), progress=False)
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    submit = LocalExecutor.submit
-
-    def timed(executor: LocalExecutor, plan: StepPlan) -> None:
-        begin = time.perf_counter()
-        submit(executor, plan)
-        times["mixed" if plan.new_rows else "decode"].append(time.perf_counter() - begin)
-
-    LocalExecutor.submit = timed  # type: ignore[method-assign]
+    config = EngineConfig(model=model, scheduler=limits)
+    resolved = resolve(config, local_device(config))
+    executor = TimedExecutor(resolved)
+    engine = Engine(resolved, executor, plans_in_flight=2)
     params = SamplingParams(temperature=0, ignore_eos=True)
     draw = random.Random(0)
-    names = iter(range(10**6))
+    names = itertools.count()
     live: list[str] = []
 
     def add() -> None:
@@ -55,14 +64,14 @@ def main(folder: Path, rows: int) -> None:
     seconds = 0.0
     for cycle in range(2 * CYCLES):
         if cycle == CYCLES:  # Every shape has come by now.
-            times.clear()
+            executor.times.clear()
             seconds = time.perf_counter()
         add()
         engine.abort(live.pop(0))
         for _ in range(STEPS):
             engine.step()
     seconds = time.perf_counter() - seconds
-    for kind, found in times.items():
+    for kind, found in executor.times.items():
         us = round(1e6 * statistics.median(found))
         print(json.dumps({"model": folder.name, "step": kind, "rows": rows, "submit_us": us}))
     print(json.dumps({"model": folder.name, "rows": rows, "ms_per_four_steps": round(1e3 * seconds / CYCLES, 2)}))

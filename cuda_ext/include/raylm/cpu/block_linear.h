@@ -44,8 +44,9 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* code
     // In this order NaN becomes a number.
     const Vec code = min(splat(kMost), max(rounded(v[i] * inverse), splat(-kMost)));
     halves[2 * i / kVectors] += code;
-    store_codes(codes + i * kWidth, __builtin_convertvector(code, VecI));
-    if constexpr (kReadsBytes) store_bytes(bytes + i * kWidth, __builtin_convertvector(code, VecI));
+    const VecI integers = __builtin_convertvector(code, VecI);
+    store_codes(codes + i * kWidth, integers);
+    if constexpr (kReadsBytes) store_bytes(bytes + i * kWidth, integers);
   }
   const Vec sums = sum4(not_finite, halves[0] + halves[1], halves[0], halves[1]);
   const float scale = most / kMost + sums[0];

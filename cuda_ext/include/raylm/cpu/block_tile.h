@@ -113,20 +113,20 @@ constexpr uint32_t every_byte(uint32_t byte) { return byte * 0x01010101u; }
 
 // Bits 4 g to 4 g + 3 of every word, as the bits 4 of its bytes.
 RAYLM_INLINE VecU spread_bits(VecU v, int g) {
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
   // The byte that has them, four times; then its bits, one for each.
   const __m128i lanes = _mm_setr_epi32(0x00000000, 0x04040404, 0x08080808, 0x0c0c0c0c);
-  const __m512i which = _mm512_broadcast_i32x4(_mm_add_epi8(lanes, _mm_set1_epi8(static_cast<char>(g / 2))));
-  const __m512i bit = _mm512_set1_epi32(g % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
-  const __mmask64 found = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bit_cast<__m512i>(v), which), bit);
+  const __m128i byte = _mm_add_epi8(lanes, _mm_set1_epi8(static_cast<char>(g / 2)));
+  const int bits = g % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010);
+#if defined(__AVX512F__)
+  const __m512i four = _mm512_shuffle_epi8(bit_cast<__m512i>(v), _mm512_broadcast_i32x4(byte));
+  const __mmask64 found = _mm512_test_epi8_mask(four, _mm512_set1_epi32(bits));
   return bit_cast<VecU>(_mm512_maskz_mov_epi8(found, _mm512_set1_epi8(16)));
-#elif defined(__AVX2__)
-  // As above.
-  const __m128i lanes = _mm_setr_epi32(0x00000000, 0x04040404, 0x08080808, 0x0c0c0c0c);
-  const __m256i which = _mm256_broadcastsi128_si256(_mm_add_epi8(lanes, _mm_set1_epi8(static_cast<char>(g / 2))));
-  const __m256i mask = _mm256_set1_epi32(g % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
-  const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(bit_cast<__m256i>(v), which), mask);
-  return bit_cast<VecU>(_mm256_cmpeq_epi8(found, mask)) & every_byte(16);
+#else
+  const __m256i mask = _mm256_set1_epi32(bits);
+  const __m256i four = _mm256_shuffle_epi8(bit_cast<__m256i>(v), _mm256_broadcastsi128_si256(byte));
+  return bit_cast<VecU>(_mm256_cmpeq_epi8(_mm256_and_si256(four, mask), mask)) & every_byte(16);
+#endif
 #else
   const VecU bits = (v >> (4 * g)) & 15u;
   return (bits << 4 | bits << 11 | bits << 18 | bits << 25) & every_byte(16);
