@@ -131,13 +131,14 @@ def out_of_memory(device: torch.device, advice: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # What an operator of the extension allocates fails with a RuntimeError that names the call, and no more.
-        if not isinstance(error, torch.OutOfMemoryError) and "aten::new_empty" not in str(error):
+        # An operator of the extension calls torch for memory and for library products; where that fails, its
+        # RuntimeError names the call and no more.
+        if not isinstance(error, torch.OutOfMemoryError) and "torch_call_dispatcher(" not in str(error):
             raise
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
             f"the GPU has {total / _GIB:.1f} GiB of memory, of which {free / _GIB:.1f} GiB were free when {advice}"
-        ) from None
+        ) from error
 
 
 def _cuda_bytes_left(utilization: float, device: torch.device, profile: Profile) -> tuple[int, str]:
