@@ -28,7 +28,8 @@ Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
   params.experts = static_cast<int>(sizes.experts);
   params.segment_rows = sizes.segment_rows;
   const size_t shared = kOrderWarps * sizes.experts * sizeof(int);
-  launch_dependent(order_kernel, {dim3(1), dim3(kOrderThreads), stream, shared}, params);
+  const unsigned blocks = sizes.pairs < kOrderPairs ? 1 : kOrderBlocks;
+  launch_dependent(order_kernel, {dim3(blocks), dim3(kOrderThreads), stream, shared, blocks}, params);
   order.segments = {params.segments, params.num_segments, nullptr, params.pairs, 1};
   order.places = params.places;
   order.most_segments = segments;

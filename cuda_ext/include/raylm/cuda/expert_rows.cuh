@@ -3,6 +3,7 @@
 #pragma once
 
 #include "raylm/cuda/common.cuh"
+#include "raylm/cuda/ptx/cluster.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/segments.cuh"
 #include "raylm/cuda/tile/vec.cuh"
@@ -11,6 +12,8 @@ namespace raylm::cuda {
 
 constexpr int kOrderWarps = 16;
 constexpr int kOrderThreads = kOrderWarps * kWarp;
+constexpr int kOrderPairs = 4096;  // from so many pairs on as many blocks sort as may be in a cluster
+constexpr int kOrderBlocks = 8;
 constexpr int kOrderAhead = 8;  // of a lane's pairs, read before they are looked at
 static_assert(kMostExperts <= kOrderThreads);
 
@@ -55,38 +58,52 @@ __device__ inline void for_pairs(const OrderParams& p, int first, int last, cons
   }
 }
 
-// One block sorts: its warps take stretches of pairs, count them by expert, and number them in their order. Dynamic shared
-// memory: an int for each warp and expert.
+// An expert's segments: as even as multiples of 8 rows allow.
+__device__ inline void write_segments(const OrderParams& p, int expert, int first, int num, int start, int rows) {
+  const int each = num ? ((rows + num - 1) / num + 7) / 8 * 8 : 0;
+  for (int i = 0; i < num; ++i) {
+    const int row = start + i * each;
+    p.segments[first + i] = {expert, row, min(each, rows - i * each), row};
+  }
+}
+
+// The blocks of the grid, which are one cluster, sort: their warps take stretches of pairs, count them by expert, and number
+// them in their order. Dynamic shared memory: an int for each warp of a block and expert.
 __device__ inline void order_pairs(const OrderParams& p) {
   extern __shared__ int counts[];
-  __shared__ int parts[kOrderWarps];
+  __shared__ int parts[kOrderWarps], totals[kMostExperts];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int i = threadIdx.x; i < kOrderWarps * p.experts; i += kOrderThreads) counts[i] = 0;
   __syncthreads();
   int* own = counts + warp * p.experts;
-  const int stretch = (p.pairs + kOrderThreads - 1) / kOrderThreads * kWarp;
-  const int first = min(warp * stretch, p.pairs), last = min(first + stretch, p.pairs);
+  const int threads = gridDim.x * kOrderThreads, stretch = (p.pairs + threads - 1) / threads * kWarp;
+  const int first = min((static_cast<int>(blockIdx.x) * kOrderWarps + warp) * stretch, p.pairs);
+  const int last = min(first + stretch, p.pairs);
   for_pairs(p, first, last, [&](int, int expert) {
     if (expert >= 0) atomicAdd(own + expert, 1);
   });
   __syncthreads();
 
   const int expert = threadIdx.x;
-  int total = 0;
   if (expert < p.experts) {
-    for (int w = 0; w < kOrderWarps; ++w) total += counts[w * p.experts + expert];
+    int sum = 0;
+    for (int w = 0; w < kOrderWarps; ++w) sum += counts[w * p.experts + expert];
+    totals[expert] = sum;
+  }
+  cluster_sync();
+  int before = 0, total = 0;  // of this expert's pairs: those of the blocks before this one, and all
+  for (unsigned block = 0; expert < p.experts && block < gridDim.x; ++block) {
+    if (block == blockIdx.x) before = total;
+    total += load_shared_word_at(shared_address(totals + expert), block);
   }
   const int num = (total + p.segment_rows - 1) / p.segment_rows;
   const int start = sum_before(total, parts), segment = sum_before(num, parts);
-  if (expert == p.experts - 1) *p.num_segments = segment + num;
+  if (blockIdx.x == 0) {
+    if (expert == p.experts - 1) *p.num_segments = segment + num;
+    if (expert < p.experts) write_segments(p, expert, segment, num, start, total);
+  }
   if (expert < p.experts) {
-    // As even as multiples of 8 rows allow.
-    const int each = num ? ((total + num - 1) / num + 7) / 8 * 8 : 0;
-    for (int i = 0; i < num; ++i) {
-      const int row = start + i * each;
-      p.segments[segment + i] = {expert, row, min(each, total - i * each), row};
-    }
-    int before = start;
+    before += start;
     for (int w = 0; w < kOrderWarps; ++w) {
       const int count = counts[w * p.experts + expert];
       counts[w * p.experts + expert] = before;
@@ -106,12 +123,15 @@ __device__ inline void order_pairs(const OrderParams& p) {
     }
     __syncwarp();
   });
+  cluster_sync();  // a block stays until no other one looks at its totals
 }
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ OrderParams p) {
+#if __CUDA_ARCH__ >= 900
   start_dependents();
   wait_for_dependencies();
   order_pairs(p);
+#endif
 }
 
 // to[places[pair]] = x[the pair's token]; rows of `width` bytes, which is a multiple of 16. Blocks: tokens.

@@ -59,7 +59,17 @@ __device__ inline void barrier_wait_acquiring(uint32_t barrier, int parity) {
   }
 }
 
-// What the cluster's block `rank` has at this block's address of it, 16-byte aligned.
+// What the cluster's block `rank` has at this block's address of it.
+__device__ inline int load_shared_word_at(uint32_t from, int rank) {
+  int x;
+  asm volatile("{\n.reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %1, %2;\n"
+               "ld.shared::cluster.s32 %0, [there];\n}"
+               : "=r"(x) : "r"(from), "r"(rank) : "memory");
+  return x;
+}
+
+// The same of 16 bytes, aligned.
 __device__ inline float4 load_shared_at(uint32_t from, int rank) {
   float4 x;
   asm volatile("{\n.reg .b32 there;\n"
