@@ -220,11 +220,26 @@ def test_decode_of_few_and_many_sequences(op, device, num_seqs, longest, heads, 
 @ON_CUDA
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 20, 48, 256])
 @pytest.mark.parametrize("window", [0, 50, 1000])
-def test_prefill_of_long_prompts(op, device, window, head_dim, dtype):
-    lengths = [(257, 511), (128, 1000), (64, 64), (1000, 1000), (17, 3000), (1, 40)]
-    case = coded(make_case(lengths, num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype, device=device))
+def test_prefill_of_long_prompts(op, device, window, block_size, head_dim, dtype):
+    lengths = [(257, 511), (128, 1000), (64, 64), (1000, 1000), (17, 3000), (1, 40), (0, 3)]
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
+    case = coded(make_case(lengths, **shape, dtype=dtype, device=device))
     close(attend(op, case, window=window), case.expected(window=window))
+
+
+@ON_CUDA
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_of_many_prompts(op, device, head_dim):
+    """More tiles than multiprocessors, several of a few steps each and rows past the last sequence."""
+    lengths = [(20 + 7 * s % 300, 20 + 7 * s % 300 + 31 * s % 500) for s in range(150)]
+    shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": head_dim}
+    case = coded(make_case(lengths, **shape, dtype=torch.bfloat16, device=device))
+    padded = replace(case, q=torch.cat([case.q, case.q[:100]]))
+    out = attend(op, padded)
+    close(out[: len(case.q)], case.expected())
+    assert (out[len(case.q) :] == 0).all()
 
 
 @ON_CUDA

@@ -38,9 +38,13 @@ bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_
              cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
-    if constexpr (std::is_same_v<C, Code>) return !alibi_slopes && prefill_attention_codes(params, sizes, stream);
-    else return (!alibi_slopes && prefill_attention_hopper(params, sizes, q, stream)) ||
-           prefill_attention(params, sizes, alibi_slopes, stream);
+    if constexpr (std::is_same_v<C, Code>) {
+      return !alibi_slopes && (prefill_attention_hopper_codes(params, sizes, q, stream) ||
+                               prefill_attention_codes(params, sizes, stream));
+    } else {
+      return (!alibi_slopes && prefill_attention_hopper(params, sizes, q, stream)) ||
+             prefill_attention(params, sizes, alibi_slopes, stream);
+    }
   }
   return false;
 }

@@ -54,4 +54,10 @@ bool prefill_attention_hopper(const AttentionParams<__nv_bfloat16>& params, cons
 bool prefill_attention_hopper(const AttentionParams<__half>& params, const PrefillSizes& sizes, const Tensor& like,
                               cudaStream_t stream);
 
+// The same over a cache of codes.
+bool prefill_attention_hopper_codes(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
+                                    const Tensor& like, cudaStream_t stream);
+bool prefill_attention_hopper_codes(const AttentionParams<__half>& params, const PrefillSizes& sizes,
+                                    const Tensor& like, cudaStream_t stream);
+
 }  // namespace raylm::cuda

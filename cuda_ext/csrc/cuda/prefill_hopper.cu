@@ -9,45 +9,49 @@ namespace raylm::cuda {
 namespace {
 
 // As HopperParams says. Halves of all heads are one dimension only where heads follow each other without a gap.
-template <typename T, int D>
+template <typename C, int D, typename T>
 bool make_cache_map(CUtensorMap* map, const void* cache, const AttentionParams<T>& a, const PrefillSizes& sizes,
                     int box_slots, int64_t slot_stride, int64_t head_stride, int64_t block_stride) {
-  using Shape = HopperShape<D>;
-  const T* data = static_cast<const T*>(cache);
+  using Shape = HopperShape<C, D>;
+  const C* data = static_cast<const C*>(cache);
   const int64_t groups = a.block_size / 8, box_groups = box_slots / 8;
-  if constexpr (Shape::kWhole) {
+  if constexpr (Shape::kCodes) {
+    return make_map<C, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
+                          {slot_stride, head_stride, 8 * slot_stride, block_stride}, {D, 8, 1, box_groups, 1},
+                          CU_TENSOR_MAP_SWIZZLE_NONE);
+  } else if constexpr (Shape::kWhole) {
     return (head_stride == D || a.num_kv_heads == 1) &&
-           make_map<T, 5>(map, data, {64, 8, a.num_kv_heads * Shape::kHalves, groups, sizes.num_blocks},
+           make_map<C, 5>(map, data, {64, 8, a.num_kv_heads * Shape::kHalves, groups, sizes.num_blocks},
                           {slot_stride, 64, 8 * slot_stride, block_stride}, {64, 8, Shape::kHalves, box_groups, 1});
   } else {
-    return make_map<T, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
+    return make_map<C, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
                           {slot_stride, head_stride, 8 * slot_stride, block_stride}, {64, 8, 1, box_groups, 1});
   }
 }
 
-template <typename T, int D>
+template <typename C, int D, typename T>
 bool make_params(HopperParams<T>& params, const AttentionParams<T>& a, const PrefillSizes& sizes) {
-  using Shape = HopperShape<D>;
+  using Shape = HopperShape<C, D>;
   params.p = prefill_params(a, sizes.num_tokens, sizes.min_query_len);
-  const int64_t common = std::gcd<int64_t, int64_t>(a.block_size, Shape::kKeys);
+  const int64_t common = std::gcd<int64_t, int64_t>(a.block_size, Shape::kCodes ? Shape::kPartRows : Shape::kKeys);
   params.box_slots = static_cast<int>(common & -common);  // a power of two
   return make_map<T, 3>(&params.q, a.q, {D, a.num_heads, sizes.num_tokens}, {a.q_head_stride, a.q_token_stride},
                         {64, 1, Shape::kRows}) &&
-         make_cache_map<T, D>(&params.k, a.k_cache, a, sizes, params.box_slots, a.k_slot_stride, a.k_head_stride,
+         make_cache_map<C, D>(&params.k, a.k_cache, a, sizes, params.box_slots, a.k_slot_stride, a.k_head_stride,
                               a.k_block_stride) &&
-         make_cache_map<T, D>(&params.v, a.v_cache, a, sizes, params.box_slots, a.v_slot_stride, a.v_head_stride,
+         make_cache_map<C, D>(&params.v, a.v_cache, a, sizes, params.box_slots, a.v_slot_stride, a.v_head_stride,
                               a.v_block_stride);
 }
 
-template <typename T, int D>
+template <typename C, int D, typename T>
 bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
-  using Shape = HopperShape<D>;
+  using Shape = HopperShape<C, D>;
   HopperParams<T> params;
-  if (!make_params<T, D>(params, a, sizes)) return false;
+  if (!make_params<C, D>(params, a, sizes)) return false;
   const Tensor counter = torch::stable::new_empty(like, {1}, ScalarType::Int);
   params.next_tile = data<int>(counter);
   cudaMemsetAsync(params.next_tile, 0, sizeof(int), stream);
-  constexpr auto* kernel = prefill_hopper_kernel<T, D>;
+  constexpr auto* kernel = prefill_hopper_kernel<T, C, D>;
   allow_shared<kernel>("paged_attention", like.get_device_index(), Shape::kSharedBytes);
   const int64_t tiles = a.num_heads * most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
   const int64_t blocks = std::clamp<int64_t>(tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount, like.get_device_index()));
@@ -56,10 +60,21 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor
 }
 
 template <typename T>
+bool serves(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like) {
+  return a.block_size % 16 == 0 && a.scale > 0 && sizes.num_blocks > 0 && kHopperKernels &&
+         compute_major(like.get_device_index()) == 9;
+}
+
+template <typename T>
 bool run(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
-  if (a.block_size % 16 != 0 || !(a.scale > 0) || sizes.num_blocks == 0) return false;
-  if (!kHopperKernels || compute_major(like.get_device_index()) != 9) return false;
-  return by_head_dim(a.head_dim, [&]<int D> { return launch<T, D>(a, sizes, like, stream); });
+  return serves(a, sizes, like) &&
+         by_head_dim(a.head_dim, [&]<int D> { return launch<T, D>(a, sizes, like, stream); });
+}
+
+template <typename T>
+bool run_codes(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
+  return serves(a, sizes, like) &&
+         by_code_head_dim(a.head_dim, [&]<int D> { return launch<Code, D>(a, sizes, like, stream); });
 }
 
 }  // namespace
@@ -72,6 +87,16 @@ bool prefill_attention_hopper(const AttentionParams<__nv_bfloat16>& params, cons
 bool prefill_attention_hopper(const AttentionParams<__half>& params, const PrefillSizes& sizes, const Tensor& like,
                               cudaStream_t stream) {
   return run(params, sizes, like, stream);
+}
+
+bool prefill_attention_hopper_codes(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
+                                    const Tensor& like, cudaStream_t stream) {
+  return run_codes(params, sizes, like, stream);
+}
+
+bool prefill_attention_hopper_codes(const AttentionParams<__half>& params, const PrefillSizes& sizes,
+                                    const Tensor& like, cudaStream_t stream) {
+  return run_codes(params, sizes, like, stream);
 }
 
 }  // namespace raylm::cuda

@@ -65,18 +65,7 @@ struct DecodeFragments<T, Code> {
   __device__ static uint2 query(const T* q, int head_dim, int chunk) {
     if (chunk * 16 >= head_dim) return make_uint2(0, 0);
     const uint2 pairs = *reinterpret_cast<const uint2*>(q + chunk * 16);
-    return make_uint2(to_halves(pairs.x), to_halves(pairs.y));
-  }
-
-  // Numbers past the largest half become that; a NaN stays one.
-  __device__ static uint32_t to_halves(uint32_t pair) {
-    if constexpr (std::is_same_v<T, __half>) {
-      return pair;
-    } else {
-      const auto bound = [](float x) { return fabsf(x) > kLargest<__half> ? copysignf(kLargest<__half>, x) : x; };
-      const float2 x = unpack<T>(pair);
-      return pack<__half>(bound(x.x), bound(x.y));
-    }
+    return make_uint2(halves_from<T>(pairs.x), halves_from<T>(pairs.y));
   }
 
   __device__ static int element(int lane, bool second) { return lane / 4 * 2 + second; }

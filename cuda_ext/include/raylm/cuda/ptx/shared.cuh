@@ -20,8 +20,8 @@ __device__ inline uint32_t load_shared_word(uint32_t from) {
 }
 
 // 16 bytes, aligned.
-__device__ inline void store_shared_zeros(uint32_t to) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+__device__ inline void store_shared(uint32_t to, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 // 16 bytes, aligned.

@@ -32,7 +32,20 @@ __device__ inline uint32_t halves_of(uint32_t codes) {
   return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// The same as numbers of T, exactly: bfloat16 has room for a code's 3 bits of fraction and 4 of exponent, too.
+// Two numbers of T as halves; what is past the largest half becomes that, and a NaN stays one.
+template <typename T>
+__device__ inline uint32_t halves_from(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return pair;
+  } else {
+    const auto bound = [](float x) { return fabsf(x) > kLargest<__half> ? copysignf(kLargest<__half>, x) : x; };
+    const float2 x = unpack<T>(pair);
+    return pack<__half>(bound(x.x), bound(x.y));
+  }
+}
+
+// The numbers of a register's half of codes as those of T, exactly: bfloat16 has room for a code's 3 bits of fraction and
+// 4 of exponent, too.
 template <typename T, int Half>
 __device__ inline uint32_t numbers_of(uint32_t codes) {
   const uint32_t halves = halves_of<Half>(codes);
