@@ -131,8 +131,8 @@ def out_of_memory(device: torch.device, advice: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # An operator of the extension calls torch for memory and for library products; where that fails, its
-        # RuntimeError names the call and no more.
+        # The extension calls torch for memory and for library products only. Its RuntimeError names the failed call and
+        # not the reason, so every such call counts as out of memory; `from error` keeps the call's name.
         if not isinstance(error, torch.OutOfMemoryError) and "torch_call_dispatcher(" not in str(error):
             raise
         free, total = torch.cuda.mem_get_info(device)

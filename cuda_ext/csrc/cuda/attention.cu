@@ -38,13 +38,8 @@ bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_
              cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
-    if constexpr (std::is_same_v<C, Code>) {
-      return !alibi_slopes && (prefill_attention_hopper_codes(params, sizes, q, stream) ||
-                               prefill_attention_codes(params, sizes, stream));
-    } else {
-      return (!alibi_slopes && prefill_attention_hopper(params, sizes, q, stream)) ||
-             prefill_attention(params, sizes, alibi_slopes, stream);
-    }
+    return (!alibi_slopes && prefill_attention_hopper<T, C>(params, sizes, q, stream)) ||
+           prefill_attention<T, C>(params, sizes, alibi_slopes, stream);
   }
   return false;
 }
@@ -134,9 +129,9 @@ std::tuple<bool, bool> attention_kernels(Tensor q, int64_t num_kv_heads, int64_t
       const int device = q.get_device_index();
       const auto any = []<int D> { return true; };
       found = codes ? std::tuple{has_decode_attention<T, Code>(head_dim, group, block_size, biased, device),
-                                 !biased && by_code_head_dim(head_dim, any)}
+                                 !biased && by_head_dim<Code>(head_dim, any)}
                     : std::tuple{has_decode_attention<T, T>(head_dim, group, block_size, biased, device),
-                                 by_head_dim(head_dim, any)};
+                                 by_head_dim<T>(head_dim, any)};
     }
   });
   return found;

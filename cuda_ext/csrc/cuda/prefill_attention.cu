@@ -34,39 +34,25 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const float*
   return true;
 }
 
-template <typename T>
-bool run(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes, cudaStream_t stream) {
-  return supported<T, T>(a) && by_head_dim(a.head_dim, [&]<int D> {
-    return alibi_slopes ? launch<T, T, D, true>(a, sizes, alibi_slopes, stream)
-                        : launch<T, T, D, false>(a, sizes, nullptr, stream);
+}  // namespace
+
+template <typename T, typename C>
+bool prefill_attention(const AttentionParams<T>& a, const PrefillSizes& sizes, const float* alibi_slopes,
+                       cudaStream_t stream) {
+  if (!supported<T, C>(a)) return false;
+  return by_head_dim<C>(a.head_dim, [&]<int D> {
+    if (!alibi_slopes) return launch<T, C, D, false>(a, sizes, nullptr, stream);
+    if constexpr (std::is_same_v<C, Code>) return false;
+    else return launch<T, C, D, true>(a, sizes, alibi_slopes, stream);
   });
 }
 
-template <typename T>
-bool run_codes(const AttentionParams<T>& a, const PrefillSizes& sizes, cudaStream_t stream) {
-  return supported<T, Code>(a) &&
-         by_code_head_dim(a.head_dim, [&]<int D> { return launch<T, Code, D, false>(a, sizes, nullptr, stream); });
-}
-
-}  // namespace
-
-bool prefill_attention(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
-                       const float* alibi_slopes, cudaStream_t stream) {
-  return run(params, sizes, alibi_slopes, stream);
-}
-
-bool prefill_attention(const AttentionParams<__half>& params, const PrefillSizes& sizes, const float* alibi_slopes,
-                       cudaStream_t stream) {
-  return run(params, sizes, alibi_slopes, stream);
-}
-
-bool prefill_attention_codes(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
-                             cudaStream_t stream) {
-  return run_codes(params, sizes, stream);
-}
-
-bool prefill_attention_codes(const AttentionParams<__half>& params, const PrefillSizes& sizes, cudaStream_t stream) {
-  return run_codes(params, sizes, stream);
-}
+using Bf16 = __nv_bfloat16;
+template bool prefill_attention<Bf16, Bf16>(const AttentionParams<Bf16>&, const PrefillSizes&, const float*, cudaStream_t);
+template bool prefill_attention<Bf16, Code>(const AttentionParams<Bf16>&, const PrefillSizes&, const float*, cudaStream_t);
+template bool prefill_attention<__half, __half>(const AttentionParams<__half>&, const PrefillSizes&, const float*,
+                                                cudaStream_t);
+template bool prefill_attention<__half, Code>(const AttentionParams<__half>&, const PrefillSizes&, const float*,
+                                              cudaStream_t);
 
 }  // namespace raylm::cuda

@@ -15,17 +15,15 @@ bool make_cache_map(CUtensorMap* map, const void* cache, const AttentionParams<T
   using Shape = HopperShape<C, D>;
   const C* data = static_cast<const C*>(cache);
   const int64_t groups = a.block_size / 8, box_groups = box_slots / 8;
-  if constexpr (Shape::kCodes) {
-    return make_map<C, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
-                          {slot_stride, head_stride, 8 * slot_stride, block_stride}, {D, 8, 1, box_groups, 1},
-                          CU_TENSOR_MAP_SWIZZLE_NONE);
-  } else if constexpr (Shape::kWhole) {
+  if constexpr (Shape::kWhole && !Shape::kCodes) {
     return (head_stride == D || a.num_kv_heads == 1) &&
            make_map<C, 5>(map, data, {64, 8, a.num_kv_heads * Shape::kHalves, groups, sizes.num_blocks},
                           {slot_stride, 64, 8 * slot_stride, block_stride}, {64, 8, Shape::kHalves, box_groups, 1});
   } else {
     return make_map<C, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
-                          {slot_stride, head_stride, 8 * slot_stride, block_stride}, {64, 8, 1, box_groups, 1});
+                          {slot_stride, head_stride, 8 * slot_stride, block_stride},
+                          {Shape::kCodes ? D : 64, 8, 1, box_groups, 1},
+                          Shape::kCodes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B);
   }
 }
 
@@ -59,44 +57,24 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor
   return true;
 }
 
-template <typename T>
-bool serves(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like) {
-  return a.block_size % 16 == 0 && a.scale > 0 && sizes.num_blocks > 0 && kHopperKernels &&
-         compute_major(like.get_device_index()) == 9;
-}
-
-template <typename T>
-bool run(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
-  return serves(a, sizes, like) &&
-         by_head_dim(a.head_dim, [&]<int D> { return launch<T, D>(a, sizes, like, stream); });
-}
-
-template <typename T>
-bool run_codes(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
-  return serves(a, sizes, like) &&
-         by_code_head_dim(a.head_dim, [&]<int D> { return launch<Code, D>(a, sizes, like, stream); });
-}
-
 }  // namespace
 
-bool prefill_attention_hopper(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
-                              const Tensor& like, cudaStream_t stream) {
-  return run(params, sizes, like, stream);
-}
-
-bool prefill_attention_hopper(const AttentionParams<__half>& params, const PrefillSizes& sizes, const Tensor& like,
+template <typename T, typename C>
+bool prefill_attention_hopper(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like,
                               cudaStream_t stream) {
-  return run(params, sizes, like, stream);
+  if (a.block_size % 16 != 0 || !(a.scale > 0) || sizes.num_blocks == 0) return false;
+  if (!kHopperKernels || compute_major(like.get_device_index()) != 9) return false;
+  return by_head_dim<C>(a.head_dim, [&]<int D> { return launch<C, D>(a, sizes, like, stream); });
 }
 
-bool prefill_attention_hopper_codes(const AttentionParams<__nv_bfloat16>& params, const PrefillSizes& sizes,
-                                    const Tensor& like, cudaStream_t stream) {
-  return run_codes(params, sizes, like, stream);
-}
-
-bool prefill_attention_hopper_codes(const AttentionParams<__half>& params, const PrefillSizes& sizes,
-                                    const Tensor& like, cudaStream_t stream) {
-  return run_codes(params, sizes, like, stream);
-}
+using Bf16 = __nv_bfloat16;
+template bool prefill_attention_hopper<Bf16, Bf16>(const AttentionParams<Bf16>&, const PrefillSizes&, const Tensor&,
+                                                   cudaStream_t);
+template bool prefill_attention_hopper<Bf16, Code>(const AttentionParams<Bf16>&, const PrefillSizes&, const Tensor&,
+                                                   cudaStream_t);
+template bool prefill_attention_hopper<__half, __half>(const AttentionParams<__half>&, const PrefillSizes&, const Tensor&,
+                                                       cudaStream_t);
+template bool prefill_attention_hopper<__half, Code>(const AttentionParams<__half>&, const PrefillSizes&, const Tensor&,
+                                                     cudaStream_t);
 
 }  // namespace raylm::cuda

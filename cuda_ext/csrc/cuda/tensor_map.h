@@ -22,9 +22,9 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Sizes and strides in elements, from the innermost dimension (which has the stride 1) on. Boxes lie in shared memory
-// with 128-byte swizzling and are 128 bytes wide then, or element after element, without. False where the copy engine cannot
-// address the tensor: strides must be multiples of 16 bytes.
+// Sizes and strides in elements, from the innermost dimension (which has the stride 1) on. With 128-byte
+// swizzling, boxes are 128 bytes wide; without, they lie in shared memory element after element. False where the copy engine
+// cannot address the tensor: strides must be multiples of 16 bytes.
 template <typename T, int Rank>
 bool make_map(CUtensorMap* map, const T* data, const int64_t (&sizes)[Rank], const int64_t (&strides)[Rank - 1],
               const int64_t (&box)[Rank], CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {

@@ -65,7 +65,7 @@ struct DecodeFragments<T, Code> {
   __device__ static uint2 query(const T* q, int head_dim, int chunk) {
     if (chunk * 16 >= head_dim) return make_uint2(0, 0);
     const uint2 pairs = *reinterpret_cast<const uint2*>(q + chunk * 16);
-    return make_uint2(halves_from<T>(pairs.x), halves_from<T>(pairs.y));
+    return make_uint2(to_halves<T>(pairs.x), to_halves<T>(pairs.y));
   }
 
   __device__ static int element(int lane, bool second) { return lane / 4 * 2 + second; }

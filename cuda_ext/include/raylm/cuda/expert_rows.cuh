@@ -12,8 +12,8 @@ namespace raylm::cuda {
 
 constexpr int kOrderWarps = 16;
 constexpr int kOrderThreads = kOrderWarps * kWarp;
-constexpr int kOrderPairs = 4096;  // from so many pairs on as many blocks sort as may be in a cluster
-constexpr int kOrderBlocks = 8;
+constexpr int kOrderPairs = 4096;  // with fewer one block sorts, with as many or more kOrderBlocks
+constexpr int kOrderBlocks = 8;    // of a cluster, the most that every GPU with clusters allows
 constexpr int kOrderAhead = 8;  // of a lane's pairs, read before they are looked at
 static_assert(kMostExperts <= kOrderThreads);
 
@@ -58,7 +58,7 @@ __device__ inline void for_pairs(const OrderParams& p, int first, int last, cons
   }
 }
 
-// An expert's segments: as even as multiples of 8 rows allow.
+// Writes an expert's segments, of equal numbers of rows but for rounding to multiples of 8.
 __device__ inline void write_segments(const OrderParams& p, int expert, int first, int num, int start, int rows) {
   const int each = num ? ((rows + num - 1) / num + 7) / 8 * 8 : 0;
   for (int i = 0; i < num; ++i) {
@@ -115,15 +115,15 @@ __device__ inline void order_pairs(const OrderParams& p) {
   for_pairs(p, first, last, [&](int pair, int expert) {
     const unsigned active = __ballot_sync(kAllLanes, expert >= 0);
     if (expert >= 0) {
-      const unsigned same = __match_any_sync(active, expert), before = same & ((1u << lane) - 1);
+      const unsigned same = __match_any_sync(active, expert), lower = same & ((1u << lane) - 1);
       const int place = own[expert];
       __syncwarp(active);
-      if (before == 0) own[expert] = place + __popc(same);
-      p.places[pair] = place + __popc(before);
+      if (lower == 0) own[expert] = place + __popc(same);
+      p.places[pair] = place + __popc(lower);
     }
     __syncwarp();
   });
-  cluster_sync();  // a block stays until no other one looks at its totals
+  cluster_sync();  // other blocks may still read this one's totals
 }
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ OrderParams p) {

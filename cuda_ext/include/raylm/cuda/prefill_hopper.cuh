@@ -31,14 +31,14 @@ struct Computer {
     if (threadIdx.x % kWarp == 0) barrier_arrive(address(barrier));
   }
 
-  // The group's queries, as numbers that are multiplied.
+  // Converts the group's queries to Number, in place.
   __device__ __forceinline__ void convert_queries() const {
     const uint32_t rows = at.q + q.stage * Shape::kQueryBytes + group * 64 * 128 + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int i = 0; i < 4 * Shape::kHalves; ++i) {
       const uint32_t vector = rows + i / 4 * Shape::kRows * 128 + i % 4 * 128 * 16;
       const uint4 x = load_shared(vector);
-      store_shared(vector, make_uint4(halves_from<T>(x.x), halves_from<T>(x.y), halves_from<T>(x.z), halves_from<T>(x.w)));
+      store_shared(vector, make_uint4(to_halves<T>(x.x), to_halves<T>(x.y), to_halves<T>(x.z), to_halves<T>(x.w)));
     }
     fence_shared_writes();
     sync_some(1 + group, 128);
@@ -151,7 +151,7 @@ struct Computer {
   }
 };
 
-// The warps that do not compute.
+// The four warps that do not compute: they fetch, and one writes the zeros behind the last sequence.
 template <typename T, typename C, int D>
 __device__ void fetch(const HopperParams<T>& params, const HopperLayout<C, D>& at, int warp) {
   if (warp == 3) zero_surplus_rows(params.p, blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);

@@ -1,14 +1,14 @@
-// The warps of Hopper's prefill kernel (prefill_hopper.cuh) that bring keys and values from a cache of codes: the copy
-// engine brings codes, and the warps make halves of them, exactly, where wgmma reads keys and values: numbers of bfloat16
-// would take twice the instructions.
+// The fetching warps of Hopper's prefill kernel (prefill_hopper.cuh) over a cache of codes. The copy engine brings codes;
+// the warps convert them to half, exactly, and write them where wgmma reads keys and values. A conversion to bfloat16 takes
+// twice the instructions.
 #pragma once
 
 #include "raylm/cuda/prefill_hopper_fetch.cuh"
 
 namespace raylm::cuda {
 
-// A warp with half of each step's keys or values, in two parts. While it makes numbers of one part, the copy engine brings
-// the other; a part of the next step, of the next tile even, is asked for as soon as this one's has been read.
+// One warp: it brings half of each step's keys, or of its values, in two parts. It converts one part while the copy engine
+// brings the other, and requests a part of the next step (or of the next tile) as soon as it has converted this step's.
 template <typename T, int D>
 struct CodeFetcher {
   using Shape = HopperShape<Code, D>;
@@ -21,7 +21,7 @@ struct CodeFetcher {
   const CUtensorMap& map;
   uint32_t stages;        // shared memory of the keys' or values' stages
   uint64_t *full, *empty;  // their barriers
-  int warp;               // of those that fetch, for its parts
+  int warp;               // 0 to 3
   Ring<Shape::kStages> ring;
   int part_parity = 0;
 
@@ -46,8 +46,8 @@ struct CodeFetcher {
     }
   }
 
-  // A lane makes two vectors of 8 numbers of each vector of 16 codes it reads. Lanes whose vectors lie in another half begin
-  // with the other one: eight lanes at a time then write to all banks.
+  // A lane reads vectors of 16 codes and writes each as two vectors of 8 numbers. Columns 4 to 7 of every 8 write their second
+  // vector first: the eight lanes that write at a time then reach all banks.
   __device__ void make_numbers(int part) const {
     const int column = lane() % kRowVectors, row = lane() / kRowVectors;
     const bool swaps = column / 4 % 2;
@@ -61,7 +61,7 @@ struct CodeFetcher {
       for (int j = 0; j < kAhead; ++j) x[j] = load_shared(codes(part) + ((i + j) * kWarp + lane()) * 16);
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        // Rows of a later turn differ in bits that this lane's row has not: the swizzle's are turned over.
+        // A later turn's row has other bits than `row`, so the swizzle's XOR with them can be applied afterwards.
         const int below = (i + j) * kTurnRows, turn = below % 8 * 16, further = Shape::offset(below, 0);
         store_numbers((one ^ turn) + further, swaps ? x[j].z : x[j].x, swaps ? x[j].w : x[j].y);
         store_numbers((other ^ turn) + further, swaps ? x[j].x : x[j].z, swaps ? x[j].y : x[j].w);
@@ -73,7 +73,7 @@ struct CodeFetcher {
     store_shared(to, make_uint4(halves_of<0>(low), halves_of<1>(low), halves_of<0>(high), halves_of<1>(high)));
   }
 
-  // Rows outside of [from, end), whose weight is 0: unused slots may hold codes of NaN.
+  // Zeros the part's rows outside of [from, end). Their weight is 0, but unused slots may hold codes of NaN.
   __device__ void zero_others(int part, int from, int end) const {
     const uint32_t stage = stages + ring.stage * Shape::kStageBytes;
     const int first = first_row(part), last = first + kRows;

@@ -18,8 +18,8 @@ struct HopperShape {
   static constexpr int kStages = D <= 64 ? 4 : 2, kQueryStages = D <= 128 ? 2 : 1;
   static constexpr int kHalves = (D + 63) / 64;  // the copy engine swizzles rows of at most 64 elements
   static constexpr int kFetchers = kCodes ? 2 : 1;  // warps that bring keys, and as many that bring values
-  // Of a thread. All of them together are at most what the block is launched with: 65,536 registers by its threads,
-  // rounded down to a multiple of 8.
+  // Registers a thread, once warps have exchanged them. A block that asks for more than it was launched with waits forever;
+  // it is launched with 65,536 / kThreads a thread, rounded down to a multiple of 8.
   static constexpr int kFetchRegisters = kGroups == 3 && !kCodes ? 32 : 56;
   static constexpr int kComputeRegisters = kGroups == 2 ? 224 : kCodes ? 152 : 160;
   static_assert(kFetchRegisters + kGroups * kComputeRegisters <= (kGroups + 1) * (65536 / kThreads / 8 * 8));
@@ -29,11 +29,13 @@ struct HopperShape {
   static constexpr int kRowGroupBytes = kWhole ? kHalves * 1024 : 1024, kHalfBytes = kWhole ? 1024 : kKeys * 128;
   static constexpr int kQueryBytes = kRows * kHalves * 128, kStageBytes = kKeys * kHalves * 128;
   static constexpr int kMatrixBytes = kQueryStages * kQueryBytes + 2 * kStages * kStageBytes;
-  // Codes lie in parts of a quarter step's rows before they become numbers, two parts for each warp that fetches.
-  static constexpr int kPartRows = kKeys / 4, kPartBytes = kCodes ? kPartRows * D : 0;
-  static constexpr int kSharedBytes = kMatrixBytes + 8 * kPartBytes + 1024 + 1024;  // barriers and tiles, alignment
+  // Codes are staged in parts before they become numbers. A part is a quarter of a step's rows; each of the four fetching
+  // warps has two.
+  static constexpr int kParts = 8, kPartRows = kKeys / 4, kPartBytes = kCodes ? kPartRows * D : 0;
+  static constexpr int kStagedBytes = kMatrixBytes + kParts * kPartBytes;
+  static constexpr int kSharedBytes = kStagedBytes + 1024 + 1024;  // barriers and tiles, alignment
 
-  // What is multiplied: codes and their queries as half (decode_fragments.cuh says why).
+  // The type of the products' operands: over codes half (decode_fragments.cuh says why), for queries too.
   template <typename T>
   using Number = std::conditional_t<kCodes, __half, T>;
 
@@ -45,7 +47,7 @@ struct HopperShape {
     return offset(row, vector / 8) + (vector % 8 ^ row % 8) * 16;
   }
 
-  // By a warp.
+  // One warp calls it.
   static __device__ void zero_rows(uint32_t stage, int from, int to) {
     for (int i = threadIdx.x % kWarp; i < (to - from) * kHalves * 8; i += kWarp) {
       store_shared(stage + vector_offset(from + i / (8 * kHalves), i % (8 * kHalves)), make_uint4(0, 0, 0, 0));
@@ -76,7 +78,7 @@ struct HopperShared {
   static constexpr int kTiles = Shape::kStages + 3;
   uint64_t q_full[Shape::kQueryStages], q_empty[Shape::kQueryStages], tile_full[kTiles], v_arrived;
   uint64_t k_full[Shape::kStages], k_empty[Shape::kStages], v_full[Shape::kStages], v_empty[Shape::kStages];
-  uint64_t part_full[8];
+  uint64_t part_full[Shape::kParts];
   Tile tiles[kTiles];
 
   template <int N>
@@ -107,7 +109,7 @@ struct HopperLayout {
     k = q + Shape::kQueryStages * Shape::kQueryBytes;
     v = k + Shape::kStages * Shape::kStageBytes;
     parts = v + Shape::kStages * Shape::kStageBytes;
-    shared = reinterpret_cast<HopperShared<C, D>*>(memory + pad + Shape::kMatrixBytes + 8 * Shape::kPartBytes);
+    shared = reinterpret_cast<HopperShared<C, D>*>(memory + pad + Shape::kStagedBytes);
   }
 };
 

@@ -32,9 +32,9 @@ __device__ inline uint32_t halves_of(uint32_t codes) {
   return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// Two numbers of T as halves; what is past the largest half becomes that, and a NaN stays one.
+// Two numbers of T as half, clamped to its range; a NaN stays a NaN.
 template <typename T>
-__device__ inline uint32_t halves_from(uint32_t pair) {
+__device__ inline uint32_t to_halves(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) {
     return pair;
   } else {
@@ -44,8 +44,7 @@ __device__ inline uint32_t halves_from(uint32_t pair) {
   }
 }
 
-// The numbers of a register's half of codes as those of T, exactly: bfloat16 has room for a code's 3 bits of fraction and
-// 4 of exponent, too.
+// As halves_of, but numbers of T, exactly: bfloat16 has room for a code's 3 bits of fraction and 4 of exponent, too.
 template <typename T, int Half>
 __device__ inline uint32_t numbers_of(uint32_t codes) {
   const uint32_t halves = halves_of<Half>(codes);
