@@ -11,7 +11,7 @@ namespace {
 
 // A kernel, by the shape of its tiles.
 struct Variant {
-  int rows, width, split, depth, stage_bytes, threads;
+  int rows, width, split, depth, box, stage_bytes, threads;
   int (*shared_bytes)(int stages);
   int (*resident)(int device);  // clusters that the device runs at a time, a block on each multiprocessor
   void (*kernel)(TileParams, TileAct);
@@ -29,8 +29,8 @@ int resident(int device) {
 template <typename N, bool Gated, int Rows, int Width, int Split>
 constexpr Variant variant() {
   using Shape = TileShape<Rows, Width, Split>;
-  return {Rows, Width, Split, Shape::kDepth, Shape::kStageBytes, Shape::kThreads, Shape::shared_bytes,
-          resident<N, Shape, Gated>, tile_linear_kernel<N, Shape, Gated>};
+  return {Rows, Width, Split, Shape::kDepth, tile_box<Shape, Gated>, Shape::kStageBytes, Shape::kThreads,
+          Shape::shared_bytes, resident<N, Shape, Gated>, tile_linear_kernel<N, Shape, Gated>};
 }
 
 template <typename N>
@@ -52,8 +52,9 @@ template <typename N>
 constexpr std::array kGated{
     variant<N, true, 32, 64, 1>(),   variant<N, true, 32, 96, 1>(),   variant<N, true, 32, 112, 1>(),
     variant<N, true, 32, 128, 1>(),  variant<N, true, 64, 64, 1>(),   variant<N, true, 64, 96, 1>(),
-    variant<N, true, 64, 112, 1>(),  variant<N, true, 64, 128, 1>(),  variant<N, true, 256, 96, 1>(),
-    variant<N, true, 256, 112, 1>(), variant<N, true, 256, 128, 1>()};
+    variant<N, true, 64, 112, 1>(),  variant<N, true, 64, 128, 1>(),  variant<N, true, 192, 192, 1>(),
+    variant<N, true, 192, 224, 1>(), variant<N, true, 256, 96, 1>(),  variant<N, true, 256, 112, 1>(),
+    variant<N, true, 256, 128, 1>()};
 
 // Products whose sums over k have one order, of any number of rows: k in one piece, 16 numbers at a time from the first on,
 // whatever the tile's shape.
@@ -95,7 +96,7 @@ double cycles(const Variant& v, const Size& size, int tiles, int resident) {
 }
 
 // Where the kernels were measured to be faster than torch's library, in a model (H200): up to 64 rows; with
-// the activation and a large weight also where tiles of 256 rows are little less than full.
+// the activation and a large weight also where tiles of 192 or 256 rows are little less than full.
 bool takes(const Variant& v, const Size& size) {
   if (size.invariant) {
     // Where a row does not end with a stage, stages of another depth end with another number of zeros.
@@ -103,7 +104,7 @@ bool takes(const Variant& v, const Size& size) {
   }
   constexpr int64_t kLargeWeight = 32 << 20;  // bytes
   if (size.rows <= 64) return size.rows <= v.rows && v.rows <= 64;
-  return size.gated && v.rows == 256 && 4 * size.rows >= 3 * divide_up(size.rows, 256) * 256 &&
+  return size.gated && v.rows > 64 && 4 * size.rows >= 3 * divide_up(size.rows, v.rows) * v.rows &&
          2 * size.columns * size.depth >= kLargeWeight;
 }
 
@@ -133,7 +134,6 @@ Plan plan_for(const std::array<Variant, N>& variants, const Size& size, int devi
 template <typename N>
 bool fill(TileParams& params, const Plan& plan, const Size& size, const Product& p) {
   const Variant& v = *plan.variant;
-  const int64_t box = size.gated ? v.width / 2 : v.width;
   params.rows = static_cast<int>(size.rows), params.columns = static_cast<int>(size.columns);
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles;
   const int64_t even = divide_up(size.rows, plan.row_tiles);
@@ -147,7 +147,7 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Product&
   const auto* x = data<Stored>(p.x);
   const auto* weight = data<Stored>(p.weight);
   return make_map<Stored, 2>(&params.x, x, {p.k, size.rows}, {p.x_stride}, {kWide, params.tile_rows}) &&
-         make_map<Stored, 2>(&params.weight, weight, {p.k, p.n}, {p.weight.stride(0)}, {kWide, box});
+         make_map<Stored, 2>(&params.weight, weight, {p.k, p.n}, {p.weight.stride(0)}, {kWide, v.box});
 }
 
 template <typename N>

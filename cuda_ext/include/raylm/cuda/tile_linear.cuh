@@ -50,23 +50,33 @@ template <int Rows_, int Width_, int Split_>
 struct TileShape {
   static constexpr int kRows = Rows_, kWidth = Width_, kSplit = Split_;
   static constexpr int kGroups = kRows <= 64 ? 1 : 2;  // of four warps that multiply
-  static constexpr int kTall = (kRows + 63) / 64 / kGroups;  // products of 64 rows below each other, of a group
-  static constexpr int kSums = kWidth / 2;  // of a thread, each of these
+  // The groups share the rows, or, where these are no multiple of 128, the columns.
+  static constexpr int kAcross = kRows == 192 ? 2 : 1;  // groups beside each other
+  static constexpr int kTall = (kRows + 63) / 64 * kAcross / kGroups;  // products of 64 rows below each other, of a group
+  static constexpr int kGroupWidth = kWidth / kAcross;
+  static constexpr int kSums = kGroupWidth / 2;  // of a thread, each of these
   static constexpr int kBoxes = kRows <= 64 ? 2 : 1;  // of 128 bytes of a row, in a stage
   static constexpr int kDepth = 128 * kBoxes;         // bytes of a row in a stage
   static constexpr int kXBytes = kRows * 128, kWeightBytes = kWidth * 128;  // of a box
   static constexpr int kStageBytes = kBoxes * (kXBytes + kWeightBytes);
-  static constexpr int kThreads = 128 * kGroups + kWarp;
+  // Many sums need more registers than there are for all alike: a third group, of which one thread fetches, gives its own.
+  static constexpr bool kMovesRegisters = kTall * kSums > 128;
+  static constexpr int kThreads = 128 * kGroups + (kMovesRegisters ? 128 : kWarp);
+  static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
   static constexpr int kPitch = kWidth + 4;  // of sums that meet
   static constexpr int kMeetingBytes = kSplit > 1 ? kRows * kPitch * 4 : 0;
   static constexpr int kBlocks = kRows <= 64 ? 2 : 1;  // of a multiprocessor, where shared memory has room
-  static_assert(kTall * kSums <= 128 && kRows % kSplit == 0);
+  static_assert(kTall * kSums <= 168 && kRows % kSplit == 0);
 
   static constexpr int shared_bytes(int stages) {
     const int bytes = stages * kStageBytes;
     return 1024 + (bytes > kMeetingBytes ? bytes : kMeetingBytes);  // 1024: alignment
   }
 };
+
+// Rows of a box of W: gate's and up's come apart, those of each group by themselves.
+template <typename Shape, bool Gated>
+constexpr int tile_box = Gated ? Shape::kGroupWidth / 2 : Shape::kWidth;
 
 struct TileBarriers {
   uint64_t full[kMostTileStages], empty[kMostTileStages];
@@ -80,7 +90,9 @@ struct TileBlock {
   using T = typename N::Result;
   static constexpr int kBox = 128 / sizeof(Stored);  // numbers of a row in a box
   using Sums = float[Shape::kTall][Shape::kSums];
-  static constexpr int kBoxRows = Gated ? Shape::kWidth / 2 : Shape::kWidth;
+  static constexpr int kHalves = Gated ? 2 : 1;
+  static constexpr int kColumns = Shape::kWidth / kHalves, kGroupColumns = Shape::kGroupWidth / kHalves;  // of the result
+  static constexpr int kBoxRows = tile_box<Shape, Gated>;
   const TileParams& params;
   const uint32_t memory, full, empty;
   const TileAct act;
@@ -97,7 +109,7 @@ struct TileBlock {
   __device__ int stride() const { return gridDim.x / Shape::kSplit; }
   __device__ int row(int tile) const { return tile % params.row_tiles * params.tile_rows; }
   __device__ int end(int tile) const { return min(row(tile) + params.tile_rows, params.rows); }
-  __device__ int column(int tile) const { return tile / params.row_tiles * kBoxRows; }
+  __device__ int column(int tile) const { return tile / params.row_tiles * kColumns; }
 
   __device__ uint32_t stage(int i) const { return memory + i * Shape::kStageBytes; }
   __device__ uint32_t weights(int i) const { return stage(i) + Shape::kBoxes * Shape::kXBytes; }
@@ -118,9 +130,11 @@ struct TileBlock {
     for (int box = 0; box < Shape::kBoxes; ++box) {
       const uint32_t to = weights(i) + box * Shape::kWeightBytes;
       const int k = ((from + step) * Shape::kBoxes + box) * kBox;
-      load_box_once(to, params.weight, full + 8 * i, {k, column(tile)}, policy);
-      if constexpr (Gated) {
-        load_box_once(to + kBoxRows * 128, params.weight, full + 8 * i, {k, params.columns + column(tile)}, policy);
+#pragma unroll
+      for (int part = 0; part < Shape::kWidth / kBoxRows; ++part) {
+        const int from_up = Gated ? part % 2 * params.columns : 0;
+        load_box_once(to + part * kBoxRows * 128, params.weight, full + 8 * i,
+                      {k, from_up + column(tile) + part / kHalves * kBoxRows}, policy);
       }
     }
   }
@@ -165,11 +179,13 @@ struct TileBlock {
 #pragma unroll
     for (int d = 0; d < Shape::kDepth / 32; ++d) {
       const int box = d / 4, inside = d % 4 * 2;
-      const uint64_t w = matrix_descriptor(weights(i) + box * Shape::kWeightBytes, 1024, 0) + inside;
+      const uint32_t of_group = group % Shape::kAcross * Shape::kGroupWidth * 128;
+      const uint64_t w = matrix_descriptor(weights(i) + box * Shape::kWeightBytes + of_group, 1024, 0) + inside;
 #pragma unroll
       for (int t = 0; t < Shape::kTall; ++t) {
-        const uint32_t x = stage(i) + box * Shape::kXBytes + (group * Shape::kTall + t) * 64 * 128;
-        multiply_transposed<Stored, Shape::kWidth>(sums[t], matrix_descriptor(x, 1024, 0) + inside, w, d != 0 || !first);
+        const uint32_t x = stage(i) + box * Shape::kXBytes + (group / Shape::kAcross * Shape::kTall + t) * 64 * 128;
+        const uint64_t rows = matrix_descriptor(x, 1024, 0) + inside;
+        multiply_transposed<Stored, Shape::kGroupWidth>(sums[t], rows, w, d != 0 || !first);
       }
     }
     wgmma_commit();
@@ -235,7 +251,7 @@ struct TileBlock {
   __device__ __forceinline__ void write_rows(const float (&sums)[Shape::kSums], int half, int row, int end,
                                              int column) const {
     const int lane = threadIdx.x % 4;
-    constexpr int kEights = kBoxRows / 8, kWhole = kEights / 4 * 4;
+    constexpr int kEights = kGroupColumns / 8, kWhole = kEights / 4 * 4;
     const float of_row = x_scale(row);
 #pragma unroll
     for (int j = 0; j < kWhole; j += 4) {
@@ -257,11 +273,12 @@ struct TileBlock {
 
   __device__ __forceinline__ void write_tile(const Sums& sums, int group, int tile) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x % 128 / kWarp;
+    const int first_column = column(tile) + group % Shape::kAcross * kGroupColumns;
 #pragma unroll
     for (int t = 0; t < Shape::kTall; ++t) {
-      const int first = row(tile) + (group * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
-      write_rows(sums[t], 0, first, end(tile), column(tile));
-      write_rows(sums[t], 1, first + 8, end(tile), column(tile));
+      const int first = row(tile) + (group / Shape::kAcross * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
+      write_rows(sums[t], 0, first, end(tile), first_column);
+      write_rows(sums[t], 1, first + 8, end(tile), first_column);
     }
   }
 
@@ -270,8 +287,9 @@ struct TileBlock {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x % 128 / kWarp;
 #pragma unroll
     for (int t = 0; t < Shape::kTall; ++t) {
-      const int row0 = (group * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
-      const uint32_t to = memory + (row0 * Shape::kPitch + lane % 4 * 2) * 4;
+      const int row0 = (group / Shape::kAcross * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
+      const int column0 = group % Shape::kAcross * Shape::kGroupWidth + lane % 4 * 2;
+      const uint32_t to = memory + (row0 * Shape::kPitch + column0) * 4;
 #pragma unroll
       for (int i = 0; i < Shape::kSums; ++i) {
         if (Shape::kRows < 64 && row0 + i / 2 % 2 * 8 >= Shape::kRows) continue;
@@ -340,10 +358,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (fetches) block.begin();
   __syncthreads();
   if (group < Shape::kGroups) {
+    if constexpr (Shape::kMovesRegisters) take_registers<Shape::kComputeRegisters>();
     wait_for_dependencies();
     block.compute(group);
-  } else if (fetches) {
-    block.fetch();
+  } else {
+    if constexpr (Shape::kMovesRegisters) give_registers_back<Shape::kFetchRegisters>();
+    if (fetches) block.fetch();
   }
   if constexpr (Shape::kSplit > 1) {
     __syncwarp();
