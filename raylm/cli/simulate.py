@@ -51,6 +51,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="MS[,MS...]",
         help="scheduler.target_itl_ms, or off; each policy runs with each (default: off)",
     )
+    group.add_argument(
+        "--prefill-chunk",
+        type=_positive,
+        metavar="N",
+        help="scheduler.prefill_chunk (default: as in a server)",
+    )
     group.add_argument("--max-prompt-share", type=float, default=1.0, metavar="S", help="scheduler.max_prompt_share")
     group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="default: %(default)s")
     group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="default: %(default)s")
@@ -106,11 +112,12 @@ def run(args: argparse.Namespace) -> int:
 def _scheduler(args: argparse.Namespace, policy: str, target_itl_ms: float | None) -> ResolvedScheduler:
     """Raises ConfigError."""
     from raylm.config.base import parse
-    from raylm.config.resolve import ResolvedScheduler
+    from raylm.config.resolve import FOLLOWED_PREFILL_CHUNK, ResolvedScheduler
 
     keys = {
         "policy": policy,
         "target_itl_ms": target_itl_ms,
+        "prefill_chunk": args.prefill_chunk or FOLLOWED_PREFILL_CHUNK,
         "max_prompt_share": args.max_prompt_share,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,

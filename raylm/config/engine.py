@@ -170,7 +170,11 @@ class SchedulerConfig(FrozenConfig):
     """fair: a tenant of weight 2 gets twice what one of weight 1 gets; 1 where a tenant is not named."""
     target_itl_ms: float | None = Field(default=None, gt=0)
     """Give prefill only so many tokens a step that running requests get a token every so many milliseconds; by default
-    prefill takes what the budget leaves."""
+    prefill_chunk bounds them."""
+    prefill_chunk: int | None = Field(default=None, ge=16)
+    """Tokens of prompts in a step beside running requests; as many for each four requests that wait and find a row,
+    where that is more. By default 512 where clients follow their answers (servers, AsyncLLM), elsewhere what the budget
+    leaves. With target_itl_ms it says nothing."""
     max_prompt_share: float = Field(default=1.0, gt=0, le=1)
     """Share of a step's budget that one prompt may take while other requests run or wait."""
 

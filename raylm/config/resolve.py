@@ -30,6 +30,11 @@ class ResolvedEngine(EngineConfig):
     runtime: ResolvedRuntime
 
 
+FOLLOWED_PREFILL_CHUNK = 512
+"""Tokens with which a GPU's products of 16-bit numbers are bound by computing, no longer by reading weights: what more
+of them saves is little, and every running request would wait for them."""
+
+
 class _SchedulerDefaults(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,6 +56,14 @@ _DEFAULTS: dict[DeviceKind, _Defaults] = {
     # takes a second or two with the largest models.
     "cuda": _Defaults(_SchedulerDefaults(256, 8192), _RuntimeDefaults(10.0)),
 }
+
+
+def followed(config: EngineConfig) -> EngineConfig:
+    """The configuration of an engine whose answers are followed token by token."""
+    if config.scheduler.prefill_chunk is not None:
+        return config
+    scheduler = config.scheduler.model_copy(update={"prefill_chunk": FOLLOWED_PREFILL_CHUNK})
+    return config.model_copy(update={"scheduler": scheduler})
 
 
 def resolve(config: EngineConfig, device: DeviceKind) -> ResolvedEngine:

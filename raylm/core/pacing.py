@@ -17,6 +17,8 @@ _MAX_GROWTH = 2
 _RECENT_MEMORY = 0.997
 """What the most tokens of a step are worth a step later: half after 230, so that a prompt now and then starts where the
 last one was."""
+_WAITING = 4
+"""A step gets a chunk for so many requests that wait."""
 _OUTLIER = 4
 """A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
 _DELAY_SHARE = 0.9
@@ -103,16 +105,20 @@ class PlanDelay:
 
 
 class PrefillPacer:
-    """Gives prefill so many tokens a step that a step beside running requests takes `target_itl_ms`.
+    """How many tokens of prompts a step gets beside running requests.
 
-    It plans for nine tenths of the target by the cost of recent steps (StepCost). That finds the budget in a few
-    steps, where raising and cutting it by rule would take dozens and pass the target again and again. Growth to at most
-    twice a recent step bounds what a wrong line can do; a floor of 16 tokens keeps prompts going when decodes alone
-    take longer than the target.
+    Without a target that is `prefill_chunk`, or what the budget leaves. Where requests pile up, it is a chunk for each
+    four of them: the sooner they run too, the more of them share the reading of weights.
+
+    With `target_itl_ms` it plans for nine tenths of the target by the cost of recent steps (StepCost). That finds the
+    budget in a few steps, where raising and cutting it by rule would take dozens and pass the target again and again.
+    Growth to at most twice a recent step bounds what a wrong line can do; a floor of 16 tokens keeps prompts going when
+    decodes alone take longer than the target.
     """
 
     def __init__(self, config: ResolvedScheduler) -> None:
         self._full = config.max_num_batched_tokens
+        self._chunk = config.prefill_chunk or self._full
         self._least = min(_MIN_TOKENS, self._full)
         self._share = config.max_prompt_share
         self._aim = None if config.target_itl_ms is None else _AIM * config.target_itl_ms / 1000
@@ -120,10 +126,13 @@ class PrefillPacer:
         self._recent = 0.0
         """The most tokens of a step, less with every step since."""
 
-    def prefill_budget(self, num_decodes: int) -> int:
-        """Prompt tokens that the next step may compute beside so many decodes; all of them where none runs."""
-        if self._aim is None or not num_decodes:
+    def prefill_budget(self, num_decodes: int, num_waiting: int) -> int:
+        """Prompt tokens that the next step may compute beside so many decodes, while so many requests wait that could
+        begin; all of them where no decode runs."""
+        if not num_decodes:
             return self._full
+        if self._aim is None:
+            return min(self._full, self._chunk * max(num_waiting, _WAITING) // _WAITING)
         tokens = min(self._cost.tokens_in(self._aim), _MAX_GROWTH * self._recent)
         return max(self._least, min(self._full, int(tokens) - num_decodes))
 

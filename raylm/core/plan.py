@@ -23,9 +23,8 @@ class PlanBuilder:
         self.reporting: list[Request] = []
         self.reporting_prompts: list[tuple[Request, int]] = []
         """Requests whose step gives log probabilities of their prompt, and the first position that it computes."""
-        self.num_chunks = 0
         self.num_prefill = 0
-        """Rows that compute several known tokens, and the tokens that those compute together."""
+        """Tokens that rows with several known ones compute together."""
         self._budget = budget
         self._prefill_budget = prefill_budget
         self._longer: list[tuple[int, int]] = []
@@ -36,11 +35,6 @@ class PlanBuilder:
         self._drafts: list[Drafts] = []
         self._forked: list[tuple[int, int]] = []
         self._swapped_in: list[tuple[int, int]] = []
-
-    @property
-    def num_decodes(self) -> int:
-        """Rows that compute no more than one known token."""
-        return len(self.rows) - self.num_chunks
 
     @property
     def left(self) -> int:
@@ -60,7 +54,6 @@ class PlanBuilder:
         if request.reports_prompt:
             self.reporting_prompts.append((request, request.num_computed))
         if num_tokens > 1:
-            self.num_chunks += 1
             self.num_prefill += num_tokens
         self._add(request, num_tokens)
 

@@ -91,6 +91,7 @@ class Scheduler:
         self._num_new = 0
         self._new_tokens = 0
         self._num_decodes = 0
+        """Requests that sampled in the last plan, and so decode in the next one unless they end."""
         self._num_orders = 0
         self._step = 0
         self._now = 0.0
@@ -225,8 +226,7 @@ class Scheduler:
         self._now = self._cache.ages.now = now
         self._fork_off()
         bounds = [(request.row, request.num_known) for request in self._settler.rejected if request.row >= 0]
-        prefill_budget = self._pacer.prefill_budget(self._num_decodes)
-        builder = PlanBuilder(self._config.max_num_batched_tokens, prefill_budget, self._swapped_out)
+        builder = PlanBuilder(self._config.max_num_batched_tokens, self._prefill_budget(), self._swapped_out)
         if self._schedule_running(self._turn(), builder):
             self._admit(builder)
         if not builder.rows and self._num_stages > 1:
@@ -239,7 +239,7 @@ class Scheduler:
         self._settler.rejected.clear()
         self._step += 1
         plan = builder.plan(self._step, self._beams.take_chosen(), bounds)
-        self._num_decodes = builder.num_decodes
+        self._num_decodes = len(builder.sampling)
         self._in_flight.append(_InFlight(self._step, plan.total_tokens, builder))
         self._timer.submitted(now)
         return plan
@@ -250,7 +250,7 @@ class Scheduler:
         preempted = len(self._policy) > self._num_new
         if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
             return float("-inf")
-        if self._new_tokens >= self._pacer.prefill_budget(self._num_decodes):
+        if self._new_tokens >= self._prefill_budget():
             return float("-inf")
         return self._delay.until(self._in_flight[0].num_tokens, self._timer.began)
 
@@ -291,7 +291,7 @@ class Scheduler:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = builder.rows.append, builder.sampling.append
         proposals = self._proposals(turn)
-        for_prompts = self._prompt_tokens(turn) if proposals else 0
+        for_prompts = min(self._prompt_tokens(turn), self._prefill_budget()) if proposals else 0
         if for_prompts and self._config.target_itl_ms is not None:
             # The pacer says how many tokens a step may take beside prompts, and knows of no drafts.
             proposals = {}
@@ -569,6 +569,9 @@ class Scheduler:
         for request in idle:
             self._preempt(request, builder)
         return bool(idle)
+
+    def _prefill_budget(self) -> int:
+        return self._pacer.prefill_budget(self._num_decodes, min(self._num_new, len(self._free_rows)))
 
     def _prompt_limit(self) -> int:
         return self._pacer.prompt_limit(others=len(self._running) + len(self._policy) > 1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylm import log
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import followed
 from raylm.core.block_hash import PrefixForm
 from raylm.core.load import Load
 from raylm.core.measures import EngineMeasures
@@ -78,7 +79,7 @@ class EngineActor:
         another engine, to get the weights from. Raises ConfigError, EngineDeadError."""
         log.configure(form=config.runtime.log_format)
         begin = time.monotonic()
-        self._executor = ray_executor(config, group=group, resources=resources, peers=peers)
+        self._executor = ray_executor(followed(config), group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)
         self._server = EngineServer(self._engine, host=host, publisher=_publisher(config, self._engine.info))
         # What lives now lives as long as the actor: no collection in the middle of a step has to look through it.

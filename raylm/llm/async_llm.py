@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from raylm.config.engine import EngineConfig
+from raylm.config.resolve import followed
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import ModelInfo
@@ -32,7 +33,7 @@ class AsyncLLM:
     def __init__(self, model: str | EngineConfig, *, progress: bool = True, **options: Any) -> None:
         """Load a model, which takes seconds; arguments are those of LLM. Raises ConfigError."""
         self._inputs = Inputs(model, options, source="AsyncLLM(...)")
-        self._engine = offline_engine(self._inputs.offline_config, progress=progress)
+        self._engine = offline_engine(followed(self._inputs.offline_config), progress=progress)
         self._client = LocalClient(self._engine, holds=False)
         self._live: dict[str, Sequences] = {}
         self._is_closed = False

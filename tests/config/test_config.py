@@ -12,7 +12,7 @@ from raylm.config.base import load_yaml, parse
 from raylm.config.engine import EngineConfig
 from raylm.config.front import FrontConfig
 from raylm.config.hub_name import HubName, hub_name
-from raylm.config.resolve import resolve
+from raylm.config.resolve import followed, resolve
 from raylm.config.sampling import SamplingDefaults
 from raylm.errors import ConfigError
 from raylm.model_files.advice import sampling_advice, sampling_defaults
@@ -290,6 +290,13 @@ def test_a_steps_size_and_time_are_by_default_the_devices(device, rows, budget, 
     assert (config.runtime.step_timeout_s, resolved.runtime.step_timeout_s) == (None, timeout)
     assert resolved.scheduler.policy == "fair" and resolved.model.path == config.model.path
     assert resolve(resolved, device) == resolved and resolved.runtime.device == device
+
+
+@pytest.mark.parametrize(("given", "chunk"), [(None, 512), (2048, 2048)])
+def test_prompts_come_in_chunks_where_clients_follow_their_answers(given, chunk):
+    config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"prefill_chunk": given}})
+    assert resolve(config, "cpu").scheduler.prefill_chunk == given
+    assert resolve(followed(config), "cpu").scheduler.prefill_chunk == chunk
 
 
 def test_a_log_format_is_text_or_json():

@@ -38,6 +38,7 @@ class Histories(RuleBasedStateMachine):
         max_queued_tokens=st.sampled_from([None, 40]),
         max_prompt_share=st.sampled_from([1.0, 0.3]),
         target_itl_ms=st.sampled_from([None, 1.0]),
+        prefill_chunk=st.sampled_from([None, 16]),
         drafts=st.sampled_from([None, 1, 5]),
         seed=st.integers(0, 2**16),
     )

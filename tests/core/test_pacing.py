@@ -31,7 +31,7 @@ def run(pacer: PrefillPacer, cost: Cost, *, decodes: int, steps: int, demand: in
     """Steps with prompts waiting all the time; (prefill tokens, seconds) of each."""
     history = []
     for _ in range(steps):
-        prefill = min(demand, pacer.prefill_budget(decodes), FULL - decodes)
+        prefill = min(demand, pacer.prefill_budget(decodes, num_waiting=1), FULL - decodes)
         seconds = cost(prefill, decodes)
         pacer.observe(prefill + decodes, seconds)
         history.append((prefill, seconds))
@@ -46,20 +46,22 @@ def ideal(cost: Cost, decodes: int) -> int:
 # The budget.
 
 
-def test_without_a_target_prefill_takes_the_whole_budget():
-    pacer = make_pacer(None)
+@pytest.mark.parametrize(("waiting", "tokens"), [(0, 100), (4, 100), (5, 125), (8, 200), (1000, FULL)])
+def test_without_a_target_prefill_takes_a_chunk_for_each_four_that_wait(waiting, tokens):
+    pacer = make_pacer(None, prefill_chunk=100)
     run(pacer, gpu, decodes=50, steps=10)
-    assert pacer.prefill_budget(50) == FULL
+    assert pacer.prefill_budget(50, waiting) == tokens
 
 
-def test_without_decodes_prefill_takes_the_whole_budget():
-    pacer = make_pacer()
+@pytest.mark.parametrize("target", [TARGET_MS, None])
+def test_without_decodes_prefill_takes_the_whole_budget(target):
+    pacer = make_pacer(target)
     run(pacer, gpu, decodes=50, steps=10)
-    assert pacer.prefill_budget(0) == FULL
+    assert pacer.prefill_budget(0, num_waiting=1) == FULL
 
 
 def test_before_anything_is_measured_prefill_is_careful():
-    assert make_pacer().prefill_budget(1) == 16
+    assert make_pacer().prefill_budget(1, num_waiting=1) == 16
 
 
 @given(
@@ -150,7 +152,7 @@ def test_a_prompt_goes_on_when_decodes_alone_are_too_slow():
 def test_a_budget_under_the_minimum_is_the_minimum():
     pacer = PrefillPacer(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, target_itl_ms=1))
     pacer.observe(8, 1.0)
-    assert pacer.prefill_budget(2) == 8
+    assert pacer.prefill_budget(2, num_waiting=1) == 8
 
 
 def test_decodes_alone_do_not_make_the_next_prompt_a_leap():

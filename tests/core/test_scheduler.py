@@ -61,6 +61,32 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes():
     assert any(delta.request_id == "long" for delta in engine.step())
 
 
+@pytest.mark.parametrize(
+    ("prompts", "rows", "tokens"),
+    [
+        pytest.param(1, 8, [1 + 40, 1 + 40, 1 + 20], id="a long prompt"),
+        # Seven wait, then six, then five; whose prompt is complete decodes.
+        pytest.param(7, 8, [1 + 70, 1 + 60, 2 + 50], id="requests pile up"),
+        pytest.param(7, 4, [1 + 40, 1 + 40, 1 + 40], id="most of them find no row"),
+    ],
+)
+def test_prompts_beside_a_running_request_get_a_chunk_for_each_four_that_wait(prompts, rows, tokens):
+    executor = FakeExecutor(num_blocks=1000, max_model_len=200)
+    engine = make_engine(executor, budget=400, max_num_seqs=rows, prefill_chunk=40)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine.add(["runs"], [1, 2], params)
+    engine.step()
+    for index in range(prompts):
+        engine.add([str(index)], [index + 3] * 100, params)
+    assert [_computed(engine, executor) for _ in tokens] == tokens
+
+
+def _computed(engine, executor):
+    before = executor.num_computed
+    engine.step()
+    return executor.num_computed - before
+
+
 def test_overlap_never_emits_a_surplus_token():
     executor = FakeExecutor()
     engine = make_engine(executor, window=2)

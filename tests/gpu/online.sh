@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# On a CUDA host: `raylm serve` with the shape of Llama-3.1-8B and random weights under a load of 32 requests/s, four seeds,
-# once for each target of decode protection (scheduler.target_itl_ms; off: none). One JSON line a seed.
+# On a CUDA host: `raylm serve` with the shape of Llama-3.1-8B and random weights under a load of 32 requests/s, four seeds
+# behind 512 requests that meet the shapes of graphs, once for each setting of the scheduler (default: none, as it is).
+# One JSON line a seed.
 #
-#   tests/gpu/online.sh RESULTS.jsonl [TARGET...]
+#   tests/gpu/online.sh RESULTS.jsonl [KEY=VALUE...]           such as prefill_chunk=8192 target_itl_ms=20
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -27,10 +28,11 @@ applications:
      args: {engine: "$folder/engine.yaml"}, deployments: [{name: ModelReplica, num_replicas: 1}]}
 YAML
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-for target in "${@:-off}"; do
+load() { "$python" -m raylm.cli bench serve --vocab-size 128000 --case "$1" --request-rate 32 --seed "$2"; }
+for setting in "${@:-max_num_batched_tokens=8192}"; do
     cat >"$folder/engine.yaml" <<YAML
 model: {path: $folder/llama-3.1-8b, load_format: dummy, max_model_len: 8192}
-scheduler: {max_num_seqs: 512, max_num_batched_tokens: 8192, target_itl_ms: $([ "$target" = off ] && echo null || echo "$target")}
+scheduler: {max_num_seqs: 512, ${setting/=/: }}
 YAML
     "$python" -m raylm.cli serve "$folder/serve.yaml" >"$folder/log" 2>&1 &
     server=$!
@@ -39,9 +41,9 @@ YAML
         kill -0 "$server" || { tail -20 "$folder/log" && exit 1; }
         sleep 0.5
     done
+    load warm:512:512:128 0 >/dev/null
     for seed in 1 2 3 4; do
-        "$python" -m raylm.cli bench serve --vocab-size 128000 --case "itl-$target:384:512:128" --request-rate 32 \
-            --seed "$seed" >>"$results"
+        load "$setting:384:512:128" "$seed" >>"$results"
     done
     stop
 done
