@@ -172,11 +172,11 @@ class SchedulerConfig(FrozenConfig):
     """Give prefill only so many tokens a step that running requests get a token every so many milliseconds; by default
     prefill_chunk bounds them."""
     prefill_chunk: int | None = Field(default=None, ge=16)
-    """Tokens of prompts in a step beside running requests; as many for each four requests that wait and find a row,
-    where that is more. By default 512 where clients follow their answers (servers, AsyncLLM), elsewhere what the budget
-    leaves. With target_itl_ms it says nothing."""
+    """Tokens of prompts in a step beside running requests. While more than four requests wait that a row is free for, a
+    step gets a quarter of a chunk for each. By default 512 where clients follow their answers (servers, AsyncLLM),
+    elsewhere what the budget leaves. target_itl_ms overrides it."""
     max_prompt_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a step's budget that one prompt may take while other requests run or wait."""
+    """Share of a step's tokens for prompts that one of them may take while others run or wait."""
 
     @field_validator("policy")
     @classmethod

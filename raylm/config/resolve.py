@@ -31,8 +31,8 @@ class ResolvedEngine(EngineConfig):
 
 
 FOLLOWED_PREFILL_CHUNK = 512
-"""Tokens with which a GPU's products of 16-bit numbers are bound by computing, no longer by reading weights: what more
-of them saves is little, and every running request would wait for them."""
+"""With so many tokens a GPU's step takes as long as it computes, no longer as long as it reads weights: more of them
+would save little, and every running request would wait for them."""
 
 
 class _SchedulerDefaults(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedScheduler
 
@@ -18,7 +19,7 @@ _RECENT_MEMORY = 0.997
 """What the most tokens of a step are worth a step later: half after 230, so that a prompt now and then starts where the
 last one was."""
 _WAITING = 4
-"""A step gets a chunk for so many requests that wait."""
+"""A step gets a chunk for so many requests that wait, and for fewer."""
 _OUTLIER = 4
 """A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
 _DELAY_SHARE = 0.9
@@ -104,11 +105,20 @@ class PlanDelay:
         self._seen.append((tokens, seconds))
 
 
+class PrefillBudget(NamedTuple):
+    """Tokens that a step may compute of prompts."""
+
+    tokens: int
+    of_one: int
+    """Of one prompt, at most."""
+
+
 class PrefillPacer:
     """How many tokens of prompts a step gets beside running requests.
 
-    Without a target that is `prefill_chunk`, or what the budget leaves. Where requests pile up, it is a chunk for each
-    four of them: the sooner they run too, the more of them share the reading of weights.
+    Without a target that is `prefill_chunk`, or what the budget leaves. Where requests pile up, it is a quarter of a
+    chunk for each of them: the sooner they run too, the more of them share the reading of weights. One prompt gets no
+    more than a chunk of it, so that what is there for those who wait does not go to a long prompt before them.
 
     With `target_itl_ms` it plans for nine tenths of the target by the cost of recent steps (StepCost). That finds the
     budget in a few steps, where raising and cutting it by rule would take dozens and pass the target again and again.
@@ -118,27 +128,30 @@ class PrefillPacer:
 
     def __init__(self, config: ResolvedScheduler) -> None:
         self._full = config.max_num_batched_tokens
-        self._chunk = config.prefill_chunk or self._full
+        self._aim = None if config.target_itl_ms is None else _AIM * config.target_itl_ms / 1000
+        self._chunk = (config.prefill_chunk if self._aim is None else None) or self._full
         self._least = min(_MIN_TOKENS, self._full)
         self._share = config.max_prompt_share
-        self._aim = None if config.target_itl_ms is None else _AIM * config.target_itl_ms / 1000
         self._cost = StepCost(_MEMORY)
         self._recent = 0.0
         """The most tokens of a step, less with every step since."""
 
-    def prefill_budget(self, num_decodes: int, num_waiting: int) -> int:
-        """Prompt tokens that the next step may compute beside so many decodes, while so many requests wait that could
-        begin; all of them where no decode runs."""
+    def budget(self, *, num_decodes: int, num_prompts: int, num_waiting: int) -> PrefillBudget:
+        """What prompts may take of the next step beside so many decodes, while so many of them have begun and so many
+        wait that could begin: all of it where no decode runs."""
+        tokens = self._tokens(num_decodes, num_waiting)
+        of_one = min(tokens, self._chunk) if num_decodes else tokens
+        if num_prompts + num_waiting > 1:
+            of_one = min(of_one, max(self._least, int(self._share * tokens)))
+        return PrefillBudget(tokens, of_one)
+
+    def _tokens(self, num_decodes: int, num_waiting: int) -> int:
         if not num_decodes:
             return self._full
         if self._aim is None:
             return min(self._full, self._chunk * max(num_waiting, _WAITING) // _WAITING)
         tokens = min(self._cost.tokens_in(self._aim), _MAX_GROWTH * self._recent)
         return max(self._least, min(self._full, int(tokens) - num_decodes))
-
-    def prompt_limit(self, others: bool) -> int:
-        """Tokens that one prompt may take of a step: `max_prompt_share` of the budget while others run or wait."""
-        return max(self._least, int(self._share * self._full)) if others else self._full
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Say how long a step of so many tokens took: of prompts, of decodes and of drafts."""

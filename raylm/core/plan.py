@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raylm.core.drafting import Proposal
+from raylm.core.pacing import PrefillBudget
 from raylm.core.request import Request
 from raylm.core.step import Copies, Drafts, NewBlocks, NewRow, StepPlan
 
@@ -14,7 +15,7 @@ class PlanBuilder:
     add().
     """
 
-    def __init__(self, budget: int, prefill_budget: int, swapped_out: dict[int, int]) -> None:
+    def __init__(self, budget: int, for_prompts: PrefillBudget, swapped_out: dict[int, int]) -> None:
         """`swapped_out`: the device block that the step copies into each host block; swap_out() adds to it."""
         self.rows: list[int] = []
         self.sampling: list[Request] = []
@@ -25,8 +26,8 @@ class PlanBuilder:
         """Requests whose step gives log probabilities of their prompt, and the first position that it computes."""
         self.num_prefill = 0
         """Tokens that rows with several known ones compute together."""
+        self.for_prompts = for_prompts
         self._budget = budget
-        self._prefill_budget = prefill_budget
         self._longer: list[tuple[int, int]] = []
         self._num_surplus = 0
         self._new_rows: list[NewRow] = []
@@ -41,19 +42,21 @@ class PlanBuilder:
         """Tokens that the step may still compute."""
         return self._budget - len(self.rows) - self._num_surplus
 
-    def room(self, num_tokens: int, *, reserved: int, limit: int) -> int:
-        """How many of `num_tokens` a request may compute while `reserved` tokens stay for others.
+    def room(self, num_tokens: int, *, reserved: int) -> int:
+        """How many of `num_tokens` known tokens a request may compute while `reserved` tokens stay for others.
 
-        One token always counts as decode; more are a prefill, whose own budget and `limit` hold too.
+        One token always counts as decode; more are a prompt, for which `for_prompts` holds too.
         """
         left = min(num_tokens, self.left - reserved)
-        return left if num_tokens == 1 else min(left, self._prefill_budget - self.num_prefill, limit)
+        if num_tokens == 1:
+            return left
+        return min(left, self.for_prompts.tokens - self.num_prefill, self.for_prompts.of_one)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """The request computes its next `num_tokens` known tokens, and samples when none is left."""
         if request.reports_prompt:
             self.reporting_prompts.append((request, request.num_computed))
-        if num_tokens > 1:
+        if request.num_to_compute > 1:
             self.num_prefill += num_tokens
         self._add(request, num_tokens)
 

@@ -19,7 +19,7 @@ from raylm.core.beam import Beams, TextEnds
 from raylm.core.drafting import NOTHING_DRAFTED, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.load import Load
-from raylm.core.pacing import PlanDelay, PrefillPacer, StepTimer
+from raylm.core.pacing import PlanDelay, PrefillBudget, PrefillPacer, StepTimer
 from raylm.core.plan import PlanBuilder
 from raylm.core.policies import make_policy
 from raylm.core.request import Request, Status
@@ -90,8 +90,6 @@ class Scheduler:
         self._stuck: tuple[str, int, bool] | None = None
         self._num_new = 0
         self._new_tokens = 0
-        self._num_decodes = 0
-        """Requests that sampled in the last plan, and so decode in the next one unless they end."""
         self._num_orders = 0
         self._step = 0
         self._now = 0.0
@@ -239,7 +237,6 @@ class Scheduler:
         self._settler.rejected.clear()
         self._step += 1
         plan = builder.plan(self._step, self._beams.take_chosen(), bounds)
-        self._num_decodes = len(builder.sampling)
         self._in_flight.append(_InFlight(self._step, plan.total_tokens, builder))
         self._timer.submitted(now)
         return plan
@@ -250,7 +247,7 @@ class Scheduler:
         preempted = len(self._policy) > self._num_new
         if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
             return float("-inf")
-        if self._new_tokens >= self._prefill_budget():
+        if self._new_tokens >= self._prefill_budget().tokens:
             return float("-inf")
         return self._delay.until(self._in_flight[0].num_tokens, self._timer.began)
 
@@ -291,7 +288,7 @@ class Scheduler:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = builder.rows.append, builder.sampling.append
         proposals = self._proposals(turn)
-        for_prompts = min(self._prompt_tokens(turn), self._prefill_budget()) if proposals else 0
+        for_prompts = min(self._prompt_tokens(turn), builder.for_prompts.tokens) if proposals else 0
         if for_prompts and self._config.target_itl_ms is not None:
             # The pacer says how many tokens a step may take beside prompts, and knows of no drafts.
             proposals = {}
@@ -371,7 +368,7 @@ class Scheduler:
         if num_tokens > 1:
             # Every running request after this one can still decode.
             reserved = len(self._running) - len(builder.rows) - 1
-            num_tokens = builder.room(num_tokens, reserved=reserved, limit=self._prompt_limit())
+            num_tokens = builder.room(num_tokens, reserved=reserved)
         if num_tokens <= 0:
             return True
         num_columns = len(request.block_ids[0])
@@ -407,12 +404,12 @@ class Scheduler:
         if state == self._stuck:
             return False
         # Before the look for a prefix, which is the dearer: most steps have no room for one prompt more.
-        if builder.room(request.num_to_compute, reserved=0, limit=self._prompt_limit()) <= 0:
+        if builder.room(request.num_to_compute, reserved=0) <= 0:
             return False
         is_fresh = request.num_computed == 0
         if is_fresh and request.params.prompt_logprobs is None:
             self._cache.attach_prefix(request)
-        num_tokens = builder.room(request.num_to_compute, reserved=0, limit=self._prompt_limit())
+        num_tokens = builder.room(request.num_to_compute, reserved=0)
         if not self._make_room(request, num_tokens, builder):
             if is_fresh:
                 self._cache.free(request)
@@ -570,11 +567,16 @@ class Scheduler:
             self._preempt(request, builder)
         return bool(idle)
 
-    def _prefill_budget(self) -> int:
-        return self._pacer.prefill_budget(self._num_decodes, min(self._num_new, len(self._free_rows)))
-
-    def _prompt_limit(self) -> int:
-        return self._pacer.prompt_limit(others=len(self._running) + len(self._policy) > 1)
+    def _prefill_budget(self) -> PrefillBudget:
+        """What prompts get of the next step. Whose last token is on its way does not count; a beam that waits for
+        others (0) decodes again."""
+        to_compute = [one.num_known - one.num_computed for one in self._running if one.num_known < one.max_len]
+        num_decodes = to_compute.count(1) + to_compute.count(0)
+        return self._pacer.budget(
+            num_decodes=-(-num_decodes // self._num_stages),
+            num_prompts=len(to_compute) - num_decodes,
+            num_waiting=min(len(self._policy), len(self._free_rows)),
+        )
 
 
 def _too_late(request: Request, now: float) -> str:

@@ -27,11 +27,15 @@ def make_pacer(target_itl_ms: float | None = TARGET_MS, **settings) -> PrefillPa
     return PrefillPacer(SchedulerConfig(max_num_batched_tokens=FULL, target_itl_ms=target_itl_ms, **settings))
 
 
+def tokens_of(pacer: PrefillPacer, num_decodes: int, num_waiting: int = 1) -> int:
+    return pacer.budget(num_decodes=num_decodes, num_prompts=0, num_waiting=num_waiting).tokens
+
+
 def run(pacer: PrefillPacer, cost: Cost, *, decodes: int, steps: int, demand: int = FULL) -> list[tuple[int, float]]:
     """Steps with prompts waiting all the time; (prefill tokens, seconds) of each."""
     history = []
     for _ in range(steps):
-        prefill = min(demand, pacer.prefill_budget(decodes, num_waiting=1), FULL - decodes)
+        prefill = min(demand, tokens_of(pacer, decodes), FULL - decodes)
         seconds = cost(prefill, decodes)
         pacer.observe(prefill + decodes, seconds)
         history.append((prefill, seconds))
@@ -50,18 +54,18 @@ def ideal(cost: Cost, decodes: int) -> int:
 def test_without_a_target_prefill_takes_a_chunk_for_each_four_that_wait(waiting, tokens):
     pacer = make_pacer(None, prefill_chunk=100)
     run(pacer, gpu, decodes=50, steps=10)
-    assert pacer.prefill_budget(50, waiting) == tokens
+    assert tokens_of(pacer, 50, waiting) == tokens
 
 
 @pytest.mark.parametrize("target", [TARGET_MS, None])
 def test_without_decodes_prefill_takes_the_whole_budget(target):
     pacer = make_pacer(target)
     run(pacer, gpu, decodes=50, steps=10)
-    assert pacer.prefill_budget(0, num_waiting=1) == FULL
+    assert tokens_of(pacer, 0) == FULL
 
 
 def test_before_anything_is_measured_prefill_is_careful():
-    assert make_pacer().prefill_budget(1, num_waiting=1) == 16
+    assert tokens_of(make_pacer(), 1) == 16
 
 
 @given(
@@ -152,7 +156,7 @@ def test_a_prompt_goes_on_when_decodes_alone_are_too_slow():
 def test_a_budget_under_the_minimum_is_the_minimum():
     pacer = PrefillPacer(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, target_itl_ms=1))
     pacer.observe(8, 1.0)
-    assert pacer.prefill_budget(2, num_waiting=1) == 8
+    assert tokens_of(pacer, 2) == 8
 
 
 def test_decodes_alone_do_not_make_the_next_prompt_a_leap():
@@ -168,11 +172,31 @@ def test_decodes_alone_do_not_make_the_next_prompt_a_leap():
 # What one prompt may take.
 
 
-@pytest.mark.parametrize(("share", "limit"), [(1.0, FULL), (0.25, 512), (0.001, 16)])
-def test_one_prompt_takes_its_share_beside_others_and_all_alone(share, limit):
-    pacer = make_pacer(max_prompt_share=share)
-    assert pacer.prompt_limit(others=True) == limit
-    assert pacer.prompt_limit(others=False) == FULL
+@pytest.mark.parametrize(
+    ("share", "decodes", "prompts", "waiting", "limit"),
+    [
+        pytest.param(1.0, 0, 1, 1, FULL, id="all of a step without decodes"),
+        pytest.param(0.25, 0, 1, 1, FULL // 4, id="its share beside one that waits"),
+        pytest.param(0.25, 0, 2, 0, FULL // 4, id="its share beside one that runs"),
+        pytest.param(0.25, 0, 0, 1, FULL, id="all of it alone"),
+        pytest.param(0.001, 0, 1, 1, 16, id="a small share"),
+        pytest.param(1.0, 5, 1, 0, 100, id="a chunk beside decodes"),
+        pytest.param(1.0, 5, 1, 8, 100, id="a chunk of the two that are there for those who wait"),
+        pytest.param(0.25, 5, 1, 0, 100, id="a chunk alone beside decodes"),
+        pytest.param(0.25, 5, 1, 1, 25, id="its share of a chunk"),
+        pytest.param(0.25, 5, 1, 8, 50, id="its share of two chunks"),
+    ],
+)
+def test_what_one_prompt_takes(share, decodes, prompts, waiting, limit):
+    pacer = make_pacer(None, prefill_chunk=100, max_prompt_share=share)
+    assert pacer.budget(num_decodes=decodes, num_prompts=prompts, num_waiting=waiting).of_one == limit
+
+
+def test_with_a_target_one_prompt_may_take_more_than_a_chunk():
+    pacer = make_pacer(prefill_chunk=100)
+    run(pacer, gpu, decodes=4, steps=50)
+    budget = pacer.budget(num_decodes=4, num_prompts=1, num_waiting=0)
+    assert budget.of_one == budget.tokens > 500
 
 
 # The cost of a step.

@@ -65,8 +65,8 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes():
     ("prompts", "rows", "tokens"),
     [
         pytest.param(1, 8, [1 + 40, 1 + 40, 1 + 20], id="a long prompt"),
-        # Seven wait, then six, then five; whose prompt is complete decodes.
-        pytest.param(7, 8, [1 + 70, 1 + 60, 2 + 50], id="requests pile up"),
+        # Seven wait, then five: two have begun, each with at most a chunk a step. Whose prompt is complete decodes.
+        pytest.param(7, 8, [1 + 70, 1 + 50, 1 + 50, 2 + 50], id="requests pile up"),
         pytest.param(7, 4, [1 + 40, 1 + 40, 1 + 40], id="most of them find no row"),
     ],
 )
@@ -79,6 +79,49 @@ def test_prompts_beside_a_running_request_get_a_chunk_for_each_four_that_wait(pr
     for index in range(prompts):
         engine.add([str(index)], [index + 3] * 100, params)
     assert [_computed(engine, executor) for _ in tokens] == tokens
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=1), SamplingParams(max_tokens=9, ignore_eos=True)])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_prompt_behind_requests_that_have_ended_takes_the_whole_step(params, window):
+    executor = FakeExecutor(num_blocks=1000, max_model_len=200)
+    engine = make_engine(executor, budget=150, max_num_seqs=8, prefill_chunk=40, window=window)
+    engine.add(["before"], [1] * 50, params)
+    if params.max_tokens > 1:
+        run_to_end(engine)
+    else:
+        _computed(engine, executor)
+    engine.add(["long"], [2] * 190, params)
+    assert _computed(engine, executor) == 150
+
+
+@pytest.mark.parametrize(
+    ("stages", "params"),
+    [(2, SamplingParams(max_tokens=50, ignore_eos=True)), (1, SamplingParams(max_tokens=50, beam_width=2))],
+)
+def test_requests_that_sampled_nothing_in_the_last_plan_are_protected_too(stages, params):
+    """One request on two stages decodes in every second plan; beams report candidates, and the host samples."""
+    executor = FakeExecutor(num_blocks=1000, max_model_len=200)
+    engine = make_engine(
+        executor, budget=150, max_num_seqs=8, prefill_chunk=40, window=2, num_stages=stages, prefix_caching=False
+    )
+    engine.add(["runs"], [1, 2], params)
+    for _ in range(4):
+        engine.step()
+    engine.add(["long"], [2] * 190, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert max(_computed(engine, executor) for _ in range(4)) <= 40 + 2
+
+
+def test_the_last_token_of_a_chunk_is_for_one_prompt_alone():
+    executor = FakeExecutor(num_blocks=1000, max_model_len=200)
+    engine = make_engine(executor, budget=150, max_num_seqs=8, prefill_chunk=40)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.add(["runs"], [1, 2], params)
+    engine.step()
+    for index, length in enumerate([39, 50, 50, 50]):
+        engine.add([str(index)], [index + 3] * length, params)
+    assert _computed(engine, executor) == 1 + 40
+    assert engine.stats().running == 3, "the first two of them"
 
 
 def _computed(engine, executor):

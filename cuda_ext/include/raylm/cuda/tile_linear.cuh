@@ -29,7 +29,7 @@ namespace raylm::cuda {
 
 struct TileParams {
   CUtensorMap x;       // [rows, k], boxes of tile_rows rows: the copy engine takes longer for what lies outside of a tensor
-  CUtensorMap weight;  // [n, k], boxes of Width rows, or of half as many where they are gate's and up's
+  CUtensorMap weight;  // [n, k], boxes of tile_box rows
   const void* bias;    // of results' type, or null
   void* out;           // [rows, columns]
   const float *x_scales, *scales;  // of rows of x and of W, where numbers have them
@@ -50,7 +50,7 @@ template <int Rows_, int Width_, int Split_>
 struct TileShape {
   static constexpr int kRows = Rows_, kWidth = Width_, kSplit = Split_;
   static constexpr int kGroups = kRows <= 64 ? 1 : 2;  // of four warps that multiply
-  // The groups share the rows, or, where these are no multiple of 128, the columns.
+  // The groups share the rows, or, of 192, the columns.
   static constexpr int kAcross = kRows == 192 ? 2 : 1;  // groups beside each other
   static constexpr int kTall = (kRows + 63) / 64 * kAcross / kGroups;  // products of 64 rows below each other, of a group
   static constexpr int kGroupWidth = kWidth / kAcross;
@@ -66,7 +66,7 @@ struct TileShape {
   static constexpr int kPitch = kWidth + 4;  // of sums that meet
   static constexpr int kMeetingBytes = kSplit > 1 ? kRows * kPitch * 4 : 0;
   static constexpr int kBlocks = kRows <= 64 ? 2 : 1;  // of a multiprocessor, where shared memory has room
-  static_assert(kTall * kSums <= 168 && kRows % kSplit == 0);
+  static_assert(kTall * kSums <= 168 && kRows % kSplit == 0 && (kSplit == 1 || kAcross == 1));
 
   static constexpr int shared_bytes(int stages) {
     const int bytes = stages * kStageBytes;
@@ -287,9 +287,8 @@ struct TileBlock {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x % 128 / kWarp;
 #pragma unroll
     for (int t = 0; t < Shape::kTall; ++t) {
-      const int row0 = (group / Shape::kAcross * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
-      const int column0 = group % Shape::kAcross * Shape::kGroupWidth + lane % 4 * 2;
-      const uint32_t to = memory + (row0 * Shape::kPitch + column0) * 4;
+      const int row0 = (group * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
+      const uint32_t to = memory + (row0 * Shape::kPitch + lane % 4 * 2) * 4;
 #pragma unroll
       for (int i = 0; i < Shape::kSums; ++i) {
         if (Shape::kRows < 64 && row0 + i / 2 % 2 * 8 >= Shape::kRows) continue;
