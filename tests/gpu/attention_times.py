@@ -1,6 +1,8 @@
 """What paged attention takes: decode as a share of the memory's bandwidth, prefill in TFLOP/s.
 
-python -m tests.gpu.attention_times        on a CUDA host; prints one JSON line a case, in all in half a minute
+python -m tests.gpu.attention_times [BACKEND]    on a CUDA host; prints one JSON line a case, in all in half a minute
+
+BACKEND is a value of runtime.attention; cases that it cannot run are left out.
 
 bf16, cache blocks of 16 in random order; `codes` is a cache of 8-bit floats. Calls stand in a CUDA graph, a kernel of
 no work behind each, whose own time is taken off, over caches that take turns, so that no call finds its own in the L2
@@ -10,13 +12,17 @@ cache. The bandwidth is that of a large element-wise kernel, measured before the
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from raylm import ops
+from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
+from raylm.layers.attention import AttentionMetadata, CacheScales, Scores
+from raylm.layers.attention_backends import AttentionBackend, Setting, choose_backend
 from tests.gpu.timing import Call, bandwidth, cold_copies, graph_us
 
 BLOCK = 16
@@ -107,7 +113,7 @@ PREFILL = [
 ]
 
 
-def attention_us(case: Case) -> float:
+def attention_us(case: Case, backend: AttentionBackend) -> float:
     """Without the kernel between them, calls would begin before the call ahead has ended, as in no model."""
     nothing = torch.zeros(1, device="cuda")
 
@@ -118,10 +124,10 @@ def attention_us(case: Case) -> float:
 
         return both
 
-    return graph_us([spaced(call) for call in calls_of(case)]) - graph_us([nothing.neg_] * 64)
+    return graph_us([spaced(call) for call in calls_of(case, backend)]) - graph_us([nothing.neg_] * 64)
 
 
-def calls_of(case: Case) -> list[Call]:
+def calls_of(case: Case, backend: AttentionBackend) -> list[Call]:
     """The case over several caches, all of them together larger than the L2 cache."""
     blocks = [-(-length // BLOCK) for length in case.lengths()]
     shape = (sum(blocks), BLOCK, case.kv_heads, case.head_size)
@@ -135,29 +141,43 @@ def calls_of(case: Case) -> list[Call]:
     starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.queries
     lengths = torch.tensor(case.lengths(), dtype=torch.int32)
     q = torch.randn(case.seqs * case.queries, case.heads, case.head_size, dtype=torch.bfloat16, device="cuda")
-    slopes = alibi_slopes(case.heads).cuda() if case.alibi else None
-    rest = (table.cuda(), starts.cuda(), lengths.cuda(), case.queries, max(case.lengths()), case.head_size**-0.5)
     kind = ops.CODES if case.codes else torch.bfloat16
-    shared = ops.shared_prefixes(*rest[:3], BLOCK) if case.prefix else None
+    table, starts, lengths = table.cuda(), starts.cuda(), lengths.cuda()
+    prefixes = ops.shared_prefixes(table, starts, lengths, BLOCK) if case.prefix else None
+    none = torch.empty(0, dtype=torch.int64)
+    step = AttentionMetadata(starts, lengths, table, none, case.queries, max(case.lengths()), prefixes=prefixes)
+    slopes = alibi_slopes(case.heads).cuda() if case.alibi else None
+    scales = CacheScales(0.5, 2.0) if case.codes else CacheScales()
+    scores = Scores(scale=case.head_size**-0.5, window=case.window, alibi_slopes=slopes, cache=scales)
     caches = [torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda").to(kind) for _ in range(copies)]
-    options = {"window": case.window, "alibi_slopes": slopes, "prefixes": shared}
-    if case.codes:
-        options |= {"k_scale": 0.5, "v_scale": 2.0}
-    return [lambda k=k, v=v: ops.paged_attention(q, k, v, *rest, **options) for k, v in caches]
+    planned = backend.plan(step)
+    return [lambda k=k, v=v: backend.attend(q, (k, v), planned, scores) for k, v in caches]
 
 
-def main() -> None:
+def backend_for(wanted: str, case: Case) -> AttentionBackend | None:
+    device = torch.device("cuda")
+    setting = Setting(device, torch.bfloat16, case.head_size, BLOCK, alibi=case.alibi, codes=case.codes)
+    try:
+        return choose_backend(wanted, setting)[0]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def main(wanted: str) -> None:
     most = bandwidth()
     print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
-    for case in DECODE:
-        time = attention_us(case)
-        share = round(case.bytes / time / most, 3)
-        print(json.dumps({"bench": "decode", **asdict(case), "us": round(time, 2), "of_bandwidth": share}), flush=True)
-    for case in PREFILL:
-        time = attention_us(case)
-        tflops = round(case.flops / time / 1e6, 1)
-        print(json.dumps({"bench": "prefill", **asdict(case), "us": round(time, 2), "tflops": tflops}), flush=True)
+    for case in [*DECODE, *PREFILL]:
+        if (backend := backend_for(wanted, case)) is None:
+            continue
+        time = attention_us(case, backend)
+        line = {"bench": "decode" if case in DECODE else "prefill", **asdict(case), "us": round(time, 2)}
+        if case in DECODE:
+            line["of_bandwidth"] = round(case.bytes / time / most, 3)
+        else:
+            line["tflops"] = round(case.flops / time / 1e6, 1)
+        print(json.dumps({"backend": backend.name, **line}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:] or ["auto"])
