@@ -31,8 +31,8 @@ class ResolvedEngine(EngineConfig):
 
 
 FOLLOWED_PREFILL_CHUNK = 512
-"""With so many tokens a GPU's step takes as long as it computes, no longer as long as it reads weights: more of them
-would save little, and every running request would wait for them."""
+"""With so many tokens a GPU's step is bound by arithmetic, no longer by the reading of weights: more of them would save
+little, and every running request would wait for them."""
 
 
 class _SchedulerDefaults(NamedTuple):

@@ -299,3 +299,11 @@ class _TimeLimits:
 def _time(amount: float, rate: float | None) -> float:
     """Seconds for an amount; 0 where the rate is not known."""
     return amount / rate if rate else 0.0
+
+
+def too_late(request: Request, now: float) -> str:
+    """The sentence for a request whose time is up."""
+    waited = now - request.arrived
+    if now >= request.deadline:
+        return f"the request was not complete after deadline_s {request.options.deadline_s:g} (it took {waited:.2f} s)"
+    return f"the request waited {waited:.2f} s, longer than queue_timeout_s {request.options.queue_timeout_s:g}"

@@ -19,7 +19,7 @@ _RECENT_MEMORY = 0.997
 """What the most tokens of a step are worth a step later: half after 230, so that a prompt now and then starts where the
 last one was."""
 _WAITING = 4
-"""A step gets a chunk for so many requests that wait, and for fewer."""
+"""A chunk of a step is for up to so many requests that wait."""
 _OUTLIER = 4
 """A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
 _DELAY_SHARE = 0.9

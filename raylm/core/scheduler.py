@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from raylm.config.resolve import ResolvedScheduler
-from raylm.core.admission import Admission
+from raylm.core.admission import Admission, too_late
 from raylm.core.beam import Beams, TextEnds
 from raylm.core.drafting import NOTHING_DRAFTED, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
@@ -211,7 +211,7 @@ class Scheduler:
         for request in self._admission.due(now):
             if request.status is Status.FINISHED:
                 continue  # With another beam of its search.
-            message = _too_late(request, now)
+            message = too_late(request, now)
             if request.search is not None:
                 deltas += [TokenDelta(id, [], "deadline", message) for id in self._beams.end(request.search.ids[0])]
             else:
@@ -247,7 +247,8 @@ class Scheduler:
         preempted = len(self._policy) > self._num_new
         if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
             return float("-inf")
-        if self._new_tokens >= self._prefill_budget().tokens:
+        budget = self._prefill_budget()
+        if self._new_of(budget.of_one) >= budget.tokens:
             return float("-inf")
         return self._delay.until(self._in_flight[0].num_tokens, self._timer.began)
 
@@ -288,7 +289,8 @@ class Scheduler:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
         add_row, add_sampling = builder.rows.append, builder.sampling.append
         proposals = self._proposals(turn)
-        for_prompts = min(self._prompt_tokens(turn), builder.for_prompts.tokens) if proposals else 0
+        tokens, of_one = builder.for_prompts
+        for_prompts = min(self._prompt_tokens(turn, of_one), tokens) if proposals else 0
         if for_prompts and self._config.target_itl_ms is not None:
             # The pacer says how many tokens a step may take beside prompts, and knows of no drafts.
             proposals = {}
@@ -311,12 +313,13 @@ class Scheduler:
             return {}
         return self._drafter.plan([request for request in turn if request.horizon and request.num_to_compute == 1])
 
-    def _prompt_tokens(self, turn: list[Request]) -> int:
-        """Known tokens beside each row's next one that a step could compute: of prompts that run, and of those that
-        could begin."""
-        running = sum(request.num_to_compute - 1 for request in turn if request.num_to_compute > 1)
+    def _prompt_tokens(self, turn: list[Request], of_one: int) -> int:
+        """Known tokens beside each row's next one that a step could compute, at most `of_one` of a request: of prompts
+        that run, and of those that could begin."""
+        running = sum(min(request.num_to_compute - 1, of_one) for request in turn if request.num_to_compute > 1)
         first = self._policy.first() if self._free_rows else None
-        return running if first is None else running + max(first.num_to_compute, self._new_tokens)
+        waiting = 0 if first is None else max(min(first.num_to_compute, of_one), self._new_of(of_one))
+        return running + waiting
 
     def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder, for_prompts: int) -> bool:
         """Let a decoding request verify drafts, where there is room for any beside the step's tokens of prompts."""
@@ -570,6 +573,7 @@ class Scheduler:
     def _prefill_budget(self) -> PrefillBudget:
         """What prompts get of the next step. Whose last token is on its way does not count; a beam that waits for
         others (0) decodes again."""
+        # By fields: a property of each of a thousand requests takes three times as long.
         to_compute = [one.num_known - one.num_computed for one in self._running if one.num_known < one.max_len]
         num_decodes = to_compute.count(1) + to_compute.count(0)
         return self._pacer.budget(
@@ -578,9 +582,6 @@ class Scheduler:
             num_waiting=min(len(self._policy), len(self._free_rows)),
         )
 
-
-def _too_late(request: Request, now: float) -> str:
-    waited = now - request.arrived
-    if now >= request.deadline:
-        return f"the request was not complete after deadline_s {request.options.deadline_s:g} (it took {waited:.2f} s)"
-    return f"the request waited {waited:.2f} s, longer than queue_timeout_s {request.options.queue_timeout_s:g}"
+    def _new_of(self, of_one: int) -> int:
+        """Tokens of new prompts that a step could compute, at most `of_one` of each."""
+        return min(self._new_tokens, self._num_new * of_one)

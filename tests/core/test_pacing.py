@@ -51,7 +51,7 @@ def ideal(cost: Cost, decodes: int) -> int:
 
 
 @pytest.mark.parametrize(("waiting", "tokens"), [(0, 100), (4, 100), (5, 125), (8, 200), (1000, FULL)])
-def test_without_a_target_prefill_takes_a_chunk_for_each_four_that_wait(waiting, tokens):
+def test_without_a_target_prefill_takes_a_chunk_or_a_quarter_of_one_for_each_that_waits(waiting, tokens):
     pacer = make_pacer(None, prefill_chunk=100)
     run(pacer, gpu, decodes=50, steps=10)
     assert tokens_of(pacer, 50, waiting) == tokens

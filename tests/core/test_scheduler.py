@@ -70,7 +70,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes():
         pytest.param(7, 4, [1 + 40, 1 + 40, 1 + 40], id="most of them find no row"),
     ],
 )
-def test_prompts_beside_a_running_request_get_a_chunk_for_each_four_that_wait(prompts, rows, tokens):
+def test_prompts_beside_a_running_request_get_a_chunk_or_a_quarter_for_each_that_waits(prompts, rows, tokens):
     executor = FakeExecutor(num_blocks=1000, max_model_len=200)
     engine = make_engine(executor, budget=400, max_num_seqs=rows, prefill_chunk=40)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
