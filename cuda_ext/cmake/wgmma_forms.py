@@ -16,6 +16,8 @@ REGISTERS = (64, 80, 96, 128, 192, 256)
 """Widths of those whose left side lies in registers."""
 REGISTERS_TRANSPOSED = (8, 16, 32, 64, 128, 256)
 """Of these, widths of products with a transpose: the summed dimension is innermost on the right side too."""
+INTEGERS = (64, 128, 256)
+"""Widths of such products of integers of 8 bits."""
 
 
 def names(first, count):
@@ -23,10 +25,12 @@ def names(first, count):
     return ", ".join(f"%{number}" for number in range(first, first + count))
 
 
-def form(signature, width, kind, left, operands, accumulates, flags, depth=16):
-    """One specialisation. `left`: how the text names the left side; `operands`: C expressions after the sums."""
+def form(signature, width, kinds, left, operands, accumulates, flags, depth=16):
+    """One specialisation. `kinds`: of sums and of both sides; `left`: how the text names the left side; `operands`: C
+    expressions after the sums."""
     sums = width // 2
-    outputs = ", ".join(f'"+f"(c[{number}])' for number in range(sums))
+    register = "r" if kinds.startswith("s32") else "f"
+    outputs = ", ".join(f'"+{register}"(c[{number}])' for number in range(sums))
     last = sums + len(operands) - 1
     condition = f"%{last}" if accumulates else "1"
     right = f"%{last - 1}" if accumulates else f"%{last}"
@@ -35,9 +39,9 @@ def form(signature, width, kind, left, operands, accumulates, flags, depth=16):
         f"__device__ __forceinline__ void {signature} {{",
         '  asm volatile("{\\n.reg .pred p;\\n"',
         f'               "setp.ne.b32 p, {condition}, 0;\\n"',
-        f'               "wgmma.mma_async.sync.aligned.m64n{width}k{depth}.f32.{kind}.{kind} "',
+        f'               "wgmma.mma_async.sync.aligned.m64n{width}k{depth}.{kinds} "',
         f'               "{{{names(0, sums)}}}, "',
-        f'               "{left}, {right}, p, {flags};\\n}}"',
+        f'               "{left}, {right}, p{flags};\\n}}"',
         f"               : {outputs}",
         f"               : {', '.join(operands)});",
         "}",
@@ -50,7 +54,7 @@ def shared(name, kind, width, flags, depth=16):
     sums = width // 2
     signature = f"multiply_transposed<{name}, {width}>(float (&c)[{sums}], uint64_t a, uint64_t b, int accumulate)"
     operands = ['"l"(a)', '"l"(b)', '"r"(accumulate)']
-    return form(signature, width, kind, f"%{sums}", operands, True, flags, depth)
+    return form(signature, width, f"f32.{kind}.{kind}", f"%{sums}", operands, True, f", {flags}", depth)
 
 
 def registers(function, name, kind, width, flags):
@@ -58,7 +62,15 @@ def registers(function, name, kind, width, flags):
     sums = width // 2
     signature = f"{function}<{name}, {width}>(float (&c)[{sums}], const uint32_t* a, uint64_t b)"
     operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
-    return form(signature, width, kind, f"{{{names(sums, 4)}}}", operands, False, flags)
+    return form(signature, width, f"f32.{kind}.{kind}", f"{{{names(sums, 4)}}}", operands, False, f", {flags}")
+
+
+def integers(width):
+    """That of a product of integers of 8 bits whose left side lies in registers."""
+    sums = width // 2
+    signature = f"multiply_integers<{width}>(int32_t (&c)[{sums}], const uint32_t* a, uint64_t b)"
+    operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
+    return form(signature, width, "s32.s8.s8", f"{{{names(sums, 4)}}}", operands, False, "", depth=32)
 
 
 def header():
@@ -74,6 +86,7 @@ def header():
     for name, kind in CODES.items():
         for width in CODES_SHARED:
             forms.append(shared(name, kind, width, "1, 1", depth=32))
+    forms += [integers(width) for width in INTEGERS]
     begin = "// Written by cmake/wgmma_forms.py.\n#pragma once\n\nnamespace raylm::cuda {\n"
     return "\n".join([begin, *forms, "}  // namespace raylm::cuda\n"])
 

@@ -118,6 +118,18 @@ QUANTISED: dict[str, dict[str, object]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "fp8-blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "gptq-ordered": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     "mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

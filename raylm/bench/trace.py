@@ -85,7 +85,7 @@ def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> lis
         arch = ArchConfig.from_source(locate(config.model.reference))
         dtype = getattr(torch, engine.info.dtype)
         scheme = wanted_scheme(arch, config.model, dtype)
-        peaks = measure_peaks(dtype, scaled=scheme.scales_rows)
+        peaks = measure_peaks(dtype, scaled=scheme.rounds_rows)
         items = _weight_items(scheme)
         return [_trace(engine, config.model.served_name, batch, work, arch, peaks, items) for batch in batches]
     finally:

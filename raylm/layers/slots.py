@@ -40,6 +40,8 @@ class PatchForm(NamedTuple):
         return ops.patch_bytes(self.numbers, self.group)
 
     def __str__(self) -> str:
+        if self.numbers == "int8_rows":
+            return f"int8 with a scale a row (activations rounded so in steps of over {ops.MOST_UNROUNDED} tokens)"
         return f"{self.numbers} with a scale for each {self.group} columns"
 
 
@@ -74,6 +76,7 @@ class ExpertBlocks(NamedTuple):
 FP8_PATCHES = PatchForm("fp8", ops.PATCH_COLUMNS)
 MXFP4_PATCHES = PatchForm("mxfp4", 32)
 MXFP8_PATCHES = PatchForm("mxfp8", 32)
+INT8_ROWS = PatchForm("int8_rows", ops.PATCH_COLUMNS)
 
 
 def row_bytes(form: PatchForm, columns: int) -> int:

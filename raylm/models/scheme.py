@@ -15,7 +15,7 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_PATCHES, INT8_ROWS, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
@@ -24,7 +24,7 @@ from raylm.models.gguf_patched import patches_of
 from raylm.models.names import BLOCKS, Stored, TensorNames, slot_name
 from raylm.models.packed import MXFP4_BLOCKS
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import form_of, patch_form
+from raylm.models.quantised.patched import form_of, form_of_experts, patch_form
 from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
 from raylm.models.quantised.scaled import is_scaled
 
@@ -84,6 +84,11 @@ class Scheme:
         return self.linears == ops.CODES
 
     @property
+    def rounds_rows(self) -> bool:
+        """Whether products of linear layers in long steps have the rate of 8-bit numbers."""
+        return self.scales_rows or self.linears == INT8_ROWS
+
+    @property
     def linear_patches(self) -> PatchForm | None:
         """Of a linear layer that `matrices` does not name, whatever the order of its columns."""
         form = self.linears.patches if isinstance(self.linears, OrderedForm) else self.linears
@@ -117,16 +122,20 @@ def configured_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device
         return _with_kernels(Scheme({}, experts=MXFP4_PATCHES), dtype, device)
     if stored.scales_rows:
         return _with_kernels(AS_FP8, dtype, device)
-    (scheme, *others) = stored.schemes or (None,)
-    if scheme is None or others:
+    schemes = stored.schemes
+    if len(schemes) > 1:  # some may differ in what becomes of activations alone
+        schemes = tuple({replace(scheme, weights_only=True) for scheme in schemes})
+    if len(schemes) != 1:
         return AS_NUMBERS
-    form, specs = form_of(scheme), [layer.mlp for layer in arch.layers if isinstance(layer.mlp, ExpertsSpec)]
+    (scheme,) = schemes
+    form, of_experts = form_of(scheme), form_of_experts(scheme)
+    specs = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, ExpertsSpec)]
     # Columns of no whole groups are decoded.
     unit = form.group if form is not None and scheme.columns else 1
     is_whole = arch.hidden_size % unit == 0 and not any(spec.size % unit for spec in specs)
     if form is not None and scheme.ordered and scheme.columns:
         return _with_kernels(Scheme({}, linears=OrderedForm(form, b"")), dtype, device)
-    return _with_kernels(Scheme({}, linears=form, experts=form if specs and is_whole else None), dtype, device)
+    return _with_kernels(Scheme({}, linears=form, experts=of_experts if specs and is_whole else None), dtype, device)
 
 
 def _with_kernels(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> Scheme:
@@ -230,18 +239,19 @@ def _make_alike(matrices: Mapping[str, dict[str | None, Form]], repacked: Iterab
 def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | None:
     """The same of a weight that is stored in parts. On GPUs a head and an embedding are decoded."""
     rows, columns = tensor.shape
-    form = form_of(tensor.scheme)
     if _EXPERTS in name:
+        form = form_of_experts(tensor.scheme)
         if form is None or not has_expert_kernels(form, like.dtype, like.device):
             return _repacked(tensor, like)
-        found = patch_form(tensor)
+        found = patch_form(tensor, form)
         return None if isinstance(found, OrderedForm) else found
     if is_scaled(tensor):
         fits = name.startswith(_LAYERS) and ops.takes_scaled(rows, columns, like.device)
         return ops.CODES if fits else None
     # Some of the tensor may have to be read, so whether there are kernels is asked first.
+    form = form_of(tensor.scheme)
     if form and name.startswith(_LAYERS) and ops.takes_patched(form.numbers, rows, columns, like.dtype, like.device):
-        return patch_form(tensor)
+        return patch_form(tensor, form)
     return _repacked(tensor, like)
 
 

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, MXFP8_PATCHES, BlockForm, PatchForm, Slot, SlotName
+from raylm.layers.slots import (
+    FP8_PATCHES,
+    INT8_ROWS,
+    MXFP4_PATCHES,
+    MXFP8_PATCHES,
+    BlockForm,
+    PatchForm,
+    Slot,
+    SlotName,
+)
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.checkpoint import CheckpointTensor, FileTensor, MXFP4Tensor, Source, TransposedTensor, every
 from raylm.models.filling import Filler, fill
@@ -23,7 +32,7 @@ from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.packed import MXFP4InBlocks, PackedTensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import PatchedTensor, form_of
+from raylm.models.quantised.patched import PatchedTensor, form_of, form_of_experts
 from raylm.models.quantised.repacked import RepackedTensor
 from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
@@ -205,6 +214,8 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     if form.numbers == "nf4":
         return ops.pack_nf4(codes, 3 * uniform, form.group)
     scales = uniform * 4 / most
+    if form == INT8_ROWS:
+        scales, zeros = scales[:, :1].expand(zeros.shape), zeros.fill_(most // 2)
     if form.numbers in ops.MOST_ZERO:
         return ops.pack_integers(form.numbers, codes, scales, zeros, form.group)
     return ops.pack_affine(form.numbers, codes, scales, -scales * zeros, form.group)
@@ -238,7 +249,10 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
         if isinstance(tensor, CheckpointTensor) and patches_of(tensor.encoding.form) == slot.form:
             return BlocksInPatches(tensor)
         # A weight of integers has been looked at when the form was chosen: that reads its zero points.
-        is_stored_so = isinstance(tensor, QuantisedTensor) and form_of(tensor.scheme) == slot.form
+        is_stored_so = isinstance(tensor, QuantisedTensor) and slot.form in (
+            form_of(tensor.scheme),
+            form_of_experts(tensor.scheme),
+        )
         return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor

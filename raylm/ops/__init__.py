@@ -41,6 +41,7 @@ from raylm.ops.patches import GROUPS as GROUPS
 from raylm.ops.patches import MOST_CODE as MOST_CODE
 from raylm.ops.patches import MOST_EXPONENT as MOST_EXPONENT
 from raylm.ops.patches import MOST_SCALE as MOST_SCALE
+from raylm.ops.patches import MOST_UNROUNDED as MOST_UNROUNDED
 from raylm.ops.patches import MOST_ZERO as MOST_ZERO
 from raylm.ops.patches import NF4 as NF4
 from raylm.ops.patches import PATCH_COLUMNS as PATCH_COLUMNS

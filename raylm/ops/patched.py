@@ -1,5 +1,5 @@
 """Products with weights that are codes in patches, of linear layers and of a mixture of experts; activations have 16
-bits."""
+bits, or are rounded to 8."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
     "affine8": _ONE,
     "nf4": _ONE,
     "mxfp8": _ONE,
+    "int8_rows": _BOTH,
 }
 """Types of activations."""
-_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("nf4", "mxfp8")
+_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("nf4", "mxfp8", "int8_rows")
 """That patched_experts has no kernels for."""
 
 
@@ -43,7 +44,9 @@ def patched_linear(
     weight: uint8 [N / 16, bytes], patches of `numbers` in groups of `group` columns that share a scale. Of up to 16
     rows, products of a group are summed before they are scaled, in float32. Of more, scales and the weight's numbers
     are rounded to x's dtype; of more than 1,024 the numbers alone, the whole weight before the product. Numbers of
-    MXFP4 and MXFP8 need no rounding; those of codes with offsets are rounded however many rows there are.
+    MXFP4 and MXFP8 need no rounding; those of codes with offsets are rounded however many rows there are. Of
+    "int8_rows" x is rounded in place of the weight from 17 rows on, each row to integers of 8 bits with a scale (on a
+    GPU up to 131,072 columns, whose products 32 bits hold).
     `frozen`: as in linear, of weight and bias.
     """
     return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)

@@ -3,19 +3,20 @@ operators in terms of torch's own.
 
 A patch is codes and then words of scales. Of "int4" and "int8" these are a word for each group of columns and row, the
 bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two float16, the scale and
-the offset; of "nf4" a float32 scale; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) and
-"mxfp8" (e4m3) the exponents of four powers of two (e8m0) for each row, one for each 32 columns.
+the offset; of "nf4" a float32 scale; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) and "mxfp8" (e4m3) the
+exponents of four powers of two (e8m0) for each row, one for each 32 columns. "int8_rows" are "int8" with one scale for
+all columns of a row and the zero point 128, which products multiply by activations that are rounded to such integers.
 
 Rows are numbered 8 h + g. Codes of 4 bits, of columns numbered 32 i + 8 p + 2 t + e, lie in the order of (h, g, t, i,
 e, p), two a byte, the first of them in the lower bits; those of "nf4" in the order of (h, g, t, i, p, e). Those of 8
 bits, of columns numbered 64 s + 16 k + 8 p + 2 t + e, lie in the order of (s, h, g, t, k, e, 1 - p). So g and t say
-which of a warp's lanes takes 16 bytes of them. Those of "int8" have 128 taken from them.
+which of a warp's lanes takes 16 bytes of them. Those of integers have 128 taken from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ from torch import Tensor
 from raylm.ops import experts
 from raylm.ops.scaled_fallback import CODES, scale_rows
 
-Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8"]
-NUMBERS: tuple[Numbers, ...] = ("int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8")
+Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8", "int8_rows"]
+NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
 """Operators take the place in this list."""
 PATCH_ROWS, PATCH_COLUMNS = 16, 128
 GROUPS: dict[Numbers, tuple[int, ...]] = {
@@ -38,11 +39,14 @@ GROUPS: dict[Numbers, tuple[int, ...]] = {
     "affine8": (32,),
     "nf4": (32, 64, 128),
     "mxfp8": (32,),
+    "int8_rows": (PATCH_COLUMNS,),
 }
 """Columns that may share a scale."""
-MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255}
+MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255, "int8_rows": 128}
 """The largest zero point of integers: float16 and bfloat16 hold what is left of it and a code."""
-MOST_CODE: dict[Numbers, int] = {"int4": 15, "int8": 255, "affine4": 15, "affine8": 127}
+MOST_CODE: dict[Numbers, int] = {"int4": 15, "int8": 255, "affine4": 15, "affine8": 127, "int8_rows": 255}
+MOST_UNROUNDED = 16
+"""Rows of activations up to which products with "int8_rows" do not round them: they wait for the weight anyway."""
 MOST_EXPONENT = 191
 """Of the scales of MXFP4 and MXFP8: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 MOST_SCALE = 128.0
@@ -50,6 +54,7 @@ MOST_SCALE = 128.0
 _WORD_BYTES = 4
 _ZERO_BITS = 0xFF
 _MIDDLE = 0x80
+_MOST_INTEGER = 127.0
 _MOST_HALF = 65504.0
 """The largest float16."""
 _ROWS, _FOURS, _EIGHTS = (2, 8), (4, 4, 4, 2), (2, 4, 2, 4, 2)
@@ -171,8 +176,20 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
 def patched_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, numbers: int, group: int, frozen: bool = False
 ) -> Tensor:
-    sums = F.linear(x.float(), unpack(weight, NUMBERS[numbers], group, x.shape[1]))
+    wide = x.float()
+    if NUMBERS[numbers] == "int8_rows" and len(x) > MOST_UNROUNDED:
+        wide = round_rows(wide)
+    sums = F.linear(wide, unpack(weight, NUMBERS[numbers], group, x.shape[1]))
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
+
+
+def round_rows(x: Tensor) -> Tensor:
+    """float32 [T, K] as integers of 8 bits with a scale a row stand for it: the row's largest magnitude / 127."""
+    # On a GPU torch divides by a number as if it were multiplied by another one.
+    scales = (x.abs().amax(-1, keepdim=True) / x.new_full((1, 1), _MOST_INTEGER)).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
+    return (x * (1 / scales)).round() * scales
 
 
 def patched_experts(

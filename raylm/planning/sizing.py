@@ -274,7 +274,8 @@ class Sizing:
         rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
         # Of many rows, products decode their weight first.
         largest = 2 * max(layer.mlp.size for layer in arch.layers) // tensor * arch.hidden_size * item
-        decoded = largest if self._in_patches and self._chunk > _PATCHED_ROWS else 0
+        decodes = self._in_patches and not self._scheme.rounds_rows and self._chunk > _PATCHED_ROWS
+        decoded = largest if decodes else 0
         return max(self._chunk * (max(mlp, heads) + hidden) * item + decoded, logits) + rotary
 
     def _mlp_columns(self, mlp: MLPSpec | ExpertsSpec, tensor: int) -> int:
@@ -302,7 +303,7 @@ class Sizing:
             return None
         read = 1 - self._unread(whole, 1) / whole.experts if whole.experts else 0
         of_experts, others = read * whole.expert_values, whole.values - whole.expert_values
-        fast = (self._gpu.fp8_tflops if self._scheme.scales_rows else None) or self._gpu.bf16_tflops
+        fast = (self._gpu.fp8_tflops if self._scheme.rounds_rows else None) or self._gpu.bf16_tflops
         return num_gpus * 1e12 / (2 * others / fast + 2 * of_experts / self._gpu.bf16_tflops)
 
     def _problem(self, held: int, left: int, fitting: int, concurrency: float) -> str | None:

@@ -36,6 +36,7 @@ def needs_kernels() -> None:
         ("llama", "gptq_ordered"),
         ("qwen3", "fp8_128"),
         ("llama", "ct_int8"),
+        ("llama", "ct_w8a8"),
         ("qwen2", "gptq_8"),
         ("llama", "ct_mxfp4"),
         ("llama", "ao_int4"),

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import PatchForm
+from raylm.layers.slots import INT8_ROWS, PatchForm
 from raylm.layers.weight import Columns, Part, PatchedWeight, PlainWeight, make_weight
 from raylm.model_files.source import locate
 from raylm.models import few_rows
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
 from raylm.models.load import load_model
+from raylm.models.scheme import configured_scheme
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
@@ -73,6 +74,8 @@ def inexact(kind: str) -> float:
         ("llama", "ct_fp8_weights", 2),
         ("phi3", "ct_int8", 2),
         ("llama", "ct_int8_tensor", 1),
+        ("llama", "ct_w8a8", 1),
+        ("phi3", "quark_w8a8", 2),
         ("qwen2", "ct_int8_zeros", 2),
         ("llama", "ct_w8a16", 1),
         ("qwen3", "gptq_8", 2),
@@ -377,3 +380,37 @@ def test_a_table_gives_its_rows() -> None:
 def test_parts_that_rows_of_patches_do_not_end_with_are_plain(parts: list[Part]) -> None:
     weight = make_weight(parts, Columns.whole(512), {None: PatchForm("int4", 64)}, dtype=torch.float32, device=CPU)
     assert isinstance(weight, PlainWeight)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("ct_w8a8", INT8_ROWS),
+        ("quark_w8a8", INT8_ROWS),
+        ("ct_int8", PatchForm("int8", 128)),  # activations are left as they are
+        ("quark_int8", PatchForm("int8", 128)),
+        ("ct_w8a4", PatchForm("int8", 128)),
+        ("ct_w8a8_groups", PatchForm("int8", 64)),
+        ("ct_w8a8_groups_of_activations", PatchForm("int8", 128)),
+        ("ct_w8a8_zeros_of_activations", PatchForm("int8", 128)),
+        ("quark_w8a4", PatchForm("int8", 128)),
+    ],
+)
+def test_activations_are_integers_where_the_checkpoint_says_so(kind: str, form: PatchForm, tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
+    model = load(packed, as_stored=True)
+    assert {weight.form for weight in weights(model).values()} == {form}
+    assert configured_scheme(model.arch, torch.bfloat16).linears == form
+
+
+@pytest.mark.usefixtures("kernels")
+def test_many_rows_are_rounded(tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["ct_w8a8"])
+    weight = weights(load(packed, as_stored=True))["layers.0.mlp.down_proj.weight"]
+    x = torch.randn(ops.MOST_UNROUNDED + 1, SIZES["intermediate_size"], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(weight.matmul(x[1:]), F.linear(x[1:], read(weight)))
+    scales = x.abs().amax(1, keepdim=True) / 127
+    expected = F.linear((x / scales).round() * scales, read(weight))
+    torch.testing.assert_close(weight.matmul(x), expected, atol=1e-3, rtol=1e-3)
+    assert (weight.matmul(x) - F.linear(x, read(weight))).abs().max() > 0.01

@@ -9,7 +9,7 @@ from raylm import ops
 from raylm.ops.patches import GROUPS, NUMBERS
 
 KINDS = [(numbers, group) for numbers in NUMBERS for group in GROUPS[numbers]]
-HALVES = {"int4": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16, torch.float16)}
+HALVES = dict.fromkeys(("int4", "int8", "int8_rows"), (torch.bfloat16, torch.float16))
 """Types of activations that kernels take; of other numbers bfloat16 alone."""
 
 
@@ -29,6 +29,8 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
     generator, across = torch.Generator().manual_seed(seed), -(-columns // group)
     # Words keep all bits of such scales.
     scales = ((torch.rand(rows, across, generator=generator) + 0.5) / 64).bfloat16().float()
+    if numbers == "int8_rows":
+        scales = scales[:, :1].expand(-1, across)
     spread = scales.repeat_interleave(group, 1)[:, :columns]
     if numbers == "fp8":
         floats = _floats(rows, columns, generator)
@@ -43,6 +45,8 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
         return ops.pack_affine(numbers, codes, scales, offsets, group), codes.float() * spread + wide
     if numbers in ops.MOST_ZERO:
         zeros = torch.randint(0, most, (rows, across), generator=generator, dtype=torch.uint8)
+        if numbers == "int8_rows":
+            zeros.fill_(128)
         found = codes.float() - zeros.float().repeat_interleave(group, 1)[:, :columns]
         return ops.pack_integers(numbers, codes, scales, zeros, group), found * spread
     exponents = torch.randint(120, 130, (rows, across), generator=generator, dtype=torch.uint8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.ops.patches import NUMBERS
+from raylm.ops.patches import MOST_UNROUNDED, NUMBERS
 from tests.ops.devices import ON_CUDA
 from tests.ops.in_patches import KINDS, dtypes, in_patches
 
@@ -20,6 +20,13 @@ pytestmark = pytest.mark.operators("patched_linear")
 Pick = Callable[[str], Callable[..., Any]]
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 CASES = [(*kind, dtype) for kind in KINDS for dtype in dtypes(kind[0])]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each row as integers up to 127 and a scale stand for it. In float32, as kernels have it: in float64 some lie on
+    the other side of the middle between two integers."""
+    scales = x.float().abs().amax(1, keepdim=True) / 127
+    return ((x.float() * (1 / scales)).round().clamp(-127, 127) * scales).double()
 
 
 def _rows(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
@@ -70,7 +77,10 @@ def test_products_are_those_of_the_numbers(
 
 LARGE = [(128, 512), (256, 1024), (144, 896), (1024, 4096), (384, 2560), (4096, 1536), (16, 3072), (528, 14336)]
 WIDEST = [("int4", 128, torch.bfloat16), ("int4", 32, torch.float16), ("int8", 16, torch.bfloat16)]
-WIDEST += [(numbers, group, torch.bfloat16) for numbers, group in (("fp8", 128), ("mxfp4", 32), ("nf4", 64))]
+WIDEST += [
+    (numbers, group, torch.bfloat16)
+    for numbers, group in (("fp8", 128), ("mxfp4", 32), ("nf4", 64), ("int8_rows", 128))
+]
 
 
 @ON_CUDA
@@ -99,11 +109,11 @@ def check_products(
     bias = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     for rows in sizes:
         x = _rows(rows, k, dtype)
-        expected = x.double() @ weight.t()
-        # Of more rows, the weight is rounded too, and always that of codes with offsets.
-        most = EPSILON[dtype] * (
-            x.double().abs() @ weight.abs().t() * (1 if rows > 16 or is_affine else 1e-2) + expected.abs()
-        )
+        rounds_x = numbers == "int8_rows" and rows > MOST_UNROUNDED
+        expected = (rounded(x) if rounds_x else x.double()) @ weight.t()
+        # Of more rows, the weight is rounded too, where x is not, and always that of codes with offsets.
+        rounds_weight = is_affine or (rows > 16 and not rounds_x)
+        most = EPSILON[dtype] * (x.double().abs() @ weight.abs().t() * (1 if rounds_weight else 1e-2) + expected.abs())
         found = op("patched_linear")(x.to(device), packed, None, NUMBERS.index(numbers), group)
         assert found.dtype == dtype and found.shape == (rows, n)
         assert ((found.cpu().double() - expected).abs() <= most).all(), rows
@@ -127,13 +137,29 @@ def test_small_integers_are_exact(op: Pick, device: str, group: int) -> None:
         assert torch.equal(found.cpu().double(), (x.double() @ weight.t()).bfloat16().double())
 
 
-@pytest.mark.parametrize(("numbers", "group"), [("int4", 128), ("fp8", 128), ("int8", 32)])
-def test_a_row_is_the_same_beside_other_rows(op: Pick, device: str, numbers: str, group: int) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "group", "rows"), [("int4", 128, 40), ("fp8", 128, 40), ("int8", 32, 40), ("int8_rows", 128, 200)]
+)
+def test_a_row_is_the_same_beside_other_rows(op: Pick, device: str, numbers: str, group: int, rows: int) -> None:
     packed = in_patches(numbers, group, 256, 4096, seed=4)[0].to(device)
-    x = _rows(40, 4096, torch.bfloat16).to(device)
+    x = _rows(rows, 4096, torch.bfloat16).to(device)
     found = op("patched_linear")(x, packed, None, NUMBERS.index(numbers), group)
     x[:7], x[8:] = 1.0, -2.0
     assert torch.equal(op("patched_linear")(x, packed, None, NUMBERS.index(numbers), group)[7], found[7])
+
+
+@pytest.mark.parametrize("k", [576, 4096, 20480])
+def test_rounded_rows_of_zeros_and_of_no_numbers(op: Pick, device: str, k: int) -> None:
+    """Rows of more than 16,384 columns are read twice."""
+    packed, weight = in_patches("int8_rows", 128, 32, k, seed=6)
+    x = _rows(80, k, torch.bfloat16)
+    x[3], x[5, 7], x[6, 9], x[7] = 0, torch.nan, torch.inf, x[7] * 2.0**-100
+    found = op("patched_linear")(x.to(device), packed.to(device), None, NUMBERS.index("int8_rows"), 128).cpu()
+    assert torch.equal(found[3], torch.zeros(32)) and found[5:7].isnan().all()
+    others = [row for row in range(80) if row not in (5, 6)]
+    expected = (rounded(x[others]).nan_to_num() @ weight.double().t()).float()
+    torch.testing.assert_close(found[others].float(), expected, atol=1e-3, rtol=2.0**-7)
+    assert found[7].any()
 
 
 def test_rows_may_be_strided_and_none(op: Pick, device: str) -> None:
@@ -156,5 +182,5 @@ def test_a_wrong_weight_is_refused(op: Pick, device: str) -> None:
         op("patched_linear")(x.float(), packed, None, int4, 64)
     with pytest.raises(RuntimeError, match="x is float16, must be bfloat16 with such numbers"):
         op("patched_linear")(x.half(), packed, None, NUMBERS.index("fp8"), 128)
-    with pytest.raises(RuntimeError, match="numbers is 8, must be from 0 to 7"):
+    with pytest.raises(RuntimeError, match="numbers is 9, must be from 0 to 8"):
         op("patched_linear")(x, packed, None, len(NUMBERS), 64)

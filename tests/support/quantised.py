@@ -262,9 +262,10 @@ def bnb8(random: torch.Generator, n: int, k: int) -> Packed:
     return parts, decoded(codes, 0, (largest / 127).unsqueeze(1), blocks(1, 0))
 
 
-def compressed(stored: str, **weights: object) -> dict[str, object]:
+def compressed(stored: str, *, activations: dict[str, object] | None = None, **weights: object) -> dict[str, object]:
     """compressed-tensors' quantization_config of one group; with floats of 8 bits, activations are such too."""
-    activations = _float(8, strategy="token", dynamic=True) if stored == "float-quantized" else None
+    if stored == "float-quantized":
+        activations = _float(8, strategy="token", dynamic=True)
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -282,9 +283,10 @@ def weights_only(config: dict[str, object]) -> dict[str, object]:
     return {**config, "config_groups": {"group_0": group}}
 
 
-def quark(**weight: object) -> dict[str, object]:
-    rows = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
-    activations = rows if weight["dtype"] == "fp8_e4m3" else None
+def quark(*, rounds: str | None = None, **weight: object) -> dict[str, object]:
+    """`rounds`: to what activations are quantised; by default weights that are floats of 8 bits have such."""
+    rounds = "fp8_e4m3" if weight["dtype"] == "fp8_e4m3" else rounds
+    activations = {"dtype": rounds, "qscheme": "per_tensor", "is_dynamic": False} if rounds else None
     whole = {
         "weight": {"is_dynamic": False, **weight},
         "input_tensors": activations,
@@ -336,6 +338,7 @@ def _modelopt(algorithm: str, **more: object) -> dict[str, object]:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
 
 
+_INT8_ROWS = _int(8, strategy="token", dynamic=True)
 _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 KINDS: dict[str, Kind] = {
     "fp8": Kind(_FP8 | {"activation_scheme": "static"}, fp8(0, 0, shape="number", extra="input_scale")),
@@ -367,6 +370,20 @@ KINDS: dict[str, Kind] = {
         compressed("int-quantized", **_int(8, strategy="group", group_size=32) | {"symmetric": False}),
         int8(1, 32, symmetric=False),
     ),
+    "ct_w8a8_groups": Kind(
+        compressed("int-quantized", activations=_INT8_ROWS, **_int(8, strategy="group", group_size=64)), int8(1, 64)
+    ),
+    **{
+        name: Kind(
+            compressed("int-quantized", activations=_INT8_ROWS | changes, **_int(8, strategy="channel")), int8(1, 0)
+        )
+        for name, changes in {
+            "ct_w8a8": {},
+            "ct_w8a4": {"num_bits": 4},
+            "ct_w8a8_groups_of_activations": {"strategy": "group", "group_size": 128},
+            "ct_w8a8_zeros_of_activations": {"symmetric": False},
+        }.items()
+    },
     "ct_w8a16": Kind(compressed("pack-quantized", **_int(8, strategy="channel")), ct_packed(8, 0)),
     "ct_w4a16": Kind(compressed("pack-quantized", **_int(4, strategy="group", group_size=32)), ct_packed(4, 32)),
     "ct_w4a16_zeros": Kind(
@@ -411,6 +428,12 @@ KINDS: dict[str, Kind] = {
     "quark_channel": Kind(
         quark(dtype="fp8_e4m3", qscheme="per_channel", ch_axis=0, symmetric=True), fp8(1, 0, shape="vector")
     ),
+    **{
+        f"quark_w8a{bits}": Kind(
+            quark(rounds=f"int{bits}", dtype="int8", qscheme="per_tensor", symmetric=True), int8(0, 0)
+        )
+        for bits in (4, 8)
+    },
     "quark_int8": Kind(quark(dtype="int8", qscheme="per_channel", ch_axis=0, symmetric=True), int8(1, 0)),
     "quark_mxfp4": Kind(
         quark(dtype="fp4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=None, scale_format="e8m0"),

@@ -24,6 +24,17 @@ struct PatchedProduct {
 // x W^T (+ bias) of arguments that have been checked, for a form of x's type.
 template <typename T, typename Form>
 Tensor patched_product(const PatchedProduct& p);
+// The same of integers of 8 bits without zero points, by rows of x that are rounded to such integers where there are more
+// than kMostUnrounded.
+template <typename T>
+Tensor rounded_product(const PatchedProduct& p);
+
+constexpr int64_t kMostUnrounded = 16;  // raylm/ops/patches.py has it too
+
+// The rows of x as integers, in the order of columns that integer_rows.cuh says, and a scale of each.
+struct RoundedRows {
+  Tensor integers, scales;
+};
 
 // The form whose patches may have groups of any size, for kernels to which it makes no difference.
 template <typename Form>
@@ -39,8 +50,8 @@ constexpr int kMostSplit = 8;  // blocks of a cluster
 
 // A kernel, by its shape.
 struct PatchedVariant {
-  bool wide;
-  int parts, rows, width, columns, box_columns, threads;
+  bool wide, rounded;
+  int parts, rows, width, columns, boxes, threads;
   int (*stage_bytes)(int patch);
   int (*shared_bytes)(int patch, int stages);
   int (*resident)(int device, int split);  // clusters that the device runs at a time
@@ -58,7 +69,7 @@ int resident_patched(int device, int split) {
 
 template <typename T, typename Form, typename Shape>
 constexpr PatchedVariant patched_variant() {
-  return {Shape::kWide, Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes * 64,
+  return {Shape::kWide, kRounded<Form>, Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes,
           Shape::kThreads + Shape::kFetching, Shape::stage_bytes, Shape::shared_bytes,
           resident_patched<T, Shape, Form>, patched_linear_kernel<T, Shape, Form>};
 }
@@ -77,17 +88,26 @@ constexpr PatchedVariant kPatchedVariants[] = {
     patched_variant<T, Form, PatchedWideShape<128, 128, 2, 8>>(),
     patched_variant<T, Form, PatchedWideShape<256, 128, 2, 8>>()};
 
+template <typename T>
+constexpr PatchedVariant kPatchedVariants<T, Int8Rows<T>, true>[] = {
+    patched_variant<T, Int8Rows<T>, PatchedWideShape<64, 128, 2, 8, 1>>(),
+    patched_variant<T, Int8Rows<T>, PatchedWideShape<128, 128, 2, 8, 1>>(),
+    patched_variant<T, Int8Rows<T>, PatchedWideShape<256, 128, 2, 8, 1>>()};
+
 struct PatchedPlan {
   const PatchedVariant* variant;  // null: none
   int split, tiles, row_tiles, clusters;
   double cost;
 };
 
-// What a variant takes, in cycles, as measured on an H100: a number of W, a tile besides, and a cluster whose sums meet.
+// What a variant takes, in cycles: a number of W, a tile besides, and a cluster whose sums meet. Measured on an H100, but
+// for rows that are rounded, where it is reckoned from the rate of integers.
 struct PatchedCosts {
   double number, tile, cluster;
   explicit PatchedCosts(const PatchedVariant& v) {
-    if (v.wide) {
+    if (v.rounded) {
+      number = 0.00024 * v.rows, tile = 1500, cluster = 5000;
+    } else if (v.wide) {
       number = 0.028 + 0.00048 * v.rows, tile = 1250 + 250 * v.parts, cluster = 5000;
     } else {
       number = std::max(1, v.rows / 16) / 37.0, tile = 1500, cluster = 2000;
@@ -101,7 +121,7 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
   constexpr double kFromCache = 45, kFromMemory = 3400, kMet = 32;  // bytes a cycle: of a block, of all, of a block
   const PatchedCosts costs(v);
   const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch;
-  const double bytes = weights + v.columns * 2.0 * v.rows;
+  const double bytes = weights + v.columns * (v.rounded ? 1.0 : 2.0) * v.rows;
   const double multiply = v.width * static_cast<double>(v.columns) * costs.number;
   double sum = split > 1 ? costs.cluster + v.rows * v.width * 4 / kMet : 0;
   for (int64_t left = tiles; left > 0; left -= resident) {
@@ -114,7 +134,7 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
 // Whether the variant's tiles are for so many rows.
 inline bool suits(const PatchedVariant& v, int64_t rows) {
   if (rows > 128) return v.rows >= 128;
-  return v.rows >= rows && (v.rows < 2 * rows || v.rows == 8);
+  return v.rows >= rows && (v.rows < 2 * rows || v.rows == (v.rounded ? 64 : 8));
 }
 
 template <typename T, typename Form>
@@ -144,18 +164,29 @@ inline int box_rows_of(const PatchedVariant& v, int64_t rows) {
   return v.rows == 8 ? static_cast<int>(std::min<int64_t>(rows, 8)) : v.rows;
 }
 
+// False where the copy engine cannot address x.
+template <typename T>
+bool map_x(PatchedParams& params, const PatchedProduct& p, const PatchedVariant& v, const RoundedRows* rounded) {
+  if (!rounded) {
+    return make_map<T, 3>(&params.x, data<T>(p.x), {64, p.rows, p.k / 64}, {p.x.stride(0), 64},
+                          {64, params.box_rows, v.boxes});
+  }
+  params.x_scales = data<float>(rounded->scales);
+  const int64_t size = p.across * kPatchColumns;
+  return make_map<signed char, 3>(&params.x, data<signed char>(rounded->integers), {128, p.rows, p.across}, {size, 128},
+                                  {128, params.box_rows, v.boxes});
+}
+
+// `rounded`: x, of forms that are kRounded.
 template <typename T, typename Form>
-bool run_patched(const PatchedProduct& p, const Tensor& out) {
+bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* rounded = nullptr) {
   const int patch = bytes_of_patch(Form::kBits, p.group_log2);
   const PatchedPlan plan = patched_plan<T, Form>(p, patch, p.x.get_device_index());
   PatchedParams params{};
   if (!plan.variant) return false;
   const PatchedVariant& v = *plan.variant;
   params.box_rows = box_rows_of(v, p.rows);
-  const int64_t boxes = v.box_columns / 64;
-  if (!make_map<T, 3>(&params.x, data<T>(p.x), {64, p.rows, p.k / 64}, {p.x.stride(0), 64}, {64, params.box_rows, boxes})) {
-    return false;
-  }
+  if (!map_x<T>(params, p, v, rounded)) return false;
   params.weight = data<unsigned char>(p.weight);
   params.bias = p.bias ? p.bias->data_ptr() : nullptr;
   params.out = out.data_ptr();

@@ -14,7 +14,7 @@ _FORMATS = (
 )
 _MIXED = "mixed-precision"
 """Each group names its own."""
-_CACHE_BITS = 8
+_CACHE_BITS = _ACTIVATION_BITS = 8
 _ORDERED = (True, "group", "dynamic")
 _NVFP4_COLUMNS, _MX_COLUMNS = 16, 32
 
@@ -39,11 +39,23 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
             if stored == _MIXED:
                 raise group.error("format", None, f"one of {', '.join(_FORMATS)}: the whole is {_MIXED}")
             scheme = _scheme(group.section("weights"), stored)
-            if scheme.numbers == "float" and group.get("input_activations") is None:
+            if (scheme.numbers == "float" or scheme.rounds_rows) and not _rounds_activations(group, scheme):
                 scheme = replace(scheme, weights_only=True)
             groups.append(Group(targets=names_of(group, "targets"), scheme=scheme))
     ignored = names_of(fields, "ignore")
     return Quantisation(method="compressed-tensors", groups=tuple(groups), ignored=ignored, cache=cache)
+
+
+def _rounds_activations(group: Fields, scheme: Scheme) -> bool:
+    """Whether products may round activations as they round weights, with a scale a token."""
+    if group.get("input_activations") is None:
+        return False
+    if scheme.numbers == "float":
+        return True
+    activations = group.section("input_activations")
+    is_integer = activations.get("type") in (None, "int") and activations.get("num_bits") == _ACTIVATION_BITS
+    of_tokens = activations.get("strategy") in (None, "token", "tensor")
+    return is_integer and of_tokens and activations.flag("symmetric", True)
 
 
 def read_cache_scheme(fields: Fields) -> CacheNumbers | None:

@@ -168,7 +168,7 @@ def _intx(data: Fields, shape: tuple[int, int], zero: Zero) -> Scheme:
 
 def _integers(data: Fields, shape: tuple[int, int], zero: Zero, bits: int) -> Scheme:
     rows, columns = _shared(data, shape)
-    return Scheme(layout="values", numbers="int", bits=bits, rows=rows, columns=columns, zero=zero)
+    return Scheme(layout="values", numbers="int", bits=bits, rows=rows, columns=columns, zero=zero, weights_only=True)
 
 
 def _float8(data: Fields, shape: tuple[int, int], zero: Zero) -> Scheme:

@@ -37,7 +37,7 @@ _ACTIVATIONS = (
     *("output_scale", "output_zero_point"),
     *flattened.UNUSED,
 )
-"""The same of scales by which activations would be quantised: they are computed in 16 bits here."""
+"""The same of scales by which activations would be quantised: here they have 16 bits, or each token its own scale."""
 _CACHE = (
     *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"),
     *("k_zero_point", "v_zero_point", "q_zero_point"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, MXFP8_PATCHES, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_PATCHES, INT8_ROWS, MXFP4_PATCHES, MXFP8_PATCHES, OrderedForm, PatchForm
 from raylm.models.quantised.codes import Nibbles, TableNibbles, Values
 from raylm.models.quantised.grid import Grid, PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor, S
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FOUR_BITS, _EIGHT_BITS = 4, 8
 _NAN = 0x7F
 """A code of FP8, but for its sign."""
-_MIDDLE: dict[ops.Numbers, int] = {"int4": 8, "int8": 128}
+_MIDDLE: dict[ops.Numbers, int] = {"int4": 8, "int8": 128, "int8_rows": 128}
 """What integers with a sign have less than those without one."""
 _MOST_HALF = 65504.0
 """The largest float16, which scales and offsets of affine forms are."""
@@ -35,6 +35,8 @@ _MANTISSA_BITS, _BIAS = 23, 127
 
 def form_of(scheme: Scheme) -> PatchForm | None:
     """The patches that hold weights which are stored so, whatever the order of their columns; None where none do."""
+    if scheme.rounds_rows:
+        return INT8_ROWS
     if scheme.numbers == "int":
         if scheme.bits > _EIGHT_BITS:
             return None
@@ -53,6 +55,11 @@ def form_of(scheme: Scheme) -> PatchForm | None:
     return FP8_PATCHES if scheme.columns % ops.PATCH_COLUMNS == 0 else None
 
 
+def form_of_experts(scheme: Scheme) -> PatchForm | None:
+    """The same of experts, whose products leave activations as they are."""
+    return form_of(replace(scheme, weights_only=True))
+
+
 def _is_mx(scheme: Scheme) -> bool:
     """Whether scales are those of the OCP's microscaling formats."""
     return scheme.exponents and (scheme.rows, scheme.columns) == (1, MXFP8_PATCHES.group)
@@ -64,12 +71,14 @@ def _grouped_form(numbers: ops.Numbers, columns: int) -> PatchForm | None:
     return next((PatchForm(numbers, group) for group in groups), None)
 
 
-def patch_form(tensor: QuantisedTensor) -> PatchForm | OrderedForm | None:
-    """The patches that hold the weight's numbers; None where none do. Which group a column is of is read to find out,
-    where it is stored, and zero points that may be any number. Raises ConfigError for a group that is not there."""
-    form = _form_by_numbers(tensor)
+def patch_form(tensor: QuantisedTensor, form: PatchForm) -> PatchForm | OrderedForm | None:
+    """The patches that hold the weight's numbers, which are `form` by its scheme; None where none do. Which group a
+    column is of is read to find out, where it is stored, and zero points that may be any number. Raises ConfigError for
+    a group that is not there."""
     groups = tensor.decoder.groups if isinstance(tensor.decoder, Grouped) else None
-    if form is None or groups is None:
+    if not _holds_numbers(form, tensor):
+        return None
+    if groups is None:
         return form
     columns = tensor.shape[1]
     # The last group has the rest then, as groups of neighbours do.
@@ -79,27 +88,26 @@ def patch_form(tensor: QuantisedTensor) -> PatchForm | OrderedForm | None:
     return form if order is None else OrderedForm(form, order.to(torch.int32).numpy().tobytes())
 
 
-def _form_by_numbers(tensor: QuantisedTensor) -> PatchForm | None:
-    """The same if columns are sorted by their groups."""
-    form, decoder = form_of(tensor.scheme), tensor.decoder
+def _holds_numbers(form: PatchForm, tensor: QuantisedTensor) -> bool:
+    """Whether the form's patches hold the weight's numbers if columns are sorted by their groups."""
+    decoder = tensor.decoder
     rows, columns = tensor.shape
-    if form is None or not isinstance(decoder, Grouped) or rows % ops.PATCH_ROWS:
-        return None
+    if not isinstance(decoder, Grouped) or rows % ops.PATCH_ROWS:
+        return False
     if decoder.columns and columns % form.group:
-        return None
+        return False
     if isinstance(decoder.codes, TableNibbles):
-        return form if decoder.codes.table.tolist() == list(ops.NF4) else None
+        return decoder.codes.table.tolist() == list(ops.NF4)
     if form.numbers == "affine4":
-        return form if _are_halves(decoder.scales, decoder) and _are_halves(decoder.shifts, decoder) else None
+        return _are_halves(decoder.scales, decoder) and _are_halves(decoder.shifts, decoder)
     most = ops.MOST_ZERO.get(form.numbers)
     if most is None:
         is_stored_so = isinstance(decoder.codes, Nibbles) or tensor.main.encoding.dtype == ops.CODES
-        return form if is_stored_so and decoder.zeros is None else None
+        return is_stored_so and decoder.zeros is None
     if isinstance(decoder.zeros, PlainZeros):
         zeros = decoder.zeros.read(*decoder.grid) + _added(decoder, form)
-        if not bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros <= most)).all()):
-            return None
-    return form
+        return bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros <= most)).all())
+    return True
 
 
 def _added(decoder: Grouped, form: PatchForm) -> int:

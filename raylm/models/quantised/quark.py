@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from raylm.models.fields import Fields
@@ -44,6 +45,18 @@ def _group(targets: tuple[str, ...], fields: Fields) -> Group:
         raise weight.error("ch_axis", weight.get("ch_axis"), "0")
     rows, columns = block_of(weight, "block_size") if shared == "per_block" else (int(shared == "per_channel"), 0)
     numbers: Literal["int", "float"] = "int" if kind == "int8" else "float"
-    alone = numbers == "float" and fields.get("input_tensors") is None
-    scheme = Scheme(layout="values", numbers=numbers, bits=8, rows=rows, columns=columns, weights_only=alone)
+    scheme = Scheme(layout="values", numbers=numbers, bits=8, rows=rows, columns=columns)
+    if not _rounds_activations(fields, numbers):
+        scheme = replace(scheme, weights_only=True)
     return Group(targets=targets, scheme=scheme)
+
+
+def _rounds_activations(fields: Fields, numbers: Literal["int", "float"]) -> bool:
+    """Whether products may round activations as they round weights, with a scale a token."""
+    if fields.get("input_tensors") is None:
+        return False
+    if numbers == "float" or isinstance(fields.get("input_tensors"), list):
+        return numbers == "float"
+    activations = fields.section("input_tensors")
+    in_groups = activations.get("qscheme") == "per_group"
+    return activations.get("dtype") == "int8" and activations.get("symmetric") is not False and not in_groups

@@ -47,8 +47,18 @@ class Scheme:
     def scales_rows(self) -> bool:
         """Whether codes are floats of 8 bits, each row has one scale, which may be that of all rows, and activations
         are such rows too."""
-        floats = self.layout == "values" and self.numbers == "float" and self.bits == 8 and not self.two_scales
-        return floats and not self.weights_only and self.zero == "none" and self.rows in (0, 1) and self.columns == 0
+        return self.numbers == "float" and not self.two_scales and self._by_rows
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether codes are integers of 8 bits, each row has one scale, which may be that of all rows, and activations
+        are such rows too."""
+        return self.numbers == "int" and self._by_rows
+
+    @property
+    def _by_rows(self) -> bool:
+        is_scaled = self.zero == "none" and self.rows in (0, 1) and self.columns == 0
+        return self.layout == "values" and self.bits == 8 and is_scaled and not self.weights_only
 
     @property
     def symmetric(self) -> bool:

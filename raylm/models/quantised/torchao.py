@@ -85,7 +85,7 @@ def _int8(data: Fields) -> Scheme:
     rows, columns = _shared(data, "granularity")
     if data.get("group_size") is not None:
         rows, columns = 1, group_of(data, "group_size")
-    return Scheme(layout="values", numbers="int", bits=8, rows=rows, columns=columns, zero="stored")
+    return Scheme(layout="values", numbers="int", bits=8, rows=rows, columns=columns, zero="stored", weights_only=True)
 
 
 def _float8(data: Fields, *, weights_only: bool) -> Scheme:
@@ -119,7 +119,9 @@ def _intx(data: Fields, granularity: str = "granularity") -> Scheme:
     _packing(data, "intx_packing_format", "unpacked_to_int8")
     rows, columns = _shared(data, granularity)
     bits = 8 if data.get("weight_dtype") is None else integer_bits(data, "weight_dtype")
-    return Scheme(layout="values", numbers="int", bits=bits, rows=rows, columns=columns, zero="stored")
+    return Scheme(
+        layout="values", numbers="int", bits=bits, rows=rows, columns=columns, zero="stored", weights_only=True
+    )
 
 
 def _intx_activations(data: Fields) -> Scheme:

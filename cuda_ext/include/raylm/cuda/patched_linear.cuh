@@ -10,7 +10,8 @@
 //
 // More rows of x are multiplied by wgmma. Its left operand, in registers, is W's numbers times their scales, both rounded
 // to 16 bits. Each warp has the 16 rows of a patch; where W has few rows, parts of the warps share a stage's columns too.
-// x has a ring of its own, and a warp that fetches it.
+// x has a ring of its own, and a warp that fetches it. Where x is integers of 8 bits with a scale a row, W's codes are
+// that operand as they are, and sums are integers.
 //
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
@@ -35,7 +36,8 @@ constexpr int kCopied = 4;  // patches beside each other, at most, of a copy
 constexpr int kPatchedComputeRegisters = 232, kPatchedFetchRegisters = 40;
 
 struct PatchedParams {
-  CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns
+  CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns; of integers [k / 128, rows, 128]
+  const float* x_scales;        // of rows of integers
   const unsigned char* weight;  // [n / 16, across, bytes of a patch]
   const void* bias;             // or null
   void* out;                    // [rows, n]
@@ -73,8 +75,8 @@ struct PatchedFewShape {
   }
 };
 
-// For more rows, by wgmma.
-template <int Rows, int Width, int Chunks, int Warps>
+// For more rows, by wgmma. `Boxes`: of x, 128 bytes a row, for the columns of a patch; there is one where x is integers.
+template <int Rows, int Width, int Chunks, int Warps, int Boxes = 2>
 struct PatchedWideShape {
   static constexpr bool kWide = true, kMovesRegisters = Rows > 128;
   static constexpr int kRows = Rows, kEights = Rows / 8;
@@ -83,9 +85,9 @@ struct PatchedWideShape {
   static constexpr int kThreads = Warps * kWarp, kFetching = (kMovesRegisters ? 4 : 2) * kWarp;
   static constexpr int kTeam = Width / kPatchRows, kParts = Warps / kTeam, kAreas = 1;
   static constexpr int kPatches = kTeam * Chunks, kCopies = 1;
-  static constexpr int kXChunks = Rows <= 64 ? Chunks : 1;  // of a stage of x
-  static constexpr int kBoxes = kXChunks * 2, kXBytes = kBoxes * Rows * 128;
-  static constexpr int kXStages = kXBytes > (32 << 10) ? 2 : Rows > 32 ? 3 : 4;
+  static constexpr int kXChunks = Rows <= 64 && Boxes > 1 ? Chunks : 1;  // of a stage of x
+  static constexpr int kBoxes = kXChunks * Boxes, kXBytes = kBoxes * Rows * 128;
+  static constexpr int kXStages = kXBytes > (32 << 10) ? 2 : Rows > 32 && Boxes > 1 ? 3 : 4;
   static constexpr int kPitch = kWidth + 4;
   static constexpr int kAreaBytes = kRows * kPitch * 4;
   // Parts' sums meet in every tile, in shared memory of their own. A cluster's sums meet in blocks with one tile, where
@@ -203,7 +205,7 @@ struct PatchedBlock {
         const uint32_t barrier = x_full + 8 * ring.stage;
         barrier_wait(x_empty + 8 * ring.stage, ring.parity ^ 1);
         barrier_arrive_expecting(barrier, Shape::kBoxes * params.box_rows * 128);
-        load_box(x(ring.stage), params.x, barrier, {0, row(tile), chunk * 2});
+        load_box(x(ring.stage), params.x, barrier, {0, row(tile), chunk / Shape::kXChunks * Shape::kBoxes});
       }
     }
   }
@@ -349,6 +351,58 @@ struct PatchedBlock {
     settle(sums[0]);
   }
 
+  // Of integers: a warp has 16 rows of W, and all of a stage's columns.
+  __device__ __forceinline__ void sum_integers(Sums& sums, int tile, SizedRing& ring, XRing& x_ring) const {
+    static_assert(Shape::kParts == 1 && Shape::kXChunks == 1 && Shape::kChunks == 2);
+    int32_t totals[Shape::kEights * 4] = {};
+    settle(totals);
+    uint32_t a[2][4][4];
+    float of_rows[2];
+    int last = x_ring.stage;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const int there = chunks(step);
+      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp * Shape::kChunks * patch;
+      barrier_wait(full + 8 * ring.stage, ring.parity);
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
+        if (chunk > 0 && chunk >= there) {
+          wgmma_wait<0>();  // or the compiler has to fear for the registers of the first one
+          break;
+        }
+        // By way of a shuffle the compiler knows that all lanes have the same.
+        const uint32_t box = __shfl_sync(kAllLanes, x(x_ring.stage), 0);
+        barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          Form row;
+          row.load(own + chunk * patch, r, 7);
+          of_rows[r] = row.of_row;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) a[chunk][i / 2][i % 2 * 2 + r] = row.integers(i);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          multiply_integers<Shape::kRows>(totals, a[chunk][k], matrix_descriptor(box, 1024, 0) + 2 * k);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();  // for the chunk before, whose registers are written next
+        if (step > 0 || chunk > 0) arrive(x_empty + 8 * last);
+        last = x_ring.stage;
+        x_ring.advance();
+      }
+      arrive(empty + 8 * ring.stage);
+    }
+    wgmma_wait<0>();
+    arrive(x_empty + 8 * last);
+    settle(totals);
+#pragma unroll
+    for (int i = 0; i < Shape::kEights * 4; ++i) {
+      const int of_x = min(row(tile) + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, params.rows - 1);
+      sums[0][i] = static_cast<float>(totals[i]) * (of_rows[i / 2 % 2] * params.x_scales[of_x]);
+    }
+  }
+
   // For the warp.
   __device__ static void arrive(uint32_t barrier) {
     __syncwarp();
@@ -460,7 +514,9 @@ struct PatchedBlock {
     [[maybe_unused]] XRing x_ring;
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       Sums sums;
-      if constexpr (Shape::kWide) {
+      if constexpr (kRounded<Form>) {
+        sum_integers(sums, tile, ring, x_ring);
+      } else if constexpr (Shape::kWide) {
         sum_wide_tile(sums, ring, x_ring);
       } else {
         sum_tile(sums, ring);

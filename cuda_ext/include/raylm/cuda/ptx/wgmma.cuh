@@ -36,6 +36,12 @@ __device__ __forceinline__ void settle(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+template <int N>
+__device__ __forceinline__ void settle(int32_t (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
 // c (+)= a b^T for 64 rows of a and N rows of b, 16 products, or 32 of 8-bit numbers; both in shared memory with the summed
 // dimension innermost.
 template <typename T, int N>
@@ -48,6 +54,10 @@ __device__ void multiply(float (&c)[N / 2], const uint32_t* a, uint64_t b);
 // c += a b^T for 64 rows of a, in registers, and N rows of b, 16 products; b has the summed dimension innermost.
 template <typename T, int N>
 __device__ void multiply_by_transpose(float (&c)[N / 2], const uint32_t* a, uint64_t b);
+
+// The same for integers of 8 bits, 32 products.
+template <int N>
+__device__ void multiply_integers(int32_t (&c)[N / 2], const uint32_t* a, uint64_t b);
 
 }  // namespace raylm::cuda
 
