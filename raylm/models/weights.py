@@ -212,7 +212,9 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
         return ops.pack_mxfp4(codes, torch.full_like(zeros, _DUMMY_EXPONENT))
     uniform = torch.rand(zeros.shape, generator=generator, device=device) * _DUMMY_STD
     if form.numbers == "nf4":
-        return ops.pack_nf4(codes, 3 * uniform, form.group)
+        # The table's mean is not 0: by its sign alone every token would go to the same experts.
+        signs = torch.randint(0, 2, zeros.shape, generator=generator, device=device) * 2 - 1
+        return ops.pack_nf4(codes, 3 * signs * uniform, form.group)
     scales = uniform * 4 / most
     if form == INT8_ROWS:
         scales, zeros = scales[:, :1].expand(zeros.shape), zeros.fill_(most // 2)

@@ -32,7 +32,7 @@ _HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
     "int8_rows": _BOTH,
 }
 """Types of activations."""
-_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("nf4", "mxfp8", "int8_rows")
+_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("int8_rows",)
 """That patched_experts has no kernels for."""
 
 

@@ -24,7 +24,17 @@ def needs_kernels() -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "fp8_128"), ("qwen3_moe", "awq"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("qwen3_moe", "fp8_128"),
+        ("qwen3_moe", "awq"),
+        ("qwen3_moe", "nf4"),
+        ("mixtral", "ct_mxfp8"),
+        ("qwen3_moe", "ct_w8a8"),
+        ("gpt_oss", "mxfp4"),
+    ],
+)
 def test_answers_are_those_of_the_decoded_model(family: str, kind: str, graphs: bool, tmp_path: Path) -> None:
     if kind == "mxfp4":
         packed, _ = test_mxfp4.write_both(tmp_path)
