@@ -19,7 +19,7 @@ _RECENT_MEMORY = 0.997
 """What the most tokens of a step are worth a step later: half after 230, so that a prompt now and then starts where the
 last one was."""
 _WAITING = 4
-"""A chunk of a step is for up to so many requests that wait."""
+"""Up to so many waiting requests share a chunk; with more, each adds a share of a chunk to the step."""
 _OUTLIER = 4
 """A step counts as at most so many times as long as it should be, so that one hiccup is not taken for the load."""
 _DELAY_SHARE = 0.9
@@ -117,8 +117,8 @@ class PrefillPacer:
     """How many tokens of prompts a step gets beside running requests.
 
     Without a target that is `prefill_chunk`, or what the budget leaves. Where requests pile up, it is a quarter of a
-    chunk for each of them: the sooner they run too, the more of them share the reading of weights. One prompt gets no
-    more than a chunk of it, so that what is there for those who wait does not go to a long prompt before them.
+    chunk for each of them: the sooner they run too, the more of them share the reading of weights. One prompt gets at
+    most a chunk, so that a long prompt does not take what a step has for the requests behind it.
 
     With `target_itl_ms` it plans for nine tenths of the target by the cost of recent steps (StepCost). That finds the
     budget in a few steps, where raising and cutting it by rule would take dozens and pass the target again and again.
@@ -129,7 +129,8 @@ class PrefillPacer:
     def __init__(self, config: ResolvedScheduler) -> None:
         self._full = config.max_num_batched_tokens
         self._aim = None if config.target_itl_ms is None else _AIM * config.target_itl_ms / 1000
-        self._chunk = (config.prefill_chunk if self._aim is None else None) or self._full
+        chunk = config.prefill_chunk if self._aim is None else None
+        self._chunk = chunk or self._full
         self._least = min(_MIN_TOKENS, self._full)
         self._share = config.max_prompt_share
         self._cost = StepCost(_MEMORY)
@@ -137,8 +138,8 @@ class PrefillPacer:
         """The most tokens of a step, less with every step since."""
 
     def budget(self, *, num_decodes: int, num_prompts: int, num_waiting: int) -> PrefillBudget:
-        """What prompts may take of the next step beside so many decodes, while so many of them have begun and so many
-        wait that could begin: all of it where no decode runs."""
+        """Prompt tokens of the next step, in which `num_decodes` requests decode. `num_prompts` prompts have begun, and
+        `num_waiting` requests could begin. Without decodes prompts get the whole step."""
         tokens = self._tokens(num_decodes, num_waiting)
         of_one = min(tokens, self._chunk) if num_decodes else tokens
         if num_prompts + num_waiting > 1:

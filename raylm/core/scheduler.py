@@ -571,8 +571,8 @@ class Scheduler:
         return bool(idle)
 
     def _prefill_budget(self) -> PrefillBudget:
-        """What prompts get of the next step. Whose last token is on its way does not count; a beam that waits for
-        others (0) decodes again."""
+        """What prompts get of the next step. Requests whose last token is in flight do not count as decodes. Beams with
+        no token to compute do: they wait for the other beams of their search."""
         # By fields: a property of each of a thousand requests takes three times as long.
         to_compute = [one.num_known - one.num_computed for one in self._running if one.num_known < one.max_len]
         num_decodes = to_compute.count(1) + to_compute.count(0)

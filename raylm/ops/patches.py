@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.ops import experts
-from raylm.ops.scaled_fallback import CODES, scale_rows
+from raylm.ops.scaled_fallback import CODES, row_scales, scale_rows
 
 Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8", "int8_rows"]
 NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
@@ -185,10 +185,7 @@ def patched_linear(
 
 def round_rows(x: Tensor) -> Tensor:
     """float32 [T, K] as integers of 8 bits with a scale a row stand for it: the row's largest magnitude / 127."""
-    # On a GPU torch divides by a number as if it were multiplied by another one.
-    scales = (x.abs().amax(-1, keepdim=True) / x.new_full((1, 1), _MOST_INTEGER)).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )
+    scales = row_scales(x, _MOST_INTEGER).unsqueeze(-1)
     return (x * (1 / scales)).round() * scales
 
 

@@ -11,9 +11,15 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Of a row of zeros."""
 
 
+def row_scales(x: Tensor, most: float) -> Tensor:
+    """Of each row of float32 x [..., K], its largest magnitude / `most`, and a tiny number for zeros: [...]."""
+    # As a tensor: on a GPU torch divides by a number as if it were multiplied by another one.
+    return (x.abs().amax(-1) / x.new_full((1,), most)).clamp(min=_LEAST_SCALE)
+
+
 def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    scales = (wide.abs().amax(-1) / _MOST).clamp(min=_LEAST_SCALE)
+    scales = row_scales(wide, _MOST)
     # Rounding may go past the largest code, which no NaN and no infinity has.
     codes = (wide * (1 / scales).unsqueeze(-1)).clamp(-_MOST, _MOST).to(CODES)
     return codes, scales

@@ -1,5 +1,5 @@
-// Mixtures of experts whose weights are codes in patches: the kernels of a form. Each kind of forms is compiled in a file of
-// its own.
+// Mixtures of experts whose weights are codes in patches: what launches the kernels of a form. Integers, floats and codes
+// with offsets are compiled in three files, side by side.
 #pragma once
 
 #include "experts.h"
@@ -101,7 +101,7 @@ struct CodedCall {
   int64_t size = gate_up.size(1) * 8;  // columns between the products
 };
 
-// Of arguments whose sizes in bytes alone have not been checked.
+// The caller has checked the arguments, except the bytes of a row of patches.
 template <typename T, template <typename> typename Form>
 Tensor coded_experts(const CodedCall& c) {
   const int patch = bytes_of_patch(Form<T>::kBits, c.group_log2);

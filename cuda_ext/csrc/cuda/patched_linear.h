@@ -177,7 +177,7 @@ bool map_x(PatchedParams& params, const PatchedProduct& p, const PatchedVariant&
                                   {128, params.box_rows, v.boxes});
 }
 
-// `rounded`: x, of forms that are kRounded.
+// `rounded` holds x for forms that are kRounded, and is null for all others.
 template <typename T, typename Form>
 bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* rounded = nullptr) {
   const int patch = bytes_of_patch(Form::kBits, p.group_log2);

@@ -45,7 +45,7 @@ struct Sixteen {
   }
 };
 
-// A block has a row; what its threads do not hold they read twice.
+// One block a row. Rows of more than 16,384 columns do not fit the threads' registers, and are read twice.
 template <typename T>
 __global__ void __launch_bounds__(1024) integer_rows_kernel(IntegerRowsParams<T> p) {
   start_dependents();
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(1024) integer_rows_kernel(IntegerRowsParams<T>
     held = Sixteen<T>::load(x + at);
     largest = fmaxf(largest, held.largest());
   }
-  const float scale = fmaxf(row_max(largest) / kLargestInteger, FLT_MIN), inverse = 1.0f / scale;
+  const float scale = scale_of(row_max(largest), kLargestInteger), inverse = 1.0f / scale;
   if (threadIdx.x == 0) p.scales[blockIdx.x] = scale;
   signed char* const to = p.integers + static_cast<int64_t>(blockIdx.x) * p.across;
   for (int at = begin; at < p.across; at += step) {

@@ -366,7 +366,7 @@ struct PatchedBlock {
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
         if (chunk > 0 && chunk >= there) {
-          wgmma_wait<0>();  // or the compiler has to fear for the registers of the first one
+          wgmma_wait<0>();  // the first chunk's registers are written next
           break;
         }
         // By way of a shuffle the compiler knows that all lanes have the same.

@@ -34,7 +34,8 @@ __device__ inline float row_max(float x) {
 // A magnitude to look for the largest among. NaN counts as infinity, whose scale makes the row NaN.
 __device__ inline float magnitude(float x) { return x == x ? fabsf(x) : INFINITY; }
 
-__device__ inline float scale_of(float largest) { return fmaxf(largest / kLargestCode, FLT_MIN); }
+// Of a row whose largest magnitude becomes the code `most`.
+__device__ inline float scale_of(float largest, float most = kLargestCode) { return fmaxf(largest / most, FLT_MIN); }
 
 // Writes a row that the threads hold as the vectors number threadIdx.x + j * blockDim.x of it. All threads of the block call
 // it; those of a row that is not there have `inside` false.

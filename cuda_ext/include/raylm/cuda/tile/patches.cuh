@@ -234,8 +234,8 @@ struct Int8Codes {
   }
 };
 
-// Integers of 8 bits with a sign and one scale for all columns of a row. A lane's word of 16 columns is half of what wgmma
-// takes of 32, as it is, if x's integers come in the order of a patch's codes.
+// Integers of 8 bits with a sign and one scale for all columns of a row. A lane's words of 32 columns are wgmma's left
+// operand as they are, provided that x's integers come in the order of a patch's codes.
 template <typename T>
 struct Int8Rows {
   static constexpr bool kCodes = true, kSums = true;
