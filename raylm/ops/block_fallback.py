@@ -7,6 +7,7 @@ The gguf package decodes the blocks; products are in float32. `kind` is GGML's n
 from __future__ import annotations
 
 import gguf
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,7 +61,8 @@ def decode_blocks(blocks: Tensor, kind: int) -> Tensor:
         )
     if not blocks.numel():
         return blocks.new_empty(rows, row_bytes // num_bytes * values, dtype=torch.float32)
-    decoded = gguf.dequantize(blocks.contiguous().cpu().numpy(), gguf.GGMLQuantizationType(kind))
+    with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite or NaN, as for kernels
+        decoded = gguf.dequantize(blocks.contiguous().cpu().numpy(), gguf.GGMLQuantizationType(kind))
     return torch.from_numpy(decoded).to(blocks.device)
 
 
