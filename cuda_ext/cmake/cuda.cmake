@@ -15,7 +15,7 @@ string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}
 # The files that take longest to compile come first, so that both cores of a small machine are busy until the end.
 target_sources(raylm_kernels PRIVATE
   csrc/cuda/decode_attention.cu csrc/cuda/few_layers.cu csrc/cuda/patched_linear_int4.cu csrc/cuda/patched_experts_floats.cu
-  csrc/cuda/patched_experts.cu csrc/cuda/patched_experts_affine.cu
+  csrc/cuda/patched_experts.cu csrc/cuda/patched_experts_affine.cu csrc/cuda/patched_experts_rows.cu
   csrc/cuda/decode_prefixes.cu csrc/cuda/decode_codes.cu csrc/cuda/prefill_hopper.cu csrc/cuda/tile_linear.cu
   csrc/cuda/experts.cu csrc/cuda/patched_linear_affine.cu csrc/cuda/prefill_attention.cu
   csrc/cuda/patched_linear_floats.cu csrc/cuda/patched_linear_int8.cu
@@ -24,7 +24,7 @@ target_sources(raylm_kernels PRIVATE
   csrc/cuda/patched_linear_mxfp8.cu csrc/cuda/patched_linear_nf4.cu csrc/cuda/patched_linear_rows.cu
   csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu
   csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu csrc/cuda/prefixes.cu csrc/cuda/rope_store.cu csrc/cuda/rotary.cu
-  csrc/cuda/route.cu csrc/cuda/sample.cu csrc/cuda/scaled_linear.cu csrc/cuda/scaled_rows.cu csrc/cuda/split_linear.cu
+  csrc/cuda/rounded_rows.cu csrc/cuda/route.cu csrc/cuda/sample.cu csrc/cuda/scaled_linear.cu csrc/cuda/scaled_rows.cu csrc/cuda/split_linear.cu
   csrc/cuda/store_kv.cu csrc/cuda/tokens.cu)
 # wgmma's operands are written out one by one, for each type and width: a script does that.
 set(WGMMA_FORMS ${CMAKE_BINARY_DIR}/include/raylm/cuda/ptx/wgmma_forms.cuh)

@@ -16,8 +16,11 @@ REGISTERS = (64, 80, 96, 128, 192, 256)
 """Widths of those whose left side lies in registers."""
 REGISTERS_TRANSPOSED = (8, 16, 32, 64, 128, 256)
 """Of these, widths of products with a transpose: the summed dimension is innermost on the right side too."""
-INTEGERS = (64, 128, 256)
-"""Widths of such products of integers of 8 bits."""
+BYTES = {
+    "signed char": ("int32_t", "s32.s8.s8", "", (8, 16, 32, 64, 128, 256)),
+    "__nv_fp8_e4m3": ("float", "f32.e4m3.e4m3", ", 1, 1", (8, 16, 32, 64)),
+}
+"""Such products of numbers of 8 bits: what sums are, the kinds, flags and widths."""
 
 
 def names(first, count):
@@ -65,12 +68,13 @@ def registers(function, name, kind, width, flags):
     return form(signature, width, f"f32.{kind}.{kind}", f"{{{names(sums, 4)}}}", operands, False, f", {flags}")
 
 
-def integers(width):
-    """That of a product of integers of 8 bits whose left side lies in registers."""
+def of_bytes(name, of_sums, kinds, flags, width):
+    """That of a product of numbers of 8 bits whose left side lies in registers."""
     sums = width // 2
-    signature = f"multiply_integers<{width}>(int32_t (&c)[{sums}], const uint32_t* a, uint64_t b)"
-    operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)']
-    return form(signature, width, "s32.s8.s8", f"{{{names(sums, 4)}}}", operands, False, "", depth=32)
+    arguments = f"{of_sums} (&c)[{sums}], const uint32_t* a, uint64_t b, int accumulate"
+    signature = f"multiply_bytes<{name}, {width}>({arguments})"
+    operands = [*(f'"r"(a[{number}])' for number in range(4)), '"l"(b)', '"r"(accumulate)']
+    return form(signature, width, kinds, f"{{{names(sums, 4)}}}", operands, True, flags, depth=32)
 
 
 def header():
@@ -86,7 +90,8 @@ def header():
     for name, kind in CODES.items():
         for width in CODES_SHARED:
             forms.append(shared(name, kind, width, "1, 1", depth=32))
-    forms += [integers(width) for width in INTEGERS]
+    for name, (of_sums, kinds, flags, widths) in BYTES.items():
+        forms += [of_bytes(name, of_sums, kinds, flags, width) for width in widths]
     begin = "// Written by cmake/wgmma_forms.py.\n#pragma once\n\nnamespace raylm::cuda {\n"
     return "\n".join([begin, *forms, "}  // namespace raylm::cuda\n"])
 

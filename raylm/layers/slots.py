@@ -40,9 +40,12 @@ class PatchForm(NamedTuple):
         return ops.patch_bytes(self.numbers, self.group)
 
     def __str__(self) -> str:
-        if self.numbers == "int8_rows":
-            return f"int8 with a scale a row (activations rounded so in steps of over {ops.MOST_UNROUNDED} tokens)"
-        return f"{self.numbers} with a scale for each {self.group} columns"
+        if self.numbers not in ops.MOST_UNROUNDED:
+            return f"{self.numbers} with a scale for each {self.group} columns"
+        shared = "a row" if self.numbers == "int8_rows" else f"for each {self.group} columns"
+        most = ops.MOST_UNROUNDED[self.numbers]
+        kind = self.numbers.removesuffix("_rows")
+        return f"{kind} with a scale {shared} (activations rounded so in steps of over {most} tokens)"
 
 
 class OrderedForm(NamedTuple):
@@ -77,6 +80,9 @@ FP8_PATCHES = PatchForm("fp8", ops.PATCH_COLUMNS)
 MXFP4_PATCHES = PatchForm("mxfp4", 32)
 MXFP8_PATCHES = PatchForm("mxfp8", 32)
 INT8_ROWS = PatchForm("int8_rows", ops.PATCH_COLUMNS)
+FP8_ROWS = PatchForm("fp8_rows", ops.PATCH_COLUMNS)
+FP8_FORMS = (FP8_PATCHES, FP8_ROWS)
+"""Whose patches are alike."""
 
 
 def row_bytes(form: PatchForm, columns: int) -> int:

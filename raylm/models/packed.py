@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, BlockForm, PatchForm
+from raylm.layers.slots import FP8_FORMS, MXFP4_PATCHES, BlockForm, PatchForm
 from raylm.models.checkpoint import MXFP4Tensor, Room, Source
 from raylm.models.mxfp4 import VALUES
 from raylm.models.quantised.joined import Kept
@@ -43,7 +43,7 @@ class PackedTensor(InPatches[Source]):
 
     def _packed(self, start: int, stop: int, columns: Span) -> Tensor:
         source = self.source
-        if self.form == FP8_PATCHES:
+        if self.form in FP8_FORMS:
             numbers = torch.cat([piece.float() for _, piece in source.pieces(start, stop, columns)])
             if not bool(numbers.isfinite().all()):
                 raise ConfigError(f"{source.path}: tensor {source.name} holds numbers that are not finite")

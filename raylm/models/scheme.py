@@ -15,7 +15,7 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_PATCHES, INT8_ROWS, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_ROWS, INT8_ROWS, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
@@ -24,7 +24,7 @@ from raylm.models.gguf_patched import patches_of
 from raylm.models.names import BLOCKS, Stored, TensorNames, slot_name
 from raylm.models.packed import MXFP4_BLOCKS
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import form_of, form_of_experts, patch_form
+from raylm.models.quantised.patched import form_of, patch_form
 from raylm.models.quantised.repacked import FORMS, block_form, may_be_blocks
 from raylm.models.quantised.scaled import is_scaled
 
@@ -86,7 +86,12 @@ class Scheme:
     @property
     def rounds_rows(self) -> bool:
         """Whether products of linear layers in long steps have the rate of 8-bit numbers."""
-        return self.scales_rows or self.linears == INT8_ROWS
+        return self.scales_rows or self.linears in (INT8_ROWS, FP8_ROWS)
+
+    @property
+    def rounds_experts(self) -> bool:
+        """The same of products of experts."""
+        return self.experts in (INT8_ROWS, FP8_ROWS)
 
     @property
     def linear_patches(self) -> PatchForm | None:
@@ -108,7 +113,7 @@ class Scheme:
 
 AS_NUMBERS = Scheme({})
 """All matrices have the model's dtype."""
-AS_FP8 = Scheme({}, linears=ops.CODES, experts=FP8_PATCHES)
+AS_FP8 = Scheme({}, linears=ops.CODES, experts=FP8_ROWS)
 """The linear layers within the layers are quantised while they are loaded, and experts where the device has kernels for
 them. Embedding, head and routers have the model's dtype."""
 
@@ -128,14 +133,14 @@ def configured_scheme(arch: ArchConfig, dtype: torch.dtype, device: torch.device
     if len(schemes) != 1:
         return AS_NUMBERS
     (scheme,) = schemes
-    form, of_experts = form_of(scheme), form_of_experts(scheme)
+    form = form_of(scheme)
     specs = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, ExpertsSpec)]
     # Columns of no whole groups are decoded.
     unit = form.group if form is not None and scheme.columns else 1
     is_whole = arch.hidden_size % unit == 0 and not any(spec.size % unit for spec in specs)
     if form is not None and scheme.ordered and scheme.columns:
         return _with_kernels(Scheme({}, linears=OrderedForm(form, b"")), dtype, device)
-    return _with_kernels(Scheme({}, linears=form, experts=of_experts if specs and is_whole else None), dtype, device)
+    return _with_kernels(Scheme({}, linears=form, experts=form if specs and is_whole else None), dtype, device)
 
 
 def _with_kernels(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> Scheme:
@@ -240,7 +245,7 @@ def _form_of_parts(tensor: QuantisedTensor, name: str, like: Tensor) -> Form | N
     """The same of a weight that is stored in parts. On GPUs a head and an embedding are decoded."""
     rows, columns = tensor.shape
     if _EXPERTS in name:
-        form = form_of_experts(tensor.scheme)
+        form = form_of(tensor.scheme)
         if form is None or not has_expert_kernels(form, like.dtype, like.device):
             return _repacked(tensor, like)
         found = patch_form(tensor, form)

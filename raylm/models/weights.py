@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.slots import (
-    FP8_PATCHES,
+    FP8_FORMS,
     INT8_ROWS,
     MXFP4_PATCHES,
     MXFP8_PATCHES,
@@ -32,7 +32,7 @@ from raylm.models.names import BLOCKS, SCALES, Stored, TensorNames, slot_name
 from raylm.models.packed import MXFP4InBlocks, PackedTensor
 from raylm.models.quantised.join import drop_zero_biases
 from raylm.models.quantised.joined import QuantisedTensor
-from raylm.models.quantised.patched import PatchedTensor, form_of, form_of_experts
+from raylm.models.quantised.patched import PatchedTensor, form_of
 from raylm.models.quantised.repacked import RepackedTensor
 from raylm.models.quantised.scaled import ScaledTensor, is_scaled
 from raylm.models.read_gguf import ROPE_FACTORS
@@ -197,9 +197,9 @@ def _dummy_patches(like: torch.Tensor, form: PatchForm, generator: torch.Generat
     """Random codes, and scales by which numbers have about the deviation of others."""
     rows, columns = len(like) * ops.PATCH_ROWS, like.shape[1] // form.patch_bytes * ops.PATCH_COLUMNS
     shape, device = (rows, columns), like.device
-    if form in (FP8_PATCHES, MXFP8_PATCHES):
+    if form in (*FP8_FORMS, MXFP8_PATCHES):
         values = torch.empty(shape, device=device).normal_(std=_DUMMY_STD, generator=generator)
-        if form == FP8_PATCHES:
+        if form in FP8_FORMS:
             return ops.quantise_fp8(values)
         exponents = torch.full((rows, columns // form.group), _DUMMY_EXPONENT, dtype=torch.uint8, device=device)
         return ops.pack_mxfp8((values * 2.0 ** (127 - _DUMMY_EXPONENT)).to(ops.CODES), exponents)
@@ -251,10 +251,7 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
         if isinstance(tensor, CheckpointTensor) and patches_of(tensor.encoding.form) == slot.form:
             return BlocksInPatches(tensor)
         # A weight of integers has been looked at when the form was chosen: that reads its zero points.
-        is_stored_so = isinstance(tensor, QuantisedTensor) and slot.form in (
-            form_of(tensor.scheme),
-            form_of_experts(tensor.scheme),
-        )
+        is_stored_so = isinstance(tensor, QuantisedTensor) and slot.form == form_of(tensor.scheme)
         return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor

@@ -5,6 +5,8 @@ Nothing here waits for the device: how many tokens an expert has is known there 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,6 +66,25 @@ def experts(
     activation: int,
     limit: float,
 ) -> Tensor:
+    sums = mixture(
+        x, gate_up, down, weights, chosen, gate_up_bias, down_bias, activation, limit, lambda inner: inner.to(x.dtype)
+    )
+    return sums.to(x.dtype)
+
+
+def mixture(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: int,
+    limit: float,
+    between: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """As the operator, but in float32; `between` makes rows of down's dtype of what the activation gives."""
     num_tokens, per_token = chosen.shape
     wanted, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(wanted, torch.arange(len(gate_up), device=x.device), right=True).int()
@@ -71,17 +92,11 @@ def experts(
     if gate_up_bias is not None:
         both += gate_up_bias[wanted]
     inner = _gated(*both.chunk(2, dim=-1), ACTIVATIONS[activation], limit)
-    parts = _grouped(inner.to(x.dtype), down, wanted, ends).float()
+    parts = _grouped(between(inner), down, wanted, ends).float()
     if down_bias is not None:
         parts += down_bias[wanted]
     parts *= weights.flatten()[order].unsqueeze(-1)
-    return (
-        torch.empty_like(parts)
-        .index_copy_(0, order, parts)
-        .view(num_tokens, per_token, down.shape[1])
-        .sum(1)
-        .to(x.dtype)
-    )
+    return torch.empty_like(parts).index_copy_(0, order, parts).view(num_tokens, per_token, down.shape[1]).sum(1)
 
 
 def experts_kernels(x: Tensor, down: Tensor) -> bool:

@@ -30,10 +30,9 @@ _HALVES: dict[Numbers, tuple[torch.dtype, ...]] = {
     "nf4": _ONE,
     "mxfp8": _ONE,
     "int8_rows": _BOTH,
+    "fp8_rows": _ONE,
 }
 """Types of activations."""
-_NOT_OF_EXPERTS: tuple[Numbers, ...] = ("int8_rows",)
-"""That patched_experts has no kernels for."""
 
 
 def patched_linear(
@@ -45,8 +44,8 @@ def patched_linear(
     rows, products of a group are summed before they are scaled, in float32. Of more, scales and the weight's numbers
     are rounded to x's dtype; of more than 1,024 the numbers alone, the whole weight before the product. Numbers of
     MXFP4 and MXFP8 need no rounding; those of codes with offsets are rounded however many rows there are. Of
-    "int8_rows" x is rounded in place of the weight from 17 rows on, each row to integers of 8 bits with a scale (on a
-    GPU up to 131,072 columns, whose products 32 bits hold).
+    "int8_rows" and "fp8_rows" x is rounded in place of the weight from 17 or 65 rows on, each row to integers or floats
+    of 8 bits with a scale (on a GPU to integers up to 131,072 columns, whose products 32 bits hold).
     `frozen`: as in linear, of weight and bias.
     """
     return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)
@@ -77,7 +76,8 @@ def patched_experts(
     """As ops.experts, of weights in patches, uint8: gate_up [E, 2I / 16, bytes], gate's patches first, and down [E,
     H / 16, bytes]. `numbers` and `group`, columns that share a scale, say what patches hold.
 
-    Scales and numbers are rounded to x's dtype, which changes none of MXFP4's.
+    Scales and numbers are rounded to x's dtype, which changes none of MXFP4's. Of "int8_rows" and "fp8_rows" rows of x,
+    and those between the products, are rounded instead from 17 or 65 tokens on, as in patched_linear.
     """
     return _patched_experts(
         x,
@@ -101,7 +101,7 @@ def takes_patched_experts(
     and activations of `dtype`, on the device: on Hopper GPUs, for which the meta device stands. Torch's operators, for
     tests, unpack all experts in every call."""
     fits = num_experts <= _MOST_EXPERTS and hidden % PATCH_ROWS == 0 and size % PATCH_ROWS == 0
-    if device.type == "cpu" or not fits or dtype not in _HALVES[numbers] or numbers in _NOT_OF_EXPERTS:
+    if device.type == "cpu" or not fits or dtype not in _HALVES[numbers]:
         return False
     return device.type == "meta" or _has_kernels("patched_experts", device)
 

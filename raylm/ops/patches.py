@@ -5,7 +5,8 @@ A patch is codes and then words of scales. Of "int4" and "int8" these are a word
 bits of a float32 scale whose lowest 8 bits are the zero point; of "affine4" and "affine8" two float16, the scale and
 the offset; of "nf4" a float32 scale; of "fp8" (e4m3) a float32 for each row; of "mxfp4" (e2m1) and "mxfp8" (e4m3) the
 exponents of four powers of two (e8m0) for each row, one for each 32 columns. "int8_rows" are "int8" with one scale for
-all columns of a row and the zero point 128, which products multiply by activations that are rounded to such integers.
+all columns of a row and the zero point 128, and "fp8_rows" are "fp8": products multiply both by activations that are
+rounded to such integers or floats.
 
 Rows are numbered 8 h + g. Codes of 4 bits, of columns numbered 32 i + 8 p + 2 t + e, lie in the order of (h, g, t, i,
 e, p), two a byte, the first of them in the lower bits; those of "nf4" in the order of (h, g, t, i, p, e). Those of 8
@@ -26,7 +27,7 @@ from torch import Tensor
 from raylm.ops import experts
 from raylm.ops.scaled_fallback import CODES, row_scales, scale_rows
 
-Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8", "int8_rows"]
+Numbers = Literal["int4", "int8", "mxfp4", "fp8", "affine4", "affine8", "nf4", "mxfp8", "int8_rows", "fp8_rows"]
 NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
 """Operators take the place in this list."""
 PATCH_ROWS, PATCH_COLUMNS = 16, 128
@@ -40,13 +41,14 @@ GROUPS: dict[Numbers, tuple[int, ...]] = {
     "nf4": (32, 64, 128),
     "mxfp8": (32,),
     "int8_rows": (PATCH_COLUMNS,),
+    "fp8_rows": (PATCH_COLUMNS,),
 }
 """Columns that may share a scale."""
 MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255, "int8_rows": 128}
 """The largest zero point of integers: float16 and bfloat16 hold what is left of it and a code."""
 MOST_CODE: dict[Numbers, int] = {"int4": 15, "int8": 255, "affine4": 15, "affine8": 127, "int8_rows": 255}
-MOST_UNROUNDED = 16
-"""Rows of activations up to which products with "int8_rows" do not round them: they wait for the weight anyway."""
+MOST_UNROUNDED: dict[Numbers, int] = {"int8_rows": 16, "fp8_rows": 64}
+"""Rows of activations up to which products do not round them, where they round more: they wait for the weight."""
 MOST_EXPONENT = 191
 """Of the scales of MXFP4 and MXFP8: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 MOST_SCALE = 128.0
@@ -81,7 +83,7 @@ NF4 = (
 
 def patch_bytes(numbers: Numbers, group: int) -> int:
     """Of a patch. `group`: columns that share a scale."""
-    words = 1 if numbers in ("mxfp4", "fp8", "mxfp8") else PATCH_COLUMNS // group
+    words = 1 if numbers in ("mxfp4", "fp8", "mxfp8", "fp8_rows") else PATCH_COLUMNS // group
     return _code_bytes(numbers) + words * PATCH_ROWS * _WORD_BYTES
 
 
@@ -153,7 +155,7 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
         # As bits: powers of two that are subnormal numbers may be flushed to 0.
         bits = words.reshape(-1, PATCH_ROWS, values.shape[2], 1).int() << 23
         scales = torch.where(bits == 0, torch.tensor(2.0**-127, device=bits.device), bits.view(torch.float32))
-    elif numbers == "fp8":
+    elif numbers in ("fp8", "fp8_rows"):
         values = _unpack_eights(codes).view(CODES).float().unsqueeze(2)
         scales = words.contiguous().view(torch.float32).view(-1, PATCH_ROWS, 1, 1)
     elif numbers in ("affine4", "affine8"):
@@ -176,15 +178,23 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
 def patched_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, numbers: int, group: int, frozen: bool = False
 ) -> Tensor:
-    wide = x.float()
-    if NUMBERS[numbers] == "int8_rows" and len(x) > MOST_UNROUNDED:
-        wide = round_rows(wide)
-    sums = F.linear(wide, unpack(weight, NUMBERS[numbers], group, x.shape[1]))
+    kind = NUMBERS[numbers]
+    wide = round_rows(x.float(), kind) if rounds_rows(kind, len(x)) else x.float()
+    sums = F.linear(wide, unpack(weight, kind, group, x.shape[1]))
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
-def round_rows(x: Tensor) -> Tensor:
-    """float32 [T, K] as integers of 8 bits with a scale a row stand for it: the row's largest magnitude / 127."""
+def rounds_rows(numbers: Numbers, rows: int) -> bool:
+    """Whether products of so many rows, or tokens that go to experts, round activations as the weight is."""
+    return numbers in MOST_UNROUNDED and rows > MOST_UNROUNDED[numbers]
+
+
+def round_rows(x: Tensor, numbers: Numbers) -> Tensor:
+    """float32 [T, K] as integers or floats of 8 bits with a scale a row stand for it: the row's largest magnitude / 127
+    or 448."""
+    if numbers == "fp8_rows":
+        codes, scales = scale_rows(x)
+        return codes.float() * scales.unsqueeze(-1)
     scales = row_scales(x, _MOST_INTEGER).unsqueeze(-1)
     return (x * (1 / scales)).round() * scales
 
@@ -202,12 +212,23 @@ def patched_experts(
     numbers: int,
     group: int,
 ) -> Tensor:
-    inner = gate_up.shape[1] // 2 * PATCH_ROWS
+    inner, kind = gate_up.shape[1] // 2 * PATCH_ROWS, NUMBERS[numbers]
+    rounds = rounds_rows(kind, len(x))
     unpacked = [
-        unpack(weight.flatten(0, 1), NUMBERS[numbers], group, columns).to(x.dtype).unflatten(0, (len(weight), -1))
+        unpack(weight.flatten(0, 1), kind, group, columns)
+        .to(torch.float32 if rounds else x.dtype)
+        .unflatten(0, (len(weight), -1))
         for weight, columns in ((gate_up, x.shape[1]), (down, inner))
     ]
-    return experts.experts(x, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit)
+    if not rounds:
+        return experts.experts(x, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit)
+    rows = round_rows(x.float(), kind)
+
+    def between(inner: Tensor) -> Tensor:
+        return round_rows(inner.to(x.dtype).float(), kind)
+
+    sums = experts.mixture(rows, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit, between)
+    return sums.to(x.dtype)
 
 
 def _code_bytes(numbers: Numbers) -> int:

@@ -298,13 +298,16 @@ class Sizing:
         )
 
     def _prefill_tokens_s(self, whole: _Stage, num_gpus: int) -> float | None:
-        """Experts' products have the rate of 16-bit numbers."""
         if self._dtype.itemsize != 2:
             return None
         read = 1 - self._unread(whole, 1) / whole.experts if whole.experts else 0
         of_experts, others = read * whole.expert_values, whole.values - whole.expert_values
-        fast = (self._gpu.fp8_tflops if self._scheme.rounds_rows else None) or self._gpu.bf16_tflops
-        return num_gpus * 1e12 / (2 * others / fast + 2 * of_experts / self._gpu.bf16_tflops)
+
+        def rate(rounds: bool) -> float:
+            return (self._gpu.fp8_tflops if rounds else None) or self._gpu.bf16_tflops
+
+        time = 2 * others / rate(self._scheme.rounds_rows) + 2 * of_experts / rate(self._scheme.rounds_experts)
+        return num_gpus * 1e12 / time
 
     def _problem(self, held: int, left: int, fitting: int, concurrency: float) -> str | None:
         utilization, num_blocks = self._config.cache.gpu_memory_utilization, self._config.cache.num_blocks

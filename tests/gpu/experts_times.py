@@ -1,6 +1,8 @@
 """What a mixture of experts takes by number of tokens, whole and beside torch's version, and of weights as codes.
 
-python -m tests.gpu.experts_times [TOKENS ...]     on a CUDA host; prints one JSON line a shape and number of tokens
+python -m tests.gpu.experts_times [--kinds fp8:128,int4:128] [--shapes qwen3] [TOKENS ...]     on a CUDA host
+
+Prints one JSON line a shape and number of tokens.
 
 bf16 activations, in a CUDA graph, with weights that come from memory and tokens that go to random experts.
 `of_bandwidth` is the reading of the weights of the experts touched alone as a share of what the memory gives to a large
@@ -9,8 +11,8 @@ element-wise kernel, measured before; `tflops` counts the products.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 
 import torch
 from torch import Tensor
@@ -23,18 +25,25 @@ from tests.gpu.timing import Call, bandwidth, graph_us
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}
 """Name: experts, experts a token, hidden size, columns between an expert's products."""
-KINDS: tuple[tuple[Numbers, int], ...] = (("fp8", 128), ("int4", 128), ("mxfp4", 32))
+KINDS = "fp8_rows:128,int4:128,mxfp4:32"
 COPIES = 3
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", default=KINDS, help="numbers and columns of a group, with commas between")
+    parser.add_argument("--shapes", default="", help="only those whose name begins so")
+    parser.add_argument("tokens", nargs="*", type=int, default=TOKENS)
+    args = parser.parse_args()
+    kinds = [(numbers, int(group)) for numbers, group in (kind.split(":") for kind in args.kinds.split(","))]
     most = bandwidth()
     print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
-    for name, (num_experts, per_token, hidden, size) in SHAPES.items():
+    shapes = {name: shape for name, shape in SHAPES.items() if name.startswith(args.shapes)}
+    for name, (num_experts, per_token, hidden, size) in shapes.items():
         gate_ups = [_random(num_experts, 2 * size, hidden) for _ in range(COPIES)]
         downs = [_random(num_experts, hidden, size) for _ in range(COPIES)]
-        patches = {kind: _patches(kind, num_experts, hidden, size) for kind in KINDS}
-        for tokens in [int(given) for given in sys.argv[1:]] or TOKENS:
+        patches = {kind: _patches(kind, num_experts, hidden, size) for kind in kinds}
+        for tokens in args.tokens:
             logits = _random(tokens, num_experts) * hidden**0.5
             x = _random(tokens, hidden)
             measured = _times(x, gate_ups, downs, logits, per_token)

@@ -28,6 +28,7 @@ def needs_kernels() -> None:
     ("family", "kind"),
     [
         ("qwen3_moe", "fp8_128"),
+        ("qwen3_moe", "ct_fp8_weights"),
         ("qwen3_moe", "awq"),
         ("qwen3_moe", "nf4"),
         ("mixtral", "ct_mxfp8"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_PATCHES, MXFP4_PATCHES, MXFP8_PATCHES, PatchForm
+from raylm.layers.slots import FP8_PATCHES, FP8_ROWS, INT8_ROWS, MXFP4_PATCHES, MXFP8_PATCHES, PatchForm
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.decoder import DecoderModel
@@ -64,8 +64,9 @@ def read(experts: ParallelExperts) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("kind", "form", "size"),
     [
-        ("fp8_128", FP8_PATCHES, 2),
-        ("fp8", FP8_PATCHES, 1),
+        ("fp8_128", FP8_ROWS, 2),
+        ("fp8", FP8_ROWS, 1),
+        ("ct_fp8_weights", FP8_PATCHES, 1),
         ("quark_mxfp4", MXFP4_PATCHES, 2),
         ("ct_mxfp4", MXFP4_PATCHES, 1),
         ("awq", PatchForm("int4", 32), 2),
@@ -75,10 +76,10 @@ def read(experts: ParallelExperts) -> list[Tensor]:
         ("ct_nvfp4", PatchForm("int8", 16), 2),
         ("ao_int8", PatchForm("int8", 128), 2),
         ("ao_intx_4_zeros", PatchForm("int4", 32), 1),
-        ("ao_fp8_dynamic", FP8_PATCHES, 2),
+        ("ao_fp8_dynamic", FP8_ROWS, 2),
         ("ao_int4", PatchForm("affine4", 32), 1),
         ("ao_tiles", PatchForm("affine4", 32), 2),
-        ("ct_w8a8", PatchForm("int8", 128), 1),
+        ("ct_w8a8", INT8_ROWS, 1),
         ("ct_mxfp8", MXFP8_PATCHES, 1),
         ("nf4", PatchForm("nf4", 32), 1),
         ("nf4_nested_64", PatchForm("nf4", 64), 2),
@@ -193,7 +194,7 @@ def test_experts_are_quantised_while_they_are_loaded(rank: int, tmp_path: Path) 
     plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path, **SIZES)
     context = ParallelContext(rank, rank, 2, 0, 1, CPU)
     (stored,), (expected,) = (experts_of(load(plain, context=context, quantise=each)) for each in (True, False))
-    assert stored.form == FP8_PATCHES
+    assert stored.form == FP8_ROWS
     for found, numbers in zip(read(stored), read(expected), strict=True):
         largest = numbers.unflatten(-1, (-1, 128)).abs().amax(-1, keepdim=True).expand(-1, -1, -1, 128).flatten(2)
         assert bool(((found - numbers).abs() <= numbers.abs() / 16 + largest / 448).all()) and not torch.equal(
@@ -209,7 +210,13 @@ def test_other_formats_are_decoded(kind: str, tmp_path: Path) -> None:
 
 
 def test_dummy_experts_are_as_the_configuration_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name, kind in (("fp8", "fp8_128"), ("int4", "awq"), ("nf4", "nf4"), ("mxfp8", "ct_mxfp8")):
+    for name, kind in (
+        ("fp8_rows", "fp8_128"),
+        ("int8_rows", "ct_w8a8"),
+        ("int4", "awq"),
+        ("nf4", "nf4"),
+        ("mxfp8", "ct_mxfp8"),
+    ):
         plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path / name / "plain", **SIZES)
         packed, _ = write_both(plain, tmp_path / name, KINDS[kind])
         with caplog.at_level(logging.INFO, logger="raylm"):

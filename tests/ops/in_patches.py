@@ -13,6 +13,20 @@ HALVES = dict.fromkeys(("int4", "int8", "int8_rows"), (torch.bfloat16, torch.flo
 """Types of activations that kernels take; of other numbers bfloat16 alone."""
 
 
+ROUNDED = {"int8_rows": 127, "fp8_rows": 448}
+"""Numbers that round activations too, and the largest of them."""
+
+
+def rounded(x: Tensor, numbers: str) -> Tensor:
+    """Each row as integers or floats of 8 bits and a scale stand for it. In float32, as kernels have it: in float64
+    some lie on the other side of the middle between two of them."""
+    most = ROUNDED[numbers]
+    scales = x.float().abs().amax(1, keepdim=True) / most
+    whole = x.float() * (1 / scales)
+    whole = whole.round() if numbers == "int8_rows" else whole.clamp(-most, most).to(ops.CODES).float()
+    return (whole.clamp(-most, most) * scales).double()
+
+
 def dtypes(numbers: str) -> tuple[torch.dtype, ...]:
     return HALVES.get(numbers, (torch.bfloat16,))
 
@@ -32,7 +46,7 @@ def in_patches(numbers: str, group: int, rows: int, columns: int, seed: int) -> 
     if numbers == "int8_rows":
         scales = scales[:, :1].expand(-1, across)
     spread = scales.repeat_interleave(group, 1)[:, :columns]
-    if numbers == "fp8":
+    if numbers in ("fp8", "fp8_rows"):
         floats = _floats(rows, columns, generator)
         return ops.pack_fp8(floats, scales), floats.float() * spread
     most = ops.MOST_CODE.get(numbers, 15) + 1

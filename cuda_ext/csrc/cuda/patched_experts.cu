@@ -10,6 +10,9 @@ extern template Tensor coded_experts<__nv_bfloat16, Mxfp8Codes>(const CodedCall&
 extern template Tensor coded_experts<__nv_bfloat16, Nf4Codes>(const CodedCall&);
 extern template Tensor coded_experts<__nv_bfloat16, Affine4Codes>(const CodedCall&);
 extern template Tensor coded_experts<__nv_bfloat16, Affine8Codes>(const CodedCall&);
+extern template Tensor coded_experts<__nv_bfloat16, Fp8Rows>(const CodedCall&);
+extern template Tensor coded_experts<__nv_bfloat16, Int8Rows>(const CodedCall&);
+extern template Tensor coded_experts<__half, Int8Rows>(const CodedCall&);
 
 namespace {
 
@@ -42,7 +45,6 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
                        double limit, int64_t numbers, int64_t group) {
   if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
   const Numbers kind = numbers_of(kOp, numbers, x);
-  if (kind > Numbers::kMxfp8) fail(kOp, "numbers is ", numbers, ", must be from 0 to 7: it has no kernels for others");
   const CodedCall call{x, gate_up, down, weights, chosen, gate_up_bias, down_bias, static_cast<ExpertAct>(activation),
                        static_cast<float>(limit), group_log2_of(kOp, kind, group)};
   check(call);
@@ -50,6 +52,11 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
   switch (kind) {
     case Numbers::kInt4:
       return half ? coded_experts<__half, Int4Groups>(call) : coded_experts<__nv_bfloat16, Int4Groups>(call);
+    case Numbers::kInt8Rows:
+      if (x.size(0) > kMostBesideIntegers && std::max(x.size(1), call.size) <= kMostIntegers) {
+        return half ? coded_experts<__half, Int8Rows>(call) : coded_experts<__nv_bfloat16, Int8Rows>(call);
+      }
+      [[fallthrough]];
     case Numbers::kInt8:
       return half ? coded_experts<__half, Int8Codes>(call) : coded_experts<__nv_bfloat16, Int8Codes>(call);
     case Numbers::kAffine4: return coded_experts<__nv_bfloat16, Affine4Codes>(call);
@@ -57,6 +64,9 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
     case Numbers::kNf4: return coded_experts<__nv_bfloat16, Nf4Codes>(call);
     case Numbers::kMxfp8: return coded_experts<__nv_bfloat16, Mxfp8Codes>(call);
     case Numbers::kMxfp4: return coded_experts<__nv_bfloat16, Mxfp4Codes>(call);
+    case Numbers::kFp8Rows:
+      if (x.size(0) > kMostBesideFloats) return coded_experts<__nv_bfloat16, Fp8Rows>(call);
+      [[fallthrough]];
     default: return coded_experts<__nv_bfloat16, Fp8Codes>(call);
   }
 }

@@ -13,7 +13,7 @@ constexpr int kMostCodedRows = 128;   // of a segment
 constexpr int kMostNarrowPairs = 32;  // (token, expert) pairs up to which narrow tiles are faster (H100)
 
 struct CodedProduct {
-  const Tensor& x;       // [rows, k], in the order of the experts or one a token
+  const Tensor& x;       // [rows, k], in the order of the experts or one a token; where it is rounded, whole patches
   const Tensor& weight;  // [experts, n / 16, bytes of patches beside each other]
   const std::optional<Tensor>& bias;
   const Order& order;
@@ -21,6 +21,7 @@ struct CodedProduct {
   int group_log2;
   ExpertAct act;
   float limit;
+  const Tensor* scales = nullptr;  // of rows of x that are rounded
   int64_t halves = act == ExpertAct::kNone ? 1 : 2;
   int64_t k = x.size(1), columns = weight.size(1) * 16 / halves, across = divide_up(k, kPatchColumns);
 };
@@ -38,7 +39,9 @@ int resident_grouped(int device, int shared) {
 template <typename Shape, bool Gated, typename T, template <typename> typename Form>
 void launch_grouped(const CodedProduct& p, GroupedParams params, cudaStream_t stream) {
   params.box_rows = std::min(p.sizes.segment_rows, Shape::kRows < 128 ? Shape::kRows : 64);
-  if (!make_map<T, 2>(&params.x, data<T>(p.x), {p.k, p.x.size(0)}, {p.x.stride(0)}, {64, params.box_rows})) {
+  using Number = std::conditional_t<kRounded<Form<T>>, unsigned char, T>;
+  if (!make_map<Number, 2>(&params.x, data<Number>(p.x), {p.k, p.x.size(0)}, {p.x.stride(0)},
+                           {Shape::kBoxColumns, params.box_rows})) {
     fail(kCodedExperts, "the copy engine cannot address the rows");
   }
   params.column_tiles = static_cast<int>(divide_up(p.columns, Shape::kWidth / p.halves * Shape::kCluster));
@@ -66,14 +69,17 @@ void launch_grouped(const CodedProduct& p, const GroupedParams& params, cudaStre
 // Each row times its expert's weight, and the activation: [pairs, columns].
 template <typename T, template <typename> typename Form>
 Tensor coded_product(const CodedProduct& p, cudaStream_t stream) {
-  using Narrow = PatchedShape<64, 32, 1, 2>;
+  constexpr int kBoxes = kRounded<Form<T>> ? 1 : 2;
+  using Narrow = PatchedShape<64, 32, 1, 2, 1, kBoxes>;
   using Wide = PatchedShape<128, 32, 2, 2, 1>;  // more warps decode, where that takes longer than reading
-  using Many = PatchedShape<128, 128, 2, 1>;
+  using Many = std::conditional_t<kRounded<Form<T>>, PatchedShape<192, 128, 3, 1, 1, 1>, PatchedShape<128, 128, 2, 1>>;
   constexpr bool kFourBits = Form<T>::kBits == 4;
-  const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns});
+  constexpr auto kType = std::is_same_v<T, __half> ? ScalarType::Half : ScalarType::BFloat16;
+  const Tensor out = torch::stable::new_empty(p.x, {p.sizes.pairs, p.columns}, kType);
   GroupedParams params{};
   params.patched = {data<unsigned char>(p.weight), static_cast<int>(p.across), static_cast<int>(p.weight.size(1)),
                     p.group_log2};
+  params.x_scales = p.scales ? data<float>(*p.scales) : nullptr;
   params.segments = p.order.segments;
   params.segments.share = static_cast<int>(p.sizes.pairs / p.x.size(0));
   params.bias = p.bias ? data<T>(*p.bias) : nullptr;
@@ -112,12 +118,22 @@ Tensor coded_experts(const CodedCall& c) {
   const Guard guard(c.x.get_device_index());
   const cudaStream_t stream = current_stream(c.x);
   const Order order = order_of(c.chosen, sizes, stream);
-  const Tensor rows = spread(c.x, order, sizes, stream);
-  const Tensor inner =
-      coded_product<T, Form>({rows, c.gate_up, c.gate_up_bias, order, sizes, c.group_log2, c.act, c.limit}, stream);
-  const Tensor parts =
-      coded_product<T, Form>({inner, c.down, c.down_bias, order, sizes, c.group_log2, ExpertAct::kNone, 0}, stream);
-  const Tensor out = gather_sums(parts, c.weights, order, sizes, stream);
+  const auto first = [&](const Tensor& x, const Tensor* scales) {
+    return coded_product<T, Form>({x, c.gate_up, c.gate_up_bias, order, sizes, c.group_log2, c.act, c.limit, scales}, stream);
+  };
+  const auto second = [&](const Tensor& x, const Tensor* scales) {
+    const Tensor parts = coded_product<T, Form>(
+        {x, c.down, c.down_bias, order, sizes, c.group_log2, ExpertAct::kNone, 0, scales}, stream);
+    return gather_sums(parts, c.weights, order, sizes, stream);
+  };
+  Tensor out = c.x;
+  if constexpr (kRounded<Form<T>>) {
+    const RoundedRows rows = spread(rounded_rows(c.x, Form<T>::kScalesPatches, stream), order, sizes, stream);
+    const RoundedRows inner = rounded_rows(first(rows.bytes, &rows.scales), Form<T>::kScalesPatches, stream);
+    out = second(inner.bytes, &inner.scales);
+  } else {
+    out = second(first(spread(c.x, order, sizes, stream), nullptr), nullptr);
+  }
   check_launch(kCodedExperts);
   return out;
 }

@@ -11,8 +11,8 @@ extern template Tensor patched_product<__nv_bfloat16, Affine4Codes<__nv_bfloat16
 extern template Tensor patched_product<__nv_bfloat16, Affine8Codes<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Int8Codes<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__half, Int8Codes<__half>>(const PatchedProduct&);
-extern template Tensor rounded_product<__nv_bfloat16>(const PatchedProduct&);
-extern template Tensor rounded_product<__half>(const PatchedProduct&);
+extern template Tensor by_integers<__nv_bfloat16>(const PatchedProduct&);
+extern template Tensor by_integers<__half>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Int4Groups<__nv_bfloat16>>(const PatchedProduct&);
 extern template Tensor patched_product<__half, Int4Groups<__half>>(const PatchedProduct&);
 extern template Tensor patched_product<__nv_bfloat16, Int4LongGroups<__nv_bfloat16>>(const PatchedProduct&);
@@ -62,7 +62,8 @@ Tensor patched_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64
         return half ? patched_product<__half, Int8Codes<__half>>(product)
                     : patched_product<__nv_bfloat16, Int8Codes<__nv_bfloat16>>(product);
       case Numbers::kInt8Rows:
-        return half ? rounded_product<__half>(product) : rounded_product<__nv_bfloat16>(product);
+        return half ? by_integers<__half>(product) : by_integers<__nv_bfloat16>(product);
+      case Numbers::kFp8Rows: return by_floats(product);
       case Numbers::kAffine4: return patched_product<__nv_bfloat16, Affine4Codes<__nv_bfloat16>>(product);
       case Numbers::kAffine8: return patched_product<__nv_bfloat16, Affine8Codes<__nv_bfloat16>>(product);
       case Numbers::kMxfp8: return patched_product<__nv_bfloat16, Mxfp8Codes<__nv_bfloat16>>(product);

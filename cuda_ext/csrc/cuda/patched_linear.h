@@ -6,6 +6,7 @@
 
 #include "products.h"
 #include "raylm/cuda/patched_linear.cuh"
+#include "rounded_rows.h"
 #include "tensor_map.h"
 
 namespace raylm::cuda {
@@ -24,17 +25,11 @@ struct PatchedProduct {
 // x W^T (+ bias) of arguments that have been checked, for a form of x's type.
 template <typename T, typename Form>
 Tensor patched_product(const PatchedProduct& p);
-// The same of integers of 8 bits without zero points, by rows of x that are rounded to such integers where there are more
-// than kMostUnrounded.
+// The same of integers of 8 bits without zero points, or of floats of 8 bits, by rows of x that are rounded to such numbers
+// where there are many.
 template <typename T>
-Tensor rounded_product(const PatchedProduct& p);
-
-constexpr int64_t kMostUnrounded = 16;  // raylm/ops/patches.py has it too
-
-// The rows of x as integers, in the order of columns that integer_rows.cuh says, and a scale of each.
-struct RoundedRows {
-  Tensor integers, scales;
-};
+Tensor by_integers(const PatchedProduct& p);
+Tensor by_floats(const PatchedProduct& p);
 
 // The form whose patches may have groups of any size, for kernels to which it makes no difference.
 template <typename Form>
@@ -50,7 +45,8 @@ constexpr int kMostSplit = 8;  // blocks of a cluster
 
 // A kernel, by its shape.
 struct PatchedVariant {
-  bool wide, rounded;
+  bool wide;
+  double rounded;  // cycles of a number of W and a row of x that is rounded, or 0
   int parts, rows, width, columns, boxes, threads;
   int (*stage_bytes)(int patch);
   int (*shared_bytes)(int patch, int stages);
@@ -67,9 +63,16 @@ int resident_patched(int device, int split) {
   });
 }
 
+// Integers' is that of the chip, floats' was measured.
+template <typename Form>
+constexpr double rounded_cycles() {
+  if constexpr (kRounded<Form>) return Form::kScalesPatches ? 0.0005 : 0.00024;
+  return 0;
+}
+
 template <typename T, typename Form, typename Shape>
 constexpr PatchedVariant patched_variant() {
-  return {Shape::kWide, kRounded<Form>, Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes,
+  return {Shape::kWide, rounded_cycles<Form>(), Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes,
           Shape::kThreads + Shape::kFetching, Shape::stage_bytes, Shape::shared_bytes,
           resident_patched<T, Shape, Form>, patched_linear_kernel<T, Shape, Form>};
 }
@@ -94,19 +97,24 @@ constexpr PatchedVariant kPatchedVariants<T, Int8Rows<T>, true>[] = {
     patched_variant<T, Int8Rows<T>, PatchedWideShape<128, 128, 2, 8, 1>>(),
     patched_variant<T, Int8Rows<T>, PatchedWideShape<256, 128, 2, 8, 1>>()};
 
+// Two sums of a result are kept at times, so there is no room for 256 rows.
+template <typename T>
+constexpr PatchedVariant kPatchedVariants<T, Fp8Rows<T>, true>[] = {
+    patched_variant<T, Fp8Rows<T>, PatchedWideShape<128, 128, 2, 8, 1>>(),
+    patched_variant<T, Fp8Rows<T>, PatchedWideShape<128, 192, 2, 12, 1>>()};
+
 struct PatchedPlan {
   const PatchedVariant* variant;  // null: none
   int split, tiles, row_tiles, clusters;
   double cost;
 };
 
-// What a variant takes, in cycles: a number of W, a tile besides, and a cluster whose sums meet. Measured on an H100, but
-// for rows that are rounded, where it is reckoned from the rate of integers.
+// What a variant takes, in cycles: a number of W, a tile besides, and a cluster whose sums meet. Measured on an H100.
 struct PatchedCosts {
   double number, tile, cluster;
   explicit PatchedCosts(const PatchedVariant& v) {
-    if (v.rounded) {
-      number = 0.00024 * v.rows, tile = 1500, cluster = 5000;
+    if (v.rounded > 0) {
+      number = v.rounded * v.rows, tile = 1500, cluster = 5000;
     } else if (v.wide) {
       number = 0.028 + 0.00048 * v.rows, tile = 1250 + 250 * v.parts, cluster = 5000;
     } else {
@@ -121,7 +129,7 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
   constexpr double kFromCache = 45, kFromMemory = 3400, kMet = 32;  // bytes a cycle: of a block, of all, of a block
   const PatchedCosts costs(v);
   const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch;
-  const double bytes = weights + v.columns * (v.rounded ? 1.0 : 2.0) * v.rows;
+  const double bytes = weights + v.columns * (v.rounded > 0 ? 1.0 : 2.0) * v.rows;
   const double multiply = v.width * static_cast<double>(v.columns) * costs.number;
   double sum = split > 1 ? costs.cluster + v.rows * v.width * 4 / kMet : 0;
   for (int64_t left = tiles; left > 0; left -= resident) {
@@ -134,7 +142,7 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
 // Whether the variant's tiles are for so many rows.
 inline bool suits(const PatchedVariant& v, int64_t rows) {
   if (rows > 128) return v.rows >= 128;
-  return v.rows >= rows && (v.rows < 2 * rows || v.rows == (v.rounded ? 64 : 8));
+  return v.rows >= rows && (v.rows < 2 * rows || v.rows == (v.rounded > 0 ? 64 : 8));
 }
 
 template <typename T, typename Form>
@@ -173,8 +181,8 @@ bool map_x(PatchedParams& params, const PatchedProduct& p, const PatchedVariant&
   }
   params.x_scales = data<float>(rounded->scales);
   const int64_t size = p.across * kPatchColumns;
-  return make_map<signed char, 3>(&params.x, data<signed char>(rounded->integers), {128, p.rows, p.across}, {size, 128},
-                                  {128, params.box_rows, v.boxes});
+  return make_map<unsigned char, 3>(&params.x, data<unsigned char>(rounded->bytes), {128, p.rows, p.across}, {size, 128},
+                                    {128, params.box_rows, v.boxes});
 }
 
 // `rounded` holds x for forms that are kRounded, and is null for all others.

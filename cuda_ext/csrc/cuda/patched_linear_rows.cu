@@ -1,34 +1,29 @@
 #include "patched_linear.h"
-#include "raylm/cuda/integer_rows.cuh"
 
 namespace raylm::cuda {
 namespace {
 
-constexpr int64_t kMostColumns = 1 << 17;  // whose products' sums integers of 32 bits hold; x of more is not rounded
-
-template <typename T>
-RoundedRows rounded(const PatchedProduct& p) {
-  const int64_t across = p.across * kPatchColumns;
-  const RoundedRows rows{torch::stable::new_empty(p.x, {p.rows, across}, ScalarType::Char),
-                         torch::stable::new_empty(p.x, {p.rows}, ScalarType::Float)};
-  const IntegerRowsParams<T> params{data<T>(p.x), p.x.stride(0), data<signed char>(rows.integers), data<float>(rows.scales),
-                                    static_cast<int>(p.k), static_cast<int>(across)};
-  launch_dependent(integer_rows_kernel<T>, dim3(p.rows), dim3(threads_for(across / 16, 1024)), current_stream(p.x), params);
-  return rows;
+template <typename T, typename Form, typename Unrounded>
+Tensor by_rounded(const PatchedProduct& p, int64_t most_unrounded) {
+  if (p.rows <= most_unrounded) return patched_product<T, Unrounded>(p);
+  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.n});
+  const RoundedRows rows = rounded_rows(p.x, Form::kScalesPatches, current_stream(p.x));
+  return run_patched<T, Form>(p, out, &rows) ? out : patched_product<T, Unrounded>(p);
 }
 
 }  // namespace
 
 template <typename T>
-Tensor rounded_product(const PatchedProduct& p) {
-  if (p.rows <= kMostUnrounded || p.k > kMostColumns) return patched_product<T, Int8Codes<T>>(p);
-  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.n});
-  const RoundedRows rows = rounded<T>(p);
-  if (!run_patched<T, Int8Rows<T>>(p, out, &rows)) return patched_product<T, Int8Codes<T>>(p);
-  return out;
+Tensor by_integers(const PatchedProduct& p) {
+  return by_rounded<T, Int8Rows<T>, Int8Codes<T>>(p, p.k > kMostIntegers ? p.rows : kMostBesideIntegers);
 }
 
-template Tensor rounded_product<__nv_bfloat16>(const PatchedProduct&);
-template Tensor rounded_product<__half>(const PatchedProduct&);
+template Tensor by_integers<__nv_bfloat16>(const PatchedProduct&);
+template Tensor by_integers<__half>(const PatchedProduct&);
+
+Tensor by_floats(const PatchedProduct& p) {
+  using T = __nv_bfloat16;
+  return by_rounded<T, Fp8Rows<T>, Fp8Codes<T>>(p, kMostBesideFloats);
+}
 
 }  // namespace raylm::cuda

@@ -14,7 +14,7 @@ _NVFP4 = Scheme(layout="nibbles", numbers="float", bits=4, columns=_NVFP4_COLUMN
 _ALGORITHMS = {
     "FP8": Scheme(layout="values", numbers="float", bits=8, rows=0, columns=0),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme(layout="values", numbers="float", bits=8),
-    "FP8_PB_WO": Scheme(layout="values", numbers="float", bits=8, rows=_BLOCK, columns=_BLOCK),
+    "FP8_PB_WO": Scheme(layout="values", numbers="float", bits=8, rows=_BLOCK, columns=_BLOCK, weights_only=True),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
     "MXFP8": Scheme(layout="values", numbers="float", bits=8, columns=_MX_COLUMNS, exponents=True),

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import FP8_PATCHES, INT8_ROWS, MXFP4_PATCHES, MXFP8_PATCHES, OrderedForm, PatchForm
+from raylm.layers.slots import (
+    FP8_FORMS,
+    FP8_PATCHES,
+    FP8_ROWS,
+    INT8_ROWS,
+    MXFP4_PATCHES,
+    MXFP8_PATCHES,
+    OrderedForm,
+    PatchForm,
+)
 from raylm.models.quantised.codes import Nibbles, TableNibbles, Values
 from raylm.models.quantised.grid import Grid, PlainZeros
 from raylm.models.quantised.joined import Grouped, Kept, QuantisedTensor, S
@@ -52,12 +61,9 @@ def form_of(scheme: Scheme) -> PatchForm | None:
         return None
     if _is_mx(scheme):
         return MXFP8_PATCHES
-    return FP8_PATCHES if scheme.columns % ops.PATCH_COLUMNS == 0 else None
-
-
-def form_of_experts(scheme: Scheme) -> PatchForm | None:
-    """The same of experts, whose products leave activations as they are."""
-    return form_of(replace(scheme, weights_only=True))
+    if scheme.columns % ops.PATCH_COLUMNS:
+        return None
+    return FP8_PATCHES if scheme.weights_only else FP8_ROWS
 
 
 def _is_mx(scheme: Scheme) -> bool:
@@ -175,7 +181,7 @@ class PatchedTensor(InPatches[QuantisedTensor]):
             codes = decoder.codes.read(rows, columns)
         else:
             codes = decoder.codes.read(rows, (0, len(order)))[:, order[slice(*columns)]]
-        if self.form in (FP8_PATCHES, MXFP8_PATCHES):
+        if self.form in (*FP8_FORMS, MXFP8_PATCHES):
             return [codes, scales.expand(size)]
         zeros = torch.zeros(1, 1) if zeros is None else zeros
         if shifts is not None:
@@ -189,9 +195,9 @@ class PatchedTensor(InPatches[QuantisedTensor]):
     def _pack(self, numbers: list[Tensor]) -> Tensor:
         where = f"{self.path}: tensor {self.source.main.name}"
         codes, scales, *_ = numbers
-        if self.form in (FP8_PATCHES, MXFP8_PATCHES) and bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
+        if self.form in (*FP8_FORMS, MXFP8_PATCHES) and bool((codes.view(torch.uint8) & _NAN == _NAN).any()):
             raise ConfigError(f"{where} holds codes that are no numbers")
-        if self.form == FP8_PATCHES:
+        if self.form in FP8_FORMS:
             if bool((scales > ops.MOST_SCALE).any()):
                 raise ConfigError(f"{where} has scales above {ops.MOST_SCALE:g}, the largest that kernels take")
             return ops.pack_fp8(codes, scales)

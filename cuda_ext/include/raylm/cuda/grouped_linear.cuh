@@ -11,7 +11,7 @@
 // for both: from the L2 cache comes only so much.
 //
 // W may be codes in patches (tile/patches.cuh) instead of numbers of T. These come to shared memory as they are, a copy for
-// the patches beside each other of a stage, and become wgmma's A operand in registers.
+// the patches beside each other of a stage, and become wgmma's A operand in registers. x may be rounded to such codes.
 //
 // k is summed in one piece, in its order: a row's result depends neither on the rows beside it nor on timing.
 #pragma once
@@ -28,15 +28,17 @@
 #include "raylm/cuda/segments.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
 #include "raylm/cuda/tile/patches.cuh"
+#include "raylm/cuda/tile/rounded.cuh"
 
 namespace raylm::cuda {
 
 enum class ExpertAct { kSilu, kGeluTanh, kClampedSwiglu, kNone };  // in the order of raylm/ops/experts.py
 
 struct GroupedParams {
-  CUtensorMap x;       // [rows, k], boxes of GroupedShape::kBoxRows
+  CUtensorMap x;       // [rows, k], boxes of 128 bytes of GroupedShape::kBoxRows, or of box_rows
   CUtensorMap weight;  // [experts, eights, halves, 8, k], boxes of Width rows, where it has numbers
   PatchedWeight patched;  // where it has codes
+  const float* x_scales;  // of rows that are rounded
   Segments segments;
   const void* bias;  // of T, [experts, halves * columns], or null
   void* out;         // of T, [rows, columns]
@@ -62,12 +64,12 @@ struct GroupedShape {
   static constexpr int kBoxRows = kRows < 128 ? 8 : 64;  // of x, fetched at a time
   static constexpr int kWeightBytes = kWidth * kRowBytes, kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kXBytes;
-  static constexpr int kBlocks = kCluster == 1 ? 2 : 1;  // of a multiprocessor
-  // Two groups with many rows need more registers than there are for all alike: a third one, of which one thread
-  // fetches, gives its own.
+  static constexpr int kBlocks = kCluster == 1 && kRows < 128 ? 2 : 1;  // of a multiprocessor
+  // Groups with many rows need more registers than there are for all alike: one more, of which one thread or warp fetches,
+  // gives its own.
   static constexpr bool kMovesRegisters = kBlocks == 1;
-  static constexpr int kThreads = kMovesRegisters ? 384 : 128 * kGroups + kWarp;
-  static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
+  static constexpr int kThreads = 128 * kGroups + (kMovesRegisters ? 128 : kWarp);
+  static constexpr int kFetchRegisters = 40, kComputeRegisters = kGroups < 3 ? 232 : 152;
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
   // Results of many rows are stored 16 bytes a lane; for that each warp has room for four 8 x 8 matrices.
   static constexpr bool kWideStores = kRows >= 128;
@@ -76,17 +78,19 @@ struct GroupedShape {
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes + kResultBytes + kAlignment; }
 };
 
-// For codes: a stage has `Chunks` patches beside each other.
-template <int Width, int Rows, int Groups, int Chunks, int Cluster = Groups>
+// For codes: a stage has `Chunks` patches beside each other. `Boxes`: of x, 128 bytes a row, for the columns of a patch; there
+// is one where x is rounded.
+template <int Width, int Rows, int Groups, int Chunks, int Cluster = Groups, int Boxes = 2>
 struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
   using Base = GroupedShape<Width, Rows, Groups, Cluster>;
   static constexpr int kChunks = Chunks, kPatches = Width / 16;  // of a stage, below each other
+  static constexpr int kBoxes = Boxes, kBoxColumns = 128 / Boxes;
   static constexpr int kLeast = Rows < 128 ? 8 : 32;
-  // From 64 columns of x to the next.
+  // From a box's columns of x to the next.
   __host__ __device__ static constexpr int x_pitch(int box_rows) {
-    return (Base::kCluster == 1 ? box_rows : Rows) * Base::kRowBytes;
+    return (Rows < 128 ? box_rows : Rows) * Base::kRowBytes;
   }
-  __host__ __device__ static constexpr int x_bytes(int box_rows) { return 2 * Chunks * x_pitch(box_rows); }
+  __host__ __device__ static constexpr int x_bytes(int box_rows) { return Boxes * Chunks * x_pitch(box_rows); }
   static constexpr int stage_bytes(int box_rows, int patch_bytes) {
     const int codes = kPatches * Chunks * patch_bytes;
     return x_bytes(box_rows) + (codes + Base::kAlignment - 1) / Base::kAlignment * Base::kAlignment;
@@ -160,7 +164,7 @@ struct GroupedBlock {
     }
   }
 
-  // Rows of 64 columns of x; in a cluster by the block whose it is, for all.
+  // Rows of 128 bytes of x; in a cluster by the block whose it is, for all.
   __device__ void load_x_box(const Segment& own, int row, int column, uint32_t area, int stage, bool mine) const {
     const uint32_t to = area + row * Shape::kRowBytes;
     if constexpr (Shape::kCluster == 1) {
@@ -214,10 +218,10 @@ struct GroupedBlock {
           barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
           load_patches(from, num_boxes, step, ring.stage);
         }
-        const int across = 2 * chunks(step);
+        const int across = Shape::kBoxes * chunks(step);
         for (int i = threadIdx.x % kWarp; i < across * num_boxes; i += kWarp) {
           const int box = i / across, inside = i % across;
-          load_x_box(own, box * params.box_rows, (step * 2 * Shape::kChunks + inside) * 64,
+          load_x_box(own, box * params.box_rows, (step * Shape::kBoxes * Shape::kChunks + inside) * Shape::kBoxColumns,
                      x(ring.stage) + inside * Shape::x_pitch(params.box_rows), ring.stage, box % Shape::kCluster == rank);
         }
       }
@@ -247,7 +251,7 @@ struct GroupedBlock {
 
   __device__ void load_patches(const Patches& from, int num_boxes, int step, int stage) const {
     const int patch = bytes_of_patch(Form::kBits, params.patched.group_log2), bytes = chunks(step) * patch;
-    const int x_bytes = 2 * chunks(step) * num_boxes * params.box_rows * Shape::kRowBytes, lane = threadIdx.x % kWarp;
+    const int x_bytes = Shape::kBoxes * chunks(step) * num_boxes * params.box_rows * Shape::kRowBytes, lane = threadIdx.x % kWarp;
     if (lane == 0) barrier_arrive_expecting(full + 8 * stage, from.below * bytes + x_bytes);
     __syncwarp();
     if (!from.mine) return;
@@ -293,21 +297,28 @@ struct GroupedBlock {
     release(last);
   }
 
+  // Where a thread's two rows of W are, by their patches and halves: the gate and up of one column, or those of a patch.
+  struct TwoRows {
+    uint32_t low, high;
+    int low_half, high_half;
+  };
+
   // Of 128 columns of the codes of a stage, those of 64 rows of W.
-  template <int N>
-  __device__ __forceinline__ void multiply_codes(float (&sums)[N / 2], int stage, int chunk, int tall) const {
+  __device__ __forceinline__ TwoRows two_rows(int stage, int chunk, int tall) const {
     const int warp = threadIdx.x % 128 / kWarp, eights = tall * 8 + warp * 2;  // rows of W, in eights of the tile
     const int patch = bytes_of_patch(Form::kBits, params.patched.group_log2), row = Shape::kChunks * patch;
     const uint32_t from = weights(stage) + chunk * patch;
-    // A thread has of two rows the gate and up of one column, or those of a patch.
+    if constexpr (!Gated) return {from + eights / 2 * row, from + eights / 2 * row, 0, 1};
+    const int half = eights / 2 % 2;
+    return {from + eights / 4 * row, from + (Shape::kPatches / 2 + eights / 4) * row, half, half};
+  }
+
+  template <int N>
+  __device__ __forceinline__ void multiply_codes(float (&sums)[N / 2], int stage, int chunk, int tall) const {
+    const TwoRows rows = two_rows(stage, chunk, tall);
     Form low, high;
-    if constexpr (Gated) {
-      low.load(from + eights / 4 * row, eights / 2 % 2, params.patched.group_log2);
-      high.load(from + (Shape::kPatches / 2 + eights / 4) * row, eights / 2 % 2, params.patched.group_log2);
-    } else {
-      low.load(from + eights / 2 * row, 0, params.patched.group_log2);
-      high.load(from + eights / 2 * row, 1, params.patched.group_log2);
-    }
+    low.load(rows.low, rows.low_half, params.patched.group_log2);
+    high.load(rows.high, rows.high_half, params.patched.group_log2);
     uint32_t a[2][4][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -340,17 +351,49 @@ struct GroupedBlock {
     }
   }
 
+  template <int N>
+  __device__ __forceinline__ void sum_rounded_tile(float (&sums)[1][N / 2], const Segment& own, int group,
+                                                   SizedRing& ring) const {
+    RoundedSums<Form, N> totals;
+    totals.clear();
+    uint32_t a[4][4];
+    for (int step = 0; step < params.steps; ++step, ring.advance()) {
+      barrier_wait(full + 8 * ring.stage, ring.parity);
+      for (int chunk = 0; chunk < chunks(step); ++chunk) {
+        const TwoRows rows = two_rows(ring.stage, chunk, group);
+        const uint32_t box = x(ring.stage) + chunk * Shape::x_pitch(params.box_rows);
+        totals.add(a, rows.low, rows.low_half, rows.high, rows.high_half, box);
+        wgmma_wait<0>();
+      }
+      release(ring.stage);
+    }
+    settle(totals.totals);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const int row = min(i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2, own.rows - 1);
+      sums[0][i] = totals.scaled(i, params.x_scales[own.source + row]);
+    }
+  }
+
   // A tile of a segment of at most N rows.
   template <int N>
   __device__ __forceinline__ void run_tile(const Segment& own, int column, int group, SizedRing& ring) const {
-    // Zeros: of sums that begin with what the first product finds, the compiler keeps those of all widths at once.
-    float sums[Shape::kTall][N / 2] = {};
-#pragma unroll
-    for (int t = 0; t < Shape::kTall; ++t) settle(sums[t]);
-    if constexpr (Form::kCodes) {
-      sum_coded_tile<N>(sums, group, ring);
+    float sums[Shape::kTall][N / 2];
+    if constexpr (kRounded<Form>) {
+      sum_rounded_tile<N>(sums, own, group, ring);
     } else {
-      sum_tile<N>(sums, group, ring);
+      // Zeros: of sums that begin with what the first product finds, the compiler keeps those of all widths at once.
+#pragma unroll
+      for (int t = 0; t < Shape::kTall; ++t) {
+#pragma unroll
+        for (float& sum : sums[t]) sum = 0;
+        settle(sums[t]);
+      }
+      if constexpr (Form::kCodes) {
+        sum_coded_tile<N>(sums, group, ring);
+      } else {
+        sum_tile<N>(sums, group, ring);
+      }
     }
     const int warp = threadIdx.x % 128 / kWarp;
 #pragma unroll

@@ -10,8 +10,8 @@
 //
 // More rows of x are multiplied by wgmma. Its left operand, in registers, is W's numbers times their scales, both rounded
 // to 16 bits. Each warp has the 16 rows of a patch; where W has few rows, parts of the warps share a stage's columns too.
-// x has a ring of its own, and a warp that fetches it. Where x is integers of 8 bits with a scale a row, W's codes are
-// that operand as they are, and sums are integers.
+// x has a ring of its own, and a warp that fetches it. Where x is rounded to 8 bits with a scale a row, W's codes are that
+// operand as they are.
 //
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
@@ -27,6 +27,7 @@
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
 #include "raylm/cuda/tile/patches.cuh"
+#include "raylm/cuda/tile/rounded.cuh"
 
 namespace raylm::cuda {
 
@@ -36,8 +37,8 @@ constexpr int kCopied = 4;  // patches beside each other, at most, of a copy
 constexpr int kPatchedComputeRegisters = 232, kPatchedFetchRegisters = 40;
 
 struct PatchedParams {
-  CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns; of integers [k / 128, rows, 128]
-  const float* x_scales;        // of rows of integers
+  CUtensorMap x;                // [k / 64, rows, 64], boxes of a stage's columns; rounded [k / 128, rows, 128]
+  const float* x_scales;        // of rounded rows
   const unsigned char* weight;  // [n / 16, across, bytes of a patch]
   const void* bias;             // or null
   void* out;                    // [rows, n]
@@ -75,7 +76,7 @@ struct PatchedFewShape {
   }
 };
 
-// For more rows, by wgmma. `Boxes`: of x, 128 bytes a row, for the columns of a patch; there is one where x is integers.
+// For more rows, by wgmma. `Boxes`: of x, 128 bytes a row, for the columns of a patch; there is one where x is rounded.
 template <int Rows, int Width, int Chunks, int Warps, int Boxes = 2>
 struct PatchedWideShape {
   static constexpr bool kWide = true, kMovesRegisters = Rows > 128;
@@ -96,7 +97,7 @@ struct PatchedWideShape {
   static_assert(kTeam * kParts == Warps && kTeam % 4 == 0 && kXChunks % kParts == 0);
   static_assert(Chunks <= kCopied && kTeam <= kWarp && kXStages <= kMostPatchedXStages);
   __host__ __device__ static constexpr int stage_bytes(int patch) { return kPatches * patch; }
-  static_assert(kMeets || kAreaBytes <= kXStages * kXBytes + kPatches * bytes_of_patch(4, 7));
+  static_assert(kMeets || kAreaBytes <= kXStages * kXBytes + kPatches * bytes_of_patch(Boxes > 1 ? 4 : 8, 7));
   static constexpr int shared_bytes(int patch, int stages) {
     return 1024 + kXStages * kXBytes + stages * stage_bytes(patch) + (kMeets ? kAreaBytes : 0);
   }
@@ -351,13 +352,13 @@ struct PatchedBlock {
     settle(sums[0]);
   }
 
-  // Of integers: a warp has 16 rows of W, and all of a stage's columns.
-  __device__ __forceinline__ void sum_integers(Sums& sums, int tile, SizedRing& ring, XRing& x_ring) const {
+  // Of x that is rounded: a warp has 16 rows of W, and all of a stage's columns.
+  __device__ __forceinline__ void sum_rounded(Sums& sums, int tile, SizedRing& ring, XRing& x_ring) const {
     static_assert(Shape::kParts == 1 && Shape::kXChunks == 1 && Shape::kChunks == 2);
-    int32_t totals[Shape::kEights * 4] = {};
-    settle(totals);
+    constexpr bool kPending = !Form::kScalesPatches;  // a chunk's products, while the next one's are begun
+    RoundedSums<Form, Shape::kRows> totals;
+    totals.clear();
     uint32_t a[2][4][4];
-    float of_rows[2];
     int last = x_ring.stage;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const int there = chunks(step);
@@ -366,40 +367,30 @@ struct PatchedBlock {
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
         if (chunk > 0 && chunk >= there) {
-          wgmma_wait<0>();  // the first chunk's registers are written next
+          if (kPending) wgmma_wait<0>();  // the first chunk's registers are written next
           break;
         }
         // By way of a shuffle the compiler knows that all lanes have the same.
         const uint32_t box = __shfl_sync(kAllLanes, x(x_ring.stage), 0);
         barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          Form row;
-          row.load(own + chunk * patch, r, 7);
-          of_rows[r] = row.of_row;
-#pragma unroll
-          for (int i = 0; i < 8; ++i) a[chunk][i / 2][i % 2 * 2 + r] = row.integers(i);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          multiply_integers<Shape::kRows>(totals, a[chunk][k], matrix_descriptor(box, 1024, 0) + 2 * k);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();  // for the chunk before, whose registers are written next
-        if (step > 0 || chunk > 0) arrive(x_empty + 8 * last);
+        totals.add(a[chunk], own + chunk * patch, 0, own + chunk * patch, 1, box);
+        if (kPending) wgmma_wait<1>();  // for the chunk before, whose registers are written next
+        if (!kPending) arrive(x_empty + 8 * x_ring.stage);
+        if (kPending && (step > 0 || chunk > 0)) arrive(x_empty + 8 * last);
         last = x_ring.stage;
         x_ring.advance();
       }
       arrive(empty + 8 * ring.stage);
     }
-    wgmma_wait<0>();
-    arrive(x_empty + 8 * last);
-    settle(totals);
+    if (kPending) {
+      wgmma_wait<0>();
+      arrive(x_empty + 8 * last);
+      settle(totals.totals);
+    }
 #pragma unroll
     for (int i = 0; i < Shape::kEights * 4; ++i) {
       const int of_x = min(row(tile) + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, params.rows - 1);
-      sums[0][i] = static_cast<float>(totals[i]) * (of_rows[i / 2 % 2] * params.x_scales[of_x]);
+      sums[0][i] = totals.scaled(i, params.x_scales[of_x]);
     }
   }
 
@@ -515,7 +506,7 @@ struct PatchedBlock {
     for (int tile = first(); tile < params.tiles; tile += stride()) {
       Sums sums;
       if constexpr (kRounded<Form>) {
-        sum_integers(sums, tile, ring, x_ring);
+        sum_rounded(sums, tile, ring, x_ring);
       } else if constexpr (Shape::kWide) {
         sum_wide_tile(sums, ring, x_ring);
       } else {

@@ -8,6 +8,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace raylm::cuda {
 
@@ -55,9 +56,11 @@ __device__ void multiply(float (&c)[N / 2], const uint32_t* a, uint64_t b);
 template <typename T, int N>
 __device__ void multiply_by_transpose(float (&c)[N / 2], const uint32_t* a, uint64_t b);
 
-// The same for integers of 8 bits, 32 products.
-template <int N>
-__device__ void multiply_integers(int32_t (&c)[N / 2], const uint32_t* a, uint64_t b);
+// c (+)= a b^T of numbers of 8 bits, 32 products: integers, whose sums are integers, or floats.
+template <typename Byte>
+using ByteSum = std::conditional_t<std::is_same_v<Byte, signed char>, int32_t, float>;
+template <typename Byte, int N>
+__device__ void multiply_bytes(ByteSum<Byte> (&c)[N / 2], const uint32_t* a, uint64_t b, int accumulate);
 
 }  // namespace raylm::cuda
 

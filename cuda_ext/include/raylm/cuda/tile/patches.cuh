@@ -234,32 +234,6 @@ struct Int8Codes {
   }
 };
 
-// Integers of 8 bits with a sign and one scale for all columns of a row. A lane's words of 32 columns are wgmma's left
-// operand as they are, provided that x's integers come in the order of a patch's codes.
-template <typename T>
-struct Int8Rows {
-  static constexpr bool kCodes = true, kSums = true;
-  static constexpr int kColumns = 128, kBits = 8;
-  static constexpr float kFactor = 1.0f;
-
-  uint4 codes[2];  // of 64 columns each
-  float of_row;
-
-  __device__ void load(uint32_t patch, int rows, int) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    of_row = IntegerGroup<T>::of(load_shared_word(patch + 2048 + (rows * 8 + lane / 4) * 4)).scale;
-  }
-
-  __device__ uint32_t integers(int step) const { return word_of(codes[step / 4], step % 4); }
-};
-
-// Whether a form multiplies x that has been rounded to such integers.
-template <typename Form>
-constexpr bool kRounded = false;
-template <typename T>
-constexpr bool kRounded<Int8Rows<T>> = true;
-
 // Codes of 4 bits, or of 7 in bytes, whose numbers are code scale + offset: a word of two float16 a group of columns, the
 // scale in the lower half.
 template <typename T, int Bits>
