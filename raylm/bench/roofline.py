@@ -27,7 +27,7 @@ _KINDS = (
     ("norms", ("norm_kernel", "norm_any")),
     ("rotary and cache", ("rope_store", "rotary", "store_kv")),
     ("activation", ("gated_kernel", "gated_any", "gatedrows")),
-    ("rounding to 8 bits", ("scaled_rows",)),
+    ("rounding to 8 bits", ("scaled_rows", "rounded_rows")),
     ("sampling", ("sample_kernel", "penalize", "logits_kernel", "logprobs", "row_strips")),
 )
 """By parts of kernels' names in small letters; the first that fits."""

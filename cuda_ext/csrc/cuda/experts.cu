@@ -36,22 +36,6 @@ Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
   return order;
 }
 
-Tensor spread_rows(const Tensor& x, const float* scales, float* scales_to, const Order& order, const Sizes& sizes,
-                   cudaStream_t stream) {
-  const Tensor rows = torch::stable::new_empty(x, {sizes.pairs, x.size(1)});
-  const int64_t item = x.scalar_type() == ScalarType::Byte ? 1 : 2, width = x.size(1) * item;
-  const SpreadParams params{static_cast<const char*>(x.data_ptr()),
-                            x.stride(0) * item,
-                            static_cast<char*>(rows.data_ptr()),
-                            order.places,
-                            scales,
-                            scales_to,
-                            static_cast<int>(sizes.per_token),
-                            static_cast<int>(width)};
-  launch_dependent(spread_kernel, dim3(sizes.tokens), dim3(threads_for(width / 16, 256)), stream, params);
-  return rows;
-}
-
 template <typename T>
 Tensor gather_sums_of(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,
                       cudaStream_t stream) {
@@ -71,12 +55,17 @@ Order order_of(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
 }
 
 Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStream_t stream) {
-  return order.places ? spread_rows(x, nullptr, nullptr, order, sizes, stream) : x;
-}
-
-RoundedRows spread(const RoundedRows& x, const Order& order, const Sizes& sizes, cudaStream_t stream) {
-  const Tensor scales = torch::stable::new_empty(x.scales, {sizes.pairs});
-  return {spread_rows(x.bytes, data<float>(x.scales), data<float>(scales), order, sizes, stream), scales};
+  if (!order.places) return x;
+  const Tensor rows = torch::stable::new_empty(x, {sizes.pairs, sizes.hidden});
+  SpreadParams params{};
+  params.x = static_cast<const char*>(x.data_ptr());
+  params.x_stride = x.stride(0) * 2;
+  params.to = static_cast<char*>(rows.data_ptr());
+  params.places = order.places;
+  params.per_token = static_cast<int>(sizes.per_token);
+  params.width = static_cast<int>(sizes.hidden * 2);
+  launch_dependent(spread_kernel, dim3(sizes.tokens), dim3(threads_for(sizes.hidden / 8, 256)), stream, params);
+  return rows;
 }
 
 Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,

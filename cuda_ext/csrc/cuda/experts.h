@@ -5,7 +5,6 @@
 
 #include "products.h"
 #include "raylm/cuda/segments.cuh"
-#include "rounded_rows.h"
 
 namespace raylm::cuda {
 
@@ -40,9 +39,6 @@ Order order_of(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream);
 
 // x's rows, each once for every expert that its token goes to, in the order of the experts; x itself where that has none.
 Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStream_t stream);
-
-// The same of rows that are rounded, of an order by experts.
-RoundedRows spread(const RoundedRows& x, const Order& order, const Sizes& sizes, cudaStream_t stream);
 
 // Each token's sum of its pairs' rows with their weights.
 Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,

@@ -1,9 +1,10 @@
-// Mixtures of experts whose weights are codes in patches: what launches the kernels of a form. Integers, floats and codes
-// with offsets are compiled in three files, side by side.
+// Mixtures of experts whose weights are codes in patches: what launches the kernels of a form. Integers, floats, codes
+// with offsets and those that round x are compiled in four files, side by side.
 #pragma once
 
 #include "experts.h"
 #include "raylm/cuda/grouped_linear.cuh"
+#include "rounded_rows.h"
 #include "tensor_map.h"
 
 namespace raylm::cuda {
@@ -128,8 +129,9 @@ Tensor coded_experts(const CodedCall& c) {
   };
   Tensor out = c.x;
   if constexpr (kRounded<Form<T>>) {
-    const RoundedRows rows = spread(rounded_rows(c.x, Form<T>::kScalesPatches, stream), order, sizes, stream);
-    const RoundedRows inner = rounded_rows(first(rows.bytes, &rows.scales), Form<T>::kScalesPatches, stream);
+    constexpr bool kFloats = Form<T>::kScalesPatches;
+    const RoundedRows rows = rounded_rows(c.x, kFloats, stream, order.places, sizes.per_token);
+    const RoundedRows inner = rounded_rows(first(rows.bytes, &rows.scales), kFloats, stream);
     out = second(inner.bytes, &inner.scales);
   } else {
     out = second(first(spread(c.x, order, sizes, stream), nullptr), nullptr);

@@ -7,10 +7,17 @@ namespace raylm::cuda {
 namespace {
 
 template <typename T>
-void launch(const Tensor& x, const RoundedRows& to, bool floats, cudaStream_t stream) {
+void launch(const Tensor& x, const RoundedRows& to, bool floats, cudaStream_t stream, const int* places, int64_t each) {
   const int64_t rows = x.size(0), across = to.bytes.size(1);
-  const RoundedRowsParams<T> params{data<T>(x), x.stride(0), data<unsigned char>(to.bytes), data<float>(to.scales),
-                                    static_cast<int>(rows), static_cast<int>(x.size(1)), static_cast<int>(across)};
+  const RoundedRowsParams<T> params{data<T>(x),
+                                    x.stride(0),
+                                    data<unsigned char>(to.bytes),
+                                    data<float>(to.scales),
+                                    places,
+                                    static_cast<int>(rows),
+                                    static_cast<int>(each),
+                                    static_cast<int>(x.size(1)),
+                                    static_cast<int>(across)};
   // Of many rows, short ones share a block, and threads ask for more bytes at a time.
   const bool many = rows >= 512;
   const unsigned threads = threads_for(divide_up(across / 16, many ? 2 : 1), 1024);
@@ -27,12 +34,12 @@ void launch(const Tensor& x, const RoundedRows& to, bool floats, cudaStream_t st
 
 }  // namespace
 
-RoundedRows rounded_rows(const Tensor& x, bool floats, cudaStream_t stream) {
+RoundedRows rounded_rows(const Tensor& x, bool floats, cudaStream_t stream, const int* places, int64_t each) {
   const int64_t across = divide_up(x.size(1), kPatchColumns) * kPatchColumns;
-  const RoundedRows to{torch::stable::new_empty(x, {x.size(0), across}, ScalarType::Byte),
-                       torch::stable::new_empty(x, {x.size(0)}, ScalarType::Float)};
-  x.scalar_type() == ScalarType::Half ? launch<__half>(x, to, floats, stream)
-                                      : launch<__nv_bfloat16>(x, to, floats, stream);
+  const RoundedRows to{torch::stable::new_empty(x, {x.size(0) * each, across}, ScalarType::Byte),
+                       torch::stable::new_empty(x, {x.size(0) * each}, ScalarType::Float)};
+  x.scalar_type() == ScalarType::Half ? launch<__half>(x, to, floats, stream, places, each)
+                                      : launch<__nv_bfloat16>(x, to, floats, stream, places, each);
   return to;
 }
 

@@ -15,7 +15,8 @@ struct RoundedRows {
   Tensor scales;  // [rows]
 };
 
-// Of x [rows, k], bfloat16 or float16, as floats (e4m3) or as integers; k is a multiple of 16.
-RoundedRows rounded_rows(const Tensor& x, bool floats, cudaStream_t stream);
+// Of x [rows, k], bfloat16 or float16, as floats (e4m3) or as integers; k is a multiple of 16. With places, `each` a row,
+// which are all from 0 to their number, a row goes to each of its own.
+RoundedRows rounded_rows(const Tensor& x, bool floats, cudaStream_t stream, const int* places = nullptr, int64_t each = 1);
 
 }  // namespace raylm::cuda

@@ -134,15 +134,12 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_const
 #endif
 }
 
-// to[places[pair]] = x[the pair's token]; rows of `width` bytes, which is a multiple of 16, and their scales, where they have
-// any. Blocks: tokens.
+// to[places[pair]] = x[the pair's token]; rows of `width` bytes, which is a multiple of 16. Blocks: tokens.
 struct SpreadParams {
   const char* x;
   int64_t x_stride;  // bytes
   char* to;
   const int* places;
-  const float* scales;  // or null
-  float* scales_to;
   int per_token, width;
 };
 
@@ -151,9 +148,6 @@ __global__ void spread_kernel(const __grid_constant__ SpreadParams p) {
   start_dependents();  // only now: the next kernel reads early what the one ahead of this has written
   const int64_t token = blockIdx.x;
   const char* from = p.x + token * p.x_stride;
-  if (p.scales && threadIdx.x < p.per_token) {
-    p.scales_to[p.places[token * p.per_token + threadIdx.x]] = p.scales[token];
-  }
   constexpr int kSome = 8;  // places that are read before the first store
   for (int first = 0; first < p.per_token; first += kSome) {
     int64_t places[kSome];
