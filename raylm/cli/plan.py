@@ -120,7 +120,10 @@ def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
         f"{plan.batch} of {plan.context:,} tokens (bandwidth {gpu.bandwidth_gb_s:,g} GB/s a GPU)",
     }
     if plan.prefill_tokens_s is not None:
-        rows["prefill, at most"] = f"{plan.prefill_tokens_s:,.0f} tokens/s ({gpu.bf16_tflops:,g} TFLOP/s a GPU)"
+        rates = f"{gpu.bf16_tflops:,g} TFLOP/s a GPU"
+        if plan.in_8_bits:
+            rates += f", {gpu.fp8_tflops:,g} in 8 bits"
+        rows["prefill, at most"] = f"{plan.prefill_tokens_s:,.0f} tokens/s ({rates})"
     return rows
 
 

@@ -66,9 +66,10 @@ class ModelConfig(FrozenConfig):
     the right shapes from the model's configuration alone."""
     weights: Weights = "stored"
     """stored: matrices stay as the checkpoint stores them where there are kernels that compute with them. On Hopper
-    GPUs those are FP8 with a scale a row or a tensor, with activations quantised to FP8 too; on CPUs with the
-    extension a GGUF file's quantised blocks, matrices of integers that such blocks hold exactly, and matrices of 16
-    bits beside a `dtype` of float32. decoded: all matrices become numbers of `dtype` while loading."""
+    GPUs those are FP8, with activations quantised to FP8 too where the checkpoint says so, integers, MXFP4, MXFP8, NF4
+    and a GGUF file's quantised blocks; on CPUs with the extension a GGUF file's quantised blocks, matrices of integers
+    that such blocks hold exactly, and matrices of 16 bits beside a `dtype` of float32. decoded: all matrices become
+    numbers of `dtype` while loading."""
     implementation: Implementation = "auto"
     """Whose code the layers are: raylm's, or transformers' with raylm's attention, cache and linear layers, which is
     slower. auto takes raylm's where it has the model's family."""
@@ -76,8 +77,8 @@ class ModelConfig(FrozenConfig):
     """How the checkpoint must be quantised, or the start fails. By default it may be quantised in any of these ways, or
     not at all. fp8: a checkpoint that is not quantised is quantised while it is loaded, all linear layers within its
     layers but routers: 8-bit floats with a scale a row, activations with a scale a token; experts with a scale for each
-    128 columns, their activations as they are. It takes about half the memory of bfloat16. Needs a Hopper GPU; CPUs
-    compute it for tests, slowly, with experts in numbers of `dtype`."""
+    128 columns, their activations with a scale a row in steps of more than 64 tokens. It takes about half the memory of
+    bfloat16. Needs a Hopper GPU; CPUs compute it for tests, slowly, with experts in numbers of `dtype`."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and output tokens of one request at most; by default what the model was trained for."""
     chat_template: str | None = None

@@ -40,12 +40,22 @@ class PatchForm(NamedTuple):
         return ops.patch_bytes(self.numbers, self.group)
 
     def __str__(self) -> str:
-        if self.numbers not in ops.MOST_UNROUNDED:
+        if not self.rounds_rows:
             return f"{self.numbers} with a scale for each {self.group} columns"
-        shared = "a row" if self.numbers == "int8_rows" else f"for each {self.group} columns"
-        most = ops.MOST_UNROUNDED[self.numbers]
-        kind = self.numbers.removesuffix("_rows")
-        return f"{kind} with a scale {shared} (activations rounded so in steps of over {most} tokens)"
+        kind, shared = self.unrounded.numbers, "a row" if self == INT8_ROWS else f"for each {self.group} columns"
+        of_rows = f"rounded to {kind}, a scale a row, in steps of over {ops.MOST_UNROUNDED[self.numbers]} tokens"
+        return f"{kind} with a scale {shared} (activations {of_rows})"
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether products of many rows round activations as the weight is."""
+        return self.numbers in ops.MOST_UNROUNDED
+
+    @property
+    def unrounded(self) -> PatchForm:
+        """The form of the same patches beside activations that stay as they are."""
+        others: dict[ops.Numbers, ops.Numbers] = {"int8_rows": "int8", "fp8_rows": "fp8"}
+        return self._replace(numbers=others.get(self.numbers, self.numbers))
 
 
 class OrderedForm(NamedTuple):
@@ -82,7 +92,7 @@ MXFP8_PATCHES = PatchForm("mxfp8", 32)
 INT8_ROWS = PatchForm("int8_rows", ops.PATCH_COLUMNS)
 FP8_ROWS = PatchForm("fp8_rows", ops.PATCH_COLUMNS)
 FP8_FORMS = (FP8_PATCHES, FP8_ROWS)
-"""Whose patches are alike."""
+"""The two forms of FP8: their patches are the same bytes."""
 
 
 def row_bytes(form: PatchForm, columns: int) -> int:

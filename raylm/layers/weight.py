@@ -300,7 +300,7 @@ class ScaledWeight(nn.Module):
 
 
 class PatchedWeight(nn.Module):
-    """A matrix of codes with scales, in patches; activations have 16 bits.
+    """A matrix of codes with scales, in patches; activations have 16 bits, or are rounded to 8 where the form says so.
 
     Patches of an OrderedForm hold the columns in another `order`, int32 [columns]; a product permutes the activations
     first. Other forms have no `order`. It comes with the form, no slot fills it.

@@ -15,7 +15,7 @@ from raylm import ops
 from raylm.config.engine import ModelConfig
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.experts import ParallelExperts
-from raylm.layers.slots import FP8_ROWS, INT8_ROWS, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
+from raylm.layers.slots import FP8_ROWS, MXFP4_PATCHES, BlockForm, ExpertBlocks, OrderedForm, PatchForm
 from raylm.layers.weight import PLAIN, BlockWeight, Form, Forms, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec
 from raylm.models.check import quantises
@@ -71,12 +71,18 @@ class Scheme:
                 forms = self.matrices.get(f"{path}{number}.{name}.weight", whole)
                 for shard in shards:
                     found[shard].add(forms.get(None) or forms.get(shard))
+        kinds = {form for forms in found.values() for form in forms}
+        patches = {form for form in kinds if isinstance(form, PatchForm)}
+        if patches:
+            # What some of them do to activations, the others must do too, or none does.
+            alike = patches if len(patches) == 1 else {form.unrounded for form in patches}
+            return alike.pop() if len(patches) == len(kinds) and len(alike) == 1 else None
         if any(len(forms) > 1 for forms in found.values()):
             return None
         (gate,), (up,), (down,) = found.values()
         if isinstance(gate, BlockForm) and isinstance(up, BlockForm) and isinstance(down, BlockForm):
             return ExpertBlocks(gate, up, down)
-        return gate if isinstance(gate, PatchForm) and gate == up == down else None
+        return None
 
     @property
     def scales_rows(self) -> bool:
@@ -86,12 +92,12 @@ class Scheme:
     @property
     def rounds_rows(self) -> bool:
         """Whether products of linear layers in long steps have the rate of 8-bit numbers."""
-        return self.scales_rows or self.linears in (INT8_ROWS, FP8_ROWS)
+        return self.scales_rows or (isinstance(self.linears, PatchForm) and self.linears.rounds_rows)
 
     @property
     def rounds_experts(self) -> bool:
         """The same of products of experts."""
-        return self.experts in (INT8_ROWS, FP8_ROWS)
+        return self.experts is not None and self.experts.rounds_rows
 
     @property
     def linear_patches(self) -> PatchForm | None:

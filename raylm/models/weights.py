@@ -251,8 +251,11 @@ def _as_taken(tensor: Source, slot: Slot) -> Filler:
         if isinstance(tensor, CheckpointTensor) and patches_of(tensor.encoding.form) == slot.form:
             return BlocksInPatches(tensor)
         # A weight of integers has been looked at when the form was chosen: that reads its zero points.
-        is_stored_so = isinstance(tensor, QuantisedTensor) and slot.form == form_of(tensor.scheme)
-        return PatchedTensor(tensor, slot.form) if is_stored_so else PackedTensor(tensor, slot.form)
+        if isinstance(tensor, QuantisedTensor):
+            stored = form_of(tensor.scheme)
+            if stored is not None and slot.form in (stored, stored.unrounded):
+                return PatchedTensor(tensor, slot.form)
+        return PackedTensor(tensor, slot.form)
     if not isinstance(tensor, CheckpointTensor):
         return tensor
     if slot.form is not None and slot.form == tensor.encoding.form:

@@ -53,6 +53,7 @@ MOST_EXPONENT = 191
 """Of the scales of MXFP4 and MXFP8: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 MOST_SCALE = 128.0
 """Of FP8's: kernels have them 2 ** 120 times as large, in bfloat16."""
+_FP8: tuple[Numbers, ...] = ("fp8", "fp8_rows")
 _WORD_BYTES = 4
 _ZERO_BITS = 0xFF
 _MIDDLE = 0x80
@@ -83,7 +84,7 @@ NF4 = (
 
 def patch_bytes(numbers: Numbers, group: int) -> int:
     """Of a patch. `group`: columns that share a scale."""
-    words = 1 if numbers in ("mxfp4", "fp8", "mxfp8", "fp8_rows") else PATCH_COLUMNS // group
+    words = 1 if numbers in ("mxfp4", "mxfp8", *_FP8) else PATCH_COLUMNS // group
     return _code_bytes(numbers) + words * PATCH_ROWS * _WORD_BYTES
 
 
@@ -155,7 +156,7 @@ def unpack(weight: Tensor, numbers: Numbers, group: int, columns: int) -> Tensor
         # As bits: powers of two that are subnormal numbers may be flushed to 0.
         bits = words.reshape(-1, PATCH_ROWS, values.shape[2], 1).int() << 23
         scales = torch.where(bits == 0, torch.tensor(2.0**-127, device=bits.device), bits.view(torch.float32))
-    elif numbers in ("fp8", "fp8_rows"):
+    elif numbers in _FP8:
         values = _unpack_eights(codes).view(CODES).float().unsqueeze(2)
         scales = words.contiguous().view(torch.float32).view(-1, PATCH_ROWS, 1, 1)
     elif numbers in ("affine4", "affine8"):

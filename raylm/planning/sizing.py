@@ -102,6 +102,8 @@ class Plan:
     """The same bound for all of them together."""
     prefill_tokens_s: float | None
     """Bound from the rate of products, of the layers alone; None for float32."""
+    in_8_bits: bool
+    """Whether products of linear layers or experts have the rate of 8-bit numbers in long steps."""
 
 
 class Sizing:
@@ -148,6 +150,7 @@ class Sizing:
             quantisation=self._quantisation(),
             cache_dtype=dtype_name(self._cache_dtype),
             kept_as=self._kept_as,
+            in_8_bits=self._gpu.fp8_tflops is not None and (self._scheme.rounds_rows or self._scheme.rounds_experts),
             experts_kept_as=next((str(stage.expert_form) for stage in stages if stage.expert_form is not None), None),
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,

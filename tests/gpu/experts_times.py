@@ -4,7 +4,8 @@ python -m tests.gpu.experts_times [--kinds fp8:128,int4:128] [--shapes qwen3] [T
 
 Prints one JSON line a shape and number of tokens.
 
-bf16 activations, in a CUDA graph, with weights that come from memory and tokens that go to random experts.
+Activations in bfloat16, which some kinds round, in a CUDA graph, with weights that come from memory and tokens that go
+to random experts.
 `of_bandwidth` is the reading of the weights of the experts touched alone as a share of what the memory gives to a large
 element-wise kernel, measured before; `tflops` counts the products.
 """

@@ -24,7 +24,7 @@ from raylm.parallel.context import ParallelContext
 from tests.models import test_mxfp4
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints, torchao
-from tests.support.quantised import KINDS, write_both
+from tests.support.quantised import KINDS, change_config, write_both
 
 ALL = KINDS | torchao.KINDS
 
@@ -102,6 +102,19 @@ def test_the_numbers_of_a_checkpoint_stay(kind: str, form: PatchForm, size: int,
         bound = max(5e-3, 8 * relative)
         for name in PROMPTS:  # linear layers' activations are rounded
             torch.testing.assert_close(logits[name][0], expected_logits[name][0], atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize(("kind", "form"), [("ct_w8a8", PatchForm("int8", 128)), ("ct_fp8_channel", FP8_PATCHES)])
+def test_where_some_leave_activations_as_they_are_all_do(kind: str, form: PatchForm, tmp_path: Path) -> None:
+    packed, dense = write_both(checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **SIZES), tmp_path, ALL[kind])
+    config = ALL[kind].config
+    group = config["config_groups"]["group_0"]
+    groups = {"down": {**group, "targets": ["re:.*down_proj"], "input_activations": None}, "others": group}
+    change_config(packed, quantization_config={**config, "config_groups": groups})
+    (stored,), (expected,) = (experts_of(load(path, as_stored=True)) for path in (packed, dense))
+    assert stored.form == form and expected.form is None
+    for found, numbers in zip(read(stored), read(expected), strict=True):
+        torch.testing.assert_close(found, numbers, atol=0, rtol=2.0**-16)
 
 
 def test_gpt_oss_stays_in_mxfp4(tmp_path: Path) -> None:
@@ -236,3 +249,6 @@ def test_matrices_of_several_forms_are_none() -> None:
     assert Scheme(matrices).of_experts(path, 3) is None  # the third has numbers
     assert Scheme(matrices | {names[0]: {"gate": FP8_PATCHES}}).of_experts(path, 2) is None
     assert Scheme(matrices | {names[3]: {None: MXFP4_PATCHES}}).of_experts(path, 2) is None
+    # Where some leave activations as they are, all do.
+    assert Scheme(matrices | {names[3]: {None: FP8_ROWS}}).of_experts(path, 2) == FP8_PATCHES
+    assert Scheme(matrices | {names[3]: {None: INT8_ROWS}}).of_experts(path, 2) is None

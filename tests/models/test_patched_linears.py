@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raylm import ops
 from raylm.errors import ConfigError
-from raylm.layers.slots import INT8_ROWS, PatchForm
+from raylm.layers.slots import FP8_PATCHES, FP8_ROWS, INT8_ROWS, PatchForm
 from raylm.layers.weight import Columns, Part, PatchedWeight, PlainWeight, make_weight
 from raylm.model_files.source import locate
 from raylm.models import few_rows
@@ -25,6 +25,7 @@ from raylm.models.load import load_model
 from raylm.models.scheme import configured_scheme
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
+from tests.ops.in_patches import rounded
 from tests.support import checkpoints
 from tests.support.quantised import FILE, KINDS, change_config, gptq, groups_of, write_both
 
@@ -395,9 +396,12 @@ def test_parts_that_rows_of_patches_do_not_end_with_are_plain(parts: list[Part])
         ("ct_w8a8_groups_of_activations", PatchForm("int8", 128)),
         ("ct_w8a8_zeros_of_activations", PatchForm("int8", 128)),
         ("quark_w8a4", PatchForm("int8", 128)),
+        ("fp8_128", FP8_ROWS),
+        ("ct_fp8_weights", FP8_PATCHES),
+        ("modelopt_blocks", FP8_PATCHES),
     ],
 )
-def test_activations_are_integers_where_the_checkpoint_says_so(kind: str, form: PatchForm, tmp_path: Path) -> None:
+def test_activations_are_rounded_where_the_checkpoint_says_so(kind: str, form: PatchForm, tmp_path: Path) -> None:
     packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
     model = load(packed, as_stored=True)
     assert {weight.form for weight in weights(model).values()} == {form}
@@ -405,14 +409,12 @@ def test_activations_are_integers_where_the_checkpoint_says_so(kind: str, form: 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_many_rows_are_rounded(tmp_path: Path) -> None:
-    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS["ct_w8a8"])
+@pytest.mark.parametrize(("kind", "most"), [("ct_w8a8", 16), ("fp8_128", 64)])
+def test_many_rows_are_rounded(kind: str, most: int, tmp_path: Path) -> None:
+    packed, _ = write_both(checkpoints.llama(tmp_path / "plain", **SIZES), tmp_path, KINDS[kind])
     weight = weights(load(packed, as_stored=True))["layers.0.mlp.down_proj.weight"]
-    x = torch.randn(
-        ops.MOST_UNROUNDED["int8_rows"] + 1, SIZES["intermediate_size"], generator=torch.Generator().manual_seed(0)
-    )
+    x = torch.randn(most + 1, SIZES["intermediate_size"], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(weight.matmul(x[1:]), F.linear(x[1:], read(weight)))
-    scales = x.abs().amax(1, keepdim=True) / 127
-    expected = F.linear((x / scales).round() * scales, read(weight))
+    expected = F.linear(rounded(x, weight.form.numbers).float(), read(weight))
     torch.testing.assert_close(weight.matmul(x), expected, atol=1e-3, rtol=1e-3)
     assert (weight.matmul(x) - F.linear(x, read(weight))).abs().max() > 0.01

@@ -65,7 +65,9 @@ def test_an_fp8_cache_holds_twice_as_many_tokens(llama_8b: ArchConfig) -> None:
     assert narrow.batch_tokens_s > 1.5 * wide.batch_tokens_s
 
 
-FP8_BY_FP8 = "fp8 with a scale for each 128 columns (activations rounded so in steps of over 64 tokens)"
+FP8_BY_FP8 = (
+    "fp8 with a scale for each 128 columns (activations rounded to fp8, a scale a row, in steps of over 64 tokens)"
+)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,7 @@ def test_experts_in_codes_take_their_bytes(
     assert codes.experts_kept_as == form and one.experts_kept_as is None
     rate = 1979 / 989 if form == FP8_BY_FP8 else 1
     assert codes.prefill_tokens_s == pytest.approx(rate * one.prefill_tokens_s, rel=0.01)
+    assert codes.in_8_bits == (rate > 1)
     spec = plain.layers[0].mlp
     assert isinstance(spec, ExpertsSpec)
     sizes = [(2 * spec.size, plain.hidden_size), (plain.hidden_size, spec.size)]

@@ -53,7 +53,7 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
     case Numbers::kInt4:
       return half ? coded_experts<__half, Int4Groups>(call) : coded_experts<__nv_bfloat16, Int4Groups>(call);
     case Numbers::kInt8Rows:
-      if (x.size(0) > kMostBesideIntegers && std::max(x.size(1), call.size) <= kMostIntegers) {
+      if (x.size(0) > kMostUnroundedByIntegers && std::max(x.size(1), call.size) <= kMostIntegers) {
         return half ? coded_experts<__half, Int8Rows>(call) : coded_experts<__nv_bfloat16, Int8Rows>(call);
       }
       [[fallthrough]];
@@ -65,7 +65,7 @@ Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Te
     case Numbers::kMxfp8: return coded_experts<__nv_bfloat16, Mxfp8Codes>(call);
     case Numbers::kMxfp4: return coded_experts<__nv_bfloat16, Mxfp4Codes>(call);
     case Numbers::kFp8Rows:
-      if (x.size(0) > kMostBesideFloats) return coded_experts<__nv_bfloat16, Fp8Rows>(call);
+      if (x.size(0) > kMostUnroundedByFloats) return coded_experts<__nv_bfloat16, Fp8Rows>(call);
       [[fallthrough]];
     default: return coded_experts<__nv_bfloat16, Fp8Codes>(call);
   }

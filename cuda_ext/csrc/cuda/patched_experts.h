@@ -11,6 +11,7 @@ namespace raylm::cuda {
 
 constexpr const char* kCodedExperts = "patched_experts";
 constexpr int kMostCodedRows = 128;   // of a segment
+static_assert(kUnsorted <= kMostUnroundedByIntegers && kUnsorted <= kMostUnroundedByFloats);  // rows rounded have places
 constexpr int kMostNarrowPairs = 32;  // (token, expert) pairs up to which narrow tiles are faster (H100)
 
 struct CodedProduct {
@@ -88,7 +89,8 @@ Tensor coded_product(const CodedProduct& p, cudaStream_t stream) {
   params.columns = static_cast<int>(p.columns);
   params.act = p.act;
   params.limit = p.limit;
-  params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;  // as experts has it
+  // As experts has it; the rounding too says that the next kernel may begin only when the sorting has ended.
+  params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;
   if (p.sizes.segment_rows > Narrow::kRows) {
     launch_grouped<Many, T, Form>(p, params, stream);
   } else if (!kFourBits || p.sizes.pairs <= kMostNarrowPairs) {
@@ -127,15 +129,17 @@ Tensor coded_experts(const CodedCall& c) {
         {x, c.down, c.down_bias, order, sizes, c.group_log2, ExpertAct::kNone, 0, scales}, stream);
     return gather_sums(parts, c.weights, order, sizes, stream);
   };
-  Tensor out = c.x;
-  if constexpr (kRounded<Form<T>>) {
-    constexpr bool kFloats = Form<T>::kScalesPatches;
-    const RoundedRows rows = rounded_rows(c.x, kFloats, stream, order.places, sizes.per_token);
-    const RoundedRows inner = rounded_rows(first(rows.bytes, &rows.scales), kFloats, stream);
-    out = second(inner.bytes, &inner.scales);
-  } else {
-    out = second(first(spread(c.x, order, sizes, stream), nullptr), nullptr);
-  }
+  const auto both = [&] {
+    if constexpr (kRounded<Form<T>>) {
+      constexpr bool kFloats = Form<T>::kScalesPatches;
+      const RoundedRows rows = rounded_rows(c.x, kFloats, stream, order.places, sizes.per_token);
+      const RoundedRows inner = rounded_rows(first(rows.bytes, &rows.scales), kFloats, stream);
+      return second(inner.bytes, &inner.scales);
+    } else {
+      return second(first(spread(c.x, order, sizes, stream), nullptr), nullptr);
+    }
+  };
+  const Tensor out = both();
   check_launch(kCodedExperts);
   return out;
 }

@@ -46,7 +46,7 @@ constexpr int kMostSplit = 8;  // blocks of a cluster
 // A kernel, by its shape.
 struct PatchedVariant {
   bool wide;
-  double rounded;  // cycles of a number of W and a row of x that is rounded, or 0
+  double rounded_cycles;  // of a number of W and a row of x that is rounded; 0: it is not
   int parts, rows, width, columns, boxes, threads;
   int (*stage_bytes)(int patch);
   int (*shared_bytes)(int patch, int stages);
@@ -65,14 +65,14 @@ int resident_patched(int device, int split) {
 
 // Integers' is that of the chip, floats' was measured.
 template <typename Form>
-constexpr double rounded_cycles() {
+constexpr double rounded_cycles_of() {
   if constexpr (kRounded<Form>) return Form::kScalesPatches ? 0.0005 : 0.00024;
   return 0;
 }
 
 template <typename T, typename Form, typename Shape>
 constexpr PatchedVariant patched_variant() {
-  return {Shape::kWide, rounded_cycles<Form>(), Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes,
+  return {Shape::kWide, rounded_cycles_of<Form>(), Shape::kParts, Shape::kRows, Shape::kWidth, Shape::kColumns, Shape::kBoxes,
           Shape::kThreads + Shape::kFetching, Shape::stage_bytes, Shape::shared_bytes,
           resident_patched<T, Shape, Form>, patched_linear_kernel<T, Shape, Form>};
 }
@@ -109,12 +109,13 @@ struct PatchedPlan {
   double cost;
 };
 
-// What a variant takes, in cycles: a number of W, a tile besides, and a cluster whose sums meet. Measured on an H100.
+// What a variant takes, in cycles: a number of W, a tile besides, and a cluster whose sums meet. Measured on an H100, but for
+// rows that are rounded, whose last two are guesses.
 struct PatchedCosts {
   double number, tile, cluster;
   explicit PatchedCosts(const PatchedVariant& v) {
-    if (v.rounded > 0) {
-      number = v.rounded * v.rows, tile = 1500, cluster = 5000;
+    if (v.rounded_cycles > 0) {
+      number = v.rounded_cycles * v.rows, tile = 1500, cluster = 5000;
     } else if (v.wide) {
       number = 0.028 + 0.00048 * v.rows, tile = 1250 + 250 * v.parts, cluster = 5000;
     } else {
@@ -129,7 +130,7 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
   constexpr double kFromCache = 45, kFromMemory = 3400, kMet = 32;  // bytes a cycle: of a block, of all, of a block
   const PatchedCosts costs(v);
   const double weights = v.width / kPatchRows * v.columns / kPatchColumns * patch;
-  const double bytes = weights + v.columns * (v.rounded > 0 ? 1.0 : 2.0) * v.rows;
+  const double bytes = weights + v.columns * (v.rounded_cycles > 0 ? 1.0 : 2.0) * v.rows;
   const double multiply = v.width * static_cast<double>(v.columns) * costs.number;
   double sum = split > 1 ? costs.cluster + v.rows * v.width * 4 / kMet : 0;
   for (int64_t left = tiles; left > 0; left -= resident) {
@@ -142,7 +143,7 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
 // Whether the variant's tiles are for so many rows.
 inline bool suits(const PatchedVariant& v, int64_t rows) {
   if (rows > 128) return v.rows >= 128;
-  return v.rows >= rows && (v.rows < 2 * rows || v.rows == (v.rounded > 0 ? 64 : 8));
+  return v.rows >= rows && (v.rows < 2 * rows || v.rows == (v.rounded_cycles > 0 ? 64 : 8));
 }
 
 template <typename T, typename Form>

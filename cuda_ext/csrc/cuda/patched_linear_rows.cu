@@ -15,7 +15,7 @@ Tensor by_rounded(const PatchedProduct& p, int64_t most_unrounded) {
 
 template <typename T>
 Tensor by_integers(const PatchedProduct& p) {
-  return by_rounded<T, Int8Rows<T>, Int8Codes<T>>(p, p.k > kMostIntegers ? p.rows : kMostBesideIntegers);
+  return by_rounded<T, Int8Rows<T>, Int8Codes<T>>(p, p.k > kMostIntegers ? p.rows : kMostUnroundedByIntegers);
 }
 
 template Tensor by_integers<__nv_bfloat16>(const PatchedProduct&);
@@ -23,7 +23,7 @@ template Tensor by_integers<__half>(const PatchedProduct&);
 
 Tensor by_floats(const PatchedProduct& p) {
   using T = __nv_bfloat16;
-  return by_rounded<T, Fp8Rows<T>, Fp8Codes<T>>(p, kMostBesideFloats);
+  return by_rounded<T, Fp8Rows<T>, Fp8Codes<T>>(p, kMostUnroundedByFloats);
 }
 
 }  // namespace raylm::cuda

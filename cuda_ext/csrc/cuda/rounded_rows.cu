@@ -23,13 +23,18 @@ void launch(const Tensor& x, const RoundedRows& to, bool floats, cudaStream_t st
   const unsigned threads = threads_for(divide_up(across / 16, many ? 2 : 1), 1024);
   const unsigned together = threads >= 256 || !many ? 1 : 256 / threads;
   const Launch launch{dim3(divide_up(rows, together)), dim3(threads, together), stream};
-  if (floats) {
-    many ? launch_dependent(rounded_rows_kernel<T, Code, 2>, launch, params)
-         : launch_dependent(rounded_rows_kernel<T, Code, 1>, launch, params);
-  } else {
-    many ? launch_dependent(rounded_rows_kernel<T, signed char, 2>, launch, params)
-         : launch_dependent(rounded_rows_kernel<T, signed char, 1>, launch, params);
-  }
+  const auto as = [&](auto byte) {
+    using Byte = decltype(byte);
+    if (places) {
+      many ? launch_dependent(rounded_rows_kernel<T, Byte, 2, true>, launch, params)
+           : launch_dependent(rounded_rows_kernel<T, Byte, 1, true>, launch, params);
+    } else {
+      many ? launch_dependent(rounded_rows_kernel<T, Byte, 2, false>, launch, params)
+           : launch_dependent(rounded_rows_kernel<T, Byte, 1, false>, launch, params);
+    }
+  };
+  using Integer = signed char;
+  floats ? as(Code{}) : as(Integer{});
 }
 
 }  // namespace

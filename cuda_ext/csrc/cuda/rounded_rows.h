@@ -5,8 +5,8 @@
 
 namespace raylm::cuda {
 
-// Rows up to which products do not round them, beside integers and beside floats. raylm/ops/patches.py has them too.
-constexpr int64_t kMostBesideIntegers = 16, kMostBesideFloats = 64;
+// Rows up to which products by integers and by floats do not round them. raylm/ops/patches.py has them too.
+constexpr int64_t kMostUnroundedByIntegers = 16, kMostUnroundedByFloats = 64;
 constexpr int64_t kMostIntegers = 1 << 17;  // columns, whose products' sums integers of 32 bits hold
 
 // In the order of columns that rounded_rows.cuh says.

@@ -2,13 +2,13 @@
 //
 // Rows lie in the order of their experts, and which rows are whose stands in a list of segments, on the device alone. A
 // block takes tiles of `Width` rows of W for one segment. One of its threads (of codes, a warp) fetches and runs ahead, also into the next
-// tile; one or two groups of four warps multiply by wgmma, with W as its A operand, whose height is fixed, and x as its B
+// tile; one to three groups of four warps multiply by wgmma, with W as its A operand, whose height is fixed, and x as its B
 // operand, whose width follows the segment: so few rows cost few instructions. Of a gated product, W's rows come to shared
 // memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread then has the gate of a column and
 // its up side by side.
 //
 // Where an expert has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x
-// for both: from the L2 cache comes only so much.
+// for both (not of x that is rounded: from the L2 cache comes half as much).
 //
 // W may be codes in patches (tile/patches.cuh) instead of numbers of T. These come to shared memory as they are, a copy for
 // the patches beside each other of a stage, and become wgmma's A operand in registers. x may be rounded to such codes.

@@ -17,7 +17,7 @@ struct RoundedRowsParams {
   int64_t stride;
   unsigned char* bytes;  // [rows or places, across], zeros behind the columns
   float* scales;
-  const int* places;  // [rows, each]: where a row goes, or null: to its own place
+  const int* places;  // [rows, each]: where a row goes, if it is spread
   int rows, each;
   int columns, across;  // multiples of 16
 };
@@ -62,10 +62,11 @@ struct Sixteen {
 };
 
 // threadIdx.y: rows of a block. A thread holds 16 columns `Held` times; rows that do not fit are read twice.
-template <typename T, typename Byte, int Held>
-__global__ void __launch_bounds__(1024) rounded_rows_kernel(RoundedRowsParams<T> p) {
+template <typename T, typename Byte, int Held, bool Spreads>
+__global__ void __launch_bounds__(1024, 1) rounded_rows_kernel(RoundedRowsParams<T> p) {
+  if (!Spreads) start_dependents();
   wait_for_dependencies();
-  start_dependents();  // only now: the next kernel may read early what the one ahead of this has written
+  if (Spreads) start_dependents();  // only now: the next kernel reads early what the one ahead of this has written
   const int row = blockIdx.x * blockDim.y + threadIdx.y, columns = row < p.rows ? p.columns : 0;
   const T* const x = p.x + row * p.stride;
   const int step = blockDim.x * 16, begin = threadIdx.x * 16;
@@ -82,13 +83,20 @@ __global__ void __launch_bounds__(1024) rounded_rows_kernel(RoundedRowsParams<T>
   for (int at = begin + Held * step; at < columns; at += step) largest = fmaxf(largest, Sixteen<T>::load(x + at).largest());
   const float scale = scale_of(row_max(largest), kLargestByte<Byte>), inverse = 1.0f / scale;
   if (row >= p.rows) return;
-  const auto place = [&](int i) { return p.places ? p.places[row * p.each + i] : row; };
-  for (int i = threadIdx.x; i < p.each; i += blockDim.x) p.scales[place(i)] = scale;
+  const int* const places = p.places + row * p.each;
+  if constexpr (Spreads) {
+    for (int i = threadIdx.x; i < p.each; i += blockDim.x) p.scales[places[i]] = scale;
+  } else if (threadIdx.x == 0) {
+    p.scales[row] = scale;
+  }
   const auto write = [&](int at, const Sixteen<T>& sixteen) {
     const uint4 bytes = at < p.columns ? sixteen.template rounded<Byte>(inverse) : make_uint4(0, 0, 0, 0);
-#pragma unroll 8
-    for (int i = 0; i < p.each; ++i) {
-      *reinterpret_cast<uint4*>(p.bytes + static_cast<int64_t>(place(i)) * p.across + at) = bytes;
+    const auto put = [&](int to) { *reinterpret_cast<uint4*>(p.bytes + static_cast<int64_t>(to) * p.across + at) = bytes; };
+    if constexpr (Spreads) {
+#pragma unroll 4
+      for (int i = 0; i < p.each; ++i) put(places[i]);
+    } else {
+      put(row);
     }
   };
 #pragma unroll
