@@ -232,7 +232,9 @@ PATCHES = {
     "ao_int8": ("int8", 128),
     "ao_int8_groups": ("int8", 32),
     "ao_int8_tensor": ("int8", 128),
-    "ao_int8_static": ("int8", 128),
+    "ao_int8_static": ("int8", 128),  # zero points are stored
+    "ao_int8_dynamic": ("int8_rows", 128),
+    "ao_int8_asymmetric": ("int8", 128),
     "ao_int4": ("affine4", 32),
     "ao_int4_64": ("affine4", 32),
     "ao_int4_fp8": ("affine4", 32),

@@ -215,6 +215,13 @@ def _intx(bits: int, columns: int, **how: str) -> Kind:
     )
 
 
+_ASYMMETRIC = {"_type": "MappingType", "_data": "ASYMMETRIC"}
+
+
+def _asymmetric(activations: dict[str, object]) -> dict[str, object]:
+    return {**activations, "_data": {**activations["_data"], "mapping_type": _ASYMMETRIC}}
+
+
 KINDS: dict[str, Kind] = {
     "ao_int8": _kind(config("Int8WeightOnlyConfig", granularity=PER_ROW), values(8, 1, 0), told("Int8Tensor")),
     "ao_int8_groups": _kind(
@@ -232,6 +239,11 @@ KINDS: dict[str, Kind] = {
         config("Int8DynamicActivationInt8WeightConfig", granularity=PER_ROW),
         values(8, 1, 0, zeros="none"),  # as torchao 0.16 has it
         told("Int8Tensor", act_quant_kwargs=INT8_ACTIVATIONS),
+    ),
+    "ao_int8_asymmetric": _kind(
+        config("Int8DynamicActivationInt8WeightConfig", granularity=PER_ROW, act_mapping_type=_ASYMMETRIC),
+        values(8, 1, 0, zeros="none"),
+        told("Int8Tensor", act_quant_kwargs=_asymmetric(INT8_ACTIVATIONS)),
     ),
     "ao_int8_static": _kind(
         config("Int8StaticActivationInt8WeightConfig", granularity=[PER_TENSOR, PER_ROW]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,7 @@ from raylm.errors import ConfigError
 from raylm.models.fields import Fields
 from raylm.models.quantised.fields import MOST_COLUMNS
 from raylm.models.quantised.scheme import Scheme, Zero
-from raylm.models.quantised.torchao import AGAIN, int4_scheme, integer_bits
+from raylm.models.quantised.torchao import AGAIN, int4_scheme, integer_bits, is_symmetric
 from raylm.models.safetensors import file_metadata
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ PARTS = {
 }
 """End of a tensor's name -> which part of a weight it is."""
 UNUSED = tuple(f"{_BEGIN}{name}" for name in ("act_quant_scale", "act_quant_zero_point"))
-"""The same of scales by which activations would be quantised: they are computed in 16 bits here."""
+"""The same of stored scales of activations, which are not used: each token has its own."""
 _MATRIX = 2
 
 
@@ -159,7 +160,14 @@ def _pair(data: Fields, name: str) -> tuple[int, int]:
 
 
 def _int8(data: Fields, shape: tuple[int, int], zero: Zero) -> Scheme:
-    return _integers(data, shape, zero, 8)
+    return replace(_integers(data, shape, zero, 8), weights_only=not _rounds_activations(data))
+
+
+def _rounds_activations(data: Fields) -> bool:
+    """Whether products may round activations as they round weights, with a scale a token and no zero point."""
+    if data.get("act_quant_kwargs") is None:
+        return False
+    return is_symmetric(data.section("act_quant_kwargs").section("_data"), "mapping_type")
 
 
 def _intx(data: Fields, shape: tuple[int, int], zero: Zero) -> Scheme:

@@ -6,6 +6,7 @@ The configuration says what was asked for; the files say of each weight how it i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from raylm.models.fields import Fields
@@ -88,6 +89,18 @@ def _int8(data: Fields) -> Scheme:
     return Scheme(layout="values", numbers="int", bits=8, rows=rows, columns=columns, zero="stored", weights_only=True)
 
 
+def _int8_activations(data: Fields) -> Scheme:
+    scheme = _int8(data)
+    return replace(scheme, zero="none", weights_only=False) if is_symmetric(data, "act_mapping_type") else scheme
+
+
+def is_symmetric(data: Fields, name: str) -> bool:
+    """Whether a mapping to integers, an enumeration's member or a word, has no zero point. By default it has none."""
+    given = data.get(name)
+    word = data.section(name).get("_data") if isinstance(given, dict) else given
+    return word is None or (isinstance(word, str) and word.lower() == "symmetric")
+
+
 def _float8(data: Fields, *, weights_only: bool) -> Scheme:
     _packing(data, "packing_format", "plain")
     rows, columns = _shared(data, "granularity")
@@ -131,8 +144,8 @@ def _intx_activations(data: Fields) -> Scheme:
 _SCHEMES: dict[str, Callable[[Fields], Scheme]] = {
     "Int4WeightOnlyConfig": _int4,
     "Int8WeightOnlyConfig": _int8,
-    "Int8DynamicActivationInt8WeightConfig": _int8,
-    "Int8StaticActivationInt8WeightConfig": _int8,
+    "Int8DynamicActivationInt8WeightConfig": _int8_activations,
+    "Int8StaticActivationInt8WeightConfig": _int8_activations,
     "IntxWeightOnlyConfig": _intx,
     "Int8DynamicActivationIntxWeightConfig": _intx_activations,
     "Float8WeightOnlyConfig": _float8_weights,
