@@ -1,6 +1,11 @@
 #include "patched_linear.h"
 
 namespace raylm::cuda {
+
+extern template Tensor patched_product<__nv_bfloat16, Fp8Codes<__nv_bfloat16>>(const PatchedProduct&);
+extern template Tensor patched_product<__nv_bfloat16, Int8Codes<__nv_bfloat16>>(const PatchedProduct&);
+extern template Tensor patched_product<__half, Int8Codes<__half>>(const PatchedProduct&);
+
 namespace {
 
 template <typename T, typename Form, typename Unrounded>
