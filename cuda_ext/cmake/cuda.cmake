@@ -24,8 +24,8 @@ target_sources(raylm_kernels PRIVATE
   csrc/cuda/patched_linear_mxfp8.cu csrc/cuda/patched_linear_nf4.cu csrc/cuda/patched_linear_rows.cu
   csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu
   csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu csrc/cuda/prefixes.cu csrc/cuda/rope_store.cu csrc/cuda/rotary.cu
-  csrc/cuda/rounded_rows.cu csrc/cuda/route.cu csrc/cuda/sample.cu csrc/cuda/scaled_linear.cu csrc/cuda/scaled_rows.cu csrc/cuda/split_linear.cu
-  csrc/cuda/store_kv.cu csrc/cuda/tokens.cu)
+  csrc/cuda/rounded_rows.cu csrc/cuda/route.cu csrc/cuda/sample.cu csrc/cuda/scaled_linear.cu csrc/cuda/scaled_rows.cu
+  csrc/cuda/split_linear.cu csrc/cuda/store_kv.cu csrc/cuda/tokens.cu)
 # wgmma's operands are written out one by one, for each type and width: a script does that.
 set(WGMMA_FORMS ${CMAKE_BINARY_DIR}/include/raylm/cuda/ptx/wgmma_forms.cuh)
 add_custom_command(OUTPUT ${WGMMA_FORMS}

@@ -74,7 +74,7 @@ class Scheme:
         kinds = {form for forms in found.values() for form in forms}
         patches = {form for form in kinds if isinstance(form, PatchForm)}
         if patches:
-            # What some of them do to activations, the others must do too, or none does.
+            # Where forms differ only in rounding activations, no matrix of the layer's experts rounds them.
             alike = patches if len(patches) == 1 else {form.unrounded for form in patches}
             return alike.pop() if len(patches) == len(kinds) and len(alike) == 1 else None
         if any(len(forms) > 1 for forms in found.values()):

@@ -65,26 +65,9 @@ def experts(
     down_bias: Tensor | None,
     activation: int,
     limit: float,
+    between: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    sums = mixture(
-        x, gate_up, down, weights, chosen, gate_up_bias, down_bias, activation, limit, lambda inner: inner.to(x.dtype)
-    )
-    return sums.to(x.dtype)
-
-
-def mixture(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: int,
-    limit: float,
-    between: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """As the operator, but in float32; `between` makes rows of down's dtype of what the activation gives."""
+    """`between` converts the activation's float32 output to down's dtype; by default it is a cast."""
     num_tokens, per_token = chosen.shape
     wanted, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(wanted, torch.arange(len(gate_up), device=x.device), right=True).int()
@@ -92,11 +75,18 @@ def mixture(
     if gate_up_bias is not None:
         both += gate_up_bias[wanted]
     inner = _gated(*both.chunk(2, dim=-1), ACTIVATIONS[activation], limit)
-    parts = _grouped(between(inner), down, wanted, ends).float()
+    inner = inner.to(x.dtype) if between is None else between(inner)
+    parts = _grouped(inner, down, wanted, ends).float()
     if down_bias is not None:
         parts += down_bias[wanted]
     parts *= weights.flatten()[order].unsqueeze(-1)
-    return torch.empty_like(parts).index_copy_(0, order, parts).view(num_tokens, per_token, down.shape[1]).sum(1)
+    return (
+        torch.empty_like(parts)
+        .index_copy_(0, order, parts)
+        .view(num_tokens, per_token, down.shape[1])
+        .sum(1)
+        .to(x.dtype)
+    )
 
 
 def experts_kernels(x: Tensor, down: Tensor) -> bool:

@@ -48,7 +48,7 @@ MOST_ZERO: dict[Numbers, int] = {"int4": 127, "int8": 255, "int8_rows": 128}
 """The largest zero point of integers: float16 and bfloat16 hold what is left of it and a code."""
 MOST_CODE: dict[Numbers, int] = {"int4": 15, "int8": 255, "affine4": 15, "affine8": 127, "int8_rows": 255}
 MOST_UNROUNDED: dict[Numbers, int] = {"int8_rows": 16, "fp8_rows": 64}
-"""Rows of activations up to which products do not round them, where they round more: they wait for the weight."""
+"""Up to so many rows a product does not round its activations: reading the weight bounds it."""
 MOST_EXPONENT = 191
 """Of the scales of MXFP4 and MXFP8: those of 2 ** 64 kernels still multiply by in two factors of bfloat16."""
 MOST_SCALE = 128.0
@@ -191,7 +191,7 @@ def rounds_rows(numbers: Numbers, rows: int) -> bool:
 
 
 def round_rows(x: Tensor, numbers: Numbers) -> Tensor:
-    """float32 [T, K] as integers or floats of 8 bits with a scale a row stand for it: the row's largest magnitude / 127
+    """x, float32 [T, K], quantised to INT8 or e4m3 and dequantised again: one scale a row, its largest magnitude / 127
     or 448."""
     if numbers == "fp8_rows":
         codes, scales = scale_rows(x)
@@ -215,20 +215,20 @@ def patched_experts(
 ) -> Tensor:
     inner, kind = gate_up.shape[1] // 2 * PATCH_ROWS, NUMBERS[numbers]
     rounds = rounds_rows(kind, len(x))
+
+    def as_taken(rows: Tensor) -> Tensor:
+        """Activations as both products take them."""
+        rows = rows.to(x.dtype)
+        return round_rows(rows.float(), kind) if rounds else rows
+
+    taken = as_taken(x)
     unpacked = [
-        unpack(weight.flatten(0, 1), kind, group, columns)
-        .to(torch.float32 if rounds else x.dtype)
-        .unflatten(0, (len(weight), -1))
+        unpack(weight.flatten(0, 1), kind, group, columns).to(taken.dtype).unflatten(0, (len(weight), -1))
         for weight, columns in ((gate_up, x.shape[1]), (down, inner))
     ]
-    if not rounds:
-        return experts.experts(x, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit)
-    rows = round_rows(x.float(), kind)
-
-    def between(inner: Tensor) -> Tensor:
-        return round_rows(inner.to(x.dtype).float(), kind)
-
-    sums = experts.mixture(rows, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit, between)
+    sums = experts.experts(
+        taken, *unpacked, weights, chosen, gate_up_bias, down_bias, activation, limit, between=as_taken
+    )
     return sums.to(x.dtype)
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from raylm import ops
+from raylm.layers.slots import PatchForm
 from raylm.ops import fallback
-from raylm.ops.patches import Numbers
-from tests.gpu.timing import Call, bandwidth, graph_us
+from tests.gpu.timing import Call, add_kinds, bandwidth, graph_us
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}
@@ -32,18 +32,16 @@ COPIES = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", default=KINDS, help="numbers and columns of a group, with commas between")
-    parser.add_argument("--shapes", default="", help="only those whose name begins so")
+    add_kinds(parser, KINDS)
     parser.add_argument("tokens", nargs="*", type=int, default=TOKENS)
     args = parser.parse_args()
-    kinds = [(numbers, int(group)) for numbers, group in (kind.split(":") for kind in args.kinds.split(","))]
     most = bandwidth()
     print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
     shapes = {name: shape for name, shape in SHAPES.items() if name.startswith(args.shapes)}
     for name, (num_experts, per_token, hidden, size) in shapes.items():
         gate_ups = [_random(num_experts, 2 * size, hidden) for _ in range(COPIES)]
         downs = [_random(num_experts, hidden, size) for _ in range(COPIES)]
-        patches = {kind: _patches(kind, num_experts, hidden, size) for kind in kinds}
+        patches = {kind: _patches(kind, num_experts, hidden, size) for kind in args.kinds}
         for tokens in args.tokens:
             logits = _random(tokens, num_experts) * hidden**0.5
             x = _random(tokens, hidden)
@@ -72,18 +70,18 @@ def _times(x: Tensor, gate_ups: list[Tensor], downs: list[Tensor], logits: Tenso
     }
 
 
-def _patches(kind: tuple[Numbers, int], num_experts: int, hidden: int, size: int) -> list[tuple[Tensor, Tensor]]:
+def _patches(kind: PatchForm, num_experts: int, hidden: int, size: int) -> list[tuple[Tensor, Tensor]]:
     """Gate and up, and down, of random codes: what numbers they are changes nothing."""
 
     def random(rows: int, columns: int) -> Tensor:
-        shape = num_experts, rows // 16, -(-columns // 128) * ops.patch_bytes(*kind)
+        shape = num_experts, rows // 16, -(-columns // 128) * kind.patch_bytes
         return torch.randint(0, 64, shape, dtype=torch.uint8, device="cuda")
 
     return [(random(2 * size, hidden), random(hidden, size)) for _ in range(2 * COPIES)]
 
 
 def _times_of_codes(
-    x: Tensor, patches: dict[tuple[Numbers, int], list[tuple[Tensor, Tensor]]], logits: Tensor, per_token: int
+    x: Tensor, patches: dict[PatchForm, list[tuple[Tensor, Tensor]]], logits: Tensor, per_token: int
 ) -> dict[str, float]:
     """Microseconds of a call for each kind of codes."""
     weights, chosen = route(logits, per_token)
@@ -91,11 +89,11 @@ def _times_of_codes(
     for kind, copies in patches.items():
         calls: list[Call] = [
             lambda g=g, d=d, kind=kind: ops.patched_experts(
-                x, g, d, weights, chosen, "silu", numbers=kind[0], group=kind[1]
+                x, g, d, weights, chosen, "silu", numbers=kind.numbers, group=kind.group
             )
             for g, d in copies
         ]
-        found[f"{kind[0]}_us"] = round(graph_us(calls), 2)
+        found[f"{kind.numbers}_us"] = round(graph_us(calls), 2)
     return found
 
 

@@ -17,24 +17,22 @@ import torch
 from raylm import ops
 from raylm.layers.slots import PatchForm, row_bytes
 from tests.gpu.scaled_linear_times import SHAPES
-from tests.gpu.timing import bandwidth, cold_copies, graph_us
+from tests.gpu.timing import add_kinds, bandwidth, cold_copies, graph_us
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", default="int4:128", help="numbers and columns of a group, with commas between")
-    parser.add_argument("--shapes", default="", help="only those whose name begins so")
+    add_kinds(parser, "int4:128")
     parser.add_argument("rows", nargs="*", type=int, default=ROWS)
     args = parser.parse_args()
     most = bandwidth()
     print(json.dumps({"bench": "bandwidth", "tb_per_s": round(most / 1e6, 3)}), flush=True)
-    for kind in args.kinds.split(","):
-        numbers, group = kind.split(":")
+    for form in args.kinds:
         for name, (n, k) in SHAPES.items():
             if name.startswith(args.shapes):
-                _time(PatchForm(numbers, int(group)), name, n, k, args.rows, most)
+                _time(form, name, n, k, args.rows, most)
 
 
 def _time(form: PatchForm, name: str, n: int, k: int, sizes: list[int], most: float) -> None:

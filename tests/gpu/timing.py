@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 
 import torch
+
+from raylm.layers.slots import PatchForm
 
 COLD_BYTES = 512 << 20
 """Inputs of this size in all take turns, so that no call finds its own in the L2 cache."""
 REPLAYS = 15
 
 Call = Callable[[], object]
+
+
+def add_kinds(parser: argparse.ArgumentParser, default: str) -> None:
+    """Arguments that say which weights in patches are timed (`kinds`, PatchForms), and of which shapes."""
+    help_of_kinds = "numbers and columns of a group, with commas between"
+    parser.add_argument("--kinds", type=_forms, default=_forms(default), help=help_of_kinds)
+    parser.add_argument("--shapes", default="", help="only those whose name begins so")
+
+
+def _forms(text: str) -> list[PatchForm]:
+    return [PatchForm(numbers, int(group)) for numbers, group in (kind.split(":") for kind in text.split(","))]
 
 
 def cold_copies(size: int) -> int:

@@ -89,7 +89,7 @@ Tensor coded_product(const CodedProduct& p, cudaStream_t stream) {
   params.columns = static_cast<int>(p.columns);
   params.act = p.act;
   params.limit = p.limit;
-  // As experts has it; the rounding too says that the next kernel may begin only when the sorting has ended.
+  // Spreading and rounding start the next kernel only after the sorting has ended, so segments may be read early.
   params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;
   if (p.sizes.segment_rows > Narrow::kRows) {
     launch_grouped<Many, T, Form>(p, params, stream);

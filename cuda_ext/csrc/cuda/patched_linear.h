@@ -97,7 +97,7 @@ constexpr PatchedVariant kPatchedVariants<T, Int8Rows<T>, true>[] = {
     patched_variant<T, Int8Rows<T>, PatchedWideShape<128, 128, 2, 8, 1>>(),
     patched_variant<T, Int8Rows<T>, PatchedWideShape<256, 128, 2, 8, 1>>()};
 
-// Two sums of a result are kept at times, so there is no room for 256 rows.
+// Partial sums take registers beside the totals, so a tile has at most 128 rows of x.
 template <typename T>
 constexpr PatchedVariant kPatchedVariants<T, Fp8Rows<T>, true>[] = {
     patched_variant<T, Fp8Rows<T>, PatchedWideShape<128, 128, 2, 8, 1>>(),

@@ -46,7 +46,7 @@ constexpr bool kRounded<RowBytes<Byte>> = true;
 // The sums of 64 rows of W, 16 of a warp, and N rows of x, as wgmma leaves them.
 template <typename Form, int N>
 struct RoundedSums {
-  static constexpr int kPart = N < 64 ? N : 64;  // rows of x whose floats' products are scaled together
+  static constexpr int kPart = N < 64 ? N : 64;  // of floats: rows of x whose partial sums are scaled together
   ByteSum<typename Form::Byte> totals[N / 2];
   float of_rows[2];
 
@@ -56,8 +56,9 @@ struct RoundedSums {
     settle(totals);
   }
 
-  // Adds 128 columns' products, of x at `box`. A lane has a row of 8 of one patch and one of another's, or of the same: of
-  // the upper ones or the lower. Products of integers are under way behind it, and `a` is not to be written until they end.
+  // Adds the products of a patch's 128 columns; x's lie at `box`. A lane has two rows of W: one of 8 rows of the patch at
+  // `low`, the upper ones (half 0) or the lower (1), and one of 8 at `high`. Products of integers are still in flight on
+  // return: do not write `a` before the next wgmma_wait.
   __device__ __forceinline__ void add(uint32_t (&a)[4][4], uint32_t low, int low_half, uint32_t high, int high_half,
                                       uint32_t box) {
 #pragma unroll
