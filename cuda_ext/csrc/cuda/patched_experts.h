@@ -48,7 +48,7 @@ void launch_grouped(const CodedProduct& p, GroupedParams params, cudaStream_t st
   }
   params.column_tiles = static_cast<int>(divide_up(p.columns, Shape::kWidth / p.halves * Shape::kCluster));
   params.steps = static_cast<int>(divide_up(p.across, Shape::kChunks));
-  params.stage_bytes = Shape::stage_bytes(params.box_rows, bytes_of_patch(Form<T>::kBits, p.group_log2));
+  params.stage_bytes = Shape::stage_bytes(params.box_rows, bytes_of_patch<Form<T>>(p.group_log2));
   const int most = (Shape::kBlocks == 2 ? kSharedOfTwo : kSharedOfBlock) - 2048;  // also what residency is asked for
   const int beside = Shape::kResultBytes + Shape::kAlignment;
   params.stages = std::min(kMostGroupedStages, (most - beside) / params.stage_bytes);
@@ -113,7 +113,7 @@ struct CodedCall {
 // The caller has checked the arguments, except the bytes of a row of patches.
 template <typename T, template <typename> typename Form>
 Tensor coded_experts(const CodedCall& c) {
-  const int patch = bytes_of_patch(Form<T>::kBits, c.group_log2);
+  const int patch = bytes_of_patch<Form<T>>(c.group_log2);
   Arg(kCodedExperts, "gate_up", c.gate_up).size(2, divide_up(c.x.size(1), kPatchColumns) * patch, "the patches of x's columns");
   Arg(kCodedExperts, "down", c.down).size(2, divide_up(c.size, kPatchColumns) * patch, "the patches of gate's rows");
   if (c.x.size(0) == 0) return torch::stable::new_empty(c.x, {0, c.x.size(1)});

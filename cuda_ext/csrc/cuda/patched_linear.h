@@ -189,7 +189,7 @@ bool map_x(PatchedParams& params, const PatchedProduct& p, const PatchedVariant&
 // `rounded` holds x for forms that are kRounded, and is null for all others.
 template <typename T, typename Form>
 bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* rounded = nullptr) {
-  const int patch = bytes_of_patch(Form::kBits, p.group_log2);
+  const int patch = bytes_of_patch<Form>(p.group_log2);
   const PatchedPlan plan = patched_plan<T, Form>(p, patch, p.x.get_device_index());
   PatchedParams params{};
   if (!plan.variant) return false;

@@ -245,12 +245,12 @@ struct GroupedBlock {
     const int below = max(min(kEach, half - first), 0);  // a cluster's second block may have none
     const int64_t number = static_cast<int64_t>(own.expert) * weight.below + lane / kEach * half + first + lane % kEach;
     const bool is_there = lane < Shape::kPatches && lane % kEach < below;
-    const unsigned char* row = weight.data + number * weight.across * bytes_of_patch(Form::kBits, weight.group_log2);
+    const unsigned char* row = weight.data + number * weight.across * bytes_of_patch<Form>(weight.group_log2);
     return {is_there ? row : nullptr, kHalves * below};
   }
 
   __device__ void load_patches(const Patches& from, int num_boxes, int step, int stage) const {
-    const int patch = bytes_of_patch(Form::kBits, params.patched.group_log2), bytes = chunks(step) * patch;
+    const int patch = bytes_of_patch<Form>(params.patched.group_log2), bytes = chunks(step) * patch;
     const int x_bytes = Shape::kBoxes * chunks(step) * num_boxes * params.box_rows * Shape::kRowBytes, lane = threadIdx.x % kWarp;
     if (lane == 0) barrier_arrive_expecting(full + 8 * stage, from.below * bytes + x_bytes);
     __syncwarp();
@@ -306,7 +306,7 @@ struct GroupedBlock {
   // Of 128 columns of the codes of a stage, those of 64 rows of W.
   __device__ __forceinline__ TwoRows two_rows(int stage, int chunk, int tall) const {
     const int warp = threadIdx.x % 128 / kWarp, eights = tall * 8 + warp * 2;  // rows of W, in eights of the tile
-    const int patch = bytes_of_patch(Form::kBits, params.patched.group_log2), row = Shape::kChunks * patch;
+    const int patch = bytes_of_patch<Form>(params.patched.group_log2), row = Shape::kChunks * patch;
     const uint32_t from = weights(stage) + chunk * patch;
     if constexpr (!Gated) return {from + eights / 2 * row, from + eights / 2 * row, 0, 1};
     const int half = eights / 2 % 2;

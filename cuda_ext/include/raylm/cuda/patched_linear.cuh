@@ -113,15 +113,15 @@ struct PatchedBlock {
   using Sums = float[Shape::kTall][Shape::kEights * 4];  // as the matrix instructions leave them
   using XRing = Ring<Shape::kXStages>;
   const PatchedParams& params;
-  const uint32_t memory, full, empty, x_full, x_empty;
-  const int patch = bytes_of_patch(Form::kBits, params.group_log2), stage_bytes = Shape::stage_bytes(patch);
+  const uint32_t memory, full;  // and behind the first barriers the others, in their order
+  const uint32_t empty = full + offsetof(PatchedBarriers, empty);
+  const uint32_t x_full = full + offsetof(PatchedBarriers, x_full), x_empty = full + offsetof(PatchedBarriers, x_empty);
+  const int patch = bytes_of_patch<Form>(params.group_log2), stage_bytes = Shape::stage_bytes(patch);
   const int rank = params.split > 1 ? cluster_rank() : 0;
   const int from = rank * params.slice, steps = min(params.slice, params.steps - from);
 
   __device__ PatchedBlock(const PatchedParams& p, const unsigned char* dynamic, PatchedBarriers& barriers)
-      : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)), x_full(shared_address(barriers.x_full)),
-        x_empty(shared_address(barriers.x_empty)) {}
+      : params(p), memory(kept((shared_address(dynamic) + 1023) / 1024 * 1024)), full(kept(shared_address(&barriers))) {}
 
   // Tiles in their order: the rows of x below each other first, which share W.
   __device__ int first() const { return blockIdx.x / params.split; }
@@ -295,12 +295,12 @@ struct PatchedBlock {
     }
   }
 
-  // Starts the products of 64 columns, whose x is at `box`, and returns before they end.
-  __device__ static __forceinline__ void multiply_half(Sums& sums, uint32_t (&a)[4][4], const Form (&rows)[2], int half, uint32_t box) {
+  // Starts the products of 64 columns, whose x is `right`, and returns before they end.
+  __device__ static __forceinline__ void multiply_half(Sums& sums, uint32_t (&a)[4][4], const Form (&rows)[2], int half,
+                                                       uint64_t right) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = rows[i % 2].scaled(half * 4 + i / 4, i % 4 / 2);
     wgmma_fence();
-    const uint64_t right = matrix_descriptor(box, 1024, 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k) multiply_by_transpose<T, Shape::kRows>(sums[0], a[k], right + 2 * k);
     wgmma_commit();
@@ -312,29 +312,31 @@ struct PatchedBlock {
     clear(sums);
     settle(sums[0]);
     uint32_t a[2][4][4];
-    // By way of a shuffle the compiler knows that all lanes have the same.
-    const int box_bytes = params.box_rows * 128, first_own = __shfl_sync(kAllLanes, part() * kOwn, 0);
-    int last = x_ring.stage;
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      const int there = chunks(step);
-      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp % Shape::kTeam * Shape::kChunks * patch;
+    const PatchLane lane = PatchLane::of_loop();
+    const int box_bytes = params.box_rows * 128, first_own = part() * kOwn;
+    const uint32_t first_patch = kept(weights(0) + (threadIdx.x / kWarp % Shape::kTeam * Shape::kChunks + first_own) * patch);
+    const uint32_t first_box = kept(x(0) + first_own * 2 * box_bytes);
+    int last = x_ring.stage, left = min(steps * Shape::kChunks, params.across - from * Shape::kChunks) - first_own;
+    for (int step = 0; step < steps; ++step, ring.advance(), left -= Shape::kChunks) {
+      const uint32_t patches = first_patch + ring.stage * stage_bytes;
       barrier_wait(full + 8 * ring.stage, ring.parity);
 #pragma unroll
       for (int begin = 0; begin < Shape::kChunks; begin += Shape::kXChunks) {
-        if (begin > 0 && begin >= there) break;
-        const uint32_t boxes = __shfl_sync(kAllLanes, x(x_ring.stage), 0);
+        if (begin > 0 && begin >= left) break;
+        // By way of a shuffle the compiler knows that all lanes have the same.
+        const uint32_t box = __shfl_sync(kAllLanes, first_box + x_ring.stage * Shape::kXBytes, 0);
+        const uint64_t boxes = matrix_descriptor(box, 1024, 0);
         bool holds_last = step > 0 || begin > 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-          const int of_x = first_own + i;
           // Without parts the first chunk of a stage is always there: then there is no branch.
-          if ((Shape::kParts > 1 || begin + i > 0) && begin + of_x >= there) break;
+          if ((Shape::kParts > 1 || begin + i > 0) && begin + i >= left) break;
           Form rows[2];
-          for (int r = 0; r < 2; ++r) rows[r].load(own + (begin + of_x) * patch, r, params.group_log2);
+          for (int r = 0; r < 2; ++r) rows[r].load(patches + (begin + i) * patch, r, params.group_log2, lane);
           if (i == 0) barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            multiply_half(sums, a[half], rows, half, boxes + (of_x * 2 + half) * box_bytes);
+            multiply_half(sums, a[half], rows, half, boxes + (i * 2 + half) * (box_bytes >> 4));
             if (i == 0 && half == 0 && holds_last) arrive(x_empty + 8 * last), holds_last = false;
           }
         }
@@ -582,7 +584,7 @@ __global__ void patched_decode_kernel(PatchedDecodeParams p) {
   constexpr int kMostBytes = bytes_of_patch(Form::kBits, 4);
   __shared__ alignas(16) unsigned char patches[kDecodeWarps][kMostBytes];
   wait_for_dependencies();
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, bytes = bytes_of_patch(Form::kBits, p.group_log2);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, bytes = bytes_of_patch<Form>(p.group_log2);
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + warp;
   if (number >= static_cast<int64_t>(p.n / kPatchRows) * p.across) return;
   const uint4* from = reinterpret_cast<const uint4*>(p.weight + number * bytes);

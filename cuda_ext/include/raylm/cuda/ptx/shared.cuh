@@ -9,6 +9,13 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same number, which the compiler keeps in a register: what follows from special registers it would rather work out
+// again wherever it is used.
+__device__ inline uint32_t kept(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ inline void store_shared(uint32_t to, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }

@@ -68,7 +68,7 @@ struct IntegerGroup {
   uint32_t zero;
   __device__ static IntegerGroup of(uint32_t word) { return {__uint_as_float(word & ~0xffu), word & 0xffu}; }
   // The zero point, twice, as int4_pair has codes.
-  __device__ uint32_t zeros_beside() const { return zero * 0x10001u | kIntegerBase<T>; }
+  __device__ uint32_t zeros_beside() const { return __byte_perm(zero, kIntegerBase<T>, 0x5050); }
   // The zero point and that base, as a number.
   __device__ float zero_and_base() const {
     return __uint_as_float(std::is_same_v<T, __half> ? 0x44800000 | zero << 13 : 0x43000000 | zero << 16);

@@ -37,6 +37,22 @@ __host__ __device__ constexpr int bytes_of_patch(int code_bits, int group_log2) 
   return kPatchRows * kPatchColumns * code_bits / 8 + (kPatchColumns >> group_log2) * kPatchRows * 4;
 }
 
+// Of a form's: where a row of a patch has one word, the compiler knows how many.
+template <typename Form>
+__host__ __device__ constexpr int bytes_of_patch(int group_log2) {
+  return bytes_of_patch(Form::kBits, Form::kOneWord ? 7 : group_log2);
+}
+
+// Where a lane's codes are in 64 columns of 8 rows of a patch, and its word among theirs.
+struct PatchLane {
+  uint32_t codes = threadIdx.x % kWarp * 16, word = threadIdx.x % kWarp / 4 * 4;
+  // For loops, which then do not work it out again.
+  __device__ static PatchLane of_loop() {
+    const PatchLane lane;
+    return {kept(lane.codes), kept(lane.word)};
+  }
+};
+
 // A form has 8 rows of a patch, the upper ones or the lower. Its pairs are of 16 columns, of which `step` is the number
 // within the patch: the first two, or those 8 behind. `scaled` gives numbers of T, up to a factor of all; where kSums,
 // `number` gives them without their scales, exactly, so that products may be summed first over kColumns columns.
@@ -52,7 +68,7 @@ __device__ inline uint32_t small_pair(uint32_t word, int behind) {
 template <typename T>
 struct Fp8Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);
-  static constexpr bool kCodes = true, kSums = true;
+  static constexpr bool kCodes = true, kSums = true, kOneWord = true;
   static constexpr int kColumns = 128, kBits = 8;
   static constexpr float kFactor = 1.0f;
 
@@ -60,10 +76,9 @@ struct Fp8Codes {
   float of_row;
   uint32_t power;  // of_row 2^120, twice
 
-  __device__ void load(uint32_t patch, int rows, int) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    of_row = __uint_as_float(load_shared_word(patch + 2048 + (rows * 8 + lane / 4) * 4));
+  __device__ void load(uint32_t patch, int rows, int, PatchLane lane = {}) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
+    of_row = __uint_as_float(load_shared_word(patch + 2048 + rows * 32 + lane.word));
     power = pack<T>(of_row * 0x1p120f, of_row * 0x1p120f);
   }
 
@@ -82,17 +97,16 @@ struct Fp8Codes {
 template <typename T>
 struct Mxfp4Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);  // float16 does not hold all of the scales
-  static constexpr bool kCodes = true, kSums = false;
+  static constexpr bool kCodes = true, kSums = false, kOneWord = true;
   static constexpr int kColumns = 32, kBits = 4;
   static constexpr float kFactor = 0x1p63f;
 
   uint4 codes;
   uint32_t exponents;  // a byte each 32 columns
 
-  __device__ void load(uint32_t patch, int rows, int) {
-    const int lane = threadIdx.x % kWarp;
-    codes = load_shared(patch + rows * 512 + lane * 16);
-    exponents = load_shared_word(patch + 1024 + (rows * 8 + lane / 4) * 4);
+  __device__ void load(uint32_t patch, int rows, int, PatchLane lane = {}) {
+    codes = load_shared(patch + rows * 512 + lane.codes);
+    exponents = load_shared_word(patch + 1024 + rows * 32 + lane.word);
   }
 
   __device__ uint32_t scaled(int step, int behind) const {
@@ -108,17 +122,16 @@ struct Mxfp4Codes {
 template <typename T>
 struct Mxfp8Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);
-  static constexpr bool kCodes = true, kSums = false;
+  static constexpr bool kCodes = true, kSums = false, kOneWord = true;
   static constexpr int kColumns = 32, kBits = 8;
   static constexpr float kFactor = 0x1p60f;
 
   uint4 codes[2];  // of 64 columns each
   uint32_t exponents;  // a byte each 32 columns
 
-  __device__ void load(uint32_t patch, int rows, int) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    exponents = load_shared_word(patch + 2048 + (rows * 8 + lane / 4) * 4);
+  __device__ void load(uint32_t patch, int rows, int, PatchLane lane = {}) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
+    exponents = load_shared_word(patch + 2048 + rows * 32 + lane.word);
   }
 
   __device__ uint32_t scaled(int step, int behind) const {
@@ -130,7 +143,7 @@ struct Mxfp8Codes {
 // Integers of 4 bits with a scale and a zero point a group of at least Columns columns.
 template <typename T, int Columns>
 struct Int4Codes {
-  static constexpr bool kCodes = true, kSums = true;
+  static constexpr bool kCodes = true, kSums = true, kOneWord = Columns == 128;
   static constexpr int kColumns = Columns, kBits = 4;
   static constexpr float kFactor = 1.0f;
 
@@ -140,10 +153,9 @@ struct Int4Codes {
   static constexpr int kGroupLog2 = Columns == 128 ? 7 : Columns == 64 ? 6 : 5;
 
   // Without group_log2: groups of exactly so many columns.
-  __device__ void load(uint32_t patch, int rows, int group_log2 = kGroupLog2) {
-    const int lane = threadIdx.x % kWarp;
-    codes = load_shared(patch + rows * 512 + lane * 16);
-    load_words<Columns>(words, patch + 1024 + (rows * 8 + lane / 4) * 4, group_log2);
+  __device__ void load(uint32_t patch, int rows, int group_log2 = kGroupLog2, PatchLane lane = {}) {
+    codes = load_shared(patch + rows * 512 + lane.codes);
+    load_words<Columns>(words, patch + 1024 + rows * 32 + lane.word, group_log2);
   }
 
   __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step * 16 / Columns]); }
@@ -173,17 +185,16 @@ __host__ __device__ constexpr uint32_t nf4_bytes(int first, int shift) {
 template <typename T>
 struct Nf4Codes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);
-  static constexpr bool kCodes = true, kSums = true;
+  static constexpr bool kCodes = true, kSums = true, kOneWord = false;
   static constexpr int kColumns = 32, kBits = 4;
   static constexpr float kFactor = 1.0f;
 
   uint4 codes;
   uint32_t words[kPatchColumns / kColumns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2) {
-    const int lane = threadIdx.x % kWarp;
-    codes = load_shared(patch + rows * 512 + lane * 16);
-    load_words<kColumns>(words, patch + 1024 + (rows * 8 + lane / 4) * 4, group_log2);
+  __device__ void load(uint32_t patch, int rows, int group_log2, PatchLane lane = {}) {
+    codes = load_shared(patch + rows * 512 + lane.codes);
+    load_words<kColumns>(words, patch + 1024 + rows * 32 + lane.word, group_log2);
   }
 
   __device__ float scale(int step) const { return __uint_as_float(words[step * 16 / kColumns]); }
@@ -210,17 +221,16 @@ struct Nf4Codes {
 // The same of 8 bits, from which 128 is taken, as the zero points' is.
 template <typename T>
 struct Int8Codes {
-  static constexpr bool kCodes = true, kSums = true;
+  static constexpr bool kCodes = true, kSums = true, kOneWord = false;
   static constexpr int kColumns = 16, kBits = 8;
   static constexpr float kFactor = 1.0f;
 
   uint4 codes[2];  // of 64 columns each
   uint32_t words[kPatchColumns / kColumns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    load_words<kColumns>(words, patch + 2048 + (rows * 8 + lane / 4) * 4, group_log2);
+  __device__ void load(uint32_t patch, int rows, int group_log2, PatchLane lane = {}) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
+    load_words<kColumns>(words, patch + 2048 + rows * 32 + lane.word, group_log2);
   }
 
   __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step]); }
@@ -239,17 +249,16 @@ struct Int8Codes {
 template <typename T, int Bits>
 struct AffineCodes {
   static_assert(std::is_same_v<T, __nv_bfloat16>);
-  static constexpr bool kCodes = true, kSums = false;
+  static constexpr bool kCodes = true, kSums = false, kOneWord = false;
   static constexpr int kColumns = 16, kBits = Bits;
   static constexpr float kFactor = 1.0f;
 
   uint4 codes[Bits / 4];
   uint32_t words[kPatchColumns / kColumns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < Bits / 4; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    load_words<kColumns>(words, patch + Bits * 256 + (rows * 8 + lane / 4) * 4, group_log2);
+  __device__ void load(uint32_t patch, int rows, int group_log2, PatchLane lane = {}) {
+    for (int i = 0; i < Bits / 4; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
+    load_words<kColumns>(words, patch + Bits * 256 + rows * 32 + lane.word, group_log2);
   }
 
   __device__ uint32_t scaled(int step, int behind) const {

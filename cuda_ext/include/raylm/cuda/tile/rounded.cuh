@@ -14,17 +14,16 @@ namespace raylm::cuda {
 template <typename Byte_>
 struct RowBytes {
   using Byte = Byte_;
-  static constexpr bool kCodes = true, kScalesPatches = std::is_same_v<Byte, __nv_fp8_e4m3>;
+  static constexpr bool kCodes = true, kOneWord = true, kScalesPatches = std::is_same_v<Byte, __nv_fp8_e4m3>;
   static constexpr int kBits = 8;
   static constexpr float kFactor = 1.0f;
 
   uint4 codes[2];  // of 64 columns each
   float of_row;
 
-  __device__ void load(uint32_t patch, int rows) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane * 16);
-    const uint32_t word = load_shared_word(patch + 2048 + (rows * 8 + lane / 4) * 4);
+  __device__ void load(uint32_t patch, int rows, PatchLane lane) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
+    const uint32_t word = load_shared_word(patch + 2048 + rows * 32 + lane.word);
     of_row = __uint_as_float(kScalesPatches ? word : word & ~0xffu);  // beside integers' scales stand zero points
   }
 
@@ -49,6 +48,7 @@ struct RoundedSums {
   static constexpr int kPart = N < 64 ? N : 64;  // of floats: rows of x whose partial sums are scaled together
   ByteSum<typename Form::Byte> totals[N / 2];
   float of_rows[2];
+  const PatchLane lane = PatchLane::of_loop();
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -64,7 +64,7 @@ struct RoundedSums {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       Form row;
-      row.load(r ? high : low, r ? high_half : low_half);
+      row.load(r ? high : low, r ? high_half : low_half, lane);
       of_rows[r] = row.of_row;
 #pragma unroll
       for (int i = 0; i < 8; ++i) a[i / 2][i % 2 * 2 + r] = row.word(i);
