@@ -337,9 +337,7 @@ class PatchedWeight(nn.Module):
         """As PlainWeight.matmul."""
         assert isinstance(x, Tensor)
         numbers, group = self.form
-        if self.order is not None:
-            x = x.index_select(1, self.order)
-        return ops.patched_linear(x, self.patches, bias, numbers=numbers, group=group, frozen=True)
+        return ops.patched_linear(self._ordered(x), self.patches, bias, numbers=numbers, group=group, frozen=True)
 
     def gated_matmul(
         self,
@@ -350,8 +348,15 @@ class PatchedWeight(nn.Module):
         scales: bool = False,
     ) -> ops.Rows:
         """As PlainWeight.gated_matmul."""
-        gated = _gated(self.matmul(x, bias), activation)
+        assert isinstance(x, Tensor)
+        numbers, group = self.form
+        gated = ops.patched_gated_linear(
+            self._ordered(x), self.patches, activation, bias, numbers=numbers, group=group, frozen=True
+        )
         return _rows(gated, scales)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self.order is None else x.index_select(1, self.order)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """As PlainWeight.rows."""

@@ -34,6 +34,7 @@ from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
 from raylm.ops.layer_weights import few_layers_rows as few_layers_rows
 from raylm.ops.patched import PATCHED_UNIT as PATCHED_UNIT
 from raylm.ops.patched import patched_experts as patched_experts
+from raylm.ops.patched import patched_gated_linear as patched_gated_linear
 from raylm.ops.patched import patched_linear as patched_linear
 from raylm.ops.patched import takes_patched as takes_patched
 from raylm.ops.patched import takes_patched_experts as takes_patched_experts

@@ -24,7 +24,15 @@ _OF_CPUS = frozenset(
 _NOT_OF_CPUS = frozenset(
     (
         *("penalize", "sample", "sample_columns", "token_logprobs", "gather_logprobs", "mask_logits", "bias_logits"),
-        *("route", "experts", "patched_experts", "patched_linear", "gated_linear", "few_layers"),
+        *(
+            "route",
+            "experts",
+            "patched_experts",
+            "patched_linear",
+            "patched_gated_linear",
+            "gated_linear",
+            "few_layers",
+        ),
         *("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels"),
         "shared_prefixes",
     )

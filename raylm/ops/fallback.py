@@ -19,7 +19,7 @@ from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
-from raylm.ops.patches import patched_experts, patched_linear
+from raylm.ops.patches import patched_experts, patched_gated_linear, patched_linear
 from raylm.ops.penalties import penalize
 from raylm.ops.prefixes import shared_prefixes
 from raylm.ops.sampling import sample
@@ -379,6 +379,7 @@ _KERNELS = (
     scaled_linear,
     scaled_gated_linear,
     patched_linear,
+    patched_gated_linear,
     route,
     experts,
     experts_kernels,

@@ -73,6 +73,9 @@ SCHEMAS = {
         "bool frozen=False) -> (Tensor, Tensor)"
     ),
     "patched_linear": "(Tensor x, Tensor weight, Tensor? bias, int numbers, int group, bool frozen=False) -> Tensor",
+    "patched_gated_linear": (
+        "(Tensor x, Tensor weight, Tensor? bias, bool gelu_tanh, int numbers, int group, bool frozen=False) -> Tensor"
+    ),
     "route": (
         "(Tensor logits, Tensor? bias, int per_token, bool sigmoid, bool normalized, float scale, int groups, "
         "int groups_per_token) -> (Tensor, Tensor)"
@@ -193,6 +196,10 @@ def _patched_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] * PATCH_ROWS)
 
 
+def _patched_gated_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return _half_width(_patched_linear(x, weight))
+
+
 def _routed(logits: Tensor, bias: Tensor | None, per_token: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], per_token)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
@@ -262,6 +269,7 @@ _FAKES = {
     "scaled_linear": _scaled_linear,
     "scaled_gated_linear": _scaled_gated_linear,
     "patched_linear": _patched_linear,
+    "patched_gated_linear": _patched_gated_linear,
     "route": _routed,
     "experts": _like,
     "patched_experts": _like,

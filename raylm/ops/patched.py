@@ -14,6 +14,7 @@ from raylm.ops.experts import ACTIVATIONS
 from raylm.ops.patches import NUMBERS, PATCH_ROWS, Numbers
 
 _patched_linear: Callable[..., Tensor] = torch.ops.raylm.patched_linear.default
+_patched_gated_linear: Callable[..., Tensor] = torch.ops.raylm.patched_gated_linear.default
 _patched_experts: Callable[..., Tensor] = torch.ops.raylm.patched_experts.default
 
 PATCHED_UNIT = 64
@@ -49,6 +50,24 @@ def patched_linear(
     `frozen`: as in linear, of weight and bias.
     """
     return _patched_linear(x, weight, bias, NUMBERS.index(numbers), group, frozen)
+
+
+def patched_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    activation: Literal["silu", "gelu_tanh"],
+    bias: Tensor | None = None,
+    *,
+    numbers: Numbers,
+    group: int,
+    frozen: bool = False,
+) -> Tensor:
+    """act(gate) * up, where gate and up are the halves of patched_linear(x, weight, bias): [T, N / 2], N a multiple of
+    32.
+
+    Up to 1,024 rows, and where x is rounded however many, GPUs do not round gate and up before the activation.
+    """
+    return _patched_gated_linear(x, weight, bias, activation == "gelu_tanh", NUMBERS.index(numbers), group, frozen)
 
 
 def takes_patched(numbers: Numbers, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
@@ -14,8 +15,9 @@ from raylm import ops
 from raylm.ops.patches import NUMBERS, rounds_rows
 from tests.ops.devices import ON_CUDA
 from tests.ops.in_patches import KINDS, ROUNDED, dtypes, in_patches, rounded
+from tests.ops.op_reference import gated
 
-pytestmark = pytest.mark.operators("patched_linear")
+pytestmark = pytest.mark.operators("patched_linear", "patched_gated_linear")
 
 Pick = Callable[[str], Callable[..., Any]]
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
@@ -63,7 +65,7 @@ def test_scales_keep_sixteen_bits_of_their_mantissa() -> None:
 @pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(16, 576), (48, 1024)])
 def test_products_are_those_of_the_numbers(
-    op: Pick, device: str, n: int, k: int, numbers: str, group: int, dtype: torch.dtype
+    op: Pick, device: str, n: int, k: int, numbers: ops.Numbers, group: int, dtype: torch.dtype
 ) -> None:
     check_products(op, device, n, k, numbers, group, dtype, (1, 5, 9))
 
@@ -80,7 +82,7 @@ WIDEST += [
 @pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
 @pytest.mark.parametrize(("n", "k"), LARGE)
 def test_every_kernel_has_its_share(
-    op: Pick, device: str, n: int, k: int, numbers: str, group: int, dtype: torch.dtype
+    op: Pick, device: str, n: int, k: int, numbers: ops.Numbers, group: int, dtype: torch.dtype
 ) -> None:
     rows = (1, 5, 8, 13, 16, 31, 32, 40, 64, 130, 300, 1500) if n * k < 1 << 20 else (1, 9, 33, 200)
     check_products(op, device, n, k, numbers, group, dtype, rows)
@@ -88,33 +90,102 @@ def test_every_kernel_has_its_share(
 
 @ON_CUDA
 @pytest.mark.parametrize(("numbers", "group", "dtype"), WIDEST)
-def test_the_widest_tiles(op: Pick, device: str, numbers: str, group: int, dtype: torch.dtype) -> None:
+def test_the_widest_tiles(op: Pick, device: str, numbers: ops.Numbers, group: int, dtype: torch.dtype) -> None:
     """They are for weights of more rows than all multiprocessors take at a time. The last tile has a sixteenth of its
     rows, and the last stage half a patch of columns."""
     check_products(op, device, 28688, 320, numbers, group, dtype, (24, 48, 100, 200, 257))
 
 
 def check_products(
-    op: Pick, device: str, n: int, k: int, numbers: str, group: int, dtype: torch.dtype, sizes: tuple[int, ...]
+    op: Pick, device: str, n: int, k: int, numbers: ops.Numbers, group: int, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> None:
-    packed, numbers_of_weight = in_patches(numbers, group, n, k, seed=0)
-    packed, weight, is_affine = packed.to(device), numbers_of_weight.double(), numbers.startswith("affine")
-    bias = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    packed, weight = in_patches(numbers, group, n, k, seed=0)
+    packed, bias = packed.to(device), _bias(n, dtype).to(device)
     for rows in sizes:
         x = _rows(rows, k, dtype)
-        rounds_x = rounds_rows(numbers, rows)
-        expected = (rounded(x, numbers) if rounds_x else x.double()) @ weight.t()
-        # Of more rows, the weight is rounded too, where x is not, and always that of codes with offsets. Sums of floats
-        # of 8 bits have fewer bits than others.
-        rounds_weight = is_affine or (rows > 16 and not rounds_x)
-        share = 1 if rounds_weight else 0.1 if rounds_x and numbers == "fp8_rows" else 0.01
-        most = EPSILON[dtype] * (x.double().abs() @ weight.abs().t() * share + expected.abs())
+        expected, most = expected_products(x, weight.double(), numbers)
         found = op("patched_linear")(x.to(device), packed, None, NUMBERS.index(numbers), group)
         assert found.dtype == dtype and found.shape == (rows, n)
         assert ((found.cpu().double() - expected).abs() <= most).all(), rows
         biased = op("patched_linear")(x.to(device), packed, bias, NUMBERS.index(numbers), group)
         most += EPSILON[dtype] * bias.cpu().double().abs()
         assert ((biased.cpu().double() - expected - bias.cpu().double()).abs() <= 2 * most).all(), rows
+
+
+def _bias(n: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def expected_products(x: Tensor, weight: Tensor, numbers: ops.Numbers) -> tuple[Tensor, Tensor]:
+    """And how far a result may be from them."""
+    rounds_x = rounds_rows(numbers, len(x))
+    expected = (rounded(x, numbers) if rounds_x else x.double()) @ weight.t()
+    # Of more rows, the weight is rounded too, where x is not, and always that of codes with offsets. Sums of floats of
+    # 8 bits have fewer bits than others.
+    rounds_weight = numbers.startswith("affine") or (len(x) > 16 and not rounds_x)
+    share = 1 if rounds_weight else 0.1 if rounds_x and numbers == "fp8_rows" else 0.01
+    return expected, EPSILON[x.dtype] * (x.double().abs() @ weight.abs().t() * share + expected.abs())
+
+
+@pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
+@pytest.mark.parametrize(("n", "k", "sizes"), [(96, 576, (1, 5, 9)), (32, 1024, (3,))])
+def test_gated_products(
+    op: Pick,
+    device: str,
+    n: int,
+    k: int,
+    sizes: tuple[int, ...],
+    numbers: ops.Numbers,
+    group: int,
+    dtype: torch.dtype,
+) -> None:
+    check_gated(op, device, n, k, numbers, group, dtype, sizes)
+
+
+@ON_CUDA
+@pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(96, 576), (128, 4096), (1568, 1024), (28704, 320)])
+def test_every_kernel_has_an_activation(
+    op: Pick, device: str, n: int, k: int, numbers: ops.Numbers, group: int, dtype: torch.dtype
+) -> None:
+    """Of the first and the third weight the last tile is not whole, of the last one too. More than 1,024 rows of some
+    are multiplied first."""
+    sizes = (1, 5, 13, 24, 48, 100, 200, 300, 1500) if n * k < 1 << 19 else (4, 16, 24, 48, 100, 257)
+    check_gated(op, device, n, k, numbers, group, dtype, sizes)
+
+
+def check_gated(
+    op: Pick,
+    device: str,
+    n: int,
+    k: int,
+    numbers: ops.Numbers,
+    group: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+) -> None:
+    """Products are of the size in which an activation bends."""
+    packed, weight = in_patches(numbers, group, n, k, seed=0)
+    packed, bias, usual = packed.to(device), _bias(n, dtype), math.log2(float(weight.float().std()) * k**0.5)
+    for i, rows in enumerate(sizes):
+        x, added = _rows(rows, k, dtype) * 2.0 ** round(1 - usual), None if i % 2 else bias
+        activation = ("gelu_tanh", "silu")[i % 3 % 2]
+        product, most = expected_products(x, weight.double(), numbers)
+        if added is not None:
+            product, most = product + added.double(), 2 * most + EPSILON[dtype] * added.double().abs()
+        expected, (gate, up), (of_gate, of_up) = gated(product, activation), *(t.chunk(2, 1) for t in (product, most))
+        act = gated(torch.cat([gate, torch.ones_like(gate)], dim=1), activation)
+        bound = 1.2 * of_gate * (up.abs() + of_up) + act.abs() * of_up + EPSILON[dtype] * expected.abs() + 1e-6
+        found = op("patched_gated_linear")(
+            x.to(device),
+            packed,
+            None if added is None else added.to(device),
+            activation == "gelu_tanh",
+            NUMBERS.index(numbers),
+            group,
+        )
+        assert found.dtype == dtype and found.shape == (rows, n // 2)
+        assert ((found.cpu().double() - expected).abs() <= 1.1 * bound).all(), rows
 
 
 @pytest.mark.parametrize("group", ops.GROUPS["int4"])
@@ -136,7 +207,9 @@ def test_small_integers_are_exact(op: Pick, device: str, group: int) -> None:
     ("numbers", "group", "rows"),
     [("int4", 128, 40), ("fp8", 128, 40), ("int8", 32, 40), ("int8_rows", 128, 200), ("fp8_rows", 128, 200)],
 )
-def test_a_row_is_the_same_beside_other_rows(op: Pick, device: str, numbers: str, group: int, rows: int) -> None:
+def test_a_row_is_the_same_beside_other_rows(
+    op: Pick, device: str, numbers: ops.Numbers, group: int, rows: int
+) -> None:
     packed = in_patches(numbers, group, 256, 4096, seed=4)[0].to(device)
     x = _rows(rows, 4096, torch.bfloat16).to(device)
     found = op("patched_linear")(x, packed, None, NUMBERS.index(numbers), group)
@@ -182,3 +255,5 @@ def test_a_wrong_weight_is_refused(op: Pick, device: str) -> None:
         op("patched_linear")(x.half(), packed, None, NUMBERS.index("fp8"), 128)
     with pytest.raises(RuntimeError, match=f"numbers is {len(NUMBERS)}, must be from 0 to {len(NUMBERS) - 1}"):
         op("patched_linear")(x, packed, None, len(NUMBERS), 64)
+    with pytest.raises(RuntimeError, match="patched_gated_linear: weight has 112 rows, must have a multiple of 32"):
+        op("patched_gated_linear")(x, packed[:7], None, False, int4, 64)

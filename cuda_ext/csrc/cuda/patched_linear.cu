@@ -20,22 +20,23 @@ extern template Tensor patched_product<__half, Int4LongGroups<__half>>(const Pat
 
 namespace {
 
-constexpr const char* kOp = "patched_linear";
-
-void check(const PatchedProduct& p, Numbers numbers) {
+void check(const char* op, const PatchedProduct& p, Numbers numbers) {
   constexpr int64_t kMost = 1 << 24;
-  Arg(kOp, "x", p.x).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).last_contiguous();
-  Arg(kOp, "weight", p.weight).dtype({ScalarType::Byte}).dim(2).on_device_of(p.x).contiguous();
+  Arg(op, "x", p.x).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).last_contiguous();
+  Arg(op, "weight", p.weight).dtype({ScalarType::Byte}).dim(2).on_device_of(p.x).contiguous();
   const int64_t bytes = p.across * bytes_of_patch(bits_of(numbers), p.group_log2);
-  Arg(kOp, "weight", p.weight).size(1, bytes, "the patches of x's columns");
-  if (p.bias) Arg(kOp, "bias", *p.bias).dtype({p.x.scalar_type()}).dim(1).size(0, p.n, "the rows of weight");
-  if (p.bias) Arg(kOp, "bias", *p.bias).on_device_of(p.x).contiguous();
-  if (p.k % 64 != 0 || p.k == 0) fail(kOp, "x has ", p.k, " columns, must have a multiple of 64");
-  if (p.n > kMost || p.k > kMost || p.rows > kMost) fail(kOp, "x or weight has more than ", kMost, " rows or columns");
+  Arg(op, "weight", p.weight).size(1, bytes, "the patches of x's columns");
+  if (p.bias) Arg(op, "bias", *p.bias).dtype({p.x.scalar_type()}).dim(1).size(0, p.n, "the rows of weight");
+  if (p.bias) Arg(op, "bias", *p.bias).on_device_of(p.x).contiguous();
+  if (p.k % 64 != 0 || p.k == 0) fail(op, "x has ", p.k, " columns, must have a multiple of 64");
+  if (p.n > kMost || p.k > kMost || p.rows > kMost) fail(op, "x or weight has more than ", kMost, " rows or columns");
   if (!is_aligned(p.x.data_ptr()) || p.x.stride(0) % 8 || !is_aligned(p.weight.data_ptr())) {
-    fail(kOp, "rows of x or weight are not 16-byte aligned");
+    fail(op, "rows of x or weight are not 16-byte aligned");
   }
-  if (!kHopperKernels || compute_major(p.x.get_device_index()) != 9) fail(kOp, "has kernels for Hopper GPUs alone");
+  if (p.act != GateAct::kNone && p.n % (2 * kPatchRows) != 0) {
+    fail(op, "weight has ", p.n, " rows, must have a multiple of ", 2 * kPatchRows, ", gate's and up's");
+  }
+  if (!kHopperKernels || compute_major(p.x.get_device_index()) != 9) fail(op, "has kernels for Hopper GPUs alone");
 }
 
 Tensor int4_product(const PatchedProduct& p, bool half) {
@@ -47,15 +48,16 @@ Tensor int4_product(const PatchedProduct& p, bool half) {
               : patched_product<__nv_bfloat16, Int4LongGroups<__nv_bfloat16>>(p);
 }
 
-Tensor patched_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t numbers, int64_t group, bool frozen) {
-  const Numbers kind = numbers_of(kOp, numbers, x);
-  Arg(kOp, "x", x).dim(2);
-  Arg(kOp, "weight", weight).dim(2);
-  const PatchedProduct product{x, weight, bias, group_log2_of(kOp, kind, group), frozen};
-  check(product, kind);
+Tensor run(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, GateAct act,
+           int64_t numbers, int64_t group, bool frozen) {
+  const Numbers kind = numbers_of(op, numbers, x);
+  Arg(op, "x", x).dim(2);
+  Arg(op, "weight", weight).dim(2);
+  const PatchedProduct product{x, weight, bias, act, group_log2_of(op, kind, group), frozen};
+  check(op, product, kind);
   const Guard guard(x.get_device_index());
   const bool half = x.scalar_type() == ScalarType::Half;
-  const auto run = [&] {
+  const auto product_of = [&] {
     switch (kind) {
       case Numbers::kInt4: return int4_product(product, half);
       case Numbers::kInt8:
@@ -72,13 +74,26 @@ Tensor patched_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64
       default: return patched_product<__nv_bfloat16, Fp8Codes<__nv_bfloat16>>(product);
     }
   };
-  const Tensor result = run();
-  check_launch(kOp);
+  const Tensor result = product_of();
+  check_launch(op);
   return result;
+}
+
+Tensor patched_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t numbers, int64_t group, bool frozen) {
+  return run("patched_linear", x, weight, bias, GateAct::kNone, numbers, group, frozen);
+}
+
+Tensor patched_gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool gelu_tanh, int64_t numbers,
+                            int64_t group, bool frozen) {
+  return run("patched_gated_linear", x, weight, bias, gelu_tanh ? GateAct::kGeluTanh : GateAct::kSilu, numbers, group,
+             frozen);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) { m.impl("patched_linear", TORCH_BOX(&patched_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
+  m.impl("patched_linear", TORCH_BOX(&patched_linear));
+  m.impl("patched_gated_linear", TORCH_BOX(&patched_gated_linear));
+}
 
 }  // namespace raylm::cuda

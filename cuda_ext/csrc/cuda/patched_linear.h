@@ -17,12 +17,14 @@ struct PatchedProduct {
   const Tensor& x;       // [rows, k]
   const Tensor& weight;  // [n / 16, bytes of patches beside each other]
   const std::optional<Tensor>& bias;
+  GateAct act;
   int group_log2;
   bool frozen;
   int64_t rows = x.size(0), k = x.size(1), n = weight.size(0) * kPatchRows, across = divide_up(k, kPatchColumns);
+  int64_t columns = act == GateAct::kNone ? n : n / 2;  // of the result
 };
 
-// x W^T (+ bias) of arguments that have been checked, for a form of x's type.
+// x W^T (+ bias), and its gated activation if there is one, of arguments that have been checked, for a form of x's type.
 template <typename T, typename Form>
 Tensor patched_product(const PatchedProduct& p);
 // The same of integers of 8 bits without zero points, or of floats of 8 bits, by rows of x that are rounded to such numbers
@@ -200,6 +202,7 @@ bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* 
   params.bias = p.bias ? p.bias->data_ptr() : nullptr;
   params.out = out.data_ptr();
   params.rows = static_cast<int>(p.rows), params.n = static_cast<int>(p.n);
+  params.columns = static_cast<int>(p.columns), params.act = p.act;
   params.group_log2 = p.group_log2;
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles, params.split = plan.split;
   params.across = static_cast<int>(p.across), params.steps = static_cast<int>(divide_up(p.k, v.columns));
@@ -214,7 +217,7 @@ bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* 
   return true;
 }
 
-// W as numbers, and torch's product with them.
+// W as numbers, torch's product with them, and then the activation.
 template <typename T, typename Form>
 Tensor by_numbers(const PatchedProduct& p) {
   const Tensor numbers = torch::stable::new_empty(p.x, {p.n, p.k});
@@ -222,12 +225,13 @@ Tensor by_numbers(const PatchedProduct& p) {
                                    static_cast<int>(p.k), static_cast<int>(p.across), p.group_log2};
   launch_dependent(patched_decode_kernel<T, Form>, dim3(divide_up(p.n / kPatchRows * p.across, kDecodeWarps)),
                    dim3(kDecodeWarps * kWarp), current_stream(p.x), params);
-  return linear(p.x, numbers, p.bias, false);
+  const Tensor product = linear(p.x, numbers, p.bias, false);
+  return p.act == GateAct::kNone ? product : p.act == GateAct::kSilu ? silu_mul(product) : gelu_tanh_mul(product);
 }
 
 template <typename T, typename Form>
 Tensor patched_product(const PatchedProduct& p) {
-  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.n});
+  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.columns});
   if (p.rows == 0) return out;
   if (p.rows <= kMostPatchedRows && run_patched<T, Form>(p, out)) return out;
   return by_numbers<T, typename AnyGroups<Form>::Type>(p);

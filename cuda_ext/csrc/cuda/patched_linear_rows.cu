@@ -11,7 +11,7 @@ namespace {
 template <typename T, typename Form, typename Unrounded>
 Tensor by_rounded(const PatchedProduct& p, int64_t most_unrounded) {
   if (p.rows <= most_unrounded) return patched_product<T, Unrounded>(p);
-  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.n});
+  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.columns});
   const RoundedRows rows = rounded_rows(p.x, Form::kScalesPatches, current_stream(p.x));
   return run_patched<T, Form>(p, out, &rows) ? out : patched_product<T, Unrounded>(p);
 }

@@ -14,7 +14,7 @@ struct Variant {
   int rows, width, split, depth, box, stage_bytes, threads;
   int (*shared_bytes)(int stages);
   int (*resident)(int device);  // clusters that the device runs at a time, a block on each multiprocessor
-  void (*kernel)(TileParams, TileAct);
+  void (*kernel)(TileParams, GateAct);
 };
 
 template <typename N, typename Shape, bool Gated>
@@ -166,7 +166,7 @@ Plan plan_of(const Size& size, int device) {
 }
 
 template <typename N>
-std::optional<Tensor> run(const Product& p, const Size& size, TileAct act) {
+std::optional<Tensor> run(const Product& p, const Size& size, GateAct act) {
   const Plan plan = plan_of<N>(size, p.x.get_device_index());
   TileParams params{};
   if (!plan.variant || !fill<N>(params, plan, size, p)) return std::nullopt;
@@ -183,9 +183,9 @@ std::optional<Tensor> run(const Product& p, const Size& size, TileAct act) {
   return out;
 }
 
-std::optional<Tensor> run(const Product& p, TileAct act, bool invariant) {
+std::optional<Tensor> run(const Product& p, GateAct act, bool invariant) {
   constexpr int64_t kMost = 1 << 24;
-  const bool gated = act != TileAct::kNone;
+  const bool gated = act != GateAct::kNone;
   const int64_t columns = gated ? p.n / 2 : p.n;
   const int64_t depth = p.k * (p.scales ? 1 : 2);
   const bool fits = columns >= 8 && columns % 8 == 0 && p.n <= kMost && depth >= 256 && depth % 16 == 0 && p.k <= kMost;
@@ -201,11 +201,11 @@ std::optional<Tensor> run(const Product& p, TileAct act, bool invariant) {
 }  // namespace
 
 std::optional<Tensor> tile_linear(const Product& product, bool invariant) {
-  return run(product, TileAct::kNone, invariant);
+  return run(product, GateAct::kNone, invariant);
 }
 
 std::optional<Tensor> tile_gated_linear(const Product& product, bool gelu_tanh) {
-  return run(product, gelu_tanh ? TileAct::kGeluTanh : TileAct::kSilu, false);
+  return run(product, gelu_tanh ? GateAct::kGeluTanh : GateAct::kSilu, false);
 }
 
 }  // namespace raylm::cuda

@@ -278,7 +278,7 @@ class FewBlock {
 #pragma unroll
     for (int chunk = 0; chunk < kFewPatches; ++chunk) {
       typename N::Codes rows[2];
-      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * kPatch, i);
+      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * kPatch, PatchLane::of(i));
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         float parts[2][4] = {}, whole[4] = {};

@@ -7,17 +7,29 @@
 
 namespace raylm::cuda {
 
+// x times the logistic function of a number that -log(2) * `power` is.
+__device__ inline float times_logistic(float x, float power) { return x * reciprocal_approx(1.0f + exp2_approx(power)); }
+
 struct Silu {
-  __device__ float operator()(float x) const { return x * reciprocal_approx(1.0f + exp2_approx(-kLog2E * x)); }
+  __device__ static float power(float x) { return -kLog2E * x; }
+  __device__ float operator()(float x) const { return times_logistic(x, power(x)); }
 };
 
 // 0.5 * (1 + tanh(y)) is the logistic function of 2 * y.
 struct GeluTanh {
-  __device__ float operator()(float x) const {
+  __device__ static float power(float x) {
     constexpr float kScale = -1.5957691216f * kLog2E;
-    return x * reciprocal_approx(1.0f + exp2_approx(x * (kScale + 0.044715f * kScale * x * x)));
+    return x * (kScale + 0.044715f * kScale * x * x);
   }
+  __device__ float operator()(float x) const { return times_logistic(x, power(x)); }
 };
+
+// What becomes of a product's two halves, gate and up.
+enum class GateAct { kNone, kSilu, kGeluTanh };
+
+__device__ inline float gated(GateAct act, float gate, float up) {
+  return times_logistic(gate, act == GateAct::kSilu ? Silu::power(gate) : GeluTanh::power(gate)) * up;
+}
 
 // Blocks in y share a row; kVecs times 16 bytes of each half a thread. Without vectors: rows of any size and alignment.
 template <typename T, typename Act, int kVecs>

@@ -297,28 +297,20 @@ struct GroupedBlock {
     release(last);
   }
 
-  // Where a thread's two rows of W are, by their patches and halves: the gate and up of one column, or those of a patch.
-  struct TwoRows {
-    uint32_t low, high;
-    int low_half, high_half;
-  };
-
-  // Of 128 columns of the codes of a stage, those of 64 rows of W.
-  __device__ __forceinline__ TwoRows two_rows(int stage, int chunk, int tall) const {
-    const int warp = threadIdx.x % 128 / kWarp, eights = tall * 8 + warp * 2;  // rows of W, in eights of the tile
-    const int patch = bytes_of_patch<Form>(params.patched.group_log2), row = Shape::kChunks * patch;
-    const uint32_t from = weights(stage) + chunk * patch;
-    if constexpr (!Gated) return {from + eights / 2 * row, from + eights / 2 * row, 0, 1};
-    const int half = eights / 2 % 2;
-    return {from + eights / 4 * row, from + (Shape::kPatches / 2 + eights / 4) * row, half, half};
+  // Where a thread's two rows of W, of 64 of the tile, have their codes and words in a stage: the gate and up of one column,
+  // or those of a patch.
+  __device__ __forceinline__ PatchLane row_of_lane(int tall, int second) const {
+    const int sixteen = tall * 4 + threadIdx.x % 128 / kWarp;
+    const int patches = Gated ? sixteen / 2 + second * (Shape::kPatches / 2) : sixteen, half = Gated ? sixteen % 2 : second;
+    return PatchLane::of(half, patches * Shape::kChunks * bytes_of_patch<Form>(params.patched.group_log2));
   }
 
   template <int N>
   __device__ __forceinline__ void multiply_codes(float (&sums)[N / 2], int stage, int chunk, int tall) const {
-    const TwoRows rows = two_rows(stage, chunk, tall);
+    const uint32_t patches = weights(stage) + chunk * bytes_of_patch<Form>(params.patched.group_log2);
     Form low, high;
-    low.load(rows.low, rows.low_half, params.patched.group_log2);
-    high.load(rows.high, rows.high_half, params.patched.group_log2);
+    low.load(patches, row_of_lane(tall, 0), params.patched.group_log2);
+    high.load(patches, row_of_lane(tall, 1), params.patched.group_log2);
     uint32_t a[2][4][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -357,12 +349,13 @@ struct GroupedBlock {
     RoundedSums<Form, N> totals;
     totals.clear();
     uint32_t a[4][4];
+    const PatchLane low = row_of_lane(group, 0).kept_in_registers(), high = row_of_lane(group, 1).kept_in_registers();
     for (int step = 0; step < params.steps; ++step, ring.advance()) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
       for (int chunk = 0; chunk < chunks(step); ++chunk) {
-        const TwoRows rows = two_rows(ring.stage, chunk, group);
         const uint32_t box = x(ring.stage) + chunk * Shape::x_pitch(params.box_rows);
-        totals.add(a, rows.low, rows.low_half, rows.high, rows.high_half, box);
+        const uint32_t patches = weights(ring.stage) + chunk * bytes_of_patch<Form>(params.patched.group_log2);
+        totals.add(a, patches, low, high, box);
         wgmma_wait<0>();
       }
       release(ring.stage);

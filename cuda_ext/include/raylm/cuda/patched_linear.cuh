@@ -13,10 +13,14 @@
 // x has a ring of its own, and a warp that fetches it. Where x is rounded to 8 bits with a scale a row, W's codes are that
 // operand as they are.
 //
+// Where W's rows are gates and ups, a warp has eight of each instead of 16 neighbours, and a lane what belongs together: so
+// the activation takes both from registers.
+//
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
 #pragma once
 
+#include "raylm/cuda/gated.cuh"
 #include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/ptx/cluster.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
@@ -41,8 +45,9 @@ struct PatchedParams {
   const float* x_scales;        // of rounded rows
   const unsigned char* weight;  // [n / 16, across, bytes of a patch]
   const void* bias;             // or null
-  void* out;                    // [rows, n]
-  int rows, n;
+  void* out;                    // [rows, columns]
+  int rows, n, columns;  // of x, of W, and the result's: n, or half of it where there is an activation
+  GateAct act;
   int box_rows;          // of x
   int group_log2;        // columns of a group
   int row_tiles, tiles;  // below each other; in all
@@ -112,6 +117,7 @@ template <typename T, typename Shape, typename Form>
 struct PatchedBlock {
   using Sums = float[Shape::kTall][Shape::kEights * 4];  // as the matrix instructions leave them
   using XRing = Ring<Shape::kXStages>;
+  static constexpr int kUps = Shape::kWidth / kPatchRows / 2;  // where ups' patches begin, behind gates'
   const PatchedParams& params;
   const uint32_t memory, full;  // and behind the first barriers the others, in their order
   const uint32_t empty = full + offsetof(PatchedBarriers, empty);
@@ -133,6 +139,7 @@ struct PatchedBlock {
   __device__ uint32_t weights(int stage) const {
     return stages() + stage * stage_bytes + (Shape::kWide ? 0 : Shape::kXBytes);
   }
+  __device__ bool gated() const { return params.act != GateAct::kNone; }
   __device__ uint32_t meeting() const { return Shape::kMeets ? stages() + params.stages * stage_bytes : memory; }
 
   __device__ void init_barriers() const {
@@ -154,14 +161,17 @@ struct PatchedBlock {
 
   // By a warp, a lane each copy.
   __device__ void load_weights(int tile, int step, int i) const {
-    const int lane = threadIdx.x % kWarp, first = column(tile) / kPatchRows, beside = chunks(step);
-    const int below = min(Shape::kWidth / kPatchRows, params.n / kPatchRows - first);
+    const int lane = threadIdx.x % kWarp, beside = chunks(step), halves = gated() ? 2 : 1;
+    const int first = column(tile) / kPatchRows / halves, all = params.n / kPatchRows / halves;  // patches of a half
+    const int below = min(Shape::kWidth / kPatchRows / halves, all - first);
     const int x_bytes = Shape::kWide ? 0 : Shape::kBoxes * params.box_rows * 128;
-    if (lane == 0) barrier_arrive_expecting(full + 8 * i, x_bytes + below * beside * patch);
+    if (lane == 0) barrier_arrive_expecting(full + 8 * i, x_bytes + halves * below * beside * patch);
     __syncwarp();
     const int down = lane / Shape::kCopies, right = lane % Shape::kCopies * kCopied;
-    if (down >= below || right >= beside) return;
-    const int64_t number = static_cast<int64_t>(first + down) * params.across + (from + step) * Shape::kChunks + right;
+    const bool of_up = gated() && down >= kUps;
+    if (down - of_up * kUps >= below || right >= beside) return;
+    const int64_t row = of_up ? all + first + down - kUps : first + down;
+    const int64_t number = row * params.across + (from + step) * Shape::kChunks + right;
     bulk_copy_once(weights(i) + (down * Shape::kChunks + right) * patch, params.weight + number * patch,
                    min(kCopied, beside - right) * patch, full + 8 * i, policy());
   }
@@ -215,6 +225,13 @@ struct PatchedBlock {
   __device__ static int part() { return threadIdx.x / kWarp / Shape::kTeam; }
   __device__ static int first_row() { return threadIdx.x / kWarp % Shape::kTeam * 16 * Shape::kTall; }
 
+  // Where a lane's row of W, of 16 of the tile the one of number lane / 4 or (second) 8 behind it, has its codes and its word
+  // in a stage.
+  __device__ PatchLane row_of_lane(int sixteen, int second) const {
+    const int patches = gated() ? sixteen / 2 + second * kUps : sixteen, half = gated() ? sixteen % 2 : second;
+    return PatchLane::of(half, patches * Shape::kChunks * patch);
+  }
+
   // 32 columns of x, as fragments of 8 rows each. Of fewer than 8 rows the last one stands for those that are not there.
   __device__ __forceinline__ void load_x_fragments(uint32_t (&b)[Shape::kEights][4], int stage, int columns) const {
     const int lane = threadIdx.x % kWarp, box = columns / 2, vector = columns % 2 * 4 + lane / 8;
@@ -231,11 +248,11 @@ struct PatchedBlock {
   // Adds 128 columns' products, of which `chunk` is the number within the stage.
   __device__ __forceinline__ void add(Sums& sums, int stage, int chunk) const {
     constexpr int kSteps = Form::kColumns / 16;  // of those that are summed before they are scaled
-    const uint32_t mine = weights(stage) + (first_row() / kPatchRows * Shape::kChunks + chunk) * patch;
     Form rows[Shape::kTall][2];
 #pragma unroll
     for (int m = 0; m < 2 * Shape::kTall; ++m) {
-      rows[m / 2][m % 2].load(mine + m / 2 * Shape::kChunks * patch, m % 2, params.group_log2);
+      const PatchLane lane = row_of_lane(first_row() / kPatchRows + m / 2, m % 2);
+      rows[m / 2][m % 2].load(weights(stage) + chunk * patch, lane, params.group_log2);
     }
     Sums parts;
 #pragma unroll
@@ -312,9 +329,10 @@ struct PatchedBlock {
     clear(sums);
     settle(sums[0]);
     uint32_t a[2][4][4];
-    const PatchLane lane = PatchLane::of_loop();
+    const PatchLane lanes[2] = {row_of_lane(first_row() / kPatchRows, 0).kept_in_registers(),
+                                row_of_lane(first_row() / kPatchRows, 1).kept_in_registers()};
     const int box_bytes = params.box_rows * 128, first_own = part() * kOwn;
-    const uint32_t first_patch = kept(weights(0) + (threadIdx.x / kWarp % Shape::kTeam * Shape::kChunks + first_own) * patch);
+    const uint32_t first_patch = weights(0) + first_own * patch;
     const uint32_t first_box = kept(x(0) + first_own * 2 * box_bytes);
     int last = x_ring.stage, left = min(steps * Shape::kChunks, params.across - from * Shape::kChunks) - first_own;
     for (int step = 0; step < steps; ++step, ring.advance(), left -= Shape::kChunks) {
@@ -332,7 +350,7 @@ struct PatchedBlock {
           // Without parts the first chunk of a stage is always there: then there is no branch.
           if ((Shape::kParts > 1 || begin + i > 0) && begin + i >= left) break;
           Form rows[2];
-          for (int r = 0; r < 2; ++r) rows[r].load(patches + (begin + i) * patch, r, params.group_log2, lane);
+          for (int r = 0; r < 2; ++r) rows[r].load(patches + (begin + i) * patch, lanes[r], params.group_log2);
           if (i == 0) barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -360,11 +378,13 @@ struct PatchedBlock {
     constexpr bool kPending = !Form::kScalesPatches;  // a chunk's products, while the next one's are begun
     RoundedSums<Form, Shape::kRows> totals;
     totals.clear();
+    const PatchLane low = row_of_lane(first_row() / kPatchRows, 0).kept_in_registers();
+    const PatchLane high = row_of_lane(first_row() / kPatchRows, 1).kept_in_registers();
     uint32_t a[2][4][4];
     int last = x_ring.stage;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const int there = chunks(step);
-      const uint32_t own = weights(ring.stage) + threadIdx.x / kWarp * Shape::kChunks * patch;
+      const uint32_t patches = weights(ring.stage);
       barrier_wait(full + 8 * ring.stage, ring.parity);
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
@@ -375,7 +395,7 @@ struct PatchedBlock {
         // By way of a shuffle the compiler knows that all lanes have the same.
         const uint32_t box = __shfl_sync(kAllLanes, x(x_ring.stage), 0);
         barrier_wait(x_full + 8 * x_ring.stage, x_ring.parity);
-        totals.add(a[chunk], own + chunk * patch, 0, own + chunk * patch, 1, box);
+        totals.add(a[chunk], patches + chunk * patch, low, high, box);
         if (kPending) wgmma_wait<1>();  // for the chunk before, whose registers are written next
         if (!kPending) arrive(x_empty + 8 * x_ring.stage);
         if (kPending && (step > 0 || chunk > 0)) arrive(x_empty + 8 * last);
@@ -467,39 +487,65 @@ struct PatchedBlock {
 
   // Writes this block's share of the tile.
   __device__ void write(int tile) const {
-    const T* bias = static_cast<const T*>(params.bias);
-    const auto bias_at = [&](int i) { return bias ? to_float(bias[i]) : 0.0f; };
-    for (int i = rank * Shape::kThreads + threadIdx.x; i < Shape::kRows * Shape::kWidth / 4;
-         i += params.split * Shape::kThreads) {
-      const int inside = i / (Shape::kWidth / 4), quad = i % (Shape::kWidth / 4) * 4;
-      const int of_x = row(tile) + inside, at = column(tile) + quad;
-      if (of_x >= params.rows || at >= params.n) continue;
-      const float4 sum = sum_of_slices(meeting() + (inside * Shape::kPitch + quad) * 4);
-      T* to = static_cast<T*>(params.out) + static_cast<int64_t>(of_x) * params.n + at;
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(sum.x + bias_at(at), sum.y + bias_at(at + 1)),
-                                                 pack<T>(sum.z + bias_at(at + 2), sum.w + bias_at(at + 3)));
+    const int halves = gated() ? 2 : 1, quads = Shape::kWidth / 4 / halves;
+    for (int i = rank * Shape::kThreads + threadIdx.x; i < Shape::kRows * quads; i += params.split * Shape::kThreads) {
+      const int inside = i / quads, quad = i % quads * 4;
+      const int of_x = row(tile) + inside, at = column(tile) / halves + quad;
+      if (of_x >= params.rows || at >= params.columns) continue;
+      const uint32_t from = meeting() + (inside * Shape::kPitch + (gated() ? quad / 8 * 16 + quad % 8 : quad)) * 4;
+      float4 sum = with_bias(sum_of_slices(from), at);
+      if (gated()) {
+        const float4 up = with_bias(sum_of_slices(from + 8 * 4), params.columns + at);
+        sum = make_float4(activated(sum.x, up.x), activated(sum.y, up.y), activated(sum.z, up.z), activated(sum.w, up.w));
+      }
+      T* to = static_cast<T*>(params.out) + static_cast<int64_t>(of_x) * params.columns + at;
+      *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
     }
   }
 
-  // Results of 8 rows of x and 16 of W at a time, 4 bytes a lane.
+  __device__ float bias_at(int row) const {
+    return params.bias ? to_float(static_cast<const T*>(params.bias)[row]) : 0.0f;
+  }
+  __device__ float4 with_bias(const float4& sum, int row) const {
+    return make_float4(sum.x + bias_at(row), sum.y + bias_at(row + 1), sum.z + bias_at(row + 2), sum.w + bias_at(row + 3));
+  }
+  __device__ float activated(float gate, float up) const { return raylm::cuda::gated(params.act, gate, up); }
+
+  // Results of 8 rows of x and 16 of W, or 8 gates and 8 ups, at a time, 4 bytes a lane.
   __device__ __forceinline__ void write_sums(const Sums& sums, int tile) const {
+    if (gated()) return write_gated(sums, tile);
     const int lane = threadIdx.x % kWarp, first = column(tile) + first_row();
     if (first >= params.n) return;
-    const T* bias = static_cast<const T*>(params.bias);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float added = bias ? to_float(bias[first + 8 * half + lane / 4]) : 0.0f;
-      const int at = first + 8 * half + lane % 4 * 2;
+      const float added = bias_at(first + 8 * half + lane / 4);
 #pragma unroll
       for (int q = 0; q < Shape::kEights; ++q) {
         const float* s = sums[0] + 4 * q + 2 * half;
-        const uint32_t pair = transpose(pack<T>(s[0] + added, s[1] + added));
-        const int of_x = row(tile) + 8 * q + lane / 4;
-        if (of_x >= params.rows) continue;
-        T* to = static_cast<T*>(params.out) + static_cast<int64_t>(of_x) * params.n + at;
-        *reinterpret_cast<uint32_t*>(to) = pair;
+        write_eights(pack<T>(s[0] + added, s[1] + added), row(tile) + 8 * q, first + 8 * half);
       }
     }
+  }
+
+  __device__ __forceinline__ void write_gated(const Sums& sums, int tile) const {
+    const int first = (column(tile) + first_row()) / 2, at = first + threadIdx.x % kWarp / 4;
+    if (first >= params.columns) return;
+    const float of_gate = bias_at(at), of_up = bias_at(params.columns + at);
+#pragma unroll
+    for (int q = 0; q < Shape::kEights; ++q) {
+      const float* s = sums[0] + 4 * q;
+      const float one = activated(s[0] + of_gate, s[2] + of_up), other = activated(s[1] + of_gate, s[3] + of_up);
+      write_eights(pack<T>(one, other), row(tile) + 8 * q, first);
+    }
+  }
+
+  // 8 rows of x and 8 columns of the result, of which a lane has two neighbouring rows of x.
+  __device__ __forceinline__ void write_eights(uint32_t pair, int first_of_x, int first) const {
+    const int lane = threadIdx.x % kWarp, of_x = first_of_x + lane / 4;
+    pair = transpose(pair);
+    if (of_x >= params.rows) return;
+    T* to = static_cast<T*>(params.out) + static_cast<int64_t>(of_x) * params.columns + first + lane % 4 * 2;
+    *reinterpret_cast<uint32_t*>(to) = pair;
   }
 
   __device__ __forceinline__ void compute() const {
@@ -594,7 +640,7 @@ __global__ void patched_decode_kernel(PatchedDecodeParams p) {
 #pragma unroll
   for (int rows = 0; rows < 2; ++rows) {
     Form form;
-    form.load(shared_address(to), rows, p.group_log2);
+    form.load(shared_address(to), PatchLane::of(rows), p.group_log2);
     const int64_t row = number / p.across * kPatchRows + rows * 8 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

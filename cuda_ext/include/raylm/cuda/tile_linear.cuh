@@ -41,9 +41,6 @@ struct TileParams {
   bool early;              // W is read while the kernel ahead may still run; x never is
 };
 
-// What becomes of a product's two halves, gate and up.
-enum class TileAct { kNone, kSilu, kGeluTanh };
-
 constexpr int kMostTileStages = 12;
 
 template <int Rows_, int Width_, int Split_>
@@ -95,12 +92,12 @@ struct TileBlock {
   static constexpr int kBoxRows = tile_box<Shape, Gated>;
   const TileParams& params;
   const uint32_t memory, full, empty;
-  const TileAct act;
+  const GateAct act;
   const int slice = Shape::kSplit > 1 ? cluster_rank() : 0;
   const int from = min(slice * params.slice_steps, params.steps);
   const int steps = min(params.slice_steps, params.steps - from);
 
-  __device__ TileBlock(const TileParams& p, const unsigned char* dynamic, TileBarriers& barriers, TileAct a)
+  __device__ TileBlock(const TileParams& p, const unsigned char* dynamic, TileBarriers& barriers, GateAct a)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
         empty(shared_address(barriers.empty)), act(a) {}
 
@@ -222,10 +219,6 @@ struct TileBlock {
     return sum;
   }
 
-  __device__ float gated(float gate, float up) const {
-    return (act == TileAct::kSilu ? Silu{}(gate) : GeluTanh{}(gate)) * up;
-  }
-
   // What number j of 8 columns beside each other makes of row lane / 4 (half 0) or that row + 8: two neighbours.
   __device__ __forceinline__ uint32_t result(const float (&sums)[Shape::kSums], int j, int half, float x_scale,
                                              int column) const {
@@ -233,8 +226,8 @@ struct TileBlock {
     if constexpr (Gated) {
       const float* up = s + Shape::kSums / 2;
       const int of_up = params.columns + column;
-      return pack<T>(gated(scaled(s[0], x_scale, column), scaled(up[0], x_scale, of_up)),
-                     gated(scaled(s[1], x_scale, column + 1), scaled(up[1], x_scale, of_up + 1)));
+      return pack<T>(gated(act, scaled(s[0], x_scale, column), scaled(up[0], x_scale, of_up)),
+                     gated(act, scaled(s[1], x_scale, column + 1), scaled(up[1], x_scale, of_up + 1)));
     } else {
       const bool biased = params.bias && column < params.columns;
       return pack<T>(scaled(s[0], x_scale, column) + (biased ? bias_at(column) : 0),
@@ -346,7 +339,7 @@ struct TileBlock {
 
 template <typename N, typename Shape, bool Gated>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    tile_linear_kernel(const __grid_constant__ TileParams params, TileAct act) {
+    tile_linear_kernel(const __grid_constant__ TileParams params, GateAct act) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   __shared__ TileBarriers barriers;

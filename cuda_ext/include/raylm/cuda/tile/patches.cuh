@@ -43,17 +43,20 @@ __host__ __device__ constexpr int bytes_of_patch(int group_log2) {
   return bytes_of_patch(Form::kBits, Form::kOneWord ? 7 : group_log2);
 }
 
-// Where a lane's codes are in 64 columns of 8 rows of a patch, and its word among theirs.
+// Where the codes and the word of one of a lane's rows are, of 8 rows of a patch, counted from some patch.
 struct PatchLane {
-  uint32_t codes = threadIdx.x % kWarp * 16, word = threadIdx.x % kWarp / 4 * 4;
-  // For loops, which then do not work it out again.
-  __device__ static PatchLane of_loop() {
-    const PatchLane lane;
-    return {kept(lane.codes), kept(lane.word)};
+  uint32_t codes, word;
+
+  // Of the upper rows of a patch (half 0) or the lower (1) that lies so many bytes behind.
+  __device__ static PatchLane of(int half, uint32_t behind = 0) {
+    const uint32_t lane = threadIdx.x % kWarp;
+    return {behind + half * 512 + lane * 16, behind + half * 32 + lane / 4 * 4};
   }
+  // For loops, which then do not work it out again.
+  __device__ PatchLane kept_in_registers() const { return {kept(codes), kept(word)}; }
 };
 
-// A form has 8 rows of a patch, the upper ones or the lower. Its pairs are of 16 columns, of which `step` is the number
+// A form has 8 rows of a patch. Its pairs are of 16 columns, of which `step` is the number
 // within the patch: the first two, or those 8 behind. `scaled` gives numbers of T, up to a factor of all; where kSums,
 // `number` gives them without their scales, exactly, so that products may be summed first over kColumns columns.
 
@@ -76,9 +79,9 @@ struct Fp8Codes {
   float of_row;
   uint32_t power;  // of_row 2^120, twice
 
-  __device__ void load(uint32_t patch, int rows, int, PatchLane lane = {}) {
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
-    of_row = __uint_as_float(load_shared_word(patch + 2048 + rows * 32 + lane.word));
+  __device__ void load(uint32_t patch, const PatchLane& lane, int) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + i * 1024 + lane.codes);
+    of_row = __uint_as_float(load_shared_word(patch + 2048 + lane.word));
     power = pack<T>(of_row * 0x1p120f, of_row * 0x1p120f);
   }
 
@@ -104,9 +107,9 @@ struct Mxfp4Codes {
   uint4 codes;
   uint32_t exponents;  // a byte each 32 columns
 
-  __device__ void load(uint32_t patch, int rows, int, PatchLane lane = {}) {
-    codes = load_shared(patch + rows * 512 + lane.codes);
-    exponents = load_shared_word(patch + 1024 + rows * 32 + lane.word);
+  __device__ void load(uint32_t patch, const PatchLane& lane, int) {
+    codes = load_shared(patch + lane.codes);
+    exponents = load_shared_word(patch + 1024 + lane.word);
   }
 
   __device__ uint32_t scaled(int step, int behind) const {
@@ -129,9 +132,9 @@ struct Mxfp8Codes {
   uint4 codes[2];  // of 64 columns each
   uint32_t exponents;  // a byte each 32 columns
 
-  __device__ void load(uint32_t patch, int rows, int, PatchLane lane = {}) {
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
-    exponents = load_shared_word(patch + 2048 + rows * 32 + lane.word);
+  __device__ void load(uint32_t patch, const PatchLane& lane, int) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + i * 1024 + lane.codes);
+    exponents = load_shared_word(patch + 2048 + lane.word);
   }
 
   __device__ uint32_t scaled(int step, int behind) const {
@@ -153,9 +156,9 @@ struct Int4Codes {
   static constexpr int kGroupLog2 = Columns == 128 ? 7 : Columns == 64 ? 6 : 5;
 
   // Without group_log2: groups of exactly so many columns.
-  __device__ void load(uint32_t patch, int rows, int group_log2 = kGroupLog2, PatchLane lane = {}) {
-    codes = load_shared(patch + rows * 512 + lane.codes);
-    load_words<Columns>(words, patch + 1024 + rows * 32 + lane.word, group_log2);
+  __device__ void load(uint32_t patch, const PatchLane& lane, int group_log2 = kGroupLog2) {
+    codes = load_shared(patch + lane.codes);
+    load_words<Columns>(words, patch + 1024 + lane.word, group_log2);
   }
 
   __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step * 16 / Columns]); }
@@ -192,9 +195,9 @@ struct Nf4Codes {
   uint4 codes;
   uint32_t words[kPatchColumns / kColumns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2, PatchLane lane = {}) {
-    codes = load_shared(patch + rows * 512 + lane.codes);
-    load_words<kColumns>(words, patch + 1024 + rows * 32 + lane.word, group_log2);
+  __device__ void load(uint32_t patch, const PatchLane& lane, int group_log2) {
+    codes = load_shared(patch + lane.codes);
+    load_words<kColumns>(words, patch + 1024 + lane.word, group_log2);
   }
 
   __device__ float scale(int step) const { return __uint_as_float(words[step * 16 / kColumns]); }
@@ -228,9 +231,9 @@ struct Int8Codes {
   uint4 codes[2];  // of 64 columns each
   uint32_t words[kPatchColumns / kColumns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2, PatchLane lane = {}) {
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
-    load_words<kColumns>(words, patch + 2048 + rows * 32 + lane.word, group_log2);
+  __device__ void load(uint32_t patch, const PatchLane& lane, int group_log2) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + i * 1024 + lane.codes);
+    load_words<kColumns>(words, patch + 2048 + lane.word, group_log2);
   }
 
   __device__ IntegerGroup<T> group(int step) const { return IntegerGroup<T>::of(words[step]); }
@@ -256,9 +259,9 @@ struct AffineCodes {
   uint4 codes[Bits / 4];
   uint32_t words[kPatchColumns / kColumns];
 
-  __device__ void load(uint32_t patch, int rows, int group_log2, PatchLane lane = {}) {
-    for (int i = 0; i < Bits / 4; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
-    load_words<kColumns>(words, patch + Bits * 256 + rows * 32 + lane.word, group_log2);
+  __device__ void load(uint32_t patch, const PatchLane& lane, int group_log2) {
+    for (int i = 0; i < Bits / 4; ++i) codes[i] = load_shared(patch + i * 1024 + lane.codes);
+    load_words<kColumns>(words, patch + Bits * 256 + lane.word, group_log2);
   }
 
   __device__ uint32_t scaled(int step, int behind) const {

@@ -21,9 +21,9 @@ struct RowBytes {
   uint4 codes[2];  // of 64 columns each
   float of_row;
 
-  __device__ void load(uint32_t patch, int rows, PatchLane lane) {
-    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + (2 * i + rows) * 512 + lane.codes);
-    const uint32_t word = load_shared_word(patch + 2048 + rows * 32 + lane.word);
+  __device__ void load(uint32_t patch, const PatchLane& lane) {
+    for (int i = 0; i < 2; ++i) codes[i] = load_shared(patch + i * 1024 + lane.codes);
+    const uint32_t word = load_shared_word(patch + 2048 + lane.word);
     of_row = __uint_as_float(kScalesPatches ? word : word & ~0xffu);  // beside integers' scales stand zero points
   }
 
@@ -48,7 +48,6 @@ struct RoundedSums {
   static constexpr int kPart = N < 64 ? N : 64;  // of floats: rows of x whose partial sums are scaled together
   ByteSum<typename Form::Byte> totals[N / 2];
   float of_rows[2];
-  const PatchLane lane = PatchLane::of_loop();
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -56,15 +55,15 @@ struct RoundedSums {
     settle(totals);
   }
 
-  // Adds the products of a patch's 128 columns; x's lie at `box`. A lane has two rows of W: one of 8 rows of the patch at
-  // `low`, the upper ones (half 0) or the lower (1), and one of 8 at `high`. Products of integers are still in flight on
-  // return: do not write `a` before the next wgmma_wait.
-  __device__ __forceinline__ void add(uint32_t (&a)[4][4], uint32_t low, int low_half, uint32_t high, int high_half,
+  // Adds the products of a patch's 128 columns; x's lie at `box`. A lane has two rows of W, `low` and `high`, each of a patch
+  // that is counted from `patches`. Products of integers are still in flight on return: do not write `a` before the next
+  // wgmma_wait.
+  __device__ __forceinline__ void add(uint32_t (&a)[4][4], uint32_t patches, const PatchLane& low, const PatchLane& high,
                                       uint32_t box) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       Form row;
-      row.load(r ? high : low, r ? high_half : low_half, lane);
+      row.load(patches, r ? high : low);
       of_rows[r] = row.of_row;
 #pragma unroll
       for (int i = 0; i < 8; ++i) a[i / 2][i % 2 * 2 + r] = row.word(i);
