@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "products.h"
+#include "raylm/cuda/patched_decode.cuh"
 #include "raylm/cuda/patched_linear.cuh"
 #include "rounded_rows.h"
 #include "tensor_map.h"
@@ -42,8 +43,6 @@ template <typename T>
 struct AnyGroups<Int4LongGroups<T>> {
   using Type = Int4Groups<T>;
 };
-
-constexpr int kMostSplit = 8;  // blocks of a cluster
 
 // A kernel, by its shape.
 struct PatchedVariant {
@@ -119,7 +118,7 @@ struct PatchedCosts {
     if (v.rounded_cycles > 0) {
       number = v.rounded_cycles * v.rows, tile = 1500, cluster = 5000;
     } else if (v.wide) {
-      number = 0.028 + 0.00048 * v.rows, tile = 1250 + 250 * v.parts, cluster = 5000;
+      number = 0.028 + 0.00048 * v.rows, tile = 1250 + 250 * v.parts, cluster = v.parts > 1 ? 2000 : 5000;
     } else {
       number = std::max(1, v.rows / 16) / 37.0, tile = 1500, cluster = 2000;
     }

@@ -123,7 +123,7 @@ __device__ inline void order_pairs(const OrderParams& p) {
     }
     __syncwarp();
   });
-  cluster_sync();  // other blocks may still read this one's totals
+  cluster_meet();  // other blocks may still read this one's totals
 }
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ OrderParams p) {

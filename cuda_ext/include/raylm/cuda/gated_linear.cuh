@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(GatedShape::kThreads, 1)
     prefetch_map(params.weight);
     prefetch_map(params.out);
   }
-  Cluster == 1 ? __syncthreads() : cluster_sync();
+  Cluster == 1 ? __syncthreads() : cluster_meet();
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
   if (group == 0) {
     give_registers_back<Shape::kFetchRegisters>();
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(GatedShape::kThreads, 1)
     GatedComputer<T, Act, Cluster>{params, at, group - 1}.run();
   }
   // A block of a cluster stays until the other one arrives at its barriers no more.
-  if constexpr (Cluster > 1) cluster_sync();
+  if constexpr (Cluster > 1) cluster_meet();
 #endif
 }
 

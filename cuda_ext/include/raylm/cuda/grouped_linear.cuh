@@ -505,7 +505,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if constexpr (!Form::kCodes) prefetch_map(params.weight);
     block.init_barriers();
   }
-  Shape::kCluster == 1 ? __syncthreads() : cluster_sync();
+  Shape::kCluster == 1 ? __syncthreads() : cluster_meet();
   if (group < Shape::kGroups) {
     if constexpr (Shape::kMovesRegisters) take_registers<Shape::kComputeRegisters>();
     wait_for_dependencies();
@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   // A block stays until the other one writes to its shared memory and arrives at its barriers no more.
   if constexpr (Shape::kCluster > 1) {
     __syncwarp();
-    cluster_sync();
+    cluster_meet();
   }
 #endif
 }

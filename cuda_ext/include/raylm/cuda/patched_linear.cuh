@@ -6,7 +6,7 @@
 // One of its warps fetches and runs ahead, W also before the kernel ahead has ended. The others multiply: 32 rows of W and a
 // part of the stage's columns each, so that x is read from shared memory as often as a tile has 32 rows. The parts' sums
 // meet in shared memory. Where n is too small for all multiprocessors, the blocks of a cluster take a slice each of one
-// tile, and their sums meet there as well.
+// tile, and send each other their sums.
 //
 // More rows of x are multiplied by wgmma. Its left operand, in registers, is W's numbers times their scales, both rounded
 // to 16 bits. Each warp has the 16 rows of a patch; where W has few rows, parts of the warps share a stage's columns too.
@@ -21,6 +21,7 @@
 #pragma once
 
 #include "raylm/cuda/gated.cuh"
+#include "raylm/cuda/patched_shapes.cuh"
 #include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/ptx/cluster.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
@@ -35,8 +36,6 @@
 
 namespace raylm::cuda {
 
-constexpr int kMostPatchedStages = 8, kMostPatchedXStages = 4;
-constexpr int kCopied = 4;  // patches beside each other, at most, of a copy
 // For 256 rows of x eight warps need more registers than are theirs; four more give up some.
 constexpr int kPatchedComputeRegisters = 232, kPatchedFetchRegisters = 40;
 
@@ -57,60 +56,10 @@ struct PatchedParams {
   bool early;  // W may be read while the kernel ahead still runs
 };
 
-template <int Rows, int Width, int Chunks, int Warps>
-struct PatchedFewShape {
-  static constexpr bool kWide = false, kMovesRegisters = false, kMeets = true;
-  static constexpr int kRows = Rows, kEights = Rows / 8;
-  static constexpr int kWidth = Width, kTall = 2;  // rows of W: of a tile; those of a warp, in sixteens
-  static constexpr int kChunks = Chunks, kColumns = Chunks * kPatchColumns;  // of a stage
-  static constexpr int kThreads = Warps * kWarp, kFetching = kWarp;  // that multiply; others
-  static constexpr int kTeam = Width / (16 * kTall);  // warps that have the same part of a stage's columns
-  static constexpr int kParts = Warps / kTeam, kPartChunks = Chunks / kParts;
-  static constexpr int kAreas = kParts > 4 ? kParts / 4 : 1;  // where sums meet
-  static constexpr int kPatches = kWidth / kPatchRows * Chunks;  // of a stage
-  static constexpr int kCopies = Chunks / kCopied;  // of patches beside each other
-  static constexpr int kBoxBytes = kRows * 128, kBoxes = kColumns / 64, kXBytes = kBoxes * kBoxBytes;
-  static constexpr int kXStages = 0;  // x is in the others
-  static constexpr int kPitch = kWidth + 4;  // of sums that meet
-  static constexpr int kAreaBytes = kRows * kPitch * 4, kMeetingBytes = kAreas * kAreaBytes;
-  static_assert(kTeam * kParts == Warps && kPartChunks * kParts == Chunks && kCopies * kCopied == Chunks);
-  static_assert(kWidth / kPatchRows * kCopies <= kWarp && kBoxes <= kWarp);
-  __host__ __device__ static constexpr int stage_bytes(int patch) { return kXBytes + kPatches * patch; }
-  static constexpr int shared_bytes(int patch, int stages) {
-    return 1024 + stages * stage_bytes(patch) + kMeetingBytes;  // 1024: alignment
-  }
-};
-
-// For more rows, by wgmma. `Boxes`: of x, 128 bytes a row, for the columns of a patch; there is one where x is rounded.
-template <int Rows, int Width, int Chunks, int Warps, int Boxes = 2>
-struct PatchedWideShape {
-  static constexpr bool kWide = true, kMovesRegisters = Rows > 128;
-  static constexpr int kRows = Rows, kEights = Rows / 8;
-  static constexpr int kWidth = Width, kTall = 1;
-  static constexpr int kChunks = Chunks, kColumns = Chunks * kPatchColumns;
-  static constexpr int kThreads = Warps * kWarp, kFetching = (kMovesRegisters ? 4 : 2) * kWarp;
-  static constexpr int kTeam = Width / kPatchRows, kParts = Warps / kTeam, kAreas = 1;
-  static constexpr int kPatches = kTeam * Chunks, kCopies = 1;
-  static constexpr int kXChunks = Rows <= 64 && Boxes > 1 ? Chunks : 1;  // of a stage of x
-  static constexpr int kBoxes = kXChunks * Boxes, kXBytes = kBoxes * Rows * 128;
-  static constexpr int kXStages = kXBytes > (32 << 10) ? 2 : Rows > 32 && Boxes > 1 ? 3 : 4;
-  static constexpr int kPitch = kWidth + 4;
-  static constexpr int kAreaBytes = kRows * kPitch * 4;
-  // Parts' sums meet in every tile, in shared memory of their own. A cluster's sums meet in blocks with one tile, where
-  // stages were.
-  static constexpr bool kMeets = kParts > 1;
-  static_assert(kTeam * kParts == Warps && kTeam % 4 == 0 && kXChunks % kParts == 0);
-  static_assert(Chunks <= kCopied && kTeam <= kWarp && kXStages <= kMostPatchedXStages);
-  __host__ __device__ static constexpr int stage_bytes(int patch) { return kPatches * patch; }
-  static_assert(kMeets || kAreaBytes <= kXStages * kXBytes + kPatches * bytes_of_patch(Boxes > 1 ? 4 : 8, 7));
-  static constexpr int shared_bytes(int patch, int stages) {
-    return 1024 + kXStages * kXBytes + stages * stage_bytes(patch) + (kMeets ? kAreaBytes : 0);
-  }
-};
-
 struct PatchedBarriers {
   uint64_t full[kMostPatchedStages], empty[kMostPatchedStages];
   uint64_t x_full[kMostPatchedXStages], x_empty[kMostPatchedXStages];  // where x has a ring of its own
+  uint64_t met;
 };
 
 template <typename T, typename Shape, typename Form>
@@ -122,6 +71,7 @@ struct PatchedBlock {
   const uint32_t memory, full;  // and behind the first barriers the others, in their order
   const uint32_t empty = full + offsetof(PatchedBarriers, empty);
   const uint32_t x_full = full + offsetof(PatchedBarriers, x_full), x_empty = full + offsetof(PatchedBarriers, x_empty);
+  const uint32_t met = full + offsetof(PatchedBarriers, met);
   const int patch = bytes_of_patch<Form>(params.group_log2), stage_bytes = Shape::stage_bytes(patch);
   const int rank = params.split > 1 ? cluster_rank() : 0;
   const int from = rank * params.slice, steps = min(params.slice, params.steps - from);
@@ -151,7 +101,10 @@ struct PatchedBlock {
       barrier_init(x_full + 8 * i, 1);
       barrier_init(x_empty + 8 * i, Shape::kThreads / kWarp);
     }
+    barrier_init(met, 1);
     barrier_init_done();
+    const int received = max(0, min(share(), params.rows - rank * share()));  // rows
+    barrier_arrive_expecting(met, (params.split - 1) * received * Shape::kWidth * 4);
   }
 
   __device__ uint64_t policy() const { return params.row_tiles == 1 ? evict_first_policy() : evict_normal_policy(); }
@@ -466,36 +419,61 @@ struct PatchedBlock {
     }
   }
 
-  // Four neighbouring results: the areas' sums, those of all slices in their order.
-  __device__ float4 sum_of_slices(uint32_t from) const {
+  // Rows of x whose sums a block of a cluster adds up.
+  __device__ int share() const { return (Shape::kRows + params.split - 1) / params.split; }
+  // Where the sums of four neighbours are, and where another block sends its own.
+  __device__ uint32_t left_at(int of_x, int column) const { return meeting() + (of_x * Shape::kPitch + column) * 4; }
+  __device__ uint32_t sent_to(int slice, int of_x, int column) const {
+    const int row = slice * share() + of_x % share();
+    return meeting() + Shape::kAreas * Shape::kAreaBytes + (row * Shape::kWidth + column) * 4;
+  }
+
+  __device__ static void add(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
+  // This block's sums of four neighbours.
+  __device__ float4 own_sum(int of_x, int column) const {
+    const uint32_t from = left_at(of_x, column);
+    float4 sum = load_shared_floats(from);
+#pragma unroll
+    for (int area = 1; area < Shape::kAreas; ++area) add(sum, load_shared_floats(from + area * Shape::kAreaBytes));
+    return sum;
+  }
+
+  // All slices', in their order.
+  __device__ float4 sum_of_slices(int of_x, int column) const {
+    if (params.split == 1) return own_sum(of_x, column);
     float4 sum = make_float4(0, 0, 0, 0);
     for (int s = 0; s < params.split; ++s) {
-#pragma unroll
-      for (int area = 0; area < Shape::kAreas; ++area) {
-        const float4 part = sum_at(from + area * Shape::kAreaBytes, s);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      if constexpr (Shape::kMeets) {
+        add(sum, s == rank ? own_sum(of_x, column) : load_shared_floats(sent_to(s, of_x, column)));
+      } else {
+        add(sum, load_shared_at(left_at(of_x, column), s));
       }
     }
     return sum;
   }
 
-  __device__ float4 sum_at(uint32_t from, int slice) const {
-    if (params.split > 1) return load_shared_at(from, slice);
-    const uint4 x = load_shared(from);
-    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+  // Sends the other blocks of the cluster what they add up, and waits for what they send.
+  __device__ void exchange() const {
+    constexpr int kQuads = Shape::kWidth / 4;
+    for (int i = threadIdx.x; i < min(Shape::kRows, params.rows) * kQuads; i += Shape::kThreads) {
+      const int of_x = i / kQuads, column = i % kQuads * 4, owner = of_x / share();
+      if (owner != rank) store_shared_at(sent_to(rank, of_x, column), met, owner, own_sum(of_x, column));
+    }
+    barrier_wait(met, 0);
   }
 
   // Writes this block's share of the tile.
   __device__ void write(int tile) const {
     const int halves = gated() ? 2 : 1, quads = Shape::kWidth / 4 / halves;
-    for (int i = rank * Shape::kThreads + threadIdx.x; i < Shape::kRows * quads; i += params.split * Shape::kThreads) {
-      const int inside = i / quads, quad = i % quads * 4;
+    const int begin = rank * share(), end = min(begin + share(), Shape::kRows);
+    for (int i = begin * quads + threadIdx.x; i < end * quads; i += Shape::kThreads) {
+      const int inside = i / quads, quad = i % quads * 4, in_tile = gated() ? quad / 8 * 16 + quad % 8 : quad;
       const int of_x = row(tile) + inside, at = column(tile) / halves + quad;
       if (of_x >= params.rows || at >= params.columns) continue;
-      const uint32_t from = meeting() + (inside * Shape::kPitch + (gated() ? quad / 8 * 16 + quad % 8 : quad)) * 4;
-      float4 sum = with_bias(sum_of_slices(from), at);
+      float4 sum = with_bias(sum_of_slices(inside, in_tile), at);
       if (gated()) {
-        const float4 up = with_bias(sum_of_slices(from + 8 * 4), params.columns + at);
+        const float4 up = with_bias(sum_of_slices(inside, in_tile + 8), params.columns + at);
         sum = make_float4(activated(sum.x, up.x), activated(sum.y, up.y), activated(sum.z, up.z), activated(sum.w, up.w));
       }
       T* to = static_cast<T*>(params.out) + static_cast<int64_t>(of_x) * params.columns + at;
@@ -583,6 +561,7 @@ __global__ void __launch_bounds__(Shape::kThreads + Shape::kFetching, 1)
   const bool fetches = fetching >= 0 && fetching < kWarp;
   if (fetches) block.begin();
   __syncthreads();
+  if (params.split > 1) cluster_arrive();
   if (fetching < 0) {
     if constexpr (Shape::kMovesRegisters) take_registers<kPatchedComputeRegisters>();
     wait_for_dependencies();
@@ -596,64 +575,14 @@ __global__ void __launch_bounds__(Shape::kThreads + Shape::kFetching, 1)
   }
   if (params.split > 1) {
     __syncwarp();
-    cluster_sync();
+    cluster_wait();  // the others' barriers may be used
+    if (Shape::kMeets && fetching < 0) block.exchange();
+    if (!Shape::kMeets) cluster_sync();
     if (fetching < 0) block.write(block.first());
-    __syncwarp();  // a block stays until the others have read its sums
-    cluster_sync();
+    __syncwarp();
+    if (!Shape::kMeets) cluster_meet();  // a block stays until the others have read its sums
   }
 #endif
-}
-
-// W as numbers of T, for products of many rows: a warp takes a patch.
-struct PatchedDecodeParams {
-  const unsigned char* weight;
-  void* out;  // [n, k]
-  int n, k, across, group_log2;
-};
-
-constexpr int kDecodeWarps = 8;
-
-// A pair, rounded once.
-template <typename T, typename Form>
-__device__ inline uint32_t decoded(const Form& form, int step, int behind) {
-  if constexpr (Form::kSums) {
-    const float2 pair = unpack<T>(form.number(step, behind));
-    return pack<T>(pair.x * form.scale(step), pair.y * form.scale(step));
-  } else {
-    const float2 pair = unpack<T>(form.scaled(step, behind));
-    return pack<T>(pair.x * Form::kFactor, pair.y * Form::kFactor);
-  }
-}
-
-template <typename T, typename Form>
-__global__ void patched_decode_kernel(PatchedDecodeParams p) {
-  constexpr int kMostBytes = bytes_of_patch(Form::kBits, 4);
-  __shared__ alignas(16) unsigned char patches[kDecodeWarps][kMostBytes];
-  wait_for_dependencies();
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, bytes = bytes_of_patch<Form>(p.group_log2);
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + warp;
-  if (number >= static_cast<int64_t>(p.n / kPatchRows) * p.across) return;
-  const uint4* from = reinterpret_cast<const uint4*>(p.weight + number * bytes);
-  uint4* to = reinterpret_cast<uint4*>(patches[warp]);
-  for (int i = lane; i < bytes / 16; i += kWarp) to[i] = from[i];
-  __syncwarp();
-#pragma unroll
-  for (int rows = 0; rows < 2; ++rows) {
-    Form form;
-    form.load(shared_address(to), PatchLane::of(rows), p.group_log2);
-    const int64_t row = number / p.across * kPatchRows + rows * 8 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[j] = decoded<T>(form, 2 * i + j / 2, j % 2);
-      transpose4(pairs);
-      const int column = static_cast<int>(number % p.across) * kPatchColumns + i * 32 + lane % 4 * 8;
-      if (column >= p.k) continue;
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + row * p.k + column) =
-          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-  }
 }
 
 }  // namespace raylm::cuda

@@ -229,12 +229,12 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   const bool fetches = threadIdx.x == 128;
   if (fetches) block.begin();
   __syncwarp();
-  cluster_sync();
+  cluster_meet();
   if (threadIdx.x < 128) block.compute();
   if (fetches) block.fetch();
   // A block stays until the others have read its sums.
   __syncwarp();
-  cluster_sync();
+  cluster_meet();
 #endif
 }
 

@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cluster_sync();
     if (group < Shape::kGroups) block.add(block.first());
     __syncwarp();  // a block stays until the others have read its sums
-    cluster_sync();
+    cluster_meet();
   }
 #endif
 }

@@ -16,6 +16,16 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same in two steps that order no ordinary writes for the other blocks: behind barrier_init_done, so that barriers may
+// be used, and before a block ends whose shared memory others have read. A release would wait for all of a thread's
+// accesses to memory.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+__device__ inline void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
+}
+
 // Arrives at the barrier that the cluster's block `rank` has at this block's address of it; threads that name no such rank
 // do nothing. It orders no ordinary writes for the other block (a release to the cluster would wait for all memory
 // accesses of the thread): for shared memory that the copy engine and wgmma alone touch.
@@ -57,6 +67,16 @@ __device__ inline void barrier_wait_acquiring(uint32_t barrier, int parity) {
                  "selp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   }
+}
+
+// Stores 16 bytes, aligned, in what the cluster's block `rank` has at this block's address of it, and counts them at that
+// block's barrier, which a copy's bytes are counted at too: who has waited there sees them.
+__device__ inline void store_shared_at(uint32_t to, uint32_t barrier, int rank, const float4& x) {
+  asm volatile("{\n.reg .b32 there, counts;\n"
+               "mapa.shared::cluster.u32 there, %0, %2;\n"
+               "mapa.shared::cluster.u32 counts, %1, %2;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counts];\n}"
+               ::"r"(to), "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
 // What the cluster's block `rank` has at this block's address of it.

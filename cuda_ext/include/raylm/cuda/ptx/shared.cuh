@@ -41,6 +41,11 @@ __device__ inline uint4 load_shared(uint32_t from) {
   return x;
 }
 
+__device__ inline float4 load_shared_floats(uint32_t from) {
+  const uint4 x = load_shared(from);
+  return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+}
+
 // Makes the thread's ordinary writes to shared memory visible to the copy engine and to wgmma (sm_90).
 __device__ inline void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
