@@ -289,9 +289,12 @@ class Sizing:
             return mlp.per_token * (3 * size + 3 * hidden)
         if self._scheme.scales_rows:
             return 5 * size // 2  # gate and up, and a byte for each number of their activation
+        if self._in_patches and mlp.gated and self._scheme.rounds_rows:
+            return 3 * size // 2  # gate's and up's activation, and a byte for each of its numbers
         is_hopper = self._gpu.fp8_tflops is not None
-        in_one = mlp.gated and not mlp.bias and self._dtype.itemsize == 2 and self._chunk >= _ONE_KERNEL_ROWS
-        return size if is_hopper and in_one and not self._in_patches else 3 * size
+        plain_in_one = is_hopper and not mlp.bias and self._dtype.itemsize == 2 and self._chunk >= _ONE_KERNEL_ROWS
+        in_one = self._chunk <= _PATCHED_ROWS if self._in_patches else plain_in_one
+        return size if mlp.gated and in_one else 3 * size
 
     def _batch_tokens_s(self, stages: list[_Stage], batch: int) -> float:
         """Every stage is busy with its part of the batch; the slowest sets the pace."""

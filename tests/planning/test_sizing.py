@@ -109,6 +109,19 @@ def test_experts_in_codes_take_their_bytes(
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "sizes"),
+    # gate and up and their activation, and gate's and up's weight; the activation; and with it its numbers of 8 bits
+    [("awq", 8192, 3 * 8192 + 2 * 4096), ("awq", 1024, 1024), ("fp8-blocks", 8192, 1.5 * 8192)],
+)
+def test_products_of_codes_hold_what_their_kernels_return(kind: str, tokens: int, sizes: float, tmp_path: Path) -> None:
+    arch = ArchConfig.from_source(locate(str(write_shape("llama-3.1-8b", tmp_path, quantised=kind))))
+    scheduler = {"max_num_batched_tokens": tokens, "max_num_seqs": 1}
+    plan = sizing(arch, scheduler=scheduler).plan(ParallelConfig())
+    rotary = 131_072 * 128 * 4
+    assert plan.step_bytes == 2 * (14_336 * sizes + 2 * 4096 * tokens) + rotary
+
+
 def test_columns_in_activation_order_are_decoded_where_ranks_share_them(tmp_path: Path) -> None:
     plain, ordered = (
         ArchConfig.from_source(locate(str(write_shape("llama-3.1-8b", tmp_path / kind, quantised=kind))))

@@ -230,9 +230,10 @@ Tensor by_numbers(const PatchedProduct& p) {
 
 template <typename T, typename Form>
 Tensor patched_product(const PatchedProduct& p) {
-  const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.columns});
-  if (p.rows == 0) return out;
-  if (p.rows <= kMostPatchedRows && run_patched<T, Form>(p, out)) return out;
+  if (p.rows <= kMostPatchedRows) {
+    const Tensor out = torch::stable::new_empty(p.x, {p.rows, p.columns});
+    if (p.rows == 0 || run_patched<T, Form>(p, out)) return out;
+  }
   return by_numbers<T, typename AnyGroups<Form>::Type>(p);
 }
 
