@@ -128,7 +128,7 @@ def expected_products(x: Tensor, weight: Tensor, numbers: ops.Numbers) -> tuple[
 
 
 @pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
-@pytest.mark.parametrize(("n", "k", "sizes"), [(96, 576, (1, 5, 9)), (32, 1024, (3,))])
+@pytest.mark.parametrize(("n", "k", "sizes"), [(96, 576, (1, 5, 9, 20)), (32, 1024, (3, 80)), (128, 128, (0,))])
 def test_gated_products(
     op: Pick,
     device: str,
@@ -144,13 +144,13 @@ def test_gated_products(
 
 @ON_CUDA
 @pytest.mark.parametrize(("numbers", "group", "dtype"), CASES)
-@pytest.mark.parametrize(("n", "k"), [(96, 576), (128, 4096), (1568, 1024), (28704, 320)])
+@pytest.mark.parametrize(("n", "k"), [(96, 576), (96, 2560), (128, 4096), (1568, 1024), (28704, 320)])
 def test_every_kernel_has_an_activation(
     op: Pick, device: str, n: int, k: int, numbers: ops.Numbers, group: int, dtype: torch.dtype
 ) -> None:
     """Of the first and the third weight the last tile is not whole, of the last one too. More than 1,024 rows of some
     are multiplied first."""
-    sizes = (1, 5, 13, 24, 48, 100, 200, 300, 1500) if n * k < 1 << 19 else (4, 16, 24, 48, 100, 257)
+    sizes = (1, 5, 13, 24, 31, 48, 100, 200, 300, 1100, 1500) if n * k < 1 << 19 else (4, 16, 24, 48, 100, 257)
     check_gated(op, device, n, k, numbers, group, dtype, sizes)
 
 
@@ -169,7 +169,7 @@ def check_gated(
     packed, bias, usual = packed.to(device), _bias(n, dtype), math.log2(float(weight.float().std()) * k**0.5)
     for i, rows in enumerate(sizes):
         x, added = _rows(rows, k, dtype) * 2.0 ** round(1 - usual), None if i % 2 else bias
-        activation = ("gelu_tanh", "silu")[i % 3 % 2]
+        activation = ("gelu_tanh", "silu")[(i + i // 2) % 2]  # each with a bias and without
         product, most = expected_products(x, weight.double(), numbers)
         if added is not None:
             product, most = product + added.double(), 2 * most + EPSILON[dtype] * added.double().abs()

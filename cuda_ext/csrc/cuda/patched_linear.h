@@ -50,7 +50,7 @@ struct PatchedVariant {
   double rounded_cycles;  // of a number of W and a row of x that is rounded; 0: it is not
   int parts, rows, width, columns, boxes, threads;
   int (*stage_bytes)(int patch);
-  int (*shared_bytes)(int patch, int stages);
+  int (*shared_bytes)(int patch, int stages, int split);
   int (*resident)(int device, int split);  // clusters that the device runs at a time
   void (*kernel)(PatchedParams);
 };
@@ -141,6 +141,10 @@ inline double cycles_of(const PatchedVariant& v, const PatchedProduct& p, int pa
   return sum;
 }
 
+inline int room_for_stages(const PatchedVariant& v, int patch, int split) {
+  return (kDynamicOfBlock - v.shared_bytes(patch, 0, split)) / v.stage_bytes(patch);
+}
+
 // Whether the variant's tiles are for so many rows.
 inline bool suits(const PatchedVariant& v, int64_t rows) {
   if (rows > 128) return v.rows >= 128;
@@ -158,7 +162,8 @@ PatchedPlan patched_plan(const PatchedProduct& p, int patch, int device) {
       const int64_t steps = divide_up(p.k, v.columns);
       const bool some = (split - 1) * divide_up(steps, split) < steps;  // for each block
       const bool tried = v.wide || (split & (split - 1)) == 0;  // others gained nothing for few rows
-      if (!some || !tried || resident == 0 || (split > 1 && tiles > resident)) continue;
+      const bool overlaps = room_for_stages(v, patch, split) > 1;  // copies and products
+      if (!some || !tried || !overlaps || resident == 0 || (split > 1 && tiles > resident)) continue;
       const double cost = cycles_of(v, p, patch, tiles, split, resident);
       if (best.variant && best.cost <= cost) continue;
       best = {&v, split, static_cast<int>(tiles), static_cast<int>(row_tiles),
@@ -206,12 +211,11 @@ bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* 
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles, params.split = plan.split;
   params.across = static_cast<int>(p.across), params.steps = static_cast<int>(divide_up(p.k, v.columns));
   params.slice = divide_up(params.steps, plan.split);
-  const int room = (kDynamicOfBlock - v.shared_bytes(patch, 0)) / v.stage_bytes(patch);
-  params.stages = std::min({room, kMostPatchedStages, params.slice * divide_up(plan.tiles, plan.clusters)});
+  params.stages = std::min({room_for_stages(v, patch, plan.split), kMostPatchedStages, params.slice * divide_up(plan.tiles, plan.clusters)});
   params.early = p.frozen;
   launch_dependent(v.kernel,
                    {dim3(plan.clusters * plan.split), dim3(v.threads), current_stream(p.x),
-                    static_cast<size_t>(v.shared_bytes(patch, params.stages)), static_cast<unsigned>(plan.split)},
+                    static_cast<size_t>(v.shared_bytes(patch, params.stages, plan.split)), static_cast<unsigned>(plan.split)},
                    params);
   return true;
 }

@@ -7,7 +7,7 @@
 
 namespace raylm::cuda {
 
-// x times the logistic function of a number that -log(2) * `power` is.
+// x times the logistic function of y, where `power` is -y log2(e).
 __device__ inline float times_logistic(float x, float power) { return x * reciprocal_approx(1.0f + exp2_approx(power)); }
 
 struct Silu {

@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(GatedShape::kThreads, 1)
     GatedComputer<T, Act, Cluster>{params, at, group - 1}.run();
   }
   // A block of a cluster stays until the other one arrives at its barriers no more.
-  if constexpr (Cluster > 1) cluster_meet();
+  if constexpr (Cluster > 1) cluster_sync();
 #endif
 }
 

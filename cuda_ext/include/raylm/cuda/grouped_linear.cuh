@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   // A block stays until the other one writes to its shared memory and arrives at its barriers no more.
   if constexpr (Shape::kCluster > 1) {
     __syncwarp();
-    cluster_meet();
+    cluster_sync();
   }
 #endif
 }

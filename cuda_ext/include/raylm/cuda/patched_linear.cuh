@@ -6,7 +6,7 @@
 // One of its warps fetches and runs ahead, W also before the kernel ahead has ended. The others multiply: 32 rows of W and a
 // part of the stage's columns each, so that x is read from shared memory as often as a tile has 32 rows. The parts' sums
 // meet in shared memory. Where n is too small for all multiprocessors, the blocks of a cluster take a slice each of one
-// tile, and send each other their sums.
+// tile, and send each other their sums; those whose warps have no parts read each other's.
 //
 // More rows of x are multiplied by wgmma. Its left operand, in registers, is W's numbers times their scales, both rounded
 // to 16 bits. Each warp has the 16 rows of a patch; where W has few rows, parts of the warps share a stage's columns too.
@@ -59,7 +59,7 @@ struct PatchedParams {
 struct PatchedBarriers {
   uint64_t full[kMostPatchedStages], empty[kMostPatchedStages];
   uint64_t x_full[kMostPatchedXStages], x_empty[kMostPatchedXStages];  // where x has a ring of its own
-  uint64_t met;
+  uint64_t met;  // counts the sums that other blocks send, once
 };
 
 template <typename T, typename Shape, typename Form>
@@ -421,7 +421,7 @@ struct PatchedBlock {
 
   // Rows of x whose sums a block of a cluster adds up.
   __device__ int share() const { return (Shape::kRows + params.split - 1) / params.split; }
-  // Where the sums of four neighbours are, and where another block sends its own.
+  // Where this block leaves its sums of four neighbours, and where the block of a slice sends its own.
   __device__ uint32_t left_at(int of_x, int column) const { return meeting() + (of_x * Shape::kPitch + column) * 4; }
   __device__ uint32_t sent_to(int slice, int of_x, int column) const {
     const int row = slice * share() + of_x % share();
@@ -460,7 +460,7 @@ struct PatchedBlock {
       const int of_x = i / kQuads, column = i % kQuads * 4, owner = of_x / share();
       if (owner != rank) store_shared_at(sent_to(rank, of_x, column), met, owner, own_sum(of_x, column));
     }
-    barrier_wait(met, 0);
+    barrier_wait_acquiring(met, 0);
   }
 
   // Writes this block's share of the tile.

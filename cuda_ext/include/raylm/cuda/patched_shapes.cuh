@@ -9,11 +9,14 @@ namespace raylm::cuda {
 constexpr int kMostPatchedStages = 8, kMostPatchedXStages = 4;
 constexpr int kCopied = 4;  // patches beside each other, at most, of a copy
 
-// Where sums meet: a block's own, and behind them those that the other blocks of a cluster send, up to kMostSplit of them.
-constexpr int kMostSplit = 8;
+constexpr int kMostSplit = 8;  // blocks of a cluster
+
+// Where sums meet: a block's own, and behind them those that the others of a cluster send, each for a share of the rows.
 template <typename Shape>
-constexpr int meeting_bytes =
-    Shape::kMeets ? Shape::kAreas * Shape::kAreaBytes + (Shape::kRows + kMostSplit - 1) * Shape::kWidth * 4 : 0;
+constexpr int meeting_bytes(int split) {
+  const int sent = split > 1 ? split * ((Shape::kRows + split - 1) / split) * Shape::kWidth * 4 : 0;
+  return Shape::kMeets ? Shape::kAreas * Shape::kAreaBytes + sent : 0;
+}
 
 template <int Rows, int Width, int Chunks, int Warps>
 struct PatchedFewShape {
@@ -34,8 +37,8 @@ struct PatchedFewShape {
   static_assert(kTeam * kParts == Warps && kPartChunks * kParts == Chunks && kCopies * kCopied == Chunks);
   static_assert(kWidth / kPatchRows * kCopies <= kWarp && kBoxes <= kWarp);
   __host__ __device__ static constexpr int stage_bytes(int patch) { return kXBytes + kPatches * patch; }
-  static constexpr int shared_bytes(int patch, int stages) {
-    return 1024 + stages * stage_bytes(patch) + meeting_bytes<PatchedFewShape>;  // 1024: alignment
+  static constexpr int shared_bytes(int patch, int stages, int split) {
+    return 1024 + stages * stage_bytes(patch) + meeting_bytes<PatchedFewShape>(split);  // 1024: alignment
   }
 };
 
@@ -47,7 +50,7 @@ struct PatchedWideShape {
   static constexpr int kWidth = Width, kTall = 1;
   static constexpr int kChunks = Chunks, kColumns = Chunks * kPatchColumns;
   static constexpr int kThreads = Warps * kWarp, kFetching = (kMovesRegisters ? 4 : 2) * kWarp;
-  static constexpr int kTeam = Width / kPatchRows, kParts = Warps / kTeam, kAreas = Rows <= 32 ? kParts : 1;
+  static constexpr int kTeam = Width / kPatchRows, kParts = Warps / kTeam, kAreas = Rows <= 32 && kParts > 1 ? 2 : 1;
   static constexpr int kPatches = kTeam * Chunks, kCopies = 1;
   static constexpr int kXChunks = Rows <= 64 && Boxes > 1 ? Chunks : 1;  // of a stage of x
   static constexpr int kBoxes = kXChunks * Boxes, kXBytes = kBoxes * Rows * 128;
@@ -61,8 +64,8 @@ struct PatchedWideShape {
   static_assert(Chunks <= kCopied && kTeam <= kWarp && kXStages <= kMostPatchedXStages);
   __host__ __device__ static constexpr int stage_bytes(int patch) { return kPatches * patch; }
   static_assert(kMeets || kAreaBytes <= kXStages * kXBytes + kPatches * bytes_of_patch(Boxes > 1 ? 4 : 8, 7));
-  static constexpr int shared_bytes(int patch, int stages) {
-    return 1024 + kXStages * kXBytes + stages * stage_bytes(patch) + meeting_bytes<PatchedWideShape>;
+  static constexpr int shared_bytes(int patch, int stages, int split) {
+    return 1024 + kXStages * kXBytes + stages * stage_bytes(patch) + meeting_bytes<PatchedWideShape>(split);
   }
 };
 

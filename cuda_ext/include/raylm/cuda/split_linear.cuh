@@ -135,13 +135,13 @@ struct SplitBlock {
       for (float& sum : sums) sum = 0;
       sum_tile(sums, ring);
       float4 before[kQuads];
-      if (count > 0) add(count - 1, before);
+      if (count > 0) add(count - 1, tile - tile_step(), before);
       // All blocks have added the tile before the last one: this buffer was its.
       leave(count, sums);
       if (count > 0) write(tile - tile_step(), before);
     }
     float4 last[kQuads];
-    add(count - 1, last);
+    add(count - 1, tile - tile_step(), last);
     write(tile - tile_step(), last);
   }
 
@@ -185,12 +185,18 @@ struct SplitBlock {
   static constexpr int kShare = Rows / Cluster;
   static constexpr int kQuads = (kShare * kSplitTile / 4 + 127) / 128;
 
-  // All blocks' sums of this block's share of tile number `count`.
-  __device__ __forceinline__ void add(int count, float4 (&sum)[kQuads]) const {
+  // Whether there are such results.
+  __device__ bool is_there(int tile, int i) const {
+    return row_of(i) < kShare && rank * kShare + row_of(i) < params.rows && tile * kSplitTile + column_of(i) < params.n;
+  }
+
+  // All blocks' sums of this block's share of a tile, its number `count`. What is read of others has a use, so that it is
+  // there before this block is at the end.
+  __device__ __forceinline__ void add(int count, int tile, float4 (&sum)[kQuads]) const {
     barrier_wait_acquiring(met + 8 * (count % 2), count / 2 & 1);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      if (row_of(i) >= kShare) continue;
+      if (!is_there(tile, i)) continue;
       const uint32_t from = buffer(count) + ((rank * kShare + row_of(i)) * kSplitPitch + column_of(i)) * 4;
       float4 parts[Cluster];
 #pragma unroll
@@ -208,7 +214,7 @@ struct SplitBlock {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const int row = rank * kShare + row_of(i), n = tile * kSplitTile + column_of(i);
-      if (row_of(i) >= kShare || row >= params.rows || n >= params.n) continue;
+      if (!is_there(tile, i)) continue;
       float bias[4] = {};
       for (int j = 0; j < 4 && params.bias; ++j) bias[j] = to_float(params.bias[n + j]);
       T* to = params.out + static_cast<int64_t>(row) * params.n + n;

@@ -308,15 +308,15 @@ struct TileBlock {
     for (int i = threadIdx.x; i < kPart * kQuads; i += 128 * Shape::kGroups) {
       const int inside = slice * kPart + i / kQuads, quad = i % kQuads * 4;
       const int first = column(tile) + quad;
+      if (row(tile) + inside >= end(tile) || first >= params.columns) continue;  // what is read must have a use
       float4 sum = sum_of_slices(inside, quad);
       const float of_row = x_scale(row(tile) + inside);
       sum.x = scaled(sum.x, of_row, first), sum.y = scaled(sum.y, of_row, first + 1);
       sum.z = scaled(sum.z, of_row, first + 2), sum.w = scaled(sum.w, of_row, first + 3);
-      if (params.bias && first < params.columns) {
+      if (params.bias) {
         sum.x += bias_at(first), sum.y += bias_at(first + 1);
         sum.z += bias_at(first + 2), sum.w += bias_at(first + 3);
       }
-      if (row(tile) + inside >= end(tile) || first >= params.columns) continue;
       *reinterpret_cast<uint2*>(at(row(tile) + inside, first)) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
     }
   }

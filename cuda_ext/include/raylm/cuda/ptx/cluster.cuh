@@ -16,9 +16,9 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same in two steps that order no ordinary writes for the other blocks: behind barrier_init_done, so that barriers may
-// be used, and before a block ends whose shared memory others have read. A release would wait for all of a thread's
-// accesses to memory.
+// The same in two steps that order nothing: neither writes, nor arrivals and loads that are under way, for which a release
+// would wait. For use behind barrier_init_done, and before a block ends of which others have read no more than what they
+// have used, and at whose barriers none is about to arrive.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 __device__ inline void cluster_meet() {
@@ -70,7 +70,7 @@ __device__ inline void barrier_wait_acquiring(uint32_t barrier, int parity) {
 }
 
 // Stores 16 bytes, aligned, in what the cluster's block `rank` has at this block's address of it, and counts them at that
-// block's barrier, which a copy's bytes are counted at too: who has waited there sees them.
+// block's barrier, as a copy's bytes are: who has waited there by barrier_wait_acquiring sees them.
 __device__ inline void store_shared_at(uint32_t to, uint32_t barrier, int rank, const float4& x) {
   asm volatile("{\n.reg .b32 there, counts;\n"
                "mapa.shared::cluster.u32 there, %0, %2;\n"
