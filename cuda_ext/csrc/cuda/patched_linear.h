@@ -211,11 +211,13 @@ bool run_patched(const PatchedProduct& p, const Tensor& out, const RoundedRows* 
   params.row_tiles = plan.row_tiles, params.tiles = plan.tiles, params.split = plan.split;
   params.across = static_cast<int>(p.across), params.steps = static_cast<int>(divide_up(p.k, v.columns));
   params.slice = divide_up(params.steps, plan.split);
-  params.stages = std::min({room_for_stages(v, patch, plan.split), kMostPatchedStages, params.slice * divide_up(plan.tiles, plan.clusters)});
+  const int steps = params.slice * divide_up(plan.tiles, plan.clusters);
+  params.stages = std::min({room_for_stages(v, patch, plan.split), kMostPatchedStages, steps});
   params.early = p.frozen;
+  const size_t shared = v.shared_bytes(patch, params.stages, plan.split);
   launch_dependent(v.kernel,
-                   {dim3(plan.clusters * plan.split), dim3(v.threads), current_stream(p.x),
-                    static_cast<size_t>(v.shared_bytes(patch, params.stages, plan.split)), static_cast<unsigned>(plan.split)},
+                   {dim3(plan.clusters * plan.split), dim3(v.threads), current_stream(p.x), shared,
+                    static_cast<unsigned>(plan.split)},
                    params);
   return true;
 }
