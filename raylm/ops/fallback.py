@@ -19,7 +19,7 @@ from raylm.ops.few_layers import few_layers, few_layers_rows
 from raylm.ops.library import LIBRARY
 from raylm.ops.logits import bias_logits, mask_logits
 from raylm.ops.logprobs import gather_logprobs, token_logprobs
-from raylm.ops.patches import patched_experts, patched_gated_linear, patched_linear
+from raylm.ops.patches import patched_experts, patched_linear
 from raylm.ops.penalties import penalize
 from raylm.ops.prefixes import shared_prefixes
 from raylm.ops.sampling import sample
@@ -247,7 +247,17 @@ def linear_rows(weight: Tensor) -> int:
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool, frozen: bool = False) -> Tensor:
     """Made of the operators, not of this file's functions: those may have compiled kernels where this has none."""
-    product = torch.ops.raylm.linear(x, weight, bias, frozen)
+    return _gated(torch.ops.raylm.linear(x, weight, bias, frozen), gelu_tanh)
+
+
+def patched_gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool, numbers: int, group: int, frozen: bool = False
+) -> Tensor:
+    """As gated_linear."""
+    return _gated(torch.ops.raylm.patched_linear(x, weight, bias, numbers, group, frozen), gelu_tanh)
+
+
+def _gated(product: Tensor, gelu_tanh: bool) -> Tensor:
     out: Tensor = (torch.ops.raylm.gelu_tanh_mul if gelu_tanh else torch.ops.raylm.silu_mul)(product)
     return out
 

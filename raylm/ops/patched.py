@@ -62,10 +62,10 @@ def patched_gated_linear(
     group: int,
     frozen: bool = False,
 ) -> Tensor:
-    """act(gate) * up, where gate and up are the halves of patched_linear(x, weight, bias): [T, N / 2], N a multiple of
-    32.
+    """act(gate) * up, where gate and up are the halves of patched_linear(x, weight, bias): [T, N / 2].
 
-    Up to 1,024 rows, and where x is rounded however many, GPUs do not round gate and up before the activation.
+    N is a multiple of 32. GPUs round gate and up to x's dtype before the activation only with more than 1,024 rows, and
+    never where x itself is rounded to 8 bits.
     """
     return _patched_gated_linear(x, weight, bias, activation == "gelu_tanh", NUMBERS.index(numbers), group, frozen)
 

@@ -185,14 +185,6 @@ def patched_linear(
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
-def patched_gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gelu_tanh: bool, numbers: int, group: int, frozen: bool = False
-) -> Tensor:
-    product = patched_linear(x, weight, bias, numbers, group, frozen)
-    out: Tensor = (torch.ops.raylm.gelu_tanh_mul if gelu_tanh else torch.ops.raylm.silu_mul)(product)
-    return out
-
-
 def rounds_rows(numbers: Numbers, rows: int) -> bool:
     """Whether products of so many rows, or tokens that go to experts, round activations as the weight is."""
     return numbers in MOST_UNROUNDED and rows > MOST_UNROUNDED[numbers]

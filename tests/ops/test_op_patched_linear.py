@@ -148,8 +148,8 @@ def test_gated_products(
 def test_every_kernel_has_an_activation(
     op: Pick, device: str, n: int, k: int, numbers: ops.Numbers, group: int, dtype: torch.dtype
 ) -> None:
-    """Of the first and the third weight the last tile is not whole, of the last one too. More than 1,024 rows of some
-    are multiplied first."""
+    """The last tile of each weight but that of 128 rows is not whole. With more than 1,024 rows, numbers that do not
+    round x are decoded before the product."""
     sizes = (1, 5, 13, 24, 31, 48, 100, 200, 300, 1100, 1500) if n * k < 1 << 19 else (4, 16, 24, 48, 100, 257)
     check_gated(op, device, n, k, numbers, group, dtype, sizes)
 

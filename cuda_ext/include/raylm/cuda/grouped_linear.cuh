@@ -297,8 +297,8 @@ struct GroupedBlock {
     release(last);
   }
 
-  // Where a thread's two rows of W, of 64 of the tile, have their codes and words in a stage: the gate and up of one column,
-  // or those of a patch.
+  // Where a stage has the codes and the word of a thread's row of W, as PatchedBlock::row_of_lane has it, of the tile's 64 rows
+  // of that number.
   __device__ __forceinline__ PatchLane row_of_lane(int tall, int second) const {
     const int sixteen = tall * 4 + threadIdx.x % 128 / kWarp;
     const int patches = Gated ? sixteen / 2 + second * (Shape::kPatches / 2) : sixteen, half = Gated ? sixteen % 2 : second;

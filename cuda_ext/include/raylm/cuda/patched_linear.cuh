@@ -13,8 +13,8 @@
 // x has a ring of its own, and a warp that fetches it. Where x is rounded to 8 bits with a scale a row, W's codes are that
 // operand as they are.
 //
-// Where W's rows are gates and ups, a warp has eight of each instead of 16 neighbours, and a lane what belongs together: so
-// the activation takes both from registers.
+// Where W's rows are gates and ups, a warp has eight gates and their ups instead of 16 neighbouring rows, and a lane each gate
+// with its up: so the activation takes both from registers.
 //
 // All sums have an order that follows from W's shape and the number of rows: a row's result depends neither on what the
 // others hold nor on timing.
@@ -89,7 +89,7 @@ struct PatchedBlock {
   __device__ uint32_t weights(int stage) const {
     return stages() + stage * stage_bytes + (Shape::kWide ? 0 : Shape::kXBytes);
   }
-  __device__ bool gated() const { return params.act != GateAct::kNone; }
+  __device__ bool has_gates() const { return params.act != GateAct::kNone; }
   __device__ uint32_t meeting() const { return Shape::kMeets ? stages() + params.stages * stage_bytes : memory; }
 
   __device__ void init_barriers() const {
@@ -114,14 +114,14 @@ struct PatchedBlock {
 
   // By a warp, a lane each copy.
   __device__ void load_weights(int tile, int step, int i) const {
-    const int lane = threadIdx.x % kWarp, beside = chunks(step), halves = gated() ? 2 : 1;
+    const int lane = threadIdx.x % kWarp, beside = chunks(step), halves = has_gates() ? 2 : 1;
     const int first = column(tile) / kPatchRows / halves, all = params.n / kPatchRows / halves;  // patches of a half
     const int below = min(Shape::kWidth / kPatchRows / halves, all - first);
     const int x_bytes = Shape::kWide ? 0 : Shape::kBoxes * params.box_rows * 128;
     if (lane == 0) barrier_arrive_expecting(full + 8 * i, x_bytes + halves * below * beside * patch);
     __syncwarp();
     const int down = lane / Shape::kCopies, right = lane % Shape::kCopies * kCopied;
-    const bool of_up = gated() && down >= kUps;
+    const bool of_up = has_gates() && down >= kUps;
     if (down - of_up * kUps >= below || right >= beside) return;
     const int64_t row = of_up ? all + first + down - kUps : first + down;
     const int64_t number = row * params.across + (from + step) * Shape::kChunks + right;
@@ -178,10 +178,10 @@ struct PatchedBlock {
   __device__ static int part() { return threadIdx.x / kWarp / Shape::kTeam; }
   __device__ static int first_row() { return threadIdx.x / kWarp % Shape::kTeam * 16 * Shape::kTall; }
 
-  // Where a lane's row of W, of 16 of the tile the one of number lane / 4 or (second) 8 behind it, has its codes and its word
-  // in a stage.
+  // Where a stage has the codes and the word of a lane's row of W. Of the tile's 16 rows of that number a lane has row lane / 4
+  // and (second) row lane / 4 + 8; or, of its 8 gates and their ups of that number, gate lane / 4 and (second) its up.
   __device__ PatchLane row_of_lane(int sixteen, int second) const {
-    const int patches = gated() ? sixteen / 2 + second * kUps : sixteen, half = gated() ? sixteen % 2 : second;
+    const int patches = has_gates() ? sixteen / 2 + second * kUps : sixteen, half = has_gates() ? sixteen % 2 : second;
     return PatchLane::of(half, patches * Shape::kChunks * patch);
   }
 
@@ -465,14 +465,14 @@ struct PatchedBlock {
 
   // Writes this block's share of the tile.
   __device__ void write(int tile) const {
-    const int halves = gated() ? 2 : 1, quads = Shape::kWidth / 4 / halves;
+    const int halves = has_gates() ? 2 : 1, quads = Shape::kWidth / 4 / halves;
     const int begin = rank * share(), end = min(begin + share(), Shape::kRows);
     for (int i = begin * quads + threadIdx.x; i < end * quads; i += Shape::kThreads) {
-      const int inside = i / quads, quad = i % quads * 4, in_tile = gated() ? quad / 8 * 16 + quad % 8 : quad;
+      const int inside = i / quads, quad = i % quads * 4, in_tile = has_gates() ? quad / 8 * 16 + quad % 8 : quad;
       const int of_x = row(tile) + inside, at = column(tile) / halves + quad;
       if (of_x >= params.rows || at >= params.columns) continue;
       float4 sum = with_bias(sum_of_slices(inside, in_tile), at);
-      if (gated()) {
+      if (has_gates()) {
         const float4 up = with_bias(sum_of_slices(inside, in_tile + 8), params.columns + at);
         sum = make_float4(activated(sum.x, up.x), activated(sum.y, up.y), activated(sum.z, up.z), activated(sum.w, up.w));
       }
@@ -487,11 +487,11 @@ struct PatchedBlock {
   __device__ float4 with_bias(const float4& sum, int row) const {
     return make_float4(sum.x + bias_at(row), sum.y + bias_at(row + 1), sum.z + bias_at(row + 2), sum.w + bias_at(row + 3));
   }
-  __device__ float activated(float gate, float up) const { return raylm::cuda::gated(params.act, gate, up); }
+  __device__ float activated(float gate, float up) const { return gated(params.act, gate, up); }
 
   // Results of 8 rows of x and 16 of W, or 8 gates and 8 ups, at a time, 4 bytes a lane.
   __device__ __forceinline__ void write_sums(const Sums& sums, int tile) const {
-    if (gated()) return write_gated(sums, tile);
+    if (has_gates()) return write_gated(sums, tile);
     const int lane = threadIdx.x % kWarp, first = column(tile) + first_row();
     if (first >= params.n) return;
 #pragma unroll

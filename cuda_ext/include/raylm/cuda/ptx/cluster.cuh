@@ -16,9 +16,9 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same in two steps that order nothing: neither writes, nor arrivals and loads that are under way, for which a release
-// would wait. For use behind barrier_init_done, and before a block ends of which others have read no more than what they
-// have used, and at whose barriers none is about to arrive.
+// The same in two steps, relaxed: they wait neither for a thread's writes nor for its loads and arrivals in flight, as a
+// release would. Use them after barrier_init_done, or before a block ends if the other blocks have used all that they
+// loaded from its shared memory and do not arrive at its barriers any more.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 __device__ inline void cluster_meet() {
