@@ -14,8 +14,8 @@ string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}
 
 # The files that take longest to compile come first, so that both cores of a small machine are busy until the end.
 target_sources(raylm_kernels PRIVATE
-  csrc/cuda/decode_attention.cu csrc/cuda/few_layers.cu csrc/cuda/patched_linear_int4.cu csrc/cuda/patched_experts_floats.cu
-  csrc/cuda/patched_experts.cu csrc/cuda/patched_experts_affine.cu csrc/cuda/patched_experts_rows.cu
+  csrc/cuda/decode_attention.cu csrc/cuda/few_layers.cu csrc/cuda/few_mixture.cu csrc/cuda/patched_linear_int4.cu
+  csrc/cuda/patched_experts_floats.cu csrc/cuda/patched_experts.cu csrc/cuda/patched_experts_affine.cu csrc/cuda/patched_experts_rows.cu
   csrc/cuda/decode_prefixes.cu csrc/cuda/decode_codes.cu csrc/cuda/prefill_hopper.cu csrc/cuda/tile_linear.cu
   csrc/cuda/experts.cu csrc/cuda/patched_linear_affine.cu csrc/cuda/prefill_attention.cu
   csrc/cuda/patched_linear_floats.cu csrc/cuda/patched_linear_int8.cu

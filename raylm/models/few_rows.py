@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.dtypes import dtype_name
+from raylm.layers.expert_weights import PatchedExperts, PlainExperts
+from raylm.layers.slots import FP8_PATCHES, PatchForm
 from raylm.layers.weight import BlockWeight, PatchedWeight, PlainWeight, ScaledWeight
-from raylm.models.arch import ArchConfig, MLPSpec
+from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.blocks import Build
 from raylm.parallel.context import ParallelContext
 
@@ -26,6 +28,7 @@ _FASTER_ON_CPUS = 64
 """Rows, as measured with one thread on an AMD EPYC. The layers of SmolLM2-135M in Q4_1 take 19 ms layer by layer and 12
 in one operator with one row, 155 and 145 with 64; with 200 one operator gains nothing."""
 
+_ATTENTION_PRODUCTS = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight")
 _PRODUCTS = 4
 """Weights of a layer that rows are multiplied by: qkv, o, gate and up, down."""
 
@@ -72,9 +75,10 @@ _Run = Callable[[Tensor, list[Tensor], list[Tensor], LayerInput], None]
 def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """What runs the layers, and how many rows at most; or why nothing does."""
     arch, table = build.arch, _rotary_table(build)
-    products = _read(_products(layers), build.dtype)
+    of_experts = isinstance(arch.layers[0].mlp, ExpertsSpec)
+    products = _read_mixture(layers, build.dtype) if of_experts else _read(_products(layers), build.dtype)
     if products is None:
-        return f"it reads weights of {dtype_name(build.dtype)}, FP8 or int4 alone, all alike, and these are not"
+        return f"it reads weights of {dtype_name(build.dtype)} or one kind of codes alone, and these are not all alike"
     weights = _layer_weights(arch, layers, products)
     taken = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
     if taken == 0:
@@ -96,26 +100,45 @@ class _Read(NamedTuple):
 
     products: list[Tensor]
     scales: list[Tensor]
-    group: int
+    form: PatchForm | None
 
 
 def _read(found: Sequence[nn.Module], dtype: torch.dtype) -> _Read | None:
-    """None where the operator on GPUs does not read weights that are kept so."""
+    """None where weights are not all kept alike, or in another type than `dtype`."""
     scaled = [weight for weight in found if isinstance(weight, ScaledWeight)]
     patched = [weight for weight in found if isinstance(weight, PatchedWeight) and weight.order is None]
     plain = [weight.values for weight in found if isinstance(weight, PlainWeight) and weight.values.dtype == dtype]
     if len(scaled) == len(found):
-        return _Read([weight.codes for weight in scaled], [weight.scales for weight in scaled], 0)
+        return _Read([weight.codes for weight in scaled], [weight.scales for weight in scaled], None)
     if len(patched) == len(found):
-        form, *others = {weight.form for weight in patched}
-        if form.numbers != "int4" or others:
+        form, *others = {weight.form.unrounded for weight in patched}
+        return None if others else _Read([weight.patches for weight in patched], [], form)
+    return _Read(plain, [], None) if len(plain) == len(found) else None
+
+
+def _read_mixture(layers: Sequence[nn.Module], dtype: torch.dtype) -> _Read | None:
+    """The same of layers with experts, which are patches of FP8 where attention's weights have a scale a row."""
+    names = _ATTENTION_PRODUCTS
+    attention = _read([layer.get_submodule(name) for layer in layers for name in names], dtype)
+    if attention is None:
+        return None
+    products: list[Tensor] = []
+    form = FP8_PATCHES if attention.scales else attention.form
+    for number, layer in enumerate(layers):
+        matrices, router = layer.get_submodule("mlp.experts.matrices"), layer.get_parameter("mlp.gate.weight")
+        if not isinstance(matrices, PlainExperts | PatchedExperts) or router.dtype != dtype:
             return None
-        return _Read([weight.patches for weight in patched], [], form.group)
-    return _Read(plain, [], 0) if len(plain) == len(found) else None
+        if (matrices.form.unrounded if matrices.form else None) != form:
+            return None
+        of_attention = attention.products[len(names) * number : len(names) * (number + 1)]
+        products += [*of_attention, router, matrices.gate_up_proj, matrices.down_proj]
+    return attention._replace(products=products, form=form)
 
 
 def _on_cpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
     """As _on_gpu."""
+    if isinstance(build.arch.layers[0].mlp, ExpertsSpec):
+        return "layers have experts"
     table = _rotary_table(build)
     products = [weight for weight in _products(layers) if isinstance(weight, PlainWeight | BlockWeight)]
     if len(products) < _PRODUCTS * len(layers):
@@ -139,8 +162,8 @@ def _on_cpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
 def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str | None:
     """What of a model the operator does not do; None where there is nothing."""
     mlp, rope = arch.layers[0].mlp, arch.layers[0].rope
-    if not isinstance(mlp, MLPSpec):
-        return "layers have experts"
+    if isinstance(mlp, ExpertsSpec) and (reason := _why_no_mixture(mlp)) is not None:
+        return reason
     if context.tensor_size > 1 or context.pipeline_size > 1:
         # The kernel's blocks must all be resident at once. A kernel that waits for another GPU could keep one of them
         # out, and the others would wait for that one for ever.
@@ -151,7 +174,8 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
         return "its attention has no sinks"
     if arch.residual_multiplier != 1.0:
         return "it has no multiplier of the residual stream"
-    if arch.norm_place != "pre" or not mlp.gated or arch.qk_norm not in (None, "head"):
+    is_gated = isinstance(mlp, ExpertsSpec) or mlp.gated
+    if arch.norm_place != "pre" or not is_gated or arch.qk_norm not in (None, "head"):
         return "it knows pre-norm layers with a gated MLP only, and norms queries and keys head by head or not at all"
     if context.device.type != "cpu" and (block_size < 16 or block_size & (block_size - 1)):
         return f"cache.block_size is {block_size}; allowed: powers of two from 16 on"
@@ -166,6 +190,15 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
     return None
 
 
+def _why_no_mixture(mlp: ExpertsSpec) -> str | None:
+    """The same of a mixture of experts."""
+    if mlp.activation == "clamped_swiglu" or mlp.shared is not None:
+        return "it knows experts with silu or gelu_tanh, and none that are shared"
+    if mlp.scores == "sparse_mixer" or mlp.router_bias or mlp.choice_bias or mlp.groups > 1:
+        return "it knows routers without biases and groups that choose by softmax or sigmoid"
+    return None
+
+
 def _rotary_table(build: Build) -> Tensor:
     rope = build.arch.layers[0].rope
     assert rope is not None
@@ -176,7 +209,9 @@ def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], read: _Read) -
     return ops.LayerWeights(
         products=read.products,
         scales=read.scales,
-        group=read.group,
+        numbers=read.form.numbers if read.form else None,
+        group=read.form.group if read.form else 0,
+        mixture=_mixture(arch.layers[0].mlp),
         num_heads=arch.num_heads,
         width=arch.layers[0].mlp.size,
         norms=_norms(layers),
@@ -185,6 +220,14 @@ def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], read: _Read) -
         eps=arch.norm_eps,
         scale=arch.attention_scale,
         gelu_tanh=arch.layers[0].mlp.activation == "gelu_tanh",
+    )
+
+
+def _mixture(mlp: MLPSpec | ExpertsSpec) -> ops.Mixture | None:
+    if isinstance(mlp, MLPSpec):
+        return None
+    return ops.Mixture(
+        per_token=mlp.per_token, sigmoid=mlp.scores == "sigmoid", normalized=mlp.normalized, scale=mlp.scale
     )
 
 
@@ -206,7 +249,7 @@ def _stored_layers(
 
 def _products(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """The layers' weights, _PRODUCTS of each, whatever form they have."""
-    names = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight")
+    names = (*_ATTENTION_PRODUCTS, "mlp.gate_up_proj.weight", "mlp.down_proj.weight")
     return [layer.get_submodule(name) for layer in layers for name in names]
 
 

@@ -29,6 +29,7 @@ from raylm.ops.invariant import invariant_linear as invariant_linear
 from raylm.ops.invariant import invariant_rms_norm as invariant_rms_norm
 from raylm.ops.layer_weights import FEW_ROWS as FEW_ROWS
 from raylm.ops.layer_weights import LayerWeights as LayerWeights
+from raylm.ops.layer_weights import Mixture as Mixture
 from raylm.ops.layer_weights import few_layers as few_layers
 from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
 from raylm.ops.layer_weights import few_layers_rows as few_layers_rows

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.ops.patches import NUMBERS, patched_linear
+from raylm.ops.patches import patched_linear
 
 
 def few_layers(
@@ -18,7 +18,12 @@ def few_layers(
     norms: list[Tensor],
     head_norms: list[Tensor],
     biases: list[Tensor],
+    numbers: int,
     group: int,
+    per_token: int,
+    sigmoid: bool,
+    normalized: bool,
+    route_scale: float,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     positions: Tensor,
@@ -36,10 +41,12 @@ def few_layers(
     rows, head_dim = len(residual), cos_sin.shape[1]
     query_start = torch.arange(rows + 1, dtype=torch.int32, device=residual.device)
     longest = block_table.shape[1] * k_caches[0].shape[1]
+    each = len(products) // len(k_caches)
+    of_scales = len(scales) // len(k_caches)
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
-        qkv, o, gate_up, down = (
-            _Product(products[at], scales[at] if scales else None, group) for at in range(4 * layer, 4 * layer + 4)
-        )
+        of_layer = products[each * layer : each * (layer + 1)]
+        scales_of_layer = [*scales[of_scales * layer : of_scales * (layer + 1)], *[None] * (each - of_scales)]
+        qkv, o, *mlp = (_Product(*one, numbers, group) for one in zip(of_layer, scales_of_layer, strict=True))
         heads = qkv(op.rms_norm(residual, norms[2 * layer], eps), biases[layer] if biases else None)
         heads = heads.view(rows, -1, head_dim)
         num_kv_heads = k_cache.shape[2]
@@ -50,24 +57,43 @@ def few_layers(
             q, k_cache, v_cache, block_table, query_start, seq_lens, 1, longest, scale, 0, 0.0, None
         )
         residual.add_(o(attended.view(rows, -1)))
-        gated = gate_up(op.rms_norm(residual, norms[2 * layer + 1], eps))
-        residual.add_(down(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated)))
+        normed = op.rms_norm(residual, norms[2 * layer + 1], eps)
+        if per_token == 0:
+            gate_up, down = mlp
+            gated = gate_up(normed)
+            residual.add_(down(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated)))
+            continue
+        router, gate_up, down = mlp
+        weights, chosen = op.route(router(normed), None, per_token, sigmoid, normalized, route_scale, 1, 1)
+        mixture = normed, gate_up.weight, down.weight, weights, chosen, None, None, int(gelu_tanh), 0.0
+        residual.add_(op.experts(*mixture) if numbers < 0 else op.patched_experts(*mixture, numbers, group))
 
 
 class _Product(NamedTuple):
     weight: Tensor
     scales: Tensor | None
+    numbers: int
     group: int
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.group:
-            return patched_linear(x, self.weight, bias, NUMBERS.index("int4"), self.group)
+        if self.weight.dtype == torch.uint8:
+            return patched_linear(x, self.weight, bias, self.numbers, self.group)
         if self.scales is None:
             return F.linear(x, self.weight, bias)
         return F.linear(x, (self.weight.float() * self.scales.unsqueeze(-1)).to(x.dtype), bias)
 
 
 def few_layers_rows(
-    x: Tensor, width: int, num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int, scaled: bool, group: int
+    x: Tensor,
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_layers: int,
+    scaled: bool,
+    numbers: int,
+    group: int,
+    experts: int,
+    per_token: int,
 ) -> int:
     return 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raylm.ops import extension, library  # noqa: F401  (registers the schemas)
-from raylm.ops.patches import PATCH_ROWS
+from raylm.ops.patches import NUMBERS, PATCH_ROWS, Numbers
 
 _few_layers: Callable[..., None] = torch.ops.raylm.few_layers.default
 _few_layers_rows: Callable[..., int] = torch.ops.raylm.few_layers_rows.default
@@ -19,27 +19,44 @@ FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """How a layer's token comes by its experts, as ops.route has it."""
+
+    per_token: int
+    sigmoid: bool
+    normalized: bool
+    scale: float
+
+
+_DENSE = Mixture(per_token=0, sigmoid=False, normalized=False, scale=1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP. Contiguous, of one dtype but
-    for products that are codes."""
+    """What L layers are made of: norm, attention with rotary embedding, norm, gated MLP or a mixture of such as
+    experts. Contiguous, of one dtype but for products that are codes."""
 
     products: list[Tensor]
     """4 L: of each layer q, k and v [(Hq + 2 Hk) * D, H], o [H, Hq * D], gate and up [2 * W, H], down [H, W]; or these
-    as pack_integers makes them of "int4"."""
+    in patches. Of a mixture of E experts 5 L: behind o the router [E, H], which is numbers, then the experts' gate and
+    up [E, 2 * W, H] and down [E, H, W], or these in patches."""
     scales: list[Tensor]
-    """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none."""
+    """4 L, float32, of products that are float8_e4m3fn codes: a scale a row; or none. Of a mixture 2 L, of q, k and v
+    and of o: its experts are patches."""
     norms: list[Tensor]
     """2 L, [H]: before attention and before the MLP."""
     head_norms: list[Tensor]
     """2 L, [D]: of queries and of keys; or none."""
     biases: list[Tensor]
     """L, [(Hq + 2 Hk) * D]: of q, k and v; or none."""
+    numbers: Numbers | None
+    """What patches hold, of which `group` columns share a scale; None where there are none."""
     group: int
-    """Columns of a group of products that pack_integers made; 0 of others."""
+    mixture: Mixture | None
     num_heads: int
     """Hq."""
     width: int
-    """W."""
+    """W, of a mixture an expert's."""
     eps: float
     """Of the norms."""
     scale: float
@@ -48,11 +65,24 @@ class LayerWeights:
     """The MLP's activation: silu otherwise."""
 
     def outputs(self, num_kv_heads: int) -> int:
-        """What the phases of a layer hand to the next of a row: heads, attention, residual stream, activation, and
-        residual stream again."""
-        qkv = self.products[0].shape[0] * (PATCH_ROWS if self.group else 1)
+        """What the phases of a layer hand to the next of a row: heads, attention, residual stream, the router's logits,
+        activations, and residual stream again."""
+        qkv = self.products[0].shape[0] * (PATCH_ROWS if self.products[0].dtype == torch.uint8 else 1)
         attended = qkv * self.num_heads // (self.num_heads + 2 * num_kv_heads)
-        return qkv + attended + 2 * self.norms[0].shape[0] + self.width
+        activated = self.width * (self.mixture.per_token if self.mixture else 1)
+        return qkv + attended + 2 * self.norms[0].shape[0] + self.num_experts + activated
+
+    @property
+    def num_experts(self) -> int:
+        """0 where there is no mixture."""
+        return self.products[2].shape[0] if self.mixture else 0
+
+    @property
+    def settings(self) -> tuple[int, int, int, bool, bool, float]:
+        """What operators are given of patches and the mixture."""
+        mixture = self.mixture or _DENSE
+        numbers = -1 if self.numbers is None else NUMBERS.index(self.numbers)
+        return numbers, self.group, mixture.per_token, mixture.sigmoid, mixture.normalized, mixture.scale
 
 
 def few_layers(
@@ -70,7 +100,8 @@ def few_layers(
 ) -> None:
     """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
     tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences. Where products are
-    codes, a 16th of each number of their rows is rounded to float16, and no more.
+    codes with a scale a row, a 16th of each number of their rows is rounded to float16, and no more. An expert's
+    activations are multiplied by its weight before they are rounded.
 
     positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
     every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave
@@ -83,7 +114,7 @@ def few_layers(
         weights.norms,
         weights.head_norms,
         weights.biases,
-        weights.group,
+        *weights.settings,
         k_caches,
         v_caches,
         positions,
@@ -102,9 +133,10 @@ def few_layers(
 def few_layers_rows(weights: LayerWeights, *, num_kv_heads: int, head_dim: int) -> int:
     """How many rows few_layers takes of a model with a compiled kernel; 0 where there is none for it."""
     norms, scaled = weights.norms, bool(weights.scales)
+    numbers, group, per_token, *_ = weights.settings
     return _few_layers_rows(
         *(norms[0].unsqueeze(0), weights.width, weights.num_heads, num_kv_heads, head_dim, len(norms) // 2),
-        *(scaled, weights.group),
+        *(scaled, numbers, group, weights.num_experts, per_token),
     )
 
 

@@ -91,13 +91,14 @@ SCHEMAS = {
     "experts_kernels": "(Tensor x, Tensor down) -> bool",
     "few_layers": (
         "(Tensor(a!) residual, Tensor[] products, Tensor[] scales, Tensor[] norms, Tensor[] head_norms, "
-        "Tensor[] biases, int group, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, "
+        "Tensor[] biases, int numbers, int group, int per_token, bool sigmoid, bool normalized, float route_scale, "
+        "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, "
         "Tensor slot_mapping, Tensor seq_lens, Tensor block_table, Tensor cos_sin, float eps, float scale, "
         "bool gelu_tanh, Tensor(d!) cells, Tensor(e!) counters) -> ()"
     ),
     "few_layers_rows": (
-        "(Tensor x, int width, int num_heads, int num_kv_heads, int head_dim, int num_layers, bool scaled, int group) "
-        "-> int"
+        "(Tensor x, int width, int num_heads, int num_kv_heads, int head_dim, int num_layers, bool scaled, "
+        "int numbers, int group, int experts, int per_token) -> int"
     ),
     "decode_layers": (
         "(Tensor(a!) residual, Tensor[] weights, int[] kinds, Tensor[] norms, Tensor[] head_norms, Tensor[] biases, "

@@ -1,10 +1,11 @@
 """What a layer of a decode step of few rows takes where all layers run in one kernel.
 
-python -m tests.gpu.few_layers_times [--forms plain,fp8,int4] [--models 8b,0.6b] [--lengths 256] [ROWS ...]
+python -m tests.gpu.few_layers_times [--forms plain,fp8,fp8-blocks,int4] [--models 8b,0.6b,30b-a3b] [--lengths 256]
+    [ROWS ...]
 
 On a CUDA host. Prints one JSON line a model, form of products, length of the sequences and number of rows: microseconds
 a layer, in a CUDA graph, with weights that come from memory. `of_bandwidth` is the rate at which the products' weights
-are read, as a share of what a large element-wise kernel reaches.
+are read, as a share of what a large element-wise kernel reaches. A mixture of experts is there for one row.
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ class Model(NamedTuple):
     kv_heads: int
     head_dim: int
     head_norms: bool
+    experts: int = 0
 
 
-MODELS = {"8b": Model(4096, 14336, 32, 8, 128, False), "0.6b": Model(1024, 3072, 16, 8, 128, True)}
+MODELS = {
+    "8b": Model(4096, 14336, 32, 8, 128, False),
+    "0.6b": Model(1024, 3072, 16, 8, 128, True),
+    "30b-a3b": Model(2048, 768, 32, 4, 128, True, experts=128),
+}
+MIXTURE = ops.Mixture(per_token=8, sigmoid=False, normalized=True, scale=1.0)
+NUMBERS: dict[str, ops.Numbers] = {"int4": "int4", "fp8-blocks": "fp8"}
 
 
 def main() -> None:
@@ -49,24 +57,32 @@ def main() -> None:
         for form in args.forms.split(","):
             weights = _weights(MODELS[name], form)
             for length in map(int, args.lengths.split(",")):
-                for rows in args.rows:
+                for rows in args.rows[:1] if MODELS[name].experts else args.rows:
                     _time(name, form, MODELS[name], weights, rows, length, most)
 
 
 def _weights(model: Model, form: str) -> ops.LayerWeights:
-    hidden, width, heads, kv_heads, head_dim, head_norms = model
+    hidden, width, heads, kv_heads, head_dim, head_norms, experts = model
     qkv = (heads + 2 * kv_heads) * head_dim
-    shapes = [(qkv, hidden), (hidden, heads * head_dim), (2 * width, hidden), (hidden, width)]
-    layers = max(2, -(-COLD_BYTES // sum(_product(*shape, form).nbytes for shape in shapes)))
-    products = [_product(*shape, form) for _ in range(layers) for shape in shapes]
-    scales = [torch.full((n,), 0.01, device="cuda") for _ in range(layers) for n, _ in shapes]
+    of_attention = [((qkv, hidden), form), ((hidden, heads * head_dim), form)]
+    if experts:
+        of_experts = "fp8-blocks" if form == "fp8" else form
+        mlp = [((experts, hidden), "plain"), *(((experts, *n_k), of_experts) for n_k in _mlp(model))]
+    else:
+        mlp = [(n_k, form) for n_k in _mlp(model)]
+    wanted = [*of_attention, *mlp]
+    layers = max(2, -(-COLD_BYTES // _bytes_read([_product(*one) for one in wanted])))
+    scaled = [shape[0] for shape, kept in wanted if kept == "fp8"]
+    numbers = NUMBERS.get("fp8-blocks" if form == "fp8" and experts else form)
     return ops.LayerWeights(
-        products=products,
-        scales=scales if form == "fp8" else [],
+        products=[_product(*one) for _ in range(layers) for one in wanted],
+        scales=[torch.full((n,), 0.01, device="cuda") for _ in range(layers) for n in scaled],
         norms=[_ones(hidden) for _ in range(2 * layers)],
         head_norms=[_ones(head_dim) for _ in range(2 * layers)] if head_norms else [],
         biases=[],
-        group=GROUP if form == "int4" else 0,
+        numbers=numbers,
+        group=GROUP if numbers else 0,
+        mixture=MIXTURE if experts else None,
         num_heads=heads,
         width=width,
         eps=1e-5,
@@ -75,13 +91,23 @@ def _weights(model: Model, form: str) -> ops.LayerWeights:
     )
 
 
-def _product(n: int, k: int, form: str) -> Tensor:
-    if form == "int4":
-        size = (n // 16, row_bytes(PatchForm("int4", GROUP), k))
+def _mlp(model: Model) -> list[tuple[int, int]]:
+    return [(2 * model.width, model.hidden), (model.hidden, model.width)]
+
+
+def _bytes_read(products: list[Tensor]) -> int:
+    of_experts = [MIXTURE.per_token * one[0].nbytes for one in products if one.dim() == 3]
+    return sum(of_experts) + sum(one.nbytes for one in products if one.dim() == 2)
+
+
+def _product(shape: tuple[int, ...], form: str) -> Tensor:
+    *stacked, n, k = shape
+    if form in NUMBERS:
+        size = (*stacked, n // 16, row_bytes(PatchForm(NUMBERS[form], GROUP), k))
         # As scales none of these is large or no number.
         return torch.randint(0, 256, size, device="cuda", dtype=torch.uint8) & 0x37
-    product = torch.randn(n, k, device="cuda") / k**0.5
-    return product.to(torch.float8_e4m3fn if form == "fp8" else torch.bfloat16)
+    product = torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / k**0.5
+    return product.to(torch.float8_e4m3fn) if form == "fp8" else product
 
 
 def _ones(size: int) -> Tensor:
@@ -107,7 +133,7 @@ def _time(name: str, form: str, model: Model, weights: ops.LayerWeights, rows: i
         *ops.few_layers_memory(weights, num_kv_heads=model.kv_heads),
     )
     us = graph_us([step]) / layers
-    read = sum(product.nbytes for product in weights.products) / layers
+    read = _bytes_read(weights.products) / layers
     line = {"bench": "few_layers", "model": name, "form": form, "rows": rows, "length": length, "layers": layers}
     print(json.dumps({**line, "layer_us": round(us, 2), "of_bandwidth": round(read / us / most, 3)}), flush=True)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raylm import ops
 from tests.gpu.answering import answers, differences
 from tests.models import test_mxfp4
 from tests.support import checkpoints
@@ -46,4 +47,30 @@ def test_answers_are_those_of_the_decoded_model(family: str, kind: str, graphs: 
     found = differences(ours, theirs)
     assert len(found) > 30
     # The decoded numbers are rounded to bfloat16.
+    assert max(found) < 1 and sum(found) < 0.05 * len(found)
+
+
+@pytest.mark.parametrize("kind", [None, "fp8_128", "gptq_128"])
+def test_one_row_in_one_kernel_answers_as_layer_by_layer(
+    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SIZES | {"head_dim": 128, "moe_intermediate_size": 256, "num_experts": 8}
+    path = checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **sizes)
+    if kind is not None:
+        path, _ = write_both(path, tmp_path, KINDS[kind])
+    found: list[float] = []
+    taken: list[int] = []
+    rows = ops.few_layers_rows
+
+    def seen(*args: object, **keywords: object) -> int:
+        taken.append(rows(*args, **keywords))
+        return taken[-1]
+
+    monkeypatch.setattr(ops, "few_layers_rows", seen)
+    prompts = [[[7 * i % 190 + 3 for i in range(length)]] for length in (5, 30, 50)]
+    ours = [answers(path, one) for one in prompts]
+    assert taken and all(each == 1 for each in taken)
+    monkeypatch.setattr(ops, "few_layers_rows", lambda *args, **keywords: 0)
+    for mine, one in zip(ours, prompts, strict=True):
+        found += differences(mine, answers(path, one))
     assert max(found) < 1 and sum(found) < 0.05 * len(found)

@@ -21,6 +21,7 @@ from raylm.ops import extension
 from raylm.parallel.context import ParallelContext
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
+from tests.support.quantised import KINDS, write_both
 
 MANY = {str(length): list(range(length)) for length in range(2, 8)}
 PROMPTS = {"a": list(range(19)), "b": [3, 4, 5]}
@@ -50,7 +51,7 @@ def tokens_of(model: DecoderModel) -> dict[str, list[int]]:
     return generate(PagedRun(model, block_size=16), PROMPTS, num_tokens=4)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_the_same_tokens(family: str, few_layers: Mock, tmp_path: Path) -> None:
     folder = checkpoints.FAMILIES[family](tmp_path)
     apart, together = load(folder), load(folder)
@@ -59,6 +60,32 @@ def test_the_same_tokens(family: str, few_layers: Mock, tmp_path: Path) -> None:
     assert not few_layers.called
     assert tokens_of(together) == expected
     assert few_layers.called
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8_128"])
+def test_the_same_tokens_of_experts_in_codes(
+    kind: str, few_layers: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("takes_patched", "takes_patched_experts"):
+        monkeypatch.setattr(ops, name, lambda *_: True)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "head_dim": 64}
+    plain = checkpoints.FAMILIES["qwen3_moe"](tmp_path / "plain", **sizes)
+    folder, _ = write_both(plain, tmp_path, KINDS[kind])
+    apart, together = load(folder, as_stored=True), load(folder, as_stored=True)
+    apart.runs_layers_together = False
+    assert tokens_of(together) == tokens_of(apart)
+    assert few_layers.called
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("qwen2_moe", "none that are shared"), ("gpt_oss", "with silu or gelu_tanh"), ("phimoe", "")]
+)
+def test_mixtures_that_no_kernel_takes(
+    family: str, reason: str, few_layers: Mock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="raylm"):
+        tokens_of(load(checkpoints.FAMILIES[family](tmp_path)))
+    assert not few_layers.called and reason in caplog.text
 
 
 def test_not_over_a_cache_of_another_type(few_layers: Mock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

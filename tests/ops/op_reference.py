@@ -97,10 +97,11 @@ class LayersStep(Protocol):
 
 def decoder_layers(step: LayersStep, products: list[Tensor], layers: ops.LayerWeights | ops.StoredLayers) -> Tensor:
     """The residual stream behind all layers, in float64; keys and values go into the caches. `products`: of each layer
-    q, k and v, o, gate and up, down, as numbers."""
+    q, k and v, o, of a mixture the router, gate and up, down, as numbers."""
     x, head_dim = step.residual.double(), step.k_caches[0].shape[3]
+    each = len(products) // len(step.k_caches)
     for layer, (k_cache, v_cache) in enumerate(zip(step.k_caches, step.v_caches, strict=True)):
-        qkv, o, gate_up, down = (weight.double() for weight in products[4 * layer : 4 * layer + 4])
+        qkv, o, *mlp = (weight.double() for weight in products[each * layer : each * (layer + 1)])
         heads = rms_norm(x, layers.norms[2 * layer], layers.eps) @ qkv.T
         if layers.biases:
             heads = heads + layers.biases[layer].double()
@@ -119,9 +120,31 @@ def decoder_layers(step: LayersStep, products: list[Tensor], layers: ops.LayerWe
         ]
         attended = attention(q, *cached, [1] * len(x), scale=layers.scale)
         x = x + attended.flatten(1) @ o.T
-        mlp = rms_norm(x, layers.norms[2 * layer + 1], layers.eps) @ gate_up.T
-        x = x + gated(mlp, "gelu_tanh" if layers.gelu_tanh else "silu") @ down.T
+        normed = rms_norm(x, layers.norms[2 * layer + 1], layers.eps)
+        activation = "gelu_tanh" if layers.gelu_tanh else "silu"
+        if isinstance(layers, ops.LayerWeights) and layers.mixture is not None:
+            x = x + mixture(normed, *mlp, layers.mixture, activation)
+        else:
+            gate_up, down = mlp
+            x = x + gated(normed @ gate_up.T, activation) @ down.T
     return x
+
+
+def mixture(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, how: ops.Mixture, activation: str) -> Tensor:
+    """Each row's sum over its experts. Which these are must not hang on rounding: else an assertion fails."""
+    logits = x @ router.T
+    scores = logits.sigmoid() if how.sigmoid else logits.softmax(dim=-1)
+    weights, chosen = scores.topk(how.per_token, dim=-1)
+    ordered = logits.sort(dim=-1, descending=True).values
+    gaps = ordered[:, how.per_token - 1] - ordered[:, how.per_token]
+    assert bool((gaps > 0.03 * logits.std()).all()), "the reference's own choice of experts is too close"
+    if how.normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for expert, weight in zip(chosen[row].tolist(), weights[row] * how.scale, strict=True):
+            out[row] += weight * (gated(x[row : row + 1] @ gate_up[expert].T, activation) @ down[expert].T)[0]
+    return out
 
 
 def penalized(

@@ -1,78 +1,132 @@
-#include <algorithm>
+#include "few_layers.h"
+
 #include <vector>
 
-#include "launch.h"
-#include "products.h"
-#include "raylm/cuda/few_layers.cuh"
+#include "patches.h"
 
 namespace raylm::cuda {
 namespace {
 
 constexpr const char* kOp = "few_layers";
-constexpr int kLeastStages = 2;  // of a warp's ring: one is used while the other is filled
-constexpr int kStatic = 10 * 1024;  // bytes of shared memory that the kernel has besides
-static_assert(sizeof(FewAttentionShared<__half, 128>) + sizeof(FewRings) <= kStatic);
 
 using Tensors = std::vector<Tensor>;
 
 struct Model {
-  int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;
-  FewForm form;  // of products
-  int group;     // columns of a group of patches
+  int64_t rows, hidden, width, num_heads, num_kv_heads, head_dim, num_layers;  // width: of a mixture, an expert's
+  FewForm form;
+  int group;                   // columns of a group of patches
+  int64_t experts, per_token;  // 0 where there is no mixture
 
   int64_t attended() const { return num_heads * head_dim; }
   int64_t qkv() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  int64_t activated() const { return per_token ? per_token * width : width; }
+  bool in_patches(bool of_experts) const {
+    return form == FewForm::kInt4 || form == FewForm::kFp8 || (of_experts && form == FewForm::kCodes);
+  }
+  int64_t patch_bytes() const { return bytes_of_patch(form == FewForm::kInt4 ? 4 : 8, group == 64 ? 6 : 7); }
 };
 
+void set_mixture(FewMixture& mixture, const Model& m, int64_t tiles) {
+  const auto inverse = [](int64_t divisor) { return static_cast<unsigned>((int64_t{1} << 32) / divisor + 1); };
+  const bool patches = m.in_patches(true);
+  const auto stack = [&](int64_t n, int64_t k, int64_t rows_of_tile) {
+    const int64_t row = patches ? k / kPatchColumns * m.patch_bytes() : k * 2;
+    return FewStack{patches ? n / kPatchRows * row : n * row, patches ? row : rows_of_tile * row};
+  };
+  mixture.experts = static_cast<int>(m.experts), mixture.per_token = static_cast<int>(m.per_token);
+  mixture.size = static_cast<int>(m.width), mixture.tiles = static_cast<int>(tiles);
+  mixture.of_size = inverse(m.width), mixture.of_tiles = inverse(tiles);
+  mixture.gate_up = stack(2 * m.width, m.hidden, 4), mixture.down = stack(m.hidden, m.width, 8);
+}
+
 template <typename T>
-void set_products(FewLayersArgs<T>& args, const Model& model) {
-  const auto product = [&](int64_t n, int64_t k, bool gated = false) {
-    const int64_t each = model.form != FewForm::kInt4 ? 8 : gated ? 2 * kPatchRows : kPatchRows;
+void set_products(FewLayersArgs<T>& args, const Model& m) {
+  const auto product = [](int64_t n, int64_t k, int64_t each) {
     return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / each)};
   };
-  args.products[kFewQkv] = product(model.qkv(), model.hidden);
-  args.products[kFewO] = product(model.hidden, model.attended());
-  args.products[kFewGateUp] = product(2 * model.width, model.hidden, true);
-  args.products[kFewDown] = product(model.hidden, model.width);
-  args.rows = static_cast<int>(model.rows);
-  args.hidden = static_cast<int>(model.hidden);
-  args.num_heads = static_cast<int>(model.num_heads);
-  args.num_kv_heads = static_cast<int>(model.num_kv_heads);
-  args.num_layers = static_cast<int>(model.num_layers);
-  args.form = model.form;
+  const int64_t each = m.in_patches(false) ? kPatchRows : 8;
+  const bool patches = m.in_patches(m.per_token > 0);  // of the MLP
+  args.products[kFewQkv] = product(m.qkv(), m.hidden, each);
+  args.products[kFewO] = product(m.hidden, m.attended(), each);
+  if (m.per_token) args.products[kFewRouter] = product(m.experts, m.hidden, 8);
+  args.products[kFewGateUp] = product(2 * m.activated(), m.hidden, patches ? 2 * kPatchRows : 8);
+  args.products[kFewDown] = product(m.hidden, m.activated(), patches ? kPatchRows : 8);
+  args.rows = static_cast<int>(m.rows);
+  args.hidden = static_cast<int>(m.hidden);
+  args.num_heads = static_cast<int>(m.num_heads);
+  args.num_kv_heads = static_cast<int>(m.num_kv_heads);
+  args.num_layers = static_cast<int>(m.num_layers);
+  if (m.per_token) set_mixture(args.mixture, m, args.products[kFewGateUp].tiles / m.per_token);
 }
 
-// As many stages as shared memory has room for; head sizes share the size of a stage.
-template <typename T>
-int stages_of(const FewLayersArgs<T>& args) {
-  const int room = kSharedOfBlock - kStatic - args.bytes_besides_rings();
-  return std::min(kFewMostStages, room / (kFewWarps * FewStage<Plain<T>, 128>::kBytes));
+// Of what patches hold, or -1. Nothing where there are no kernels for them.
+std::optional<FewForm> form_of(bool scaled, int64_t numbers, int64_t group) {
+  if (numbers == static_cast<int64_t>(Numbers::kFp8)) return scaled ? FewForm::kCodes : FewForm::kFp8;
+  if (numbers == static_cast<int64_t>(Numbers::kInt4) && (group == 64 || group == 128)) return FewForm::kInt4;
+  if (numbers != -1) return std::nullopt;
+  return scaled ? FewForm::kCodes : FewForm::kPlain;
 }
 
-FewForm form_of(bool scaled, int64_t group) {
-  return scaled ? FewForm::kCodes : group ? FewForm::kInt4 : FewForm::kPlain;
+bool fits_mixture(const Model& m) {
+  return m.rows == 1 && m.head_dim == 128 && m.group != 64 && m.experts % 8 == 0 && m.experts <= kFewExperts &&
+         m.per_token <= std::min<int64_t>(kFewChosen, m.experts) && m.width % kFewExpertColumns == 0 &&
+         m.hidden % kPatchColumns == 0;
 }
 
-bool fits(const Model& m, int32_t device) {
+bool fits(const Model& m, const Tensor& x) {
+  const int32_t device = x.get_device_index();
   const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, device);
   if (!kHopperKernels || compute_major(device) != 9 || m.num_layers > kFewMostLayers) return false;
   if (m.rows < 1 || m.rows > kFewRows || m.rows * m.num_kv_heads > blocks) return false;
   if (m.num_kv_heads < 1 || m.num_heads % m.num_kv_heads != 0 || m.num_heads / m.num_kv_heads > kFewGroup) return false;
   if (m.head_dim != 64 && m.head_dim != 128) return false;
+  if (m.per_token && !fits_mixture(m)) return false;
+  const bool fp8_patches = m.form == FewForm::kFp8 || (m.per_token && m.form == FewForm::kCodes);
+  if (fp8_patches && x.scalar_type() != ScalarType::BFloat16) return false;
   const int64_t unit = m.form == FewForm::kPlain ? 8 : 16;
-  if (m.hidden % unit != 0 || m.width % unit != 0 || std::max(m.hidden, m.width) > (1 << 16)) return false;
-  FewLayersArgs<__half> args{};
+  if (m.hidden % unit != 0 || m.width % unit != 0 || std::max(m.hidden, m.activated()) > (1 << 16)) return false;
+  FewLayersArgs<__nv_bfloat16> args{};
   set_products(args, m);
-  return stages_of(args) >= kLeastStages;
+  with_weights<__nv_bfloat16>(m.form, m.group, m.per_token > 0, [&](auto attention, auto experts) {
+    share_out<decltype(attention), decltype(experts)>(args);
+  });
+  return args.stages >= kFewLeastStages;
 }
 
 // Where the cells of each phase begin, for kFewRows rows; the last is how many there are in all.
 std::vector<int64_t> cell_starts(const Model& m) {
   std::vector<int64_t> starts{0};
-  for (const int64_t outputs : {m.qkv(), m.attended(), m.hidden, m.width, m.hidden}) {
+  for (const int64_t outputs : {m.qkv(), m.attended(), m.hidden, m.experts, m.activated(), m.hidden}) {
     starts.push_back(starts.back() + kFewRows * outputs / 2);
   }
   return starts;
+}
+
+// The products of a layer, in their order.
+std::vector<FewPhase> phases_of(const Model& m) {
+  if (m.per_token) return {kFewQkv, kFewO, kFewRouter, kFewGateUp, kFewDown};
+  return {kFewQkv, kFewO, kFewGateUp, kFewDown};
+}
+
+void check_product(const Model& m, FewPhase phase, const Tensor& product, const Tensor& x) {
+  constexpr const char* kName = "one of products";
+  const bool of_experts = m.per_token && (phase == kFewGateUp || phase == kFewDown);
+  const bool in_patches = phase != kFewRouter && m.in_patches(of_experts);
+  const bool plain = phase == kFewRouter || m.form == FewForm::kPlain;
+  const ScalarType stored = plain ? x.scalar_type() : in_patches ? ScalarType::Byte : ScalarType::Float8_e4m3fn;
+  const int64_t n = phase == kFewQkv      ? m.qkv()
+                    : phase == kFewRouter ? m.experts
+                    : phase == kFewGateUp ? 2 * m.width
+                                          : m.hidden;
+  const int64_t k = phase == kFewO ? m.attended() : phase == kFewDown ? m.width : m.hidden;
+  Arg(kOp, kName, product).dtype({stored}).on_device_of(x).contiguous();
+  if (!is_aligned(product.data_ptr())) fail(kOp, kName, " is not aligned to 16 bytes");
+  Arg(kOp, kName, product).dim(of_experts ? 3 : 2);
+  if (of_experts) Arg(kOp, kName, product).size(0, m.experts, "the router's experts");
+  const int rows = of_experts ? 1 : 0;
+  Arg(kOp, kName, product).size(rows, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
+  Arg(kOp, kName, product)
+      .size(rows + 1, in_patches ? divide_up(k, kPatchColumns) * m.patch_bytes() : k, "as the model's other sizes say");
 }
 
 void check_layers(const Model& m, const Tensors& products, const Tensors& scales, const Tensors& norms,
@@ -83,34 +137,23 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
     if (size == m.num_layers * each || (optional && size == 0)) return;
     fail(kOp, name, " has ", size, " tensors, must have ", each, " for each of ", m.num_layers, " layers");
   };
-  count("products", products, 4, false);
-  count("scales", scales, 4, true);
+  const std::vector<FewPhase> phases = phases_of(m);
+  const int64_t each = static_cast<int64_t>(phases.size()), num_scales = m.per_token ? 2 : 4;
+  count("products", products, each, false);
+  count("scales", scales, num_scales, true);
   count("norms", norms, 2, false);
   count("head_norms", head_norms, 2, true);
   count("biases", biases, 1, true);
   count("v_caches", v_caches, 1, false);
-  const int64_t sizes[4][2] = {
-      {m.qkv(), m.hidden}, {m.hidden, m.attended()}, {2 * m.width, m.hidden}, {m.hidden, m.width}};
   const auto check = [&](const char* name, const Tensor& tensor, ScalarType dtype) {
     Arg(kOp, name, tensor).dtype({dtype}).on_device_of(x).contiguous();
     if (!is_aligned(tensor.data_ptr())) fail(kOp, name, " is not aligned to 16 bytes");
   };
-  const ScalarType stored = m.form == FewForm::kPlain   ? x.scalar_type()
-                            : m.form == FewForm::kCodes ? ScalarType::Float8_e4m3fn
-                                                        : ScalarType::Byte;
-  const bool in_patches = m.form == FewForm::kInt4;
-  const int64_t patch = m.group == 128 ? Int4<__half, 128>::kPatchBytes : Int4<__half, 64>::kPatchBytes;
-  for (size_t i = 0; i < products.size(); ++i) {
-    const int64_t n = sizes[i % 4][0], k = sizes[i % 4][1], patches = divide_up(k, kPatchColumns);
-    check("one of products", products[i], stored);
-    Arg(kOp, "one of products", products[i]).dim(2);
-    Arg(kOp, "one of products", products[i]).size(0, in_patches ? n / kPatchRows : n, "as the model's other sizes say");
-    Arg(kOp, "one of products", products[i])
-        .size(1, in_patches ? patches * patch : k, "as the model's other sizes say");
-  }
+  for (size_t i = 0; i < products.size(); ++i) check_product(m, phases[i % each], products[i], x);
+  const int64_t rows[4] = {m.qkv(), m.hidden, 2 * m.width, m.hidden};
   for (size_t i = 0; i < scales.size(); ++i) {
     check("one of scales", scales[i], ScalarType::Float);
-    Arg(kOp, "one of scales", scales[i]).dim(1).size(0, sizes[i % 4][0], "a scale a row of products");
+    Arg(kOp, "one of scales", scales[i]).dim(1).size(0, rows[i % num_scales], "a scale a row of products");
   }
   const auto check_vectors = [&](const char* name, const Tensors& vectors, int64_t size) {
     for (const Tensor& vector : vectors) {
@@ -136,14 +179,14 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
 }
 
 template <typename T>
-void set_layers(FewLayersArgs<T>& args, const Tensors& products, const Tensors& scales, const Tensors& norms,
+void set_layers(FewLayersArgs<T>& args, const std::vector<FewPhase>& phases, const Tensors& products, const Tensors& scales, const Tensors& norms,
                 const Tensors& head_norms, const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
-  constexpr FewPhase kPhases[4] = {kFewQkv, kFewO, kFewGateUp, kFewDown};
+  const size_t each = phases.size(), num_scales = scales.size() / args.num_layers;
   for (int i = 0; i < args.num_layers; ++i) {
     FewLayer<T>& layer = args.layers[i];
-    for (int j = 0; j < 4; ++j) {
-      layer.weights[kPhases[j]] = data<char>(products[4 * i + j]);
-      if (args.form == FewForm::kCodes) layer.scales[kPhases[j]] = data<float>(scales[4 * i + j]);
+    for (size_t j = 0; j < each; ++j) {
+      layer.weights[phases[j]] = data<char>(products[each * i + j]);
+      if (j < num_scales) layer.scales[phases[j]] = data<float>(scales[num_scales * i + j]);
     }
     layer.attention_norm = data<T>(norms[2 * i]);
     layer.mlp_norm = data<T>(norms[2 * i + 1]);
@@ -187,56 +230,57 @@ FewStep step_of(const Model& m, const Tensor& positions, const Tensor& slot_mapp
   return step;
 }
 
-// All blocks must live at once, as they wait for each other: a cooperative launch fails where they cannot.
-template <typename N, int D>
-void launch(const FewLayersArgs<typename N::Result>& args, int32_t device, cudaStream_t stream) {
-  const int shared = args.bytes_besides_rings() + args.stages * kFewWarps * FewStage<N, D>::kBytes;
-  allow_shared<few_layers_kernel<N, D>>(kOp, device, kSharedOfBlock - kStatic);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(device_attribute(cudaDevAttrMultiProcessorCount, device));
-  config.blockDim = dim3(kFewLaunched);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, few_layers_kernel<N, D>, args);  // its error is read by check_launch
-}
-
-template <typename N>
-void launch(const FewLayersArgs<typename N::Result>& args, int64_t head_dim, int32_t device, cudaStream_t stream) {
-  head_dim == 64 ? launch<N, 64>(args, device, stream) : launch<N, 128>(args, device, stream);
+template <typename T>
+void launch(const Model& m, FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
+  const bool mixture = m.per_token > 0;
+  with_weights<T>(m.form, m.group, mixture, [&](auto attention, auto experts) {
+    using N = decltype(attention);
+    share_out<N, decltype(experts)>(args);
+    if constexpr (std::is_same_v<decltype(experts), NoExperts>) {
+      m.head_dim == 64 ? launch_few<N, NoExperts, 64>(kOp, args, device, stream)
+                       : launch_few<N, NoExperts, 128>(kOp, args, device, stream);
+    }
+  });
+  if (mixture) launch_mixture(kOp, m.form, args, device, stream);
 }
 
 // Most rows that the kernel takes of a model at a time; 0 where it takes none, on this device or of this shape.
 int64_t few_layers_rows(Tensor x, int64_t width, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                        int64_t num_layers, bool scaled, int64_t group) {
-  if (x.scalar_type() == ScalarType::Float || (group != 0 && group != 64 && group != 128)) return 0;
-  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, form_of(scaled, group),
-              static_cast<int>(group)};
-  while (model.rows > 0 && !fits(model, x.get_device_index())) --model.rows;
+                        int64_t num_layers, bool scaled, int64_t numbers, int64_t group, int64_t experts,
+                        int64_t per_token) {
+  const std::optional<FewForm> form = form_of(scaled, numbers, group);
+  if (x.scalar_type() == ScalarType::Float || !form) return 0;
+  Model model{kFewRows, x.size(1), width, num_heads, num_kv_heads, head_dim, num_layers, *form, static_cast<int>(group),
+              experts, per_token};
+  while (model.rows > 0 && !fits(model, x)) --model.rows;
   return model.rows;
 }
 
 void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms, Tensors head_norms, Tensors biases,
-                int64_t group, Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping,
-                Tensor seq_lens, Tensor block_table, Tensor cos_sin, double eps, double scale, bool gelu_tanh,
-                Tensor cells, Tensor counters) {
+                int64_t numbers, int64_t group, int64_t per_token, bool sigmoid, bool normalized, double route_scale,
+                Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
+                Tensor block_table, Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells,
+                Tensor counters) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
   if (k_caches.empty() || products.size() < 4) fail(kOp, "there are no layers");
   Arg(kOp, "one of the caches", k_caches[0]).dim(4);
-  if (group != 0 && group != 64 && group != 128) fail(kOp, "group is ", group, ", must be 0, 64 or 128");
-  const int64_t unit = group ? kPatchRows : 1;
+  const std::optional<FewForm> form = form_of(!scales.empty(), numbers, group);
+  if (!form) fail(kOp, "there are no kernels for numbers ", numbers, " in groups of ", group);
   const int64_t head_dim = cos_sin.size(1);
   if (head_dim < 1) fail(kOp, "cos_sin has no columns");
-  const int64_t kv_heads = k_caches[0].size(2), heads = products[0].size(0) * unit / head_dim - 2 * kv_heads;
-  const Model model{residual.size(0), residual.size(1), products[2].size(0) * unit / 2, heads, kv_heads, head_dim,
-                    static_cast<int64_t>(k_caches.size()), form_of(!scales.empty(), group), static_cast<int>(group)};
+  const auto rows_of = [](const Tensor& weight) {
+    return weight.size(weight.dim() - 2) * (weight.scalar_type() == ScalarType::Byte ? kPatchRows : 1);
+  };
+  for (const Tensor& product : products) {
+    if (product.dim() < 2) fail(kOp, "one of products has ", product.dim(), " dimensions, must have 2 or more");
+  }
+  const int64_t kv_heads = k_caches[0].size(2), heads = rows_of(products[0]) / head_dim - 2 * kv_heads;
+  const Model model{residual.size(0), residual.size(1), rows_of(products[per_token ? 3 : 2]) / 2, heads, kv_heads,
+                    head_dim, static_cast<int64_t>(k_caches.size()), *form, static_cast<int>(group),
+                    per_token ? products[2].size(0) : 0, per_token};
   const int32_t device = residual.get_device_index();
-  if (!fits(model, device)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
+  if (!fits(model, residual)) fail(kOp, "it does not take ", model.rows, " rows of this model on this device");
   check_layers(model, products, scales, norms, head_norms, biases, k_caches, v_caches, residual);
   const FewStep step =
       step_of(model, positions, slot_mapping, seq_lens, block_table, cos_sin, k_caches[0], v_caches[0]);
@@ -254,22 +298,16 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
     if constexpr (sizeof(T) == 2) {
       FewLayersArgs<T> args{};
       set_products(args, model);
-      set_layers(args, products, scales, norms, head_norms, biases, k_caches, v_caches);
+      set_layers(args, phases_of(model), products, scales, norms, head_norms, biases, k_caches, v_caches);
       args.step = step;
       args.eps = static_cast<float>(eps), args.scale = static_cast<float>(scale), args.gelu = gelu_tanh;
+      args.mixture.sigmoid = sigmoid, args.mixture.normalized = normalized;
+      args.mixture.scale = static_cast<float>(route_scale);
       args.residual = data<T>(residual);
       for (int i = 0; i < kFewPhases; ++i) args.cells[i] = data<uint2>(cells) + starts[i];
       args.part_sums = data<float>(parts), args.part_logs = args.part_sums + part_rows * head_dim;
       args.launches = data<unsigned>(counters), args.arrivals = args.launches + 2;
-      args.stages = stages_of(args);
-      const cudaStream_t stream = current_stream(residual);
-      switch (model.form) {
-        case FewForm::kPlain: return launch<Plain<T>>(args, head_dim, device, stream);
-        case FewForm::kCodes: return launch<Scaled<T>>(args, head_dim, device, stream);
-        default:
-          return group == 128 ? launch<Int4<T, 128>>(args, head_dim, device, stream)
-                              : launch<Int4<T, 64>>(args, head_dim, device, stream);
-      }
+      launch(model, args, device, current_stream(residual));
     }
   });
   check_launch(kOp);

@@ -28,11 +28,11 @@ struct FewAttentionShared {
   bool last;
 };
 
-template <typename N, int D>
+template <typename N, typename E, int D>
 class FewAttention {
  public:
   using T = typename N::Result;
-  using Reader = FewReader<N, D>;
+  using Reader = FewReader<N, E, D>;
   using Shared = FewAttentionShared<T, D>;
 
   // All threads that compute make one, before a barrier of theirs.

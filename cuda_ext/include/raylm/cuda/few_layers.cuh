@@ -1,10 +1,13 @@
-// All layers of a decode step of up to four rows in one kernel, for dense models of the usual kind (norm, attention
-// with rotary embedding, norm, gated MLP): so that nothing waits for a kernel to end and the next one to begin.
+// All layers of a decode step of up to four rows in one kernel, for models of the usual kind (norm, attention with
+// rotary embedding, norm, gated MLP), and of one row where a mixture of experts stands for the MLP: so that nothing waits
+// for a kernel to end and the next one to begin.
 //
 // One block lives on each multiprocessor, and all go through the phases of a layer together: q, k and v; attention; o;
-// gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result:
-// some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes (few_reader.cuh), across the
-// end of a phase into the next ones.
+// gate and up; down. What a block will read of weights and of the cache's older keys and values depends on no result,
+// but for experts' weights: some of its warps fetch it (few_fetcher.cuh), into a ring for each warp that computes
+// (few_reader.cuh), across the end of a phase into the next ones. A mixture has its router's product before the
+// experts'; from its logits each block finds by itself who they are, and what they give is weighted where it is
+// activated, as down is linear.
 // Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
@@ -17,22 +20,22 @@
 
 #include "raylm/cuda/few_attention.cuh"
 #include "raylm/cuda/few_fetcher.cuh"
+#include "raylm/cuda/order.cuh"
 
 namespace raylm::cuda {
 
-template <typename N, int D>
+template <typename N, typename E, int D>
 class FewBlock {
  public:
   using T = typename N::Result;
-  static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
-  static constexpr int kBlock = few_block(kFewForm<N>);
-  static constexpr int kSumsOfRow = kInt4 ? kPatchRows : 8;  // of x, beside each other
+  using Reader = FewReader<N, E, D>;
+  static constexpr bool kMixture = !std::is_same_v<E, NoExperts>;
 
-  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, FewReader<N, D>& reader,
+  __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, Reader& reader, FewRouted& routed,
                       FewAttentionShared<T, D>& shared, char* x)
-      : args_(args), column_(column), reader_(reader), attention_(args, column, reader, shared), x_(x),
-        norm_(reinterpret_cast<T*>(x + args.x_bytes())),
-        meeting_(reinterpret_cast<float*>(x + args.x_bytes() + args.norm_bytes())),
+      : args_(args), column_(column), reader_(reader), routed_(routed), attention_(args, column, reader, shared), x_(x),
+        norm_(reinterpret_cast<T*>(x + args.x_bytes)),
+        meeting_(reinterpret_cast<float*>(x + args.x_bytes + args.norm_bytes())),
         squares_(meeting_ + kFewWarps * kFewWarps * sums()), lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp) {}
 
@@ -43,9 +46,12 @@ class FewBlock {
     for (int layer = 0; layer < args_.num_layers; ++layer) {
       ++stamp_;
 #pragma unroll 1
-      for (int phase = kFewQkv; phase < kFewPhases; ++phase) {
-        if (phase != kFewAttention) multiply(layer, phase);
-        else if (column_.works) attention_.run(args_.layers[layer], stamp_);
+      for (int phase = kFewQkv; phase < kFewPhases; phase = next_phase<E>(phase)) {
+        if (phase == kFewAttention) {
+          if (column_.works) attention_.run(args_.layers[layer], stamp_);
+        } else {
+          for_product<N, E>(phase, [&](auto w) { multiply<decltype(w)>(layer, phase); });
+        }
       }
     }
     leave();
@@ -57,41 +63,119 @@ class FewBlock {
     if (threadIdx.x == 0 && atomicAdd(args_.launches, 1) + 1 == gridDim.x) args_.launches[0] = 0, ++args_.launches[1];
   }
 
+  template <typename W>
+  __device__ FewTeam team_of(int phase, int warp) const {
+    return FewTeam(W{}, args_.products[phase].k, warp, reversed_in<E>(phase));
+  }
+
+  // Whether some tiles of it are this block's.
+  template <typename W>
+  __device__ bool has_tiles(int phase) const {
+    return team_of<W>(phase, 0).first_tile < args_.products[phase].tiles;
+  }
+
+  // W, here and below: what the phase's weights hold.
+  template <typename W>
   __device__ void multiply(int layer, int phase) {
     const FewProduct& product = args_.products[phase];
-    if (FewTeam(product.k, 0, kBlock).first_tile >= product.tiles) return;  // no tile of it is this block's
-    const bool norms = phase == kFewQkv || phase == kFewGateUp;
-    if (norms) fetch_norm(phase == kFewQkv ? args_.layers[layer].attention_norm : args_.layers[layer].mlp_norm);
-    if (phase == kFewQkv) {
-      copy(layer == 0 ? nullptr : args_.cells[kFewDown], product.k, stamp_ - 1, norms);
-    } else {
-      copy(args_.cells[phase - 1], product.k, stamp_, norms);
+    const bool works = has_tiles<W>(phase);
+    if (works) prepare<W>(layer, phase, product);
+    if constexpr (kMixture) {
+      if (phase == kFewGateUp && (works || has_tiles<W>(kFewDown))) route();
     }
-    if (norms) norm();
-    multiply_tiles(layer, phase, product);
+    if (!works) return;
+    multiply_tiles<W>(layer, phase, product);
     sync_some(0, kFewThreads);  // x has been read
   }
 
-  __device__ int sums() const { return few_sums(kFewForm<N>, args_.rows); }
-  __device__ int up_sums() const { return kInt4 ? sums() / 2 : 4; }  // from gate's sums to up's
-  __device__ static int x_pitch(int k) { return few_x_pitch(kFewForm<N>, k); }
+  // Puts the product's rows into shared memory.
+  template <typename W>
+  __device__ void prepare(int layer, int phase, const FewProduct& product) {
+    const bool norms = phase == kFewQkv || phase == kFewRouter || phase == kFewGateUp;
+    if (norms) fetch_norm(phase == kFewQkv ? args_.layers[layer].attention_norm : args_.layers[layer].mlp_norm);
+    if (phase == kFewQkv) {
+      copy<W>(layer == 0 ? nullptr : args_.cells[kFewDown], product.k, stamp_ - 1, norms);
+    } else {
+      copy<W>(args_.cells[phase == kFewGateUp ? kFewO : phase - 1], product.k, stamp_, norms);
+    }
+    if (norms) norm<W>();
+  }
+
+  // Finds the experts of the layer's token from the router's logits: a thread an expert counts those that come before it.
+  __device__ void route() {
+    static_assert(kFewExperts <= kFewThreads && 2 * kFewExperts <= kFewWarps * kFewWarps * few_sums<N>(1));
+    const int experts = args_.mixture.experts, own = threadIdx.x;
+    auto* const keys = reinterpret_cast<uint32_t*>(meeting_);
+    float* const logits = meeting_ + kFewExperts;
+    if (own < experts) {
+      const uint2 four = await_cells(args_.cells[kFewRouter] + own / 4 * 2, stamp_);
+      const float2 two = unpack<T>(own / 2 % 2 ? four.y : four.x);
+      logits[own] = own % 2 ? two.y : two.x;
+      keys[own] = image_of(logits[own]);
+    }
+    sync_some(0, kFewThreads);
+    if (own < experts) {
+      const uint32_t mine = keys[own];
+      int before = 0;
+#pragma unroll 4
+      for (int i = 0; i < experts; i += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t key = word_of(four, j);
+          before += key > mine || (key == mine && i + j < own);
+        }
+      }
+      if (before < args_.mixture.per_token) routed_.chosen[before] = own, routed_.weights[before] = logits[own];
+    }
+    sync_some(0, kFewThreads);
+    if (warp_ == 0) {
+      barrier_arrive_warp(shared_address(&routed_.known));
+      weigh(logits);
+    }
+    sync_some(0, kFewThreads);
+  }
+
+  // The chosen experts' weights in place of their logits, by a warp.
+  __device__ void weigh(const float* logits) const {
+    const FewMixture& mixture = args_.mixture;
+    const bool mine = lane_ < mixture.per_token;
+    const float logit = mine ? routed_.weights[lane_] : 0.0f, most = __shfl_sync(kAllLanes, logit, 0);
+    const float score = !mine ? 0.0f : mixture.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - most);
+    float by = 1.0f;
+    if (mixture.normalized) {
+      by = warp_sum(score) + 1e-20f;
+    } else if (!mixture.sigmoid) {
+      by = 0;
+      for (int i = lane_; i < mixture.experts; i += kWarp) by += expf(logits[i] - most);
+      by = warp_sum(by);
+    }
+    if (mine) routed_.weights[lane_] = score / by * mixture.scale;
+  }
+
+  __device__ int sums() const { return few_sums<N>(args_.rows); }  // of experts no more
+  template <typename W>
+  __device__ int up_sums() const { return kInPatches<W> ? sums() / 2 : 4; }  // from gate's sums to up's
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
-  // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to.
-  static constexpr float kShrink = N::kScaled ? 0.0625f : 1.0f;
+  // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to,
+  // and in the order of small_halves_of.
+  static constexpr float kShrink = 0.0625f;
+  template <typename W>
   __device__ static uint2 taken(uint2 x) {
-    if constexpr (!N::kScaled) return x;
+    if constexpr (!W::kScaled) return x;
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
-    return make_uint2(pack<__half>(a.x * kShrink, a.y * kShrink), pack<__half>(b.x * kShrink, b.y * kShrink));
+    return make_uint2(pack<__half>(a.x * kShrink, b.x * kShrink), pack<__half>(a.y * kShrink, b.y * kShrink));
   }
 
   static constexpr int kStep = kFewThreads * 4;  // elements of a row that the block takes at once, 4 a thread
 
   // Rows of cells become x, once they are there; without cells, the rows that the layers are given. With `squares`, the
   // sum of the squares of this warp's elements of each row goes to squares_.
+  template <typename W>
   __device__ void copy(const uint2* cells, int k, uint32_t stamp, bool squares) {
-    constexpr int kBatch = 4;
-    const int pitch = x_pitch(k), end = (k + kBlock - 1) / kBlock * kBlock;
+    constexpr int kBatch = 4, kBlock = few_block<W>();
+    const int pitch = few_x_pitch<W>(k), end = (k + kBlock - 1) / kBlock * kBlock;
 #pragma unroll 1
     for (int r = 0; r < args_.rows; ++r) {
       float sum = 0;
@@ -112,7 +196,7 @@ class FewBlock {
             x = cells ? await_cells(cells + (at + j * kStep) / 2, stamp, seen[j])
                       : *reinterpret_cast<const uint2*>(args_.residual + at + j * kStep);
           }
-          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = squares ? x : taken(x);
+          *reinterpret_cast<uint2*>(x_row(r, pitch) + i) = squares ? x : taken<W>(x);
           const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
           sum += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
         }
@@ -130,8 +214,9 @@ class FewBlock {
   }
 
   // Norms the rows of x.
+  template <typename W>
   __device__ void norm() {
-    const int pitch = x_pitch(args_.hidden);
+    const int pitch = few_x_pitch<W>(args_.hidden);
 #pragma unroll 1
     for (int r = 0; r < args_.rows; ++r) {
       float squares = 0;
@@ -142,7 +227,7 @@ class FewBlock {
       for (int i = threadIdx.x * 4; i < args_.hidden; i += kStep) {
         uint2* const x = reinterpret_cast<uint2*>(x_row(r, pitch) + i);
         const uint2 scale = *reinterpret_cast<const uint2*>(norm_ + i);
-        *x = taken(make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y)));
+        *x = taken<W>(make_uint2(normed(x->x, by, scale.x), normed(x->y, by, scale.y)));
       }
     }
     sync_some(0, kFewThreads);
@@ -162,6 +247,7 @@ class FewBlock {
     float2 scales[2];  // of two rows of codes, and of those of up
   };
 
+  template <typename W>
   __device__ Besides ask_besides(int layer, int phase, int row, int column) const {
     Besides out;
     const T* plain = nullptr;
@@ -169,7 +255,7 @@ class FewBlock {
     if (phase == kFewQkv && args_.layers[layer].qkv_bias) plain = args_.layers[layer].qkv_bias + column;
     if (phase == kFewO && layer == 0) plain = args_.residual + at;
     out.odd = at / 2 % 2;
-    if constexpr (N::kScaled) {
+    if constexpr (W::kScaled) {
       const float* scales = args_.layers[layer].scales[phase] + column;
       out.scales[0] = *reinterpret_cast<const float2*>(scales);
       if (phase == kFewGateUp) out.scales[1] = *reinterpret_cast<const float2*>(scales + args_.products[phase].n / 2);
@@ -195,9 +281,10 @@ class FewBlock {
   // The warps of a team take turns to add and write a tile's sums; only the warp whose turn it is waits for the others.
   // Each turn has its own barrier and memory, used again after `split` tiles: by then every warp has had its turn, and
   // so has waited for the warp that read that memory.
+  template <typename W>
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
-    const FewTeam team(product.k, warp_, kBlock);
-    const int pairs_log2 = kInt4 ? 3 : phase == kFewGateUp ? 1 : 2;
+    const FewTeam team = team_of<W>(phase, warp_);
+    const int pairs_log2 = kInPatches<W> ? 3 : phase == kFewGateUp ? 1 : 2;
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
     float* const meeting = meeting_ + team.index * team.split * team.split * sums();
     int turn = 0;
@@ -206,14 +293,14 @@ class FewBlock {
       const bool writes = turn == team.warp && row < args_.rows;
       const int column = ((tile << pairs_log2) + pair) * 2;
       Besides besides;
-      if (writes) besides = ask_besides(layer, phase, row, column);
+      if (writes) besides = ask_besides<W>(layer, phase, row, column);
       float* const parts = meeting + turn * team.split * sums();
-      sum_tile(product.k, team, phase == kFewGateUp, parts + team.warp * sums());
+      sum_tile<W>(product.k, team, phase == kFewGateUp, parts + team.warp * sums());
       const int number = 1 + team.index * team.split + turn, threads = team.split * kWarp;
       if (turn == team.warp) {
         sync_some(number, threads);
-        const float* own = parts + row * kSumsOfRow + pair * 2;
-        if (writes) write(layer, phase, product, row, column, own, team.split, besides);
+        const float* own = parts + row * kSumsOfRow<W> + pair * 2;
+        if (writes) write<W>(layer, phase, product, row, column, own, team.split, besides);
       } else {
         arrive_some(number, threads);
       }
@@ -221,19 +308,25 @@ class FewBlock {
     }
   }
 
+  template <typename W>
+  static constexpr int kSumsOfRow = kInPatches<W> ? kPatchRows : 8;  // of x, beside each other
+
   // This warp's sums of a tile, as [row of x][row of W].
+  template <typename W>
   __device__ void sum_tile(int k, const FewTeam& team, bool gated, float* to) {
-    if constexpr (kInt4) {
-      sum_patches(k, team, gated, to);
+    if constexpr (kInPatches<W>) {
+      sum_patches<W>(k, team, gated, to);
     } else {
-      const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * x_pitch(k)};
-      const char* const x = x_ + lane_ % 4 * (N::kScaled ? 32 : 16);
+      constexpr int kBlock = few_block<W>();
+      const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * few_x_pitch<W>(k)};
+      const char* const x = x_ + lane_ % 4 * (W::kScaled ? 32 : 16);
       const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
-      SkinnySums<N, 1, 1> sums;
+      SkinnySums<W, 1, 1> sums;
       sums.clear();
 #pragma unroll 1
       for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
         sums.template add<true>(x + at * 2, x_rows, reader_.next() + w_lane, 0);
+        Reader::Stage::order_writes();  // the copies', which other copies may follow
         reader_.release();
       }
       if (lane_ / 4 < kFewRows) sums.store(to);
@@ -241,16 +334,23 @@ class FewBlock {
   }
 
   // The same of a tile of patches, of which a gated product has two: gate's sums and then up's.
+  template <typename W>
   __device__ void sum_patches(int k, const FewTeam& team, bool gated, float* to) {
+    constexpr int kBlock = few_block<W>();
     const int x_row = lane_ % 8 < args_.rows ? lane_ % 8 : args_.rows - 1;
-    const uint32_t x = shared_address(x_) + x_row * x_pitch(k) + lane_ / 8 * 16;
+    const uint32_t x = shared_address(x_) + x_row * few_x_pitch<W>(k) + lane_ / 8 * 16;
     float sums[2][4] = {};
 #pragma unroll 1
     for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
       const int there = (k - at + kPatchColumns - 1) / kPatchColumns;
-      GroupSums of_groups;
-      add_patches<true>(sums[0], of_groups, there, x + at * 2);
-      if (gated) add_patches<false>(sums[1], of_groups, there, x + at * 2);
+      if constexpr (kFewForm<W> == FewForm::kInt4) {
+        GroupSums<W> of_groups;
+        add_integers<W, true>(sums[0], of_groups, there, x + at * 2);
+        if (gated) add_integers<W, false>(sums[1], of_groups, there, x + at * 2);
+      } else {
+        add_floats<W>(sums[0], there, x + at * 2);
+        if (gated) add_floats<W>(sums[1], there, x + at * 2);
+      }
     }
     const int row = lane_ % 4 * 2, column = lane_ / 4;
 #pragma unroll
@@ -258,37 +358,44 @@ class FewBlock {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (row + i % 2 >= args_.rows || (half == 1 && !gated)) continue;
-        to[half * up_sums() + (row + i % 2) * kSumsOfRow + column + i / 2 * 8] = sums[half][i];
+        to[half * up_sums<W>() + (row + i % 2) * kSumsOfRow<W> + column + i / 2 * 8] = sums[half][i];
       }
     }
   }
 
-  // Of a copy's columns of x, two rows a lane: the sum of each group, which has 64 columns or more.
-  using GroupSums = float2[kFewPatches * kPatchColumns / 64];
+  // The next copy's patches. Those that it did not bring get scales of 0.
+  template <typename W>
+  __device__ uint32_t next_patches(int there) {
+    char* const patches = reader_.next();
+    if (there < W::kPatches) clear_scales<W>(patches, there);
+    return shared_address(patches);
+  }
+
+  // Of a copy's columns of x, two rows a lane: the sum of each group.
+  template <typename W>
+  using GroupSums = float2[W::kPatches * kPatchColumns / W::Codes::kColumns];
 
   // Multiplies x by base + code, as codes come cheapest, and takes (base + zero point) times the sum of the group's
   // columns of x from the result; a product with ones gives that sum. Two chains of products run side by side.
-  template <bool First>
-  __device__ __forceinline__ void add_patches(float (&sums)[4], GroupSums& of_groups, int there, uint32_t x) {
-    constexpr int kGroups = kPatchColumns / N::kColumns, kPatch = N::kPatchBytes;
+  template <typename W, bool First>
+  __device__ __forceinline__ void add_integers(float (&sums)[4], GroupSums<W>& of_groups, int there, uint32_t x) {
+    constexpr int kColumns = W::Codes::kColumns, kGroups = kPatchColumns / kColumns;
     constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x3c003c00 : 0x3f803f80, kOnes[4] = {kOne, kOne, kOne, kOne};
-    char* const patches = reader_.next();
-    if (there < kFewPatches) clear_scales(patches, there);
-    const uint32_t from = shared_address(patches);
+    const uint32_t from = next_patches<W>(there);
 #pragma unroll
-    for (int chunk = 0; chunk < kFewPatches; ++chunk) {
-      typename N::Codes rows[2];
-      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * kPatch, PatchLane::of(i));
+    for (int chunk = 0; chunk < W::kPatches; ++chunk) {
+      typename W::Codes rows[2];
+      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * W::kPatchBytes, PatchLane::of(i));
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         float parts[2][4] = {}, whole[4] = {};
 #pragma unroll
-        for (int i = 0; i < N::kColumns / 32; ++i) {
+        for (int i = 0; i < kColumns / 32; ++i) {
           uint32_t b[4];
-          load_matrices(b, x + (chunk * kPatchColumns + group * N::kColumns) * 2 + i * 64);
+          load_matrices(b, x + (chunk * kPatchColumns + group * kColumns) * 2 + i * 64);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int step = group * (N::kColumns / 16) + i * 2 + j;
+            const int step = group * (kColumns / 16) + i * 2 + j;
             const uint32_t a[4] = {rows[0].beside_base(step, 0), rows[1].beside_base(step, 0),
                                    rows[0].beside_base(step, 1), rows[1].beside_base(step, 1)};
             multiply_add<T>(parts[j], a, b[2 * j], b[2 * j + 1]);
@@ -299,7 +406,7 @@ class FewBlock {
         if (First) of_group = make_float2(whole[0], whole[1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const auto integers = rows[i / 2].group(group * (N::kColumns / 16));
+          const auto integers = rows[i / 2].group(group * (kColumns / 16));
           const float sum = parts[0][i] + parts[1][i];
           const float less = fmaf(integers.zero_and_base(), i % 2 ? -of_group.y : -of_group.x, sum);
           sums[i] = fmaf(less, integers.scale, sums[i]);
@@ -309,15 +416,43 @@ class FewBlock {
     reader_.release();
   }
 
+  // The same of floats, whose sums over a patch's columns are scaled.
+  template <typename W>
+  __device__ __forceinline__ void add_floats(float (&sums)[4], int there, uint32_t x) {
+    const uint32_t from = next_patches<W>(there);
+#pragma unroll
+    for (int chunk = 0; chunk < W::kPatches; ++chunk) {
+      typename W::Codes rows[2];
+      for (int i = 0; i < 2; ++i) rows[i].load(from + chunk * W::kPatchBytes, PatchLane::of(i), 7);
+      float parts[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < kPatchColumns / 32; ++i) {
+        uint32_t b[4];
+        load_matrices(b, x + chunk * kPatchColumns * 2 + i * 64);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int step = i * 2 + j;
+          const uint32_t a[4] = {rows[0].number(step, 0), rows[1].number(step, 0), rows[0].number(step, 1),
+                                 rows[1].number(step, 1)};
+          multiply_add<T>(parts[j], a, b[2 * j], b[2 * j + 1]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] = fmaf(parts[0][i] + parts[1][i], rows[i / 2].scale(0), sums[i]);
+    }
+    reader_.release();
+  }
+
   // Clears the scales of patches that a copy did not bring: their columns of x are zeros, but zero times what was there
   // before may be NaN.
+  template <typename W>
   __device__ void clear_scales(char* patches, int there) const {
-    constexpr int kCodes = kPatchRows * kPatchColumns / 2;
-    for (int chunk = there; chunk < kFewPatches; ++chunk) {
-      uint32_t* const words = reinterpret_cast<uint32_t*>(patches + chunk * N::kPatchBytes + kCodes);
-      for (int i = lane_; i < (N::kPatchBytes - kCodes) / 4; i += kWarp) words[i] = 0;
+    constexpr int kCodes = kPatchRows * kPatchColumns * W::Codes::kBits / 8;
+    for (int chunk = there; chunk < W::kPatches; ++chunk) {
+      uint32_t* const words = reinterpret_cast<uint32_t*>(patches + chunk * W::kPatchBytes + kCodes);
+      for (int i = lane_; i < (W::kPatchBytes - kCodes) / 4; i += kWarp) words[i] = 0;
     }
-    FewStage<N, D>::order_writes();
+    Reader::Stage::order_writes();
     __syncwarp();
   }
 
@@ -331,14 +466,19 @@ class FewBlock {
     return all;
   }
 
+  template <typename W>
   __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
                         int split, const Besides& besides) const {
-    float2 out = scaled(sum(parts, split), besides.scales[0]);
+    float2 out = scaled<W>(sum(parts, split), besides.scales[0]);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
-      const float* up = parts + up_sums();
-      out = gated(rounded(out), rounded(scaled(sum(up, split), besides.scales[1])));
+      const float* up = parts + up_sums<W>();
+      out = gated(rounded(out), rounded(scaled<W>(sum(up, split), besides.scales[1])));
+      if constexpr (kMixture) {
+        const float weight = routed_.weights[__umulhi(column, args_.mixture.of_size)];
+        out.x *= weight, out.y *= weight;
+      }
     }
     if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
     const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
@@ -348,9 +488,11 @@ class FewBlock {
     if (phase == kFewDown && layer + 1 == args_.num_layers) *reinterpret_cast<uint32_t*>(args_.residual + at) = packed;
   }
 
+  template <typename W>
   __device__ static float2 scaled(float2 x, float2 scales) {
-    if constexpr (!N::kScaled) return x;
-    return make_float2(x.x * scales.x / kShrink, x.y * scales.y / kShrink);
+    if constexpr (!W::kScaled) return x;
+    constexpr float kGrow = kOfSmallHalves / kShrink;
+    return make_float2(x.x * scales.x * kGrow, x.y * scales.y * kGrow);
   }
 
   __device__ static float2 rounded(float2 x) { return unpack<T>(pack<T>(x.x, x.y)); }
@@ -362,8 +504,9 @@ class FewBlock {
 
   const FewLayersArgs<T>& args_;
   const FewColumn& column_;
-  FewReader<N, D>& reader_;
-  FewAttention<N, D> attention_;
+  Reader& reader_;
+  FewRouted& routed_;
+  FewAttention<N, E, D> attention_;
   char* const x_;
   T* const norm_;  // the weight of the norm that comes next
   float* const meeting_;
@@ -372,26 +515,27 @@ class FewBlock {
   uint32_t stamp_;
 };
 
-template <typename N, int D>
+template <typename N, typename E, int D>
 __global__ void __launch_bounds__(kFewLaunched, 1)
     few_layers_kernel(const __grid_constant__ FewLayersArgs<typename N::Result> args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[] __attribute__((aligned(128)));
   __shared__ FewAttentionShared<typename N::Result, D> attention;
   __shared__ FewRings rings;
+  __shared__ FewRouted routed;
   start_dependents();
   wait_for_dependencies();
-  char* const memory = shared + args.bytes_besides_rings();
+  char* const memory = shared + few_bytes_besides_rings<N>(args);
   const FewColumn column(args);
-  FewFetcher<N, D> fetcher(args, column, rings, memory);
+  FewFetcher<N, E, D> fetcher(args, column, rings, routed, memory);
   const bool computes = threadIdx.x < kFewThreads;
   const bool fetches = !computes && threadIdx.x < kFewThreads + kFewFetchers * kWarp;
   if (fetches) fetcher.init_barriers();
   __syncthreads();
   if (computes) {
     take_registers<kFewComputeRegisters>();
-    FewReader<N, D> reader(args, rings, memory);
-    FewBlock<N, D>(args, column, reader, attention, shared).run();
+    FewReader<N, E, D> reader(args, rings, memory);
+    FewBlock<N, E, D>(args, column, reader, routed, attention, shared).run();
   } else {
     give_registers_back<kFewFetchRegisters>();
     if (fetches) fetcher.run();

@@ -10,31 +10,47 @@
 namespace raylm::cuda {
 
 constexpr int kFewWarps = 8;
-constexpr int kFewPatches = 4;  // beside each other, of a copy
 
-// What a product multiplies, as numbers.cuh has it: W is patches of integers of 4 bits in groups of so many columns, x
-// and results are of T.
-template <typename T, int Columns>
-struct Int4 {
+// What a product multiplies, as numbers.cuh has it: W is patches, of which a copy has Patches beside each other, x and
+// results are of T.
+template <typename T, typename Codes_, int Patches>
+struct FewPatches {
   using Stored = unsigned char;
   using Result = T;
-  using Codes = Int4Codes<T, Columns>;
+  using Codes = Codes_;
   static constexpr bool kScaled = false;
-  static constexpr int kColumns = Columns, kPatchBytes = bytes_of_patch(4, Codes::kGroupLog2);
+  static constexpr int kPatches = Patches, kPatchBytes = bytes_of_patch(Codes::kBits, Codes::kColumns == 64 ? 6 : 7);
 };
 
-enum class FewForm { kPlain, kCodes, kInt4 };  // of weights: numbers, 8-bit codes with a scale a row, patches
+// Integers of 4 bits in groups of so many columns, and floats of 8 bits with a scale for each 128.
+template <typename T, int Columns, int Patches = 4>
+using Int4 = FewPatches<T, Int4Codes<T, Columns>, Patches>;
+template <typename T>
+using Fp8 = FewPatches<T, Fp8Codes<T>, 2>;
+
+// Experts' weights are of a kind of their own, of which a copy has 256 columns of one expert.
+struct NoExperts {};
+constexpr int kFewExpertColumns = 256;
+
+enum class FewForm { kPlain, kCodes, kInt4, kFp8 };  // of weights: numbers, 8-bit codes with a scale a row, patches
 
 template <typename N>
 inline constexpr FewForm kFewForm = N::kScaled ? FewForm::kCodes : FewForm::kPlain;
-template <typename T, int Columns>
-inline constexpr FewForm kFewForm<Int4<T, Columns>> = FewForm::kInt4;
+template <typename T, int Columns, int Patches>
+inline constexpr FewForm kFewForm<FewPatches<T, Int4Codes<T, Columns>, Patches>> = FewForm::kInt4;
+template <typename T>
+inline constexpr FewForm kFewForm<Fp8<T>> = FewForm::kFp8;
+
+template <typename N>
+inline constexpr bool kInPatches = false;
+template <typename T, typename Codes, int Patches>
+inline constexpr bool kInPatches<FewPatches<T, Codes, Patches>> = true;
 
 // Of k: what a warp takes at a time, as the kernel for few rows does.
-__host__ __device__ constexpr int few_block(FewForm form) {
-  return form == FewForm::kPlain   ? kSkinnyBytes / 2
-         : form == FewForm::kCodes ? kSkinnyBytes
-                                   : kFewPatches * kPatchColumns;
+template <typename N>
+__host__ __device__ constexpr int few_block() {
+  if constexpr (kInPatches<N>) return N::kPatches * kPatchColumns;
+  else return kSkinnyBytes / sizeof(typename N::Stored);
 }
 constexpr int kFewThreads = kFewWarps * kWarp;  // that compute
 // Registers are moved between groups of four warps: four more give some to those that compute. Two of the four fetch:
@@ -50,20 +66,41 @@ constexpr int kFewMostStages = 8;
 constexpr int kFewMostParts = 16;  // of a column of attention
 constexpr int kFewKeys = 16;       // of a unit
 constexpr int kFewUnits = 2;       // of a warp, before another block takes a part
+constexpr int kFewExperts = 256;   // at most
+constexpr int kFewChosen = 16;     // of these, for a token
 
 // Bytes of a row of x in shared memory, which has room for whole blocks of k.
-__host__ __device__ constexpr int few_x_pitch(FewForm form, int k) {
-  const int block = few_block(form);
-  return skinny_x_pitch(form == FewForm::kCodes, (k + block - 1) / block * block);
+template <typename N>
+__host__ __device__ constexpr int few_x_pitch(int k) {
+  constexpr int kBlock = few_block<N>();
+  return skinny_x_pitch(N::kScaled, (k + kBlock - 1) / kBlock * kBlock);
 }
 
 // Floats that a warp brings of a tile. Of patches a gated product's has two below each other, gate's and up's: so many
 // that large models have room for those of the step's rows only. Elsewhere a constant is faster.
-__host__ __device__ constexpr int few_sums(FewForm form, int rows) {
-  return form == FewForm::kInt4 ? rows * 2 * kPatchRows : kFewRows * 8;
+template <typename N>
+__host__ __device__ constexpr int few_sums(int rows) {
+  return kInPatches<N> ? rows * 2 * kPatchRows : kFewRows * 8;
 }
 
-enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewGateUp, kFewDown, kFewPhases };
+enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewRouter, kFewGateUp, kFewDown, kFewPhases };
+
+// What W of a phase's product holds, as an empty object of that type. N: of all products, or, where E is of experts, of
+// attention's; a router's are numbers.
+template <typename N, typename E, typename Use>
+__device__ __forceinline__ void for_product(int phase, const Use& use) {
+  if constexpr (!std::is_same_v<E, NoExperts>) {
+    if (phase == kFewRouter) return use(Plain<typename N::Result>{});
+    if (phase > kFewRouter) return use(E{});
+  }
+  use(N{});
+}
+
+// The phase behind this one. Only mixtures have a router.
+template <typename E>
+__device__ inline int next_phase(int phase) {
+  return phase + (std::is_same_v<E, NoExperts> && phase == kFewO ? 2 : 1);
+}
 
 template <typename T>
 struct FewLayer {
@@ -99,6 +136,30 @@ struct FewProduct {
   int n, k, tiles;  // tiles: of 8 rows of W; of patches, 16, or 16 of gate and those of up
 };
 
+// Where experts' weights lie: bytes from an expert's first row to the next one's, and from a tile to the next.
+struct FewStack {
+  int64_t expert, tile;
+};
+
+// Of a mixture, of which a step has one row. Gate and up are those of all chosen experts, one after another; their
+// activations are one row, too, that down's products take as such.
+struct FewMixture {
+  int experts, per_token;      // per_token: 0 where there are none
+  int size;                    // columns between an expert's products
+  int tiles;                   // of an expert's gate and up
+  unsigned of_size, of_tiles;  // 2^32 divided by these, rounded up: a product's upper half is a quotient, of 16 bits
+  float scale;
+  bool sigmoid, normalized;
+  FewStack gate_up, down;
+};
+
+// Which experts a layer's token goes to, in shared memory.
+struct FewRouted {
+  uint64_t known;  // a barrier: a phase a layer, which ends when `chosen` is that layer's
+  int chosen[kFewChosen];
+  float weights[kFewChosen];
+};
+
 template <typename T>
 struct FewLayersArgs {
   FewLayer<T> layers[kFewMostLayers];
@@ -114,33 +175,38 @@ struct FewLayersArgs {
   unsigned* arrivals;         // [columns]: parts so far; 0 but in a kernel
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
-  FewForm form;
+  FewMixture mixture;
+  int x_bytes;  // of shared memory, for rows of x
 
-  // The most columns of a row of x.
-  __host__ __device__ int widest() const {
-    int most = 0;
-    for (const FewProduct& product : products) most = product.k > most ? product.k : most;
-    return most;
-  }
-  __host__ __device__ int x_bytes() const { return (rows * few_x_pitch(form, widest()) + 127) / 128 * 128; }
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
-  // The warps' sums of tiles, and those of x's squares.
-  __host__ __device__ int meeting_bytes() const { return (kFewWarps * few_sums(form, rows) + kFewRows) * kFewWarps * 4; }
-  __host__ __device__ int bytes_besides_rings() const { return x_bytes() + norm_bytes() + meeting_bytes(); }
 };
 
+// Shared memory beside the rings. The last one: the warps' sums of tiles, and those of x's squares.
+template <typename N>
+__host__ __device__ int few_bytes_besides_rings(const FewLayersArgs<typename N::Result>& args) {
+  return args.x_bytes + args.norm_bytes() + (kFewWarps * few_sums<N>(args.rows) + kFewRows) * kFewWarps * 4;
+}
+
 // A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a
-// block are one of 8 warps, or two of 4 where k is short.
+// block are one of 8 warps, or two of 4 where k is short. Behind a mixture's attention, which few blocks do, those are
+// the last to get tiles.
 struct FewTeam {
   int split, index, warp, first_tile, tile_step;
 
-  __device__ FewTeam(int k, int warp_of_block, int block) {
-    const int teams_log2 = k > 4 * block ? 0 : 1;
+  template <typename N>
+  __device__ FewTeam(N, int k, int warp_of_block, bool reversed = false) {
+    const int teams_log2 = k > 4 * few_block<N>() ? 0 : 1;
+    const int block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     split = kFewWarps >> teams_log2;
     index = teams_log2 ? warp_of_block / (kFewWarps / 2) : 0, warp = warp_of_block - index * split;
-    first_tile = (blockIdx.x << teams_log2) + index, tile_step = gridDim.x << teams_log2;
+    first_tile = (block << teams_log2) + index, tile_step = gridDim.x << teams_log2;
   }
 };
+
+template <typename E>
+__device__ inline bool reversed_in(int phase) {
+  return !std::is_same_v<E, NoExperts> && (phase == kFewO || phase == kFewRouter);
+}
 
 // What the block attends to in every layer: units [begin, end) of a column.
 struct FewColumn {
@@ -164,9 +230,9 @@ struct FewColumn {
 
 // A warp's part of a product, the same in every layer but for where its weight begins.
 struct FewShare {
-  int64_t first;      // bytes from there to the first copy
   int64_t half;       // bytes from a tile's first row to its fifth, which may be up's; of patches, from gate's to up's
-  int64_t next_tile;  // bytes from behind a tile's last copy to the next tile's first
+  int first;          // bytes from there to the first copy
+  int next_tile;      // bytes from behind a tile's last copy to the next tile's first
   int k;              // of W
   int first_column;   // of a tile's first copy
   int step;           // columns from a copy to the next
@@ -179,26 +245,26 @@ struct FewRings {
 };
 
 // A stage of a warp's ring: of a product's weight 8 rows by 512 bytes, or patches beside each other; of the cache 16
-// keys or their values. N: what weights hold.
-template <typename N, int D>
+// keys or their values. N, E: what weights hold.
+template <typename N, typename E, int D>
 struct FewStage {
-  static constexpr bool kInt4 = kFewForm<N> == FewForm::kInt4;
+  static constexpr bool kBulk = kInPatches<N> || kInPatches<E>;  // some of the copies are bulk copies
   static constexpr int kBytes = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kBytes && kFewPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
+  static_assert(kFewKeys * kKeyPitch <= kBytes && Int4<__half, 64>::kPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
 
   // Behind writes to a stage that are no bulk copy's, before it is given up.
   __device__ static void order_writes() {
-    if constexpr (kInt4) fence_shared_writes();
+    if constexpr (kBulk) fence_shared_writes();
   }
 };
 
 // A warp's end of its ring: stages in the order in which it uses them through all layers.
-template <typename N, int D>
+template <typename N, typename E, int D>
 class FewReader {
  public:
   using T = typename N::Result;
-  using Stage = FewStage<N, D>;
+  using Stage = FewStage<N, E, D>;
 
   __device__ FewReader(const FewLayersArgs<T>& args, const FewRings& rings, char* memory) : ring_{args.stages} {
     const int warp = threadIdx.x / kWarp;
