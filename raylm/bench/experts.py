@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from raylm.bench.report import TouchedResult
 from raylm.bench.trace import Work, run_work
@@ -15,12 +15,13 @@ from raylm.engine.factory import local_engine
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig, ExpertsSpec
+from raylm.models.decoder import DecoderModel
 from raylm.models.experts import Router
 
 
 def experts_touched(config: EngineConfig, batches: Sequence[int], work: Work) -> list[TouchedResult]:
-    """Run the work for as many requests as each of `batches` says, and count. Steps run without CUDA graphs: what a
-    graph has chosen is not seen. Raises ConfigError where the model has no experts."""
+    """Run the work for as many requests as each of `batches` says, and count. Steps run without CUDA graphs and layer by
+    layer: what a graph, or one operator for all layers, has chosen is not seen. Raises ConfigError where the model has no experts."""
     specs = [layer.mlp for layer in ArchConfig.from_source(locate(config.model.reference)).layers]
     spec = next((mlp for mlp in specs if isinstance(mlp, ExpertsSpec)), None)
     if spec is None:
@@ -71,8 +72,14 @@ class _Counts:
 @contextmanager
 def _counted() -> Iterator[_Counts]:
     counts = _Counts()
-    hook = register_module_forward_hook(counts.see)
+    hooks = [register_module_forward_pre_hook(_layer_by_layer), register_module_forward_hook(counts.see)]
     try:
         yield counts
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _layer_by_layer(module: nn.Module, given: object) -> None:
+    if isinstance(module, DecoderModel):
+        module.runs_layers_together = False

@@ -165,6 +165,17 @@ def test_each_row_has_its_own_settings(op, device):
         assert alone[0] == tokens[row]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_of_both_kinds(op, device, dtype):
+    """More than 32 for each cluster of blocks on a GPU, greedy ones before, between and behind the others."""
+    logits = logits_of(1300, 4099, dtype=dtype, device=device, spread=4.0)
+    chosen = settings(1300, device=device, top_k=1)
+    for every in (1, 2, 3, 50):
+        greedy = torch.arange(1300, device=device) % every == 0
+        mixed = chosen | {"temperature": chosen["temperature"].masked_fill(greedy, 0)}
+        assert torch.equal(op("sample")(logits, *mixed.values()), logits.float().argmax(-1)), every
+
+
 def test_rows_may_be_strided_and_unaligned(op, device):
     wide = logits_of(8, 2050, dtype=torch.bfloat16, device=device)
     for view in (wide[:, :2048], wide[:, 1:2049], wide[::2, 3:]):

@@ -179,8 +179,9 @@ void check_layers(const Model& m, const Tensors& products, const Tensors& scales
 }
 
 template <typename T>
-void set_layers(FewLayersArgs<T>& args, const std::vector<FewPhase>& phases, const Tensors& products, const Tensors& scales, const Tensors& norms,
-                const Tensors& head_norms, const Tensors& biases, const Tensors& k_caches, const Tensors& v_caches) {
+void set_layers(FewLayersArgs<T>& args, const std::vector<FewPhase>& phases, const Tensors& products,
+                const Tensors& scales, const Tensors& norms, const Tensors& head_norms, const Tensors& biases,
+                const Tensors& k_caches, const Tensors& v_caches) {
   const size_t each = phases.size(), num_scales = scales.size() / args.num_layers;
   for (int i = 0; i < args.num_layers; ++i) {
     FewLayer<T>& layer = args.layers[i];

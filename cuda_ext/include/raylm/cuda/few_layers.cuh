@@ -158,14 +158,13 @@ class FewBlock {
   __device__ int up_sums() const { return kInPatches<W> ? sums() / 2 : 4; }  // from gate's sums to up's
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
-  // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to,
-  // and in the order of small_halves_of.
+  // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to.
   static constexpr float kShrink = 0.0625f;
   template <typename W>
   __device__ static uint2 taken(uint2 x) {
     if constexpr (!W::kScaled) return x;
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y);
-    return make_uint2(pack<__half>(a.x * kShrink, b.x * kShrink), pack<__half>(a.y * kShrink, b.y * kShrink));
+    return make_uint2(pack<__half>(a.x * kShrink, a.y * kShrink), pack<__half>(b.x * kShrink, b.y * kShrink));
   }
 
   static constexpr int kStep = kFewThreads * 4;  // elements of a row that the block takes at once, 4 a thread
@@ -491,8 +490,7 @@ class FewBlock {
   template <typename W>
   __device__ static float2 scaled(float2 x, float2 scales) {
     if constexpr (!W::kScaled) return x;
-    constexpr float kGrow = kOfSmallHalves / kShrink;
-    return make_float2(x.x * scales.x * kGrow, x.y * scales.y * kGrow);
+    return make_float2(x.x * scales.x / kShrink, x.y * scales.y / kShrink);
   }
 
   __device__ static float2 rounded(float2 x) { return unpack<T>(pack<T>(x.x, x.y)); }

@@ -1,8 +1,8 @@
 // Logits to tokens: temperature, top-k, top-p (Holtzman et al., arXiv:1904.09751), min-p (arXiv:2407.01082), the draw.
 //
 // A cluster of thread blocks works on a row, which is read once: it stays, as exp((logit - max) / temperature), in their
-// shared memory. Nothing is sorted. Whether a token is kept depends on how many tokens are heavier and on what they
-// weigh, and both grow as the weight falls: a search with several pivots at a time, in the manner of the dual pivots of
+// shared memory, unless its largest logit is all that is wanted (greedy.cuh). Nothing is sorted. Whether a token is kept
+// depends on how many tokens are heavier and on what they weigh, and both grow as the weight falls: a search with several pivots at a time, in the manner of the dual pivots of
 // FlashInfer (arXiv:2501.01005), narrows the weight of the last token kept down to a few candidates, which are then
 // ranked. The token drawn is where the running sum of the kept weights, in the order of the vocabulary, passes a uniform
 // number's share of their total.
@@ -15,10 +15,9 @@
 #include <climits>
 #include <utility>
 
-#include "raylm/cuda/order.cuh"
+#include "raylm/cuda/greedy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/ptx/math.cuh"
-#include "raylm/cuda/tile/vec.cuh"
 
 namespace raylm::cuda {
 
@@ -131,6 +130,8 @@ struct SampleRow {
   }
 
   template <typename T>
+  __device__ const T* logits() const { return static_cast<const T*>(p.logits) + row * p.row_stride; }
+  template <typename T>
   __device__ uint64_t load() const;
   __device__ uint64_t best_of_row(uint64_t best_of_warp) const;
   __device__ void weigh(float max, float temperature) const;
@@ -152,7 +153,7 @@ struct SampleRow {
 template <typename T>
 __device__ uint64_t SampleRow::load() const {
   constexpr int kSize = kVec<T>, kBatch = 4;
-  const T* x = static_cast<const T*>(p.logits) + row * p.row_stride;
+  const T* const x = logits<T>();
   float best = -INFINITY;
   int token = first;
   const auto put = [&](int at, float value) {
@@ -425,11 +426,12 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks) sample_kernel(c
   wait_for_dependencies();
   start_dependents();
   const int cta = static_cast<int>(cluster.block_rank()), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int first = min((cta * kSampleWarps + warp) * p.segment, p.vocab);
+  const int first = min((cta * kSampleWarps + warp) * p.segment, p.vocab), end = min(first + p.segment, p.vocab);
   SampleRow row{p, exchange, scratch, reinterpret_cast<float*>(segments) + warp * p.segment,
-                static_cast<int>(blockIdx.x / kSampleCtas), cta, warp, lane, first, min(first + p.segment, p.vocab)};
+                static_cast<int>(blockIdx.x / kSampleCtas), cta, warp, lane, first, end};
   const float temperature = p.temperature[row.row];
-  const uint64_t best_of_warp = row.load<T>();
+  const uint64_t best_of_warp =
+      temperature == 0 ? GreedyRow<T>(row.logits<T>(), p.vectors, first, end).best_of_warp() : row.load<T>();
   cluster.barrier_wait(std::move(arrived));  // all blocks have started: their shared memory may be written
   const uint64_t best = row.best_of_row(best_of_warp);
   // Also before a draw: where every logit is minus infinity or none is a number, nothing is drawn.

@@ -217,9 +217,8 @@ class SkinnySums {
   // What a lane has of x's rows lane / 4 and lane / 4 + 8 times what it has of W.
   __device__ static void add(float (&sums)[2][4], const uint4 (&low)[kReads], const uint4 (&high)[kReads], uint4 b) {
     if constexpr (N::kScaled) {
-      const uint2 x = small_halves_of(b.x), y = small_halves_of(b.y), z = small_halves_of(b.z), w = small_halves_of(b.w);
-      add(sums, low[0], high[0], make_uint4(x.x, x.y, y.x, y.y));
-      add(sums, low[1], high[1], make_uint4(z.x, z.y, w.x, w.y));
+      add(sums, low[0], high[0], make_uint4(halves_of<0>(b.x), halves_of<1>(b.x), halves_of<0>(b.y), halves_of<1>(b.y)));
+      add(sums, low[1], high[1], make_uint4(halves_of<0>(b.z), halves_of<1>(b.z), halves_of<0>(b.w), halves_of<1>(b.w)));
     } else {
       add(sums, low[0], high[0], b);
     }
@@ -292,7 +291,7 @@ class SkinnyMeeting {
         float sum = part[0];
         for (int w = 1; w < args_.split; ++w) sum += part[w * kSums];
         const int weight_row = Results::weight_row(args_.n, tile, kWidth, of);
-        if constexpr (N::kScaled) sum *= kOfSmallHalves * args_.x_scales[row] * args_.scales[weight_row];
+        if constexpr (N::kScaled) sum *= args_.x_scales[row] * args_.scales[weight_row];
         return args_.bias ? sum + to_float(args_.bias[weight_row]) : sum;
       };
       args_.out[static_cast<int64_t>(row) * outputs + column] = Results::template result<T>(sum, i % kOutputs, kWidth);
@@ -317,14 +316,13 @@ __device__ void skinny_copy_x(const SkinnyArgs<N>& args, char* to, uint32_t barr
   }
 }
 
-// x's 8-bit numbers go to shared memory as halves, by all threads of the block, in the order of small_halves_of.
+// x's 8-bit numbers go to shared memory as halves, by all threads of the block.
 template <typename N>
 __device__ void skinny_widen_x(const SkinnyArgs<N>& args, char* to) {
   const int each = args.k / 16;
   for (int i = threadIdx.x; i < args.rows * each; i += blockDim.x) {
     const int row = i / each, at = i % each * 16;
-    uint4 c = *reinterpret_cast<const uint4*>(args.x + row * args.x_stride + at);
-    c = make_uint4(apart(c.x), apart(c.y), apart(c.z), apart(c.w));
+    const uint4 c = *reinterpret_cast<const uint4*>(args.x + row * args.x_stride + at);
     uint4* const place = reinterpret_cast<uint4*>(to + row * skinny_x_pitch(true, args.k) + at * 2);
     place[0] = make_uint4(halves_of<0>(c.x), halves_of<1>(c.x), halves_of<0>(c.y), halves_of<1>(c.y));
     place[1] = make_uint4(halves_of<0>(c.z), halves_of<1>(c.z), halves_of<0>(c.w), halves_of<1>(c.w));

@@ -32,17 +32,6 @@ __device__ inline uint32_t halves_of(uint32_t codes) {
   return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// The numbers of a register's first and third code, and of its second and fourth, as halves: a 256th of each, exactly, as
-// bits of exponent and fraction stand for that in a half. That takes half the time of halves_of; a NaN becomes 480.
-constexpr float kOfSmallHalves = 256.0f;
-__device__ inline uint2 small_halves_of(uint32_t codes) {
-  const auto pair = [](uint32_t word) { return (word & 0x80008000) | (word >> 1 & 0x3f803f80); };
-  return make_uint2(pair(codes << 8), pair(codes));
-}
-
-// A register's codes in the order of their halves there.
-__device__ inline uint32_t apart(uint32_t codes) { return __byte_perm(codes, 0, 0x3120); }
-
 // Two numbers of T as half, clamped to its range; a NaN stays a NaN.
 template <typename T>
 __device__ inline uint32_t to_halves(uint32_t pair) {
