@@ -20,8 +20,9 @@ from raylm.models.experts import Router
 
 
 def experts_touched(config: EngineConfig, batches: Sequence[int], work: Work) -> list[TouchedResult]:
-    """Run the work for as many requests as each of `batches` says, and count. Steps run without CUDA graphs and layer by
-    layer: what a graph, or one operator for all layers, has chosen is not seen. Raises ConfigError where the model has no experts."""
+    """Run the work for as many requests as each of `batches` says, and count. Steps run without CUDA graphs and layer
+    by layer: what a graph, or one operator for all layers, has chosen is not seen. Raises ConfigError where the model
+    has no experts."""
     specs = [layer.mlp for layer in ArchConfig.from_source(locate(config.model.reference)).layers]
     spec = next((mlp for mlp in specs if isinstance(mlp, ExpertsSpec)), None)
     if spec is None:
