@@ -78,7 +78,8 @@ def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
     of_experts = isinstance(arch.layers[0].mlp, ExpertsSpec)
     products = _read_mixture(layers, build.dtype) if of_experts else _read(_products(layers), build.dtype)
     if products is None:
-        return f"it reads weights of {dtype_name(build.dtype)} or one kind of codes alone, and these are not all alike"
+        dtype = dtype_name(build.dtype)
+        return f"it reads weights of {dtype} or one kind of codes, all alike, and routers of {dtype}, and not these"
     weights = _layer_weights(arch, layers, products)
     taken = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
     if taken == 0:
