@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -284,15 +285,17 @@ SHAPES = {
 }
 
 
+def with_dtypes(forms: Iterable[str], *, bfloat16_alone: Container[str]) -> list[tuple[str, torch.dtype]]:
+    dtypes = (torch.bfloat16, torch.float16)
+    return [(form, dtype) for form in forms for dtype in dtypes if dtype == dtypes[0] or form not in bfloat16_alone]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq_lens", ROWS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), with_dtypes(FORMS, bfloat16_alone=["fp8-patches"]), ids=str)
 def test_kernel(hopper, form, dtype, shape, seq_lens):
     sizes = SHAPES[shape]
-    if dtype == torch.float16 and form == "fp8-patches":
-        pytest.skip("patches of FP8 have kernels for bfloat16 alone")
     if form != "plain":
         sizes = sizes._replace(width=sizes.width // 16 * 16)
     extras = sizes.num_heads % 2 == 0
@@ -332,11 +335,8 @@ EXPERTS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 700])
 @pytest.mark.parametrize("shape", EXPERTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", MIXTURES)
+@pytest.mark.parametrize(("form", "dtype"), with_dtypes(MIXTURES, bfloat16_alone=["fp8", "fp8-patches"]), ids=str)
 def test_kernel_of_a_mixture(hopper, form, dtype, shape, length):
-    if dtype == torch.float16 and form.startswith("fp8"):
-        pytest.skip("experts in FP8 have kernels for bfloat16 alone")
     sizes, num_experts, mixture = EXPERTS[shape]
     plain = make_weights(sizes, head_norms=shape != "mixtral", bias=shape == "sigmoid")
     before = placed(make_step(sizes, [length]), dtype, "cuda")
@@ -356,6 +356,17 @@ def test_kernel_of_a_mixture(hopper, form, dtype, shape, length):
             continue
         return
     pytest.fail("no seed gives a choice of experts that does not hang on rounding")
+
+
+@pytest.mark.gpu
+def test_patches_of_fp8_have_no_kernel_in_float16(hopper):
+    sizes, num_experts, mixture = EXPERTS["qwen3"]
+    dense = make_weights(sizes, head_norms=True, bias=False)
+    experts = with_experts(dense, num_experts, mixture, seed=0)
+    for weights in (in_fp8_patches(dense), in_fp8_patches(experts), codes_and_experts(experts)):
+        for dtype, fits in ((torch.bfloat16, True), (torch.float16, False)):
+            cast_weights = placed_weights(weights, dtype, "cuda")
+            assert (ops.few_layers_rows(cast_weights, num_kv_heads=sizes.num_kv_heads, head_dim=128) > 0) == fits
 
 
 @pytest.mark.gpu

@@ -237,7 +237,7 @@ void launch(const Model& m, FewLayersArgs<T>& args, int32_t device, cudaStream_t
   with_weights<T>(m.form, m.group, mixture, [&](auto attention, auto experts) {
     using N = decltype(attention);
     share_out<N, decltype(experts)>(args);
-    if constexpr (std::is_same_v<decltype(experts), NoExperts>) {
+    if constexpr (!kHasExperts<decltype(experts)>) {
       m.head_dim == 64 ? launch_few<N, NoExperts, 64>(kOp, args, device, stream)
                        : launch_few<N, NoExperts, 128>(kOp, args, device, stream);
     }

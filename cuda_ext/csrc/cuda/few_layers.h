@@ -34,7 +34,7 @@ void share_out(FewLayersArgs<typename N::Result>& args) {
   int widest = 0;
   for (const FewProduct& product : args.products) widest = std::max(widest, product.k);
   int pitch = few_x_pitch<N>(widest);
-  if constexpr (!std::is_same_v<E, NoExperts>) {
+  if constexpr (kHasExperts<E>) {
     static_assert(few_sums<E>(1) <= few_sums<N>(1) && few_block<E>() == kFewExpertColumns);
     pitch = std::max({pitch, few_x_pitch<E>(widest), few_x_pitch<Plain<typename N::Result>>(widest)});
   }

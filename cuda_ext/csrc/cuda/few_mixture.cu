@@ -6,7 +6,7 @@ template <typename T>
 void launch_mixture(const char* op, FewForm form, const FewLayersArgs<T>& args, int32_t device, cudaStream_t stream) {
   with_weights<T>(form, 128, true, [&](auto attention, auto experts) {
     using E = decltype(experts);
-    if constexpr (!std::is_same_v<E, NoExperts>) launch_few<decltype(attention), E, 128>(op, args, device, stream);
+    if constexpr (kHasExperts<E>) launch_few<decltype(attention), E, 128>(op, args, device, stream);
   });
 }
 

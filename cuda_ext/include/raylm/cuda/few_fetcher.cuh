@@ -13,7 +13,7 @@ class FewFetcher {
  public:
   using T = typename N::Result;
   using Stage = FewStage<N, E, D>;
-  static constexpr bool kMixture = !std::is_same_v<E, NoExperts>;
+  static constexpr bool kMixture = kHasExperts<E>;
   static constexpr int kRings = kFewWarps / kFewFetchers;
 
   __device__ FewFetcher(const FewLayersArgs<T>& args, const FewColumn& column, FewRings& rings, FewRouted& routed,
@@ -51,7 +51,7 @@ class FewFetcher {
       if constexpr (kMixture) {
         if (fills && of_experts()) {
           fills = barrier_passed(shared_address(&routed_.known), layer_ & 1);
-          if (fills) from_ = place();
+          if (fills) from_ = source();
         }
       }
       fill(fills);
@@ -62,9 +62,9 @@ class FewFetcher {
  private:
   __device__ bool of_experts() const { return kMixture && (phase_ == kFewGateUp || phase_ == kFewDown); }
 
-  // Where the next copy of experts' weights begins: of gate and up the tile says of which expert it is, of down the
-  // columns.
-  __device__ const char* place() const {
+  // Where the next copy of experts' weights begins. Which expert's they are follows from the tile for gate and up, and
+  // from the columns for down.
+  __device__ const char* source() const {
     const FewMixture& mixture = args_.mixture;
     const bool down = phase_ == kFewDown;
     const FewStack& stack = down ? mixture.down : mixture.gate_up;
@@ -106,7 +106,7 @@ class FewFetcher {
   __device__ static uint32_t barrier(const uint64_t (&barriers)[kFewWarps][kFewMostStages], int warp, int stage) {
     return shared_address(&barriers[warp][stage]);
   }
-  __device__ uint32_t place_of(int warp, int stage) const {
+  __device__ uint32_t place(int warp, int stage) const {
     return memory_ + (warp * args_.stages + stage) * Stage::kBytes;
   }
 
@@ -116,7 +116,7 @@ class FewFetcher {
     const int row = from_lane(row_bytes(), lane), left = from_lane((columns_ - k_) * item(), lane);
     const int64_t half = from_lane(half_, lane);
     const char* from = reinterpret_cast<const char*>(from_lane(reinterpret_cast<int64_t>(from_), lane)) + lane_ * 16;
-    const uint32_t to = place_of(first_ + lane, stage) + lane_ * 16;
+    const uint32_t to = place(first_ + lane, stage) + lane_ * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       copy_async_once(to + i * kSkinnyPitch, (i < 4 ? from : from + half) + i % 4 * row, lane_ * 16 < left, policy_);
@@ -154,7 +154,7 @@ class FewFetcher {
       bytes = bytes_of<W>(min(few_block<W>(), (columns_ - k_ + kPatchColumns - 1) / kPatchColumns * kPatchColumns));
     });
     barrier_arrive_expecting(full, bytes);
-    bulk_copy_once(place_of(warp_, ring_.stage), from_ + (up_ ? half_ : 0), bytes, full, policy_);
+    bulk_copy_once(place(warp_, ring_.stage), from_ + (up_ ? half_ : 0), bytes, full, policy_);
   }
 
   // Keys up to the token's own one, which is not in the cache yet; zeros from there on.
@@ -169,7 +169,7 @@ class FewFetcher {
     int key = lane_ / kChunks;
     const int slot = (unit * kFewKeys & ((1 << args_.step.block_log2) - 1)) + key;
     from += block * strides.block + slot * strides.slot + column_.kv_head * strides.head + chunk * 8;
-    uint32_t to = place_of(first_ + lane, stage) + key * Stage::kKeyPitch + chunk * 16;
+    uint32_t to = place(first_ + lane, stage) + key * Stage::kKeyPitch + chunk * 16;
 #pragma unroll
     for (int i = 0; i < kFewKeys / kAtOnce; ++i) {
       copy_async(to, from, key < keys);

@@ -29,7 +29,7 @@ class FewBlock {
  public:
   using T = typename N::Result;
   using Reader = FewReader<N, E, D>;
-  static constexpr bool kMixture = !std::is_same_v<E, NoExperts>;
+  static constexpr bool kMixture = kHasExperts<E>;
 
   __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, Reader& reader, FewRouted& routed,
                       FewAttentionShared<T, D>& shared, char* x)

@@ -30,6 +30,8 @@ using Fp8 = FewPatches<T, Fp8Codes<T>, 2>;
 
 // Experts' weights are of a kind of their own, of which a copy has 256 columns of one expert.
 struct NoExperts {};
+template <typename E>
+inline constexpr bool kHasExperts = !std::is_same_v<E, NoExperts>;
 constexpr int kFewExpertColumns = 256;
 
 enum class FewForm { kPlain, kCodes, kInt4, kFp8 };  // of weights: numbers, 8-bit codes with a scale a row, patches
@@ -89,7 +91,7 @@ enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewRouter, kFewGateUp, kFewDown,
 // attention's; a router's are numbers.
 template <typename N, typename E, typename Use>
 __device__ __forceinline__ void for_product(int phase, const Use& use) {
-  if constexpr (!std::is_same_v<E, NoExperts>) {
+  if constexpr (kHasExperts<E>) {
     if (phase == kFewRouter) return use(Plain<typename N::Result>{});
     if (phase > kFewRouter) return use(E{});
   }
@@ -99,7 +101,7 @@ __device__ __forceinline__ void for_product(int phase, const Use& use) {
 // The phase behind this one. Only mixtures have a router.
 template <typename E>
 __device__ inline int next_phase(int phase) {
-  return phase + (std::is_same_v<E, NoExperts> && phase == kFewO ? 2 : 1);
+  return phase + (!kHasExperts<E> && phase == kFewO ? 2 : 1);
 }
 
 template <typename T>
@@ -181,7 +183,7 @@ struct FewLayersArgs {
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }
 };
 
-// Shared memory beside the rings. The last one: the warps' sums of tiles, and those of x's squares.
+// Bytes of shared memory beside the rings: rows of x, a norm's weight, the warps' sums of tiles, those of x's squares.
 template <typename N>
 __host__ __device__ int few_bytes_besides_rings(const FewLayersArgs<typename N::Result>& args) {
   return args.x_bytes + args.norm_bytes() + (kFewWarps * few_sums<N>(args.rows) + kFewRows) * kFewWarps * 4;
@@ -205,7 +207,7 @@ struct FewTeam {
 
 template <typename E>
 __device__ inline bool reversed_in(int phase) {
-  return !std::is_same_v<E, NoExperts> && (phase == kFewO || phase == kFewRouter);
+  return kHasExperts<E> && (phase == kFewO || phase == kFewRouter);
 }
 
 // What the block attends to in every layer: units [begin, end) of a column.

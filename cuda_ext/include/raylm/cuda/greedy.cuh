@@ -49,7 +49,7 @@ class GreedyRow {
       for (int j = 0; j < kHeld; ++j) {
         const int at = base + j * kWarp * kSize;
         for (int i = at; !whole(at) && i < min(at + kSize, end_); ++i) {
-          const float value = number(to_float(x_[i]));
+          const float value = comparable(to_float(x_[i]));
           if (value > best) best = value, token = i;
         }
       }
@@ -61,8 +61,6 @@ class GreedyRow {
   static constexpr int kSize = kVec<T>, kHeld = 4;
 
   __device__ bool whole(int at) const { return vectors_ && at + kSize <= end_; }
-
-  __device__ static float number(float x) { return x != x ? INFINITY : x + 0.0f; }  // -0 becomes 0: they are equal
 
   __device__ float largest_held(int base) const {
     constexpr bool kPairs = sizeof(T) == 2;
@@ -77,7 +75,7 @@ class GreedyRow {
       const float2 pair = unpack<T>(most);
       return pair.x != pair.x || pair.y != pair.y ? INFINITY : fmaxf(pair.x, pair.y) + 0.0f;
     } else {
-      return number(__uint_as_float(most));
+      return comparable(__uint_as_float(most));
     }
   }
 

@@ -18,7 +18,10 @@ __device__ inline uint64_t warp_max(uint64_t x) {
   return static_cast<uint64_t>(highest) << 32 | low;
 }
 
-// The order-preserving image of a number, and back.
+// A logit as it is compared: NaN counts as infinity, and -0 as 0.
+__device__ inline float comparable(float x) { return x != x ? INFINITY : x + 0.0f; }
+
+// The order-preserving image of a number, above 0 unless it is a NaN of negative sign, and back.
 __device__ inline uint32_t image_of(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;

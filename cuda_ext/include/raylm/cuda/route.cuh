@@ -1,7 +1,7 @@
 // Which experts each token goes to: a warp a token, its scores in registers, of which each lane has every 32nd.
 #pragma once
 
-#include "raylm/cuda/common.cuh"
+#include "raylm/cuda/order.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 
 namespace raylm::cuda {
@@ -21,12 +21,6 @@ struct RouteParams {
   float scale;
   bool sigmoid, normalized;
 };
-
-// In the order of the numbers, and all above 0.
-__device__ inline uint32_t order_key(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 template <int Each>
 struct RouteRow {
@@ -55,7 +49,7 @@ struct RouteRow {
     for (int i = 0; i < Each; ++i) {
       const int expert = lane + kWarp * i;
       score[i] *= share;
-      key[i] = expert >= p.experts ? 0 : order_key(p.bias ? score[i] + p.bias[expert] : score[i]);
+      key[i] = expert >= p.experts ? 0 : image_of(p.bias ? score[i] + p.bias[expert] : score[i]);
     }
   }
 
@@ -102,7 +96,7 @@ struct RouteRow {
       second = fmaxf(second, fminf(first, x));
       first = fmaxf(first, x);
     }
-    uint32_t own = lane < p.groups ? order_key(first + second) : 0, kept = 0;
+    uint32_t own = lane < p.groups ? image_of(first + second) : 0, kept = 0;
     for (int n = 0; n < p.groups_per_token; ++n) {
       const uint32_t best = __reduce_max_sync(kAllLanes, own);
       const int group = __ffs(__ballot_sync(kAllLanes, own == best)) - 1;

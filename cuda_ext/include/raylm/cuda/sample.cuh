@@ -157,7 +157,7 @@ __device__ uint64_t SampleRow::load() const {
   float best = -INFINITY;
   int token = first;
   const auto put = [&](int at, float value) {
-    value = value != value ? INFINITY : value + 0.0f;  // -0 becomes 0: they are equal
+    value = comparable(value);
     weights[at - first] = value;
     if (value > best) best = value, token = at;
   };
