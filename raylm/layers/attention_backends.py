@@ -94,7 +94,8 @@ def _attend(
 
 
 def _attend_raylm(q: Tensor, cache: KVCache, step: AttentionMetadata, scores: Scores) -> Tensor:
-    operator = partial(ops.paged_attention, arrivals=step.arrivals, prefixes=step.prefixes)
+    # Lengths and tables were written before the embedding or the previous stage gave what q was made of.
+    operator = partial(ops.paged_attention, arrivals=step.arrivals, prefixes=step.prefixes, frozen=True)
     return _attend(operator, q, cache, step, scores)
 
 

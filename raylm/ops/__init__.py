@@ -210,6 +210,8 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     prefixes: Tensor | None = None,
+    *,
+    frozen: bool = False,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over a paged cache [num_blocks, block_size, Hk, D]; returns [T, Hq, D].
 
@@ -235,11 +237,13 @@ def paged_attention(
 
     `prefixes`, of shared_prefixes, let the CUDA kernel of decode read what sequences share once for all of them, where
     heads have at most PREFIX_HEAD_DIM elements, neither a window nor biases; they change nothing else.
+
+    `frozen`, as in linear, holds for block_table, query_start and seq_lens.
     """
     attend = fallback.paged_attention if _has_codes_on_cpu(k_cache) else _paged_attention
     tensors = (q, k_cache, v_cache, block_table, query_start, seq_lens)
     numbers = (max_query_len, max_seq_len, scale, window, soft_cap)
-    return attend(*tensors, *numbers, alibi_slopes, arrivals, sinks, k_scale, v_scale, prefixes)
+    return attend(*tensors, *numbers, alibi_slopes, arrivals, sinks, k_scale, v_scale, prefixes, frozen)
 
 
 def shared_prefixes(block_table: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int) -> Tensor:

@@ -113,6 +113,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     prefixes: Tensor | None = None,
+    frozen: bool = False,
 ) -> Tensor:
     lengths = attention_lengths(query_start, seq_lens, max_query_len, max_seq_len)
     return attend_paged(

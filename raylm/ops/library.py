@@ -36,7 +36,7 @@ SCHEMAS = {
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
         "int max_query_len, int max_seq_len, float scale, int window, float soft_cap, Tensor? alibi_slopes, "
         "Tensor(a!)? arrivals=None, Tensor? sinks=None, float k_scale=1., float v_scale=1., "
-        "Tensor? prefixes=None) -> Tensor"
+        "Tensor? prefixes=None, bool frozen=False) -> Tensor"
     ),
     "shared_prefixes": "(Tensor block_table, Tensor query_start, Tensor seq_lens, int block_size) -> Tensor",
     "invariant_attention": (

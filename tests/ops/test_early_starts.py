@@ -96,15 +96,16 @@ def _rope_store() -> Run:
     return run
 
 
-def _attention(rows: int) -> Run:
+def _attention(rows: int, *, frozen: bool = False) -> Run:
     cache, table = _random(8, 16, 2, 128), torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)
     starts = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda")
     lens = torch.tensor([40, 64], dtype=torch.int32, device="cuda")
     arrivals = torch.zeros(ops.MAX_ARRIVALS, dtype=torch.int32, device="cuda")
 
     def run(x: Tensor) -> list[Tensor]:
-        q = x.view(rows, 8, 128)
-        return [ops.paged_attention(q, cache, cache, table, starts, lens, rows // 2, 64, 0.1, arrivals=arrivals)]
+        numbers = (rows // 2, 64, 0.1)
+        tensors = (x.view(rows, 8, 128), cache, cache, table, starts, lens)
+        return [ops.paged_attention(*tensors, *numbers, arrivals=arrivals, frozen=frozen)]
 
     return run
 
@@ -131,6 +132,7 @@ CASES: dict[str, tuple[tuple[int, int], Callable[[], Run]]] = {
     "gated_linear, tiles": ((40, 1024), lambda: _gated(3072, 1024)),
     "rope_store": ((12, 1536), _rope_store),
     "decode": ((2, 1024), lambda: _attention(2)),
+    "decode, frozen": ((2, 1024), lambda: _attention(2, frozen=True)),
     "prefill": ((40, 1024), lambda: _attention(40)),
     "sample": ((8, 32_768), _sample),
     "token_logprobs": ((8, 32_768), _logprobs),
@@ -161,6 +163,21 @@ def test_lets_nobody_past_that_kernel(case: str, late_copy: LateCopy) -> None:
     late_copy(ready, late)
     run(x)
     assert torch.equal(ops.silu_mul(late), expected)
+
+
+def test_lengths_that_are_not_frozen(late_copy: LateCopy) -> None:
+    cache, q = _random(8, 16, 2, 128), _random(2, 8, 128)
+    table = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)
+    starts = torch.arange(3, dtype=torch.int32, device="cuda")
+    ready = torch.tensor([40, 64], dtype=torch.int32, device="cuda")
+
+    def attend(lens: Tensor) -> Tensor:
+        return ops.paged_attention(q, cache, cache, table, starts, lens, 1, 64, 0.1)
+
+    expected, late = attend(ready), torch.ones_like(ready)
+    torch.cuda.synchronize()
+    late_copy(ready, late)
+    assert torch.equal(attend(late), expected)
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])

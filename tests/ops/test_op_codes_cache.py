@@ -243,6 +243,16 @@ def test_prefill_of_many_prompts(op, device, head_dim):
 
 
 @ON_CUDA
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_seqs", [14, 30])
+def test_decode_of_about_as_many_sequences_as_blocks(op, device, num_seqs, head_dim):
+    lengths = [(1 + s % 2, 1200 - 53 * s % 600) for s in range(num_seqs)]
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim}
+    case = coded(make_case(lengths, **shape, dtype=torch.bfloat16, device=device))
+    close(attend(op, case), case.expected())
+
+
+@ON_CUDA
 def test_queries_past_halfs_range(op, device):
     """The kernel takes queries as half: what bfloat16 has beyond that is bounded, and does not become infinite."""
     case = coded(make_case([(1, 70), (3, 40)], dtype=torch.bfloat16, device=device))

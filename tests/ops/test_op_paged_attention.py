@@ -287,6 +287,18 @@ def test_sequences_that_are_alike(op, device, num_seqs, length, odd_one):
     close(op("paged_attention")(*case.arguments()), case.expected())
 
 
+@ON_CUDA
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_seqs", [14, 30])
+@pytest.mark.parametrize("longest", [90, 1500])
+def test_about_as_many_sequences_as_blocks(op, device, longest, num_seqs, head_dim):
+    """Blocks that have room for it ask for more keys at a time."""
+    lengths = [(1 + s % 2, longest - s * 53 % (longest // 2)) for s in range(num_seqs)]
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim}
+    case = make_case(lengths, **shape, dtype=torch.bfloat16, device=device)
+    close(op("paged_attention")(*case.arguments()), case.expected())
+
+
 def test_blocks_below_the_window_are_not_read(op, device):
     case = make_case([(1, 700), (3, 333)], dtype=torch.float16, device=device)
     expected = case.expected(window=40)

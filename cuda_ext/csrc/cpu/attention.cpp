@@ -67,7 +67,7 @@ void run(const AttentionArgs& args, const Tensor& q, AttentionPlan& plan) {
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
                        double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor>,
-                       std::optional<Tensor> sinks, double k_scale, double v_scale, std::optional<Tensor>) {
+                       std::optional<Tensor> sinks, double k_scale, double v_scale, std::optional<Tensor>, bool) {
   const char* op = "paged_attention";
   check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks);
   check_scales(op, k_cache, k_scale, v_scale);

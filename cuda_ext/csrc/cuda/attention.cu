@@ -52,7 +52,7 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
               int64_t max_seq_len, double scale, int64_t window, double soft_cap,
               const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& arrivals,
               const std::optional<Tensor>& sinks, double k_scale, double v_scale,
-              const std::optional<Tensor>& prefixes) {
+              const std::optional<Tensor>& prefixes, bool frozen) {
   check_attention(q, k_cache, v_cache, block_table, query_start, seq_lens, window, soft_cap, alibi_slopes, sinks, true);
   check_scales(op, k_cache, k_scale, v_scale);
   Arg(op, "k_cache", k_cache).on_device_of(q);
@@ -84,7 +84,7 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
         sinks ? data<float>(*sinks) : nullptr, static_cast<float>(v_scale)};
     by_cache<T>(k_cache, [&](auto element) {
       using C = decltype(element);
-      const DecodeCall call{q, max_query_len, max_seq_len, slopes, arrivals, prefixes};
+      const DecodeCall call{q, max_query_len, max_seq_len, slopes, arrivals, prefixes, frozen};
       const bool decoded = !invariant && decode<T, C>(params, call);
       if (decoded) params.min_query_len = kMaxDecodeQueries + 1;
       if (max_query_len < params.min_query_len) return;
@@ -102,9 +102,10 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, int64_t max_query_len, int64_t max_seq_len, double scale, int64_t window,
                        double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> arrivals,
-                       std::optional<Tensor> sinks, double k_scale, double v_scale, std::optional<Tensor> prefixes) {
+                       std::optional<Tensor> sinks, double k_scale, double v_scale, std::optional<Tensor> prefixes,
+                       bool frozen) {
   return attend("paged_attention", false, q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len,
-                max_seq_len, scale, window, soft_cap, alibi_slopes, arrivals, sinks, k_scale, v_scale, prefixes);
+                max_seq_len, scale, window, soft_cap, alibi_slopes, arrivals, sinks, k_scale, v_scale, prefixes, frozen);
 }
 
 Tensor invariant_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
@@ -112,7 +113,8 @@ Tensor invariant_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
                            double soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                            double k_scale, double v_scale) {
   return attend("invariant_attention", true, q, k_cache, v_cache, block_table, query_start, seq_lens, max_query_len,
-                max_seq_len, scale, window, soft_cap, alibi_slopes, std::nullopt, sinks, k_scale, v_scale, std::nullopt);
+                max_seq_len, scale, window, soft_cap, alibi_slopes, std::nullopt, sinks, k_scale, v_scale, std::nullopt,
+                false);
 }
 
 // Whether decode, and prefill, have kernels on tensor cores for heads like q's, over a cache of q's type or of codes;

@@ -10,12 +10,14 @@ namespace raylm::cuda {
 constexpr int64_t kMaxDecodeQueries = 16;
 
 // What attention takes beside its parameters. max_query_len and max_seq_len bound the lengths; alibi_slopes [num_heads]
-// may be null; `arrivals` and `prefixes` are as paged_attention takes them, the latter for decode_with_prefixes alone.
+// may be null; `arrivals`, `prefixes` and `frozen` are as paged_attention takes them, `prefixes` for decode_with_prefixes
+// alone.
 struct DecodeCall {
   const Tensor& q;
   int64_t max_query_len, max_seq_len;
   const float* alibi_slopes;
   const std::optional<Tensor>&arrivals, &prefixes;
+  bool frozen;
 };
 
 // Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence, over a

@@ -41,13 +41,14 @@ int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
 
 // How many blocks the device runs at a time; 0 where it has too little shared memory for one.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
-int resident_blocks(int device) {
-  static DeviceNumber known;
-  return known.of(device, [device] {
-    constexpr int bytes = DecodeLayout<C, D, N>::kBytes;
+int resident_blocks(int device, bool deep = false) {
+  static DeviceNumber known[2];
+  return known[deep].of(device, [=] {
+    using Layout = DecodeLayout<C, D, N>;
     constexpr auto* kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
+    const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), bytes = Layout::bytes(deep);
     int blocks = 0;
-    if (allows_shared<kernel>(device, bytes)) {
+    if (bytes <= most && allows_shared<kernel>(device, Layout::bytes(Layout::bytes(true) <= most))) {
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
     }
     cudaGetLastError();
@@ -86,15 +87,21 @@ struct DecodeLaunch {
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0) {
   using Layout = DecodeLayout<C, D, N>;
-  const int blocks = resident_blocks<T, C, D, N, Biased, Part>(call.q.get_device_index());
-  if (blocks == 0) return {};
+  constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part>;
+  const int32_t device = call.q.get_device_index();
+  const int all = resident(device, false), fewer = resident(device, true);
+  if (all == 0) return {};
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
+  // Whether each sequence has one block, and half of these would be idle.
+  const bool deep = kFewSlots * attention.num_seqs > all / columns && attention.num_seqs <= fewer / columns;
+  const int blocks = deep ? fewer : all;
   const int64_t window = attention.window > 0 ? std::min(attention.window, longest) + kDecodeQueries : longest;
   const int64_t units = std::min(divide_up(longest, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
   DecodeLaunch<T, Part> made{make_params<Part>(attention, units, columns, blocks), columns};
   DecodeParams<T, Part>& p = made.params;
   p.num_tokens = call.q.size(0);
   p.alibi_slopes = call.alibi_slopes;
+  p.deep = deep, p.early = call.frozen;
   p.parts.rows = static_cast<int>(std::min<int64_t>(rows, Layout::kRows));
   const int64_t slots = units > p.batch.whole() && p.batch.num_seqs > 0 ? p.batch.slots * columns : 0;
   const int64_t parts = 2 * slots * p.parts.rows + more, sums = parts * attention.head_dim;
@@ -115,7 +122,7 @@ template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 void run(const DecodeLaunch<T, Part>& made, const Tensor& q) {
   const dim3 grid(made.columns, made.params.batch.slots);
   const auto kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
-  constexpr size_t shared = DecodeLayout<C, D, N>::kBytes;
+  const size_t shared = DecodeLayout<C, D, N>::bytes(made.params.deep);
   launch_dependent(kernel, {grid, dim3(kDecodeThreads), current_stream(q), shared}, made.params);
   check_launch("paged_attention");
 }

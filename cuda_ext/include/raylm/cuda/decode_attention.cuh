@@ -10,6 +10,7 @@
 
 #include "raylm/cuda/attention.cuh"
 #include "raylm/cuda/decode_fragments.cuh"
+#include "raylm/cuda/decode_parts.cuh"
 #include "raylm/cuda/decode_schedule.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
@@ -21,33 +22,6 @@ namespace raylm::cuda {
 
 constexpr int kDecodeWarps = kDecodeThreads / kWarp;
 
-// Parts of sequences that were cut. A slot has at most two: of one that an earlier slot began (part 2 * slot) and of one
-// that it begins itself (part 2 * slot + 1).
-struct DecodeParts {
-  float* sums;  // [slots, 2, columns, rows, head_dim], each divided by its softmax's denominator
-  float* logs;  // [slots, 2, columns, rows]: the logarithm to base 2 of that denominator
-  unsigned* arrivals;  // [slots, columns]: parts so far of the sequence that is cut at the slot's end; 0 but in a kernel
-  int rows;            // room for as many rows
-
-  __device__ int64_t index(int slot, bool begins, int columns, int column) const {
-    return (static_cast<int64_t>(slot * 2 + begins) * columns + column) * rows;
-  }
-};
-
-// What the keys of prefixes gave their members' queries: parts, and behind these the sums of prefixes that were not cut,
-// [num_seqs, num_heads]. Nobody joins the parts but the launch of what follows the prefixes, sequence by sequence.
-struct PrefixSums {
-  // Where a member's sums are: the first of its prefix's slots, how many it was cut into (1: none), and the member's place
-  // among the others.
-  struct Place {
-    int slot, slots, member;
-  };
-  DecodeParts parts;
-  int columns;
-  int64_t whole;   // the first row of the others
-  Place* places;   // [chunks of rows, num_seqs]: each chunk is cut by itself
-};
-
 // The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its pairs of a query
 // token and a head of the group.
 template <typename T, DecodePart Part>
@@ -58,6 +32,8 @@ struct DecodeParams {
   DecodeParts parts;
   int64_t num_tokens;
   const float* alibi_slopes;  // [num_heads], for the kernel that is Biased
+  bool deep;                  // of the stages one more
+  bool early;  // lengths and block tables may be read while the kernels ahead still run; for the launch of all keys
   // Written by the launch of prefixes, read by that of what follows them.
   std::conditional_t<Part == DecodePart::kAll, Nothing, PrefixSums> prefixes;
 };
@@ -73,10 +49,11 @@ struct DecodeLayout {
   static constexpr int kPart = 2 * kTensor;  // a warp's K, then its V
   static constexpr int kStage = kDecodeWarps * kPart;
   static constexpr int kRows = kDecodeWarps * N * 8;  // that a block can take
-  // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first.
+  // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first. Where
+  // so many blocks have no work, one stage more.
   static constexpr int kBlocks = D <= 64 ? 4 : D <= 128 ? 3 : D <= 192 ? 2 : 1;
-  static constexpr int kStages = (D <= 64 ? 3 : 2) + kCodes;
-  static constexpr int kBytes = kStages * kStage * static_cast<int>(sizeof(C));
+  __host__ __device__ static constexpr int stages(bool deep) { return (D <= 64 ? 3 : 2) + kCodes + deep; }
+  static constexpr int bytes(bool deep) { return stages(deep) * kStage * static_cast<int>(sizeof(C)); }
   // Where warps' sums are joined: floats of a row, and how many groups of 8 rows a warp's part of a stage has room for.
   static constexpr int kSumPitch = D + 8;
   static constexpr int kPass = N == 1 || kCodes ? 1 : 2;
@@ -89,40 +66,6 @@ struct DecodeRows {
   uint32_t q[D / 16][N][2];
   float sum[D / 16][N][4];
   float top[N][2], total[N][2];
-};
-
-// A row's softmax over its parts; a thread has 4 neighbouring elements.
-template <int D, int N>
-struct DecodeJoin {
-  static constexpr int kThreads = D <= 64 ? 16 : D <= 128 ? 32 : 64;
-  static constexpr int kBatch = N == 1 ? 8 : 2;  // parts loaded at a time, as far as registers go
-  float top = -INFINITY, total = 0;
-  float4 sum = {};
-
-  __device__ void add(const float (&logs)[kBatch], const float4 (&sums)[kBatch]) {
-    float highest = top;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) highest = fmaxf(highest, logs[i]);
-    if (highest == -INFINITY) return;
-    scale(exp2_approx(top - highest));
-    top = highest;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float weight = exp2_approx(logs[i] - top);
-      total += weight;
-      sum.x += weight * sums[i].x, sum.y += weight * sums[i].y;
-      sum.z += weight * sums[i].z, sum.w += weight * sums[i].w;
-    }
-  }
-
-  // `beside` joins the denominator, relative to `top`.
-  __device__ float4 result(float beside) {
-    scale(1 / (total + beside));
-    return sum;
-  }
-
- private:
-  __device__ void scale(float by) { total *= by, sum.x *= by, sum.y *= by, sum.z *= by, sum.w *= by; }
 };
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
@@ -549,8 +492,12 @@ struct DecodeBlock {
   }
 
   __device__ void run(const Share& share) {
+    const int depth = Layout::stages(p.deep);
     Cursor ahead = share.cursor, at = share.cursor;
     int block = cache_block(ahead);
+    if constexpr (Part == DecodePart::kAll) {
+      if (p.early) wait_for_dependencies();
+    }
     const auto copy_next = [&](int stage) {
       if (!ahead.done()) {
         copy(ahead, block, stage);
@@ -561,18 +508,22 @@ struct DecodeBlock {
       }
       copy_commit();
     };
-    for (int i = 0; i < Layout::kStages - 1; ++i) copy_next(i);
+    for (int i = 0; i < depth - 1; ++i) copy_next(i);
     Rows mine;
     bool fresh = true, begins = false;
-    for (int stage = 0; !at.done(); stage = stage + 1 == Layout::kStages ? 0 : stage + 1) {
+    for (int stage = 0; !at.done(); stage = stage + 1 == depth ? 0 : stage + 1) {
       if (fresh) begin(at.now, mine), begins = at.unit == at.now.first();
       if constexpr (Part == DecodePart::kPrefixes) {
         if (fresh && begins) place_members(at, share);
       }
-      copy_wait<Layout::kStages - 2>();
+      if (p.deep) {
+        copy_wait<Layout::stages(true) - 2>();
+      } else {
+        copy_wait<Layout::stages(false) - 2>();
+      }
       // Warps that share the keys read only what they copied themselves.
       if (row_warps == 1) __syncwarp(); else __syncthreads();
-      copy_next(stage == 0 ? Layout::kStages - 1 : stage - 1);
+      copy_next(stage == 0 ? depth - 1 : stage - 1);
       multiply(at, stage, mine);
       fresh = at.last_tile();
       if (fresh) finish(at, begins, stage, mine);
@@ -592,7 +543,9 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks
   // waits only before it reads their sums.
   if constexpr (Part == DecodePart::kPrefixes) wait_for_dependencies();
   start_dependents();
-  if constexpr (Part == DecodePart::kAll) wait_for_dependencies();
+  if constexpr (Part == DecodePart::kAll) {
+    if (!p.early) wait_for_dependencies();
+  }
   DecodeBlock<T, C, D, N, Biased, Part> block(p, reinterpret_cast<C*>(stages));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   if constexpr (Part == DecodePart::kPrefixes) return;

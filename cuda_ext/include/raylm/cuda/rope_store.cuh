@@ -132,6 +132,7 @@ struct Floats {
 template <typename T, typename C, int kLanes>
 __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T, C> p) {
   constexpr int kSize = kVec<T>;
+  start_dependents();
   if (!p.early) wait_for_dependencies();
   const int heads = p.q.num_heads + p.k.num_heads + p.v.num_heads, half = p.head_dim / 2;
   const int64_t unit = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
@@ -147,7 +148,6 @@ __global__ void __launch_bounds__(128) rope_store_kernel(RopeStoreParams<T, C> p
   }
   if (angles) cos = Floats<kSize>::load(angles + at), sin = Floats<kSize>::load(angles + half + at);
   if (p.early) wait_for_dependencies();
-  start_dependents();
   Vec<T> a{}, b{};
   if (inside) a = Vec<T>::load(head.source + at), b = Vec<T>::load(head.source + half + at);
   float u[kSize], v[kSize], squares = 0;
