@@ -44,13 +44,13 @@ void set_products(FewLayersArgs<T>& args, const Model& m) {
   const auto product = [](int64_t n, int64_t k, int64_t each) {
     return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / each)};
   };
-  const int64_t each = m.in_patches(false) ? kPatchRows : 8;
+  const int64_t each = m.in_patches(false) ? kPatchRows : m.form == FewForm::kCodes ? kCodeRows : 8;
   const bool patches = m.in_patches(m.per_token > 0);  // of the MLP
   args.products[kFewQkv] = product(m.qkv(), m.hidden, each);
   args.products[kFewO] = product(m.hidden, m.attended(), each);
   if (m.per_token) args.products[kFewRouter] = product(m.experts, m.hidden, 8);
-  args.products[kFewGateUp] = product(2 * m.activated(), m.hidden, patches ? 2 * kPatchRows : 8);
-  args.products[kFewDown] = product(m.hidden, m.activated(), patches ? kPatchRows : 8);
+  args.products[kFewGateUp] = product(2 * m.activated(), m.hidden, patches ? 2 * kPatchRows : each);
+  args.products[kFewDown] = product(m.hidden, m.activated(), patches ? kPatchRows : each);
   args.rows = static_cast<int>(m.rows);
   args.hidden = static_cast<int>(m.hidden);
   args.num_heads = static_cast<int>(m.num_heads);

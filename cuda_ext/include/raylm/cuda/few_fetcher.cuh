@@ -110,16 +110,28 @@ class FewFetcher {
     return memory_ + (warp * args_.stages + stage) * Stage::kBytes;
   }
 
-  // What lies beyond the weight's columns becomes zeros.
   __device__ void load_weights(int lane) const {
-    const int stage = from_lane(ring_.stage, lane);
+    if constexpr (N::kScaled) {
+      if (!kMixture || from_lane(phase_, lane) != kFewRouter) return load_rows<true>(lane);
+    }
+    if constexpr (kMixture || !N::kScaled) load_rows<false>(lane);
+  }
+
+  // What lies beyond the weight's columns becomes zeros.
+  template <bool Codes>
+  __device__ void load_rows(int lane) const {
+    constexpr int kOfRow = Codes ? kCodeColumns / 16 : kWarp, kAtOnce = kWarp / kOfRow;  // lanes of a row, rows
+    constexpr int kPitch = Codes ? kCodeColumns : kSkinnyPitch;
+    const int stage = from_lane(ring_.stage, lane), number = lane_ % kOfRow, down = lane_ / kOfRow;
     const int row = from_lane(row_bytes(), lane), left = from_lane((columns_ - k_) * item(), lane);
     const int64_t half = from_lane(half_, lane);
-    const char* from = reinterpret_cast<const char*>(from_lane(reinterpret_cast<int64_t>(from_), lane)) + lane_ * 16;
-    const uint32_t to = place(first_ + lane, stage) + lane_ * 16;
+    const char* from = reinterpret_cast<const char*>(from_lane(reinterpret_cast<int64_t>(from_), lane));
+    from += down * row + number * 16;
+    const uint32_t to = place(first_ + lane, stage) + (Codes ? Stage::code_place(down, number) : number * 16);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      copy_async_once(to + i * kSkinnyPitch, (i < 4 ? from : from + half) + i % 4 * row, lane_ * 16 < left, policy_);
+      copy_async_once(to + i * kAtOnce * kPitch, (i < 4 ? from : from + half) + i % 4 * kAtOnce * row,
+                      number * 16 < left, policy_);
     }
     arrive(barrier(rings_.full, first_ + lane, stage));
   }
@@ -247,9 +259,10 @@ class FewFetcher {
     out.copies = each * tiles * (kPatches && gated ? 2 : 1);
     const int across = experts && !gated ? args_.mixture.size : product.k;
     const int64_t row = bytes_of<W>(kPatches ? (across + kPatchColumns - 1) / kPatchColumns * kPatchColumns : across);
-    const int64_t tile = kPatches ? row : (gated ? 4 : 8) * row;
+    constexpr int kHalf = W::kScaled ? kCodeRows / 2 : 4;  // rows of half a tile
+    const int64_t tile = kPatches ? row : (gated ? 1 : 2) * kHalf * row;
     const int gates = experts ? args_.mixture.size : product.n / 2;
-    out.half = gated ? gates / (kPatches ? kPatchRows : 1) * row : 4 * row;
+    out.half = gated ? gates / (kPatches ? kPatchRows : 1) * row : kHalf * row;
     out.first = static_cast<int>(team.first_tile * tile) + bytes_of<W>(out.first_column);
     out.next_tile = static_cast<int>(team.tile_step * tile) - each * bytes_of<W>(out.step);
     return out;

@@ -155,7 +155,7 @@ class FewBlock {
 
   __device__ int sums() const { return few_sums<N>(args_.rows); }  // of experts no more
   template <typename W>
-  __device__ int up_sums() const { return kInPatches<W> ? sums() / 2 : 4; }  // from gate's sums to up's
+  __device__ int up_sums() const { return kInPatches<W> ? sums() / 2 : kSumsOfRow<W> / 2; }  // from gate's sums to up's
   __device__ T* x_row(int row, int pitch) const { return reinterpret_cast<T*>(x_ + row * pitch); }
 
   // Numbers as products take them. Halves are a 16th of what they stand for, so that they hold what bfloat16 may grow to.
@@ -283,7 +283,7 @@ class FewBlock {
   template <typename W>
   __device__ void multiply_tiles(int layer, int phase, const FewProduct& product) {
     const FewTeam team = team_of<W>(phase, warp_);
-    const int pairs_log2 = kInPatches<W> ? 3 : phase == kFewGateUp ? 1 : 2;
+    const int pairs_log2 = kInPatches<W> ? 3 : (phase == kFewGateUp ? 1 : 2) + W::kScaled;
     const int row = lane_ >> pairs_log2, pair = lane_ & ((1 << pairs_log2) - 1);
     float* const meeting = meeting_ + team.index * team.split * team.split * sums();
     int turn = 0;
@@ -308,17 +308,19 @@ class FewBlock {
   }
 
   template <typename W>
-  static constexpr int kSumsOfRow = kInPatches<W> ? kPatchRows : 8;  // of x, beside each other
+  static constexpr int kSumsOfRow = kInPatches<W> ? kPatchRows : W::kScaled ? kCodeRows : 8;  // of x, beside each other
 
   // This warp's sums of a tile, as [row of x][row of W].
   template <typename W>
   __device__ void sum_tile(int k, const FewTeam& team, bool gated, float* to) {
     if constexpr (kInPatches<W>) {
       sum_patches<W>(k, team, gated, to);
+    } else if constexpr (W::kScaled) {
+      sum_codes<W>(k, team, to);
     } else {
       constexpr int kBlock = few_block<W>();
       const int x_rows[1] = {min(lane_ / 4, args_.rows - 1) * few_x_pitch<W>(k)};
-      const char* const x = x_ + lane_ % 4 * (W::kScaled ? 32 : 16);
+      const char* const x = x_ + lane_ % 4 * 16;
       const int w_lane = lane_ / 4 * kSkinnyPitch + lane_ % 4 * 16;
       SkinnySums<W, 1, 1> sums;
       sums.clear();
@@ -329,6 +331,46 @@ class FewBlock {
         reader_.release();
       }
       if (lane_ / 4 < kFewRows) sums.store(to);
+    }
+  }
+
+  // The same of codes, in halves: of a gated product 8 rows of gate and those of up.
+  template <typename W>
+  __device__ void sum_codes(int k, const FewTeam& team, float* to) {
+    constexpr int kBlock = few_block<W>();
+    const int row = lane_ / 4, part = lane_ % 4;
+    const char* const x = x_ + min(row, args_.rows - 1) * few_x_pitch<W>(k) + part * 32;
+    float sums[2][4] = {};
+#pragma unroll 1
+    for (int at = team.warp * kBlock; at < k; at += team.split * kBlock) {
+      const char* const codes = reader_.next();
+#pragma unroll
+      for (int i = 0; i < kBlock / 64; ++i) {
+        const auto load = [](const char* from) { return *reinterpret_cast<const uint4*>(from); };
+        const uint4 upper = load(codes + Reader::Stage::code_place(row, 4 * i + part));
+        const uint4 lower = load(codes + Reader::Stage::code_place(row + 8, 4 * i + part));
+        const uint4 of_x[2] = {load(x + (at + 64 * i) * 2), load(x + (at + 64 * i) * 2 + 16)};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t a = word_of(upper, j), b = word_of(lower, j);
+          multiply_add<__half>(sums[j % 2], {halves_of<0>(a), halves_of<0>(b), halves_of<1>(a), halves_of<1>(b)},
+                               word_of(of_x[j / 2], j % 2 * 2), word_of(of_x[j / 2], j % 2 * 2 + 1));
+        }
+      }
+      Reader::Stage::order_writes();  // the copies', which other copies may follow
+      reader_.release();
+    }
+    for (int i = 0; i < 4; ++i) sums[0][i] += sums[1][i];
+    store_sums<W>(sums[0], to);
+  }
+
+  // What a matrix product gave a lane: of rows lane / 4 of W and that + 8 the sums of two rows of x.
+  template <typename W>
+  __device__ void store_sums(const float (&sums)[4], float* to) const {
+    const int row = lane_ % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (row + i % 2 < args_.rows) to[(row + i % 2) * kSumsOfRow<W> + lane_ / 4 + i / 2 * 8] = sums[i];
     }
   }
 
@@ -351,15 +393,8 @@ class FewBlock {
         if (gated) add_floats<W>(sums[1], there, x + at * 2);
       }
     }
-    const int row = lane_ % 4 * 2, column = lane_ / 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (row + i % 2 >= args_.rows || (half == 1 && !gated)) continue;
-        to[half * up_sums<W>() + (row + i % 2) * kSumsOfRow<W> + column + i / 2 * 8] = sums[half][i];
-      }
-    }
+    store_sums<W>(sums[0], to);
+    if (gated) store_sums<W>(sums[1], to + up_sums<W>());
   }
 
   // The next copy's patches. Those that it did not bring get scales of 0.

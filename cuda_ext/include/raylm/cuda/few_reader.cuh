@@ -48,11 +48,14 @@ inline constexpr bool kInPatches = false;
 template <typename T, typename Codes, int Patches>
 inline constexpr bool kInPatches<FewPatches<T, Codes, Patches>> = true;
 
-// Of k: what a warp takes at a time, as the kernel for few rows does.
+// A copy of numbers has 512 bytes of 8 rows of W, as the kernel for few rows takes them; one of codes, 256 of 16 rows.
+constexpr int kCodeRows = 16, kCodeColumns = 256;
+
+// Of k: what a warp takes at a time.
 template <typename N>
 __host__ __device__ constexpr int few_block() {
   if constexpr (kInPatches<N>) return N::kPatches * kPatchColumns;
-  else return kSkinnyBytes / sizeof(typename N::Stored);
+  else return N::kScaled ? kCodeColumns : kSkinnyBytes / sizeof(typename N::Stored);
 }
 constexpr int kFewThreads = kFewWarps * kWarp;  // that compute
 // Registers are moved between groups of four warps: four more give some to those that compute. Two of the four fetch:
@@ -79,10 +82,12 @@ __host__ __device__ constexpr int few_x_pitch(int k) {
 }
 
 // Floats that a warp brings of a tile. Of patches a gated product's has two below each other, gate's and up's: so many
-// that large models have room for those of the step's rows only. Elsewhere a constant is faster.
+// that large models have room for those of the step's rows only, or of codes for those and one more. Of numbers a constant
+// is faster.
 template <typename N>
 __host__ __device__ constexpr int few_sums(int rows) {
-  return kInPatches<N> ? rows * 2 * kPatchRows : kFewRows * 8;
+  if constexpr (kInPatches<N>) return rows * 2 * kPatchRows;
+  else return N::kScaled ? (rows + 1) / 2 * 2 * kCodeRows : kFewRows * 8;
 }
 
 enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewRouter, kFewGateUp, kFewDown, kFewPhases };
@@ -135,7 +140,7 @@ struct FewStep {
 };
 
 struct FewProduct {
-  int n, k, tiles;  // tiles: of 8 rows of W; of patches, 16, or 16 of gate and those of up
+  int n, k, tiles;  // tiles: of 8 rows of W; of codes 16; of patches 16, or 16 of gate and those of up
 };
 
 // Where experts' weights lie: bytes from an expert's first row to the next one's, and from a tile to the next.
@@ -189,7 +194,7 @@ __host__ __device__ int few_bytes_besides_rings(const FewLayersArgs<typename N::
   return args.x_bytes + args.norm_bytes() + (kFewWarps * few_sums<N>(args.rows) + kFewRows) * kFewWarps * 4;
 }
 
-// A warp's place in a product: which tiles of 8 rows of W are its team's, and where in k it begins. The teams of a
+// A warp's place in a product: which tiles of W are its team's, and where in k it begins. The teams of a
 // block are one of 8 warps, or two of 4 where k is short. Behind a mixture's attention, which few blocks do, those are
 // the last to get tiles.
 struct FewTeam {
@@ -232,7 +237,7 @@ struct FewColumn {
 
 // A warp's part of a product, the same in every layer but for where its weight begins.
 struct FewShare {
-  int64_t half;       // bytes from a tile's first row to its fifth, which may be up's; of patches, from gate's to up's
+  int64_t half;       // bytes from a tile's first row to its second half's, which may be up's; of patches, from gate's
   int first;          // bytes from there to the first copy
   int next_tile;      // bytes from behind a tile's last copy to the next tile's first
   int k;              // of W
@@ -246,14 +251,18 @@ struct FewRings {
   uint64_t full[kFewWarps][kFewMostStages], empty[kFewWarps][kFewMostStages];
 };
 
-// A stage of a warp's ring: of a product's weight 8 rows by 512 bytes, or patches beside each other; of the cache 16
-// keys or their values. N, E: what weights hold.
+// A stage of a warp's ring: of a product's weight rows, or patches beside each other; of the cache 16 keys or their
+// values. N, E: what weights hold.
 template <typename N, typename E, int D>
 struct FewStage {
   static constexpr bool kBulk = kInPatches<N> || kInPatches<E>;  // some of the copies are bulk copies
   static constexpr int kBytes = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kBytes && Int4<__half, 64>::kPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
+  static_assert(kFewKeys * kKeyPitch <= kBytes && kCodeRows * kCodeColumns <= kBytes);
+  static_assert(Int4<__half, 64>::kPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
+
+  // Of codes, where a row's 16 bytes of that number are: two rows that a quarter of a warp reads at once share no bank.
+  __device__ static int code_place(int row, int number) { return row * kCodeColumns + (number ^ row % 2 * 4) * 16; }
 
   // Behind writes to a stage that are no bulk copy's, before it is given up.
   __device__ static void order_writes() {
