@@ -379,9 +379,11 @@ def test_experts_of_other_sizes_have_no_kernel(hopper):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time_and_for_any_rows_beside(hopper):
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_bits_every_time_and_for_any_rows_beside(hopper, form):
     sizes = SHAPES["group-of-two"]
-    weights = placed_weights(make_weights(sizes, head_norms=True, bias=False), torch.bfloat16, "cuda")
+    weights = FORMS[form](make_weights(sizes, head_norms=True, bias=False))
+    weights = placed_weights(weights, torch.bfloat16, "cuda")
     memory = ops.few_layers_memory(weights, num_kv_heads=sizes.num_kv_heads)
     before = placed(make_step(sizes, [90, 700, 20, 300]), torch.bfloat16, "cuda")
     first = placed(before, torch.bfloat16, "cuda")

@@ -39,7 +39,8 @@ int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
   return std::min(max_query_len, kMaxDecodeQueries) * (p.num_heads / p.num_kv_heads);
 }
 
-// How many blocks the device runs at a time; 0 where it has too little shared memory for one.
+// How many blocks the device runs at a time, with a stage more where `deep`; 0 where it has too little shared memory for
+// one.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 int resident_blocks(int device, bool deep = false) {
   static DeviceNumber known[2];
@@ -92,7 +93,7 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeC
   const int all = resident(device, false), fewer = resident(device, true);
   if (all == 0) return {};
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
-  // Whether each sequence has one block, and half of these would be idle.
+  // Whether that leaves a slot for each sequence, and there are not few of these.
   const bool deep = kFewSlots * attention.num_seqs > all / columns && attention.num_seqs <= fewer / columns;
   const int blocks = deep ? fewer : all;
   const int64_t window = attention.window > 0 ? std::min(attention.window, longest) + kDecodeQueries : longest;

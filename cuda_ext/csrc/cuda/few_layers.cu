@@ -44,7 +44,7 @@ void set_products(FewLayersArgs<T>& args, const Model& m) {
   const auto product = [](int64_t n, int64_t k, int64_t each) {
     return FewProduct{static_cast<int>(n), static_cast<int>(k), static_cast<int>(n / each)};
   };
-  const int64_t each = m.in_patches(false) ? kPatchRows : m.form == FewForm::kCodes ? kCodeRows : 8;
+  const int64_t each = m.in_patches(false) ? kPatchRows : m.form == FewForm::kCodes ? kFewCodeRows : 8;
   const bool patches = m.in_patches(m.per_token > 0);  // of the MLP
   args.products[kFewQkv] = product(m.qkv(), m.hidden, each);
   args.products[kFewO] = product(m.hidden, m.attended(), each);

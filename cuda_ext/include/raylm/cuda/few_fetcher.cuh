@@ -120,8 +120,8 @@ class FewFetcher {
   // What lies beyond the weight's columns becomes zeros.
   template <bool Codes>
   __device__ void load_rows(int lane) const {
-    constexpr int kOfRow = Codes ? kCodeColumns / 16 : kWarp, kAtOnce = kWarp / kOfRow;  // lanes of a row, rows
-    constexpr int kPitch = Codes ? kCodeColumns : kSkinnyPitch;
+    constexpr int kOfRow = Codes ? kFewCodeColumns / 16 : kWarp, kAtOnce = kWarp / kOfRow;  // lanes of a row, rows
+    constexpr int kPitch = Codes ? kFewCodeColumns : kSkinnyPitch;
     const int stage = from_lane(ring_.stage, lane), number = lane_ % kOfRow, down = lane_ / kOfRow;
     const int row = from_lane(row_bytes(), lane), left = from_lane((columns_ - k_) * item(), lane);
     const int64_t half = from_lane(half_, lane);
@@ -259,7 +259,7 @@ class FewFetcher {
     out.copies = each * tiles * (kPatches && gated ? 2 : 1);
     const int across = experts && !gated ? args_.mixture.size : product.k;
     const int64_t row = bytes_of<W>(kPatches ? (across + kPatchColumns - 1) / kPatchColumns * kPatchColumns : across);
-    constexpr int kHalf = W::kScaled ? kCodeRows / 2 : 4;  // rows of half a tile
+    constexpr int kHalf = W::kScaled ? kFewCodeRows / 2 : 4;  // rows of half a tile
     const int64_t tile = kPatches ? row : (gated ? 1 : 2) * kHalf * row;
     const int gates = experts ? args_.mixture.size : product.n / 2;
     out.half = gated ? gates / (kPatches ? kPatchRows : 1) * row : kHalf * row;

@@ -12,10 +12,11 @@
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
 //
-// The products are those of skinny_linear.cuh: x in shared memory, W read once, k shared out among warps whose sums are
-// added in their order. Weights may be codes of 8 bits with a scale a row: rows of x are halves then, of which none is
-// rounded but to these. That a whole model fits one persistent kernel is an old idea (Hazy Research, "Look Ma, No
-// Bubbles!", 2025); here the order is fixed, so there are no tasks to interpret.
+// The products are as those of skinny_linear.cuh: x in shared memory, W read once, k shared out among warps whose sums
+// are added in their order. Codes and patches are the left operand there, numbers the right one. Weights may be codes of
+// 8 bits with a scale a row: rows of x are halves then, of which none is rounded but to these. That a whole model fits one
+// persistent kernel is an old idea (Hazy Research, "Look Ma, No Bubbles!", 2025); here the order is fixed, so there are no
+// tasks to interpret.
 #pragma once
 
 #include "raylm/cuda/few_attention.cuh"
@@ -308,7 +309,7 @@ class FewBlock {
   }
 
   template <typename W>
-  static constexpr int kSumsOfRow = kInPatches<W> ? kPatchRows : W::kScaled ? kCodeRows : 8;  // of x, beside each other
+  static constexpr int kSumsOfRow = kInPatches<W> ? kPatchRows : W::kScaled ? kFewCodeRows : 8;  // beside each other
 
   // This warp's sums of a tile, as [row of x][row of W].
   template <typename W>

@@ -49,13 +49,13 @@ template <typename T, typename Codes, int Patches>
 inline constexpr bool kInPatches<FewPatches<T, Codes, Patches>> = true;
 
 // A copy of numbers has 512 bytes of 8 rows of W, as the kernel for few rows takes them; one of codes, 256 of 16 rows.
-constexpr int kCodeRows = 16, kCodeColumns = 256;
+constexpr int kFewCodeRows = 16, kFewCodeColumns = 256;
 
 // Of k: what a warp takes at a time.
 template <typename N>
 __host__ __device__ constexpr int few_block() {
   if constexpr (kInPatches<N>) return N::kPatches * kPatchColumns;
-  else return N::kScaled ? kCodeColumns : kSkinnyBytes / sizeof(typename N::Stored);
+  else return N::kScaled ? kFewCodeColumns : kSkinnyBytes / sizeof(typename N::Stored);
 }
 constexpr int kFewThreads = kFewWarps * kWarp;  // that compute
 // Registers are moved between groups of four warps: four more give some to those that compute. Two of the four fetch:
@@ -82,12 +82,12 @@ __host__ __device__ constexpr int few_x_pitch(int k) {
 }
 
 // Floats that a warp brings of a tile. Of patches a gated product's has two below each other, gate's and up's: so many
-// that large models have room for those of the step's rows only, or of codes for those and one more. Of numbers a constant
-// is faster.
+// that large models have room for those of the step's rows only. Of codes x's rows come in twos, and so a mixture's one
+// row has room for its experts' patches and its router's numbers too. Of numbers a constant is faster.
 template <typename N>
 __host__ __device__ constexpr int few_sums(int rows) {
   if constexpr (kInPatches<N>) return rows * 2 * kPatchRows;
-  else return N::kScaled ? (rows + 1) / 2 * 2 * kCodeRows : kFewRows * 8;
+  else return N::kScaled ? (rows + 1) / 2 * 2 * kFewCodeRows : kFewRows * 8;
 }
 
 enum FewPhase { kFewQkv, kFewAttention, kFewO, kFewRouter, kFewGateUp, kFewDown, kFewPhases };
@@ -237,7 +237,7 @@ struct FewColumn {
 
 // A warp's part of a product, the same in every layer but for where its weight begins.
 struct FewShare {
-  int64_t half;       // bytes from a tile's first row to its second half's, which may be up's; of patches, from gate's
+  int64_t half;       // bytes from a tile's first row to its second half's, maybe up's; of patches, from gate to up
   int first;          // bytes from there to the first copy
   int next_tile;      // bytes from behind a tile's last copy to the next tile's first
   int k;              // of W
@@ -258,11 +258,11 @@ struct FewStage {
   static constexpr bool kBulk = kInPatches<N> || kInPatches<E>;  // some of the copies are bulk copies
   static constexpr int kBytes = 8 * kSkinnyPitch;
   static constexpr int kKeyPitch = (D + 8) * 2;
-  static_assert(kFewKeys * kKeyPitch <= kBytes && kCodeRows * kCodeColumns <= kBytes);
+  static_assert(kFewKeys * kKeyPitch <= kBytes && kFewCodeRows * kFewCodeColumns <= kBytes);
   static_assert(Int4<__half, 64>::kPatches * Int4<__half, 64>::kPatchBytes <= kBytes);
 
   // Of codes, where a row's 16 bytes of that number are: two rows that a quarter of a warp reads at once share no bank.
-  __device__ static int code_place(int row, int number) { return row * kCodeColumns + (number ^ row % 2 * 4) * 16; }
+  __device__ static int code_place(int row, int number) { return row * kFewCodeColumns + (number ^ row % 2 * 4) * 16; }
 
   // Behind writes to a stage that are no bulk copy's, before it is given up.
   __device__ static void order_writes() {
