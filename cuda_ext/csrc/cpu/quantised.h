@@ -11,15 +11,13 @@ namespace raylm {
 class Quantised {
  public:
   Quantised(int64_t rows, int64_t size)
-      : size_(size), codes_(std::make_unique_for_overwrite<int16_t[]>(rows * size)),
-        scales_(std::make_unique_for_overwrite<float[]>(rows * scales_of(size))) {
-    if (cpu_kernels().reads_bytes) bytes_ = std::make_unique_for_overwrite<uint8_t[]>(rows * 2 * size);
-  }
+      : size_(size), codes_(std::make_unique_for_overwrite<uint8_t[]>(rows * 2 * size)),
+        scales_(std::make_unique_for_overwrite<float[]>(rows * scales_of(size))) {}
 
   // From a row on, or from a value of it, which a block of kQuantised begins with.
   QuantisedRows from(int64_t row, int64_t value = 0) const {
     const int64_t at = row * size_ + value;
-    return {codes_.get() + at, scales_.get() + scales_of(at), size_, bytes_ ? bytes_.get() + 2 * at : nullptr};
+    return {codes_.get() + 2 * at, scales_.get() + scales_of(at), size_};
   }
 
   // The values of a row from `begin` on, which a block of kQuantised begins with.
@@ -31,18 +29,16 @@ class Quantised {
 
   void copy(int64_t row, int64_t to) const {
     const QuantisedRows source = from(row), target = from(to);
-    std::memcpy(target.codes, source.codes, size_ * sizeof(int16_t));
+    std::memcpy(target.codes, source.codes, 2 * size_);
     std::memcpy(target.scales, source.scales, scales_of(size_) * sizeof(float));
-    if (bytes_) std::memcpy(target.bytes, source.bytes, 2 * size_);
   }
 
  private:
-  static int64_t scales_of(int64_t values) { return values / kQuantised * 4; }
+  static int64_t scales_of(int64_t values) { return values / kQuantised * kRowScales; }
 
   int64_t size_;
-  std::unique_ptr<int16_t[]> codes_;
+  std::unique_ptr<uint8_t[]> codes_;
   std::unique_ptr<float[]> scales_;
-  std::unique_ptr<uint8_t[]> bytes_;
 };
 
 }  // namespace raylm

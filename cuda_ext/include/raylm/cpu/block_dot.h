@@ -58,14 +58,10 @@ RAYLM_INLINE Pairs widen(Wide codes) {
 
 // to += the sum of the two products in each word.
 RAYLM_INLINE void multiply_add(VecI& to, Wide a, Wide b) {
-#if defined(__AVX512VNNI__)
-  to = bit_cast<VecI>(_mm512_dpwssd_epi32(bit_cast<Wide>(to), a, b));
-#else
   Wide sum = bit_cast<Wide>(to + bit_cast<VecI>(multiply_pairs(a, b)));
   // Keeps the compiler from turning the chain of additions into a tree, whose leaves would not fit the registers.
   asm("" : "+v"(sum));
   to = bit_cast<VecI>(sum);
-#endif
 }
 #endif
 
@@ -77,34 +73,42 @@ RAYLM_INLINE void store_bytes(uint8_t* p, VecI code) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + kQuantised), _mm512_cvtepi32_epi8(_mm512_srai_epi32(all, 8)));
 }
 
-// As add_products, for codes of weights below 128, which need not be widened: the low bytes of x, which `x` is, have no sign,
-// and the high ones do.
-template <int Count, int M, int N>
-RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x, int64_t stride, VecI (&dot)[N][M]) {
+// As add_products, by bytes, which need not be widened. The instruction multiplies bytes without a sign by bytes with one:
+// the low bytes of x, which `x` is, by codes, and codes by the high bytes. Those without a sign are below 128; Signed ones
+// plus 128 have none, and what that adds is taken from the sums: `more`, of row m of x m strides behind.
+template <bool Signed, int Count, int M, int N>
+RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x, int64_t stride, const float* more,
+                                    int64_t more_stride, VecI (&dot)[N][M]) {
   VecI high[N][M] = {};
 #pragma GCC unroll 8
   for (int g = 0; g < Count; ++g) {
+    Wide weights[N], positive[N];
+#pragma GCC unroll 2
+    for (int t = 0; t < N; ++t) {
+      weights[t] = bit_cast<Wide>(codes[t][g]);
+      positive[t] = Signed ? bit_cast<Wide>(codes[t][g] ^ every_byte(128)) : weights[t];
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const uint8_t* four = x + m * stride + 4 * g;
       const Wide low_bytes = same(load_u32(four)), high_bytes = same(load_u32(four + kQuantised));
 #pragma GCC unroll 2
       for (int t = 0; t < N; ++t) {
-        const Wide weights = bit_cast<Wide>(codes[t][g]);
-        dot[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<Wide>(dot[t][m]), low_bytes, weights));
-        high[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<Wide>(high[t][m]), weights, high_bytes));
+        dot[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<Wide>(dot[t][m]), low_bytes, weights[t]));
+        high[t][m] = bit_cast<VecI>(_mm512_dpbusd_epi32(bit_cast<Wide>(high[t][m]), positive[t], high_bytes));
       }
     }
   }
-  for (int t = 0; t < N; ++t) {
-    for (int m = 0; m < M; ++m) dot[t][m] += high[t][m] << 8;
+  for (int m = 0; m < M; ++m) {
+    const VecI less = Signed ? bit_cast<VecI>(same(load_u32(more + m * more_stride))) : VecI{};
+    for (int t = 0; t < N; ++t) dot[t][m] += (high[t][m] << 8) - less;
   }
 }
 #else
 RAYLM_INLINE void store_bytes(uint8_t*, VecI) {}
 
-template <int Count, int M, int N>
-RAYLM_INLINE void add_byte_products(const VecU* const*, const uint8_t*, int64_t, VecI (&)[N][M]) {}
+template <bool Signed, int Count, int M, int N>
+RAYLM_INLINE void add_byte_products(const VecU* const*, const uint8_t*, int64_t, const float*, int64_t, VecI (&)[N][M]) {}
 #endif
 
 // dot[t][m] += for each lane the sum of the products of Count words of codes of tile t with as many of row m of x. Sums
@@ -151,23 +155,20 @@ RAYLM_INLINE void add_products(const VecU* const codes[N], const int16_t* x, int
 
 // What the products need of M rows of x from a value on that a block of kQuantised begins with.
 struct RowsOfX {
-  const int16_t* codes;
+  const uint8_t* codes;
   const float* scales;
-  const uint8_t* bytes;
   int64_t codes_stride, scales_stride;
 
   RAYLM_INLINE RowsOfX(const QuantisedRows& x, int64_t row, int64_t block)
-      : codes(x.codes + row * x.size + block * kQuantised),
-        scales(x.scales + (row * (x.size / kQuantised) + block) * 4),
-        bytes(kReadsBytes ? x.bytes + (row * x.size + block * kQuantised) * 2 : nullptr),
-        codes_stride(x.size),
-        scales_stride(x.size / kQuantised * 4) {}
+      : codes(x.codes + (row * x.size + block * kQuantised) * 2),
+        scales(x.scales + (row * (x.size / kQuantised) + block) * kRowScales),
+        codes_stride(x.size * 2),
+        scales_stride(x.size / kQuantised * kRowScales) {}
 
   // On to the next block of kQuantised values.
   RAYLM_INLINE void advance() {
-    codes += kQuantised;
-    scales += 4;
-    if constexpr (kReadsBytes) bytes += 2 * kQuantised;
+    codes += kQuantised * 2;
+    scales += kRowScales;
   }
 };
 
@@ -196,10 +197,12 @@ RAYLM_INLINE void add_blocks(const TileBlock (&tiles)[N], int count, RowsOfX x, 
       const VecU* codes[N];
       for (int t = 0; t < N; ++t) codes[t] = tiles[t].codes + s * kWords;
       VecI dot[N][M] = {};
-      if constexpr (kReadsBytes && !C::kSigned) {
-        add_byte_products<kWords, M, N>(codes, x.bytes + part * C::kPart, 2 * x.codes_stride, dot);
+      if constexpr (kReadsBytes) {
+        const uint8_t* of_part = x.codes + part * C::kPart;
+        add_byte_products<C::kSigned, kWords, M, N>(codes, of_part, x.codes_stride, x.scales + 4, x.scales_stride, dot);
       } else {
-        add_products<C::kSigned, kWords, M, N>(codes, x.codes + part * C::kPart, x.codes_stride, dot);
+        const auto* of_part = reinterpret_cast<const int16_t*>(x.codes) + part * C::kPart;
+        add_products<C::kSigned, kWords, M, N>(codes, of_part, x.codes_stride / 2, dot);
       }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {

@@ -26,8 +26,8 @@ RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
 #endif
 }
 
-// Codes and scales of kQuantised values, and the codes' bytes where they are read.
-RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* codes, float* scales, uint8_t* bytes) {
+// Codes and scales of kQuantised values.
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], uint8_t* codes, float* scales) {
   constexpr int kVectors = kQuantised / kWidth;
   constexpr float kMost = 32767.0f;
   Vec largest{}, not_finite{};
@@ -39,19 +39,26 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], int16_t* code
   // finite.
   const float most = max_element(largest);
   const float inverse = most > 0x1p-100f ? kMost / most : 0.0f;
-  Vec halves[2] = {};
+  Vec halves[2] = {}, high{};
   for (int i = 0; i < kVectors; ++i) {
     // In this order NaN becomes a number.
     const Vec code = min(splat(kMost), max(rounded(v[i] * inverse), splat(-kMost)));
     halves[2 * i / kVectors] += code;
     const VecI integers = __builtin_convertvector(code, VecI);
-    store_codes(codes + i * kWidth, integers);
-    if constexpr (kReadsBytes) store_bytes(bytes + i * kWidth, integers);
+    if constexpr (kReadsBytes) {
+      store_bytes(codes + i * kWidth, integers);
+      high += __builtin_convertvector(integers >> 8, Vec);
+    } else {
+      store_codes(reinterpret_cast<int16_t*>(codes) + i * kWidth, integers);
+    }
   }
-  const Vec sums = sum4(not_finite, halves[0] + halves[1], halves[0], halves[1]);
+  const Vec sums = sum4(not_finite, high, halves[0], halves[1]);
   const float scale = most / kMost + sums[0];
   scales[0] = scale;
-  for (int i = 1; i < 4; ++i) scales[i] = scale * sums[i];
+  scales[1] = scale * (sums[2] + sums[3]);
+  for (int i = 2; i < 4; ++i) scales[i] = scale * sums[i];
+  const int32_t more = static_cast<int32_t>(sums[1]) * (1 << 15);
+  std::memcpy(scales + 4, &more, sizeof(more));
 }
 
 template <typename T>
@@ -62,7 +69,7 @@ inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
       Vec v[kQuantised / kWidth];
       for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
       const int64_t at = row * a.out.size + b * kQuantised;
-      quantise_block(v, a.out.codes + at, a.out.scales + at / kQuantised * 4, kReadsBytes ? a.out.bytes + 2 * at : nullptr);
+      quantise_block(v, a.out.codes + 2 * at, a.out.scales + at / kQuantised * kRowScales);
     }
   }
 }

@@ -63,12 +63,13 @@ struct LinearArgs {
 
 // Rows of x in 16 bits: each kQuantised values are codes of -32767 to 32767 times a scale.
 struct QuantisedRows {
-  int16_t* codes;  // [rows, size], of each four values in the order 0 2 1 3
-  float* scales;   // [rows, size / kQuantised, 4]: scale; scale times the sum of the codes; that of each half of them
-  int64_t size;    // of a row
-  // [rows, size / kQuantised, 2, kQuantised]: the codes' low bytes, then their high ones, in the order of values. Null where
-  // the table reads none.
-  uint8_t* bytes;
+  // [rows, size], two bytes a value, as the table's products read them: codes, of each four values in the order 0 2 1 3; or
+  // of each kQuantised values the codes' low bytes, then their high ones, in the order of values.
+  uint8_t* codes;
+  // [rows, size / kQuantised, kRowScales]: scale; scale times the sum of the codes; that of each half of them; of bytes, the
+  // bits of an integer, the sum of the high ones times 2^15.
+  float* scales;
+  int64_t size;  // of a row
 };
 
 struct QuantiseArgs {
@@ -134,6 +135,7 @@ struct AttentionUnit {
 
 constexpr int64_t kLinearColumns = 16;  // columns that linear computes together
 constexpr int64_t kQuantised = 32;      // values of x that share a scale in block_linear
+constexpr int64_t kRowScales = 5;       // floats that these have in QuantisedRows::scales
 constexpr int64_t kAttentionRows = 48;  // queries times heads of a group in one unit, unless one query has more heads
 constexpr int64_t kAttentionKeys = 64;  // keys at a time
 
@@ -144,7 +146,6 @@ constexpr int64_t attention_scratch(int64_t rows, int64_t head_dim) {
 
 struct CpuKernels {
   const char* isa;
-  bool reads_bytes;  // whether block_linear and block_gated need the bytes of QuantisedRows
   void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);                           // rows
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);                           // tokens
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);                          // tokens
