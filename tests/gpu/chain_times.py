@@ -18,8 +18,8 @@ from raylm import ops
 from tests.gpu.timing import graph_us
 
 BLOCK, HEAD, MOST_TOKENS = 16, 128, 8192
-LAYER_BYTES = 24 << 30
-"""Of all layers' caches, at most."""
+MOST_CACHE_BYTES = 24 << 30
+"""Of all layers."""
 
 
 class Model(NamedTuple):
@@ -55,7 +55,7 @@ def layer_us(model: Model, rows: int, keys: int) -> float:
     """Of a decode step of so many rows of so many keys."""
     columns = -(-keys // BLOCK)
     cache_bytes = 4 * rows * columns * BLOCK * model.kv_heads * HEAD
-    layers = [_layer(model, rows * columns) for _ in range(max(4, min(28, LAYER_BYTES // cache_bytes)))]
+    layers = [_layer(model, rows * columns) for _ in range(max(4, min(28, MOST_CACHE_BYTES // cache_bytes)))]
     table = torch.randperm(rows * columns, device="cuda").int().view(rows, columns)
     lens = torch.full((rows,), keys, dtype=torch.int32, device="cuda")
     starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")

@@ -41,9 +41,10 @@ template <typename Kind>
 void multiply(int64_t out_size, int64_t num_blocks, int64_t rows, int64_t missing) {
   const int64_t size = num_blocks * Kind::kValues, stride = num_blocks * Kind::kBytes;
   const std::vector<uint8_t> blocks = random_bytes(out_size * stride - missing);
-  std::vector<float> x(rows * size), scales(rows * size / raylm::kQuantised * raylm::kRowScales), out(rows * out_size), bias(out_size);
+  std::vector<float> x(rows * size), out(rows * out_size), bias(out_size);
+  std::vector<raylm::RowScales> scales(rows * size / raylm::kQuantised);
   for (float& value : x) value = static_cast<float>(next_byte()) - 100.0f;
-  std::vector<uint8_t> codes(rows * size * 2);
+  std::vector<uint8_t> codes(rows * size * raylm::kCodeBytes);
   const raylm::QuantisedRows quantised{codes.data(), scales.data(), size};
   raylm::quantise<float>({raylm::DType::kFloat32, x.data(), size, quantised}, 0, rows);
   raylm::BlockLinearArgs args{};

@@ -28,7 +28,7 @@ namespace {
 
 CpuKernels table() {
   return {
-      RAYLM_STRING(RAYLM_ISA),      RAYLM_BY_DTYPE(rms_norm),  RAYLM_BY_DTYPE(rotary), store_kv,
+      RAYLM_STRING(RAYLM_ISA),      RAYLM_BY_DTYPE(rms_norm),    RAYLM_BY_DTYPE(rotary),    store_kv,
       RAYLM_BY_DTYPE(gated),        RAYLM_BY_DTYPE(linear),      RAYLM_BY_DTYPE(quantise),  RAYLM_BY_DTYPE(block_linear),
       RAYLM_BY_DTYPE(block_gated),  RAYLM_BY_DTYPE(combine),     RAYLM_BY_DTYPE(attention), RAYLM_BY_DTYPE(merge),
   };

@@ -11,13 +11,13 @@ namespace raylm {
 class Quantised {
  public:
   Quantised(int64_t rows, int64_t size)
-      : size_(size), codes_(std::make_unique_for_overwrite<uint8_t[]>(rows * 2 * size)),
-        scales_(std::make_unique_for_overwrite<float[]>(rows * scales_of(size))) {}
+      : size_(size), codes_(std::make_unique_for_overwrite<uint8_t[]>(rows * size * kCodeBytes)),
+        scales_(std::make_unique_for_overwrite<RowScales[]>(rows * size / kQuantised)) {}
 
   // From a row on, or from a value of it, which a block of kQuantised begins with.
   QuantisedRows from(int64_t row, int64_t value = 0) const {
     const int64_t at = row * size_ + value;
-    return {codes_.get() + 2 * at, scales_.get() + scales_of(at), size_};
+    return {codes_.get() + at * kCodeBytes, scales_.get() + at / kQuantised, size_};
   }
 
   // The values of a row from `begin` on, which a block of kQuantised begins with.
@@ -29,16 +29,14 @@ class Quantised {
 
   void copy(int64_t row, int64_t to) const {
     const QuantisedRows source = from(row), target = from(to);
-    std::memcpy(target.codes, source.codes, 2 * size_);
-    std::memcpy(target.scales, source.scales, scales_of(size_) * sizeof(float));
+    std::memcpy(target.codes, source.codes, size_ * kCodeBytes);
+    std::memcpy(target.scales, source.scales, size_ / kQuantised * sizeof(RowScales));
   }
 
  private:
-  static int64_t scales_of(int64_t values) { return values / kQuantised * kRowScales; }
-
   int64_t size_;
   std::unique_ptr<uint8_t[]> codes_;
-  std::unique_ptr<float[]> scales_;
+  std::unique_ptr<RowScales[]> scales_;
 };
 
 }  // namespace raylm

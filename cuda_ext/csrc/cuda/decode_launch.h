@@ -47,10 +47,10 @@ int resident_blocks(int device, bool deep = false) {
   return known[deep].of(device, [=] {
     using Layout = DecodeLayout<C, D, N>;
     constexpr auto* kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
-    const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), bytes = Layout::bytes(deep);
+    const bool has_deep = Layout::bytes(true) <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     int blocks = 0;
-    if (bytes <= most && allows_shared<kernel>(device, Layout::bytes(Layout::bytes(true) <= most))) {
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, bytes);
+    if ((has_deep || !deep) && allows_shared<kernel>(device, Layout::bytes(has_deep))) {
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kDecodeThreads, Layout::bytes(deep));
     }
     cudaGetLastError();
     return blocks * device_attribute(cudaDevAttrMultiProcessorCount, device);
@@ -93,7 +93,7 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeC
   const int all = resident(device, false), fewer = resident(device, true);
   if (all == 0) return {};
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
-  // Whether that leaves a slot for each sequence, and there are not few of these.
+  // Whether blocks with a stage more still make a slot for each sequence. Few sequences are cut into tiles instead.
   const bool deep = kFewSlots * attention.num_seqs > all / columns && attention.num_seqs <= fewer / columns;
   const int blocks = deep ? fewer : all;
   const int64_t window = attention.window > 0 ? std::min(attention.window, longest) + kDecodeQueries : longest;

@@ -81,27 +81,27 @@ RAYLM_INLINE void multiply_part(const uint8_t* x, int64_t stride, const VecU* co
 template <typename C>
 __attribute__((noinline)) void multiply_in_tiles(TileBlock tile, int count, const QuantisedRows& x, int64_t row,
                                                  int64_t rows, int64_t first, float* results) {
-  const int64_t stride = 2 * x.size, scales_stride = x.size / kQuantised * kRowScales;
+  const int64_t stride = kCodeBytes * x.size, scales_stride = x.size / kQuantised;
   BytePairs pairs[2];
   for (int64_t m = 0; m < rows; m += kRegisterRows) {
     // The last rows come with some before them, whose sums are not looked at.
     const int64_t from = rows < kRegisterRows ? 0 : m < rows - kRegisterRows ? m : rows - kRegisterRows;
-    const uint8_t* bytes = x.codes + (row + from) * stride + first * 2 * kQuantised;
-    const float* scales = x.scales + (row + from) * scales_stride + first * kRowScales;
+    const uint8_t* bytes = x.codes + (row + from) * stride + first * kCodeBytes * kQuantised;
+    const RowScales* scales = x.scales + (row + from) * scales_stride + first;
     const auto is_there = [&](int i) { return from + i < rows; };
     Vec sums[kRegisterRows];
 #pragma GCC unroll 16
     for (int i = 0; i < kRegisterRows; ++i) sums[i] = load(results + (is_there(i) ? from + i : from) * kLinearColumns);
     const auto multiply = [&](int s) __attribute__((always_inline)) {
-      const uint8_t* x_bytes = bytes + s * 2 * kQuantised;
+      const uint8_t* x_bytes = bytes + s * kCodeBytes * kQuantised;
       multiply_part<C::kSigned>(x_bytes, stride, tile.codes + s * (kQuantised / 4), pairs[s % 2]);
     };
     const auto add = [&](int s) __attribute__((always_inline)) {
       const Vec weight_min = C::kSigned ? Vec{} : tile.min[s];
 #pragma GCC unroll 16
       for (int i = 0; i < kRegisterRows; ++i) {
-        const float* of_row = scales + s * kRowScales + (is_there(i) ? i : 0) * scales_stride;
-        add_part<C>(sums[i], pairs[s % 2].dot(i), tile.scale[s], weight_min, of_row[0], of_row[1]);
+        const RowScales& of_row = scales[s + (is_there(i) ? i : 0) * scales_stride];
+        add_part<C>(sums[i], pairs[s % 2].dot(i), tile.scale[s], weight_min, of_row.scale, of_row.sums[0]);
       }
     };
     multiply(0);

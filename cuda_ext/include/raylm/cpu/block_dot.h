@@ -75,10 +75,10 @@ RAYLM_INLINE void store_bytes(uint8_t* p, VecI code) {
 
 // As add_products, by bytes, which need not be widened. The instruction multiplies bytes without a sign by bytes with one:
 // the low bytes of x, which `x` is, by codes, and codes by the high bytes. Those without a sign are below 128; Signed ones
-// plus 128 have none, and what that adds is taken from the sums: `more`, of row m of x m strides behind.
+// plus 128 have none, and what that adds, RowScales::high_bytes, is taken from the sums.
 template <bool Signed, int Count, int M, int N>
-RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x, int64_t stride, const float* more,
-                                    int64_t more_stride, VecI (&dot)[N][M]) {
+RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x, int64_t stride,
+                                    const RowScales* scales, int64_t scales_stride, VecI (&dot)[N][M]) {
   VecI high[N][M] = {};
 #pragma GCC unroll 8
   for (int g = 0; g < Count; ++g) {
@@ -100,7 +100,7 @@ RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x
     }
   }
   for (int m = 0; m < M; ++m) {
-    const VecI less = Signed ? bit_cast<VecI>(same(load_u32(more + m * more_stride))) : VecI{};
+    const VecI less = Signed ? bit_cast<VecI>(_mm512_set1_epi32(scales[m * scales_stride].high_bytes)) : VecI{};
     for (int t = 0; t < N; ++t) dot[t][m] += (high[t][m] << 8) - less;
   }
 }
@@ -108,7 +108,8 @@ RAYLM_INLINE void add_byte_products(const VecU* const codes[N], const uint8_t* x
 RAYLM_INLINE void store_bytes(uint8_t*, VecI) {}
 
 template <bool Signed, int Count, int M, int N>
-RAYLM_INLINE void add_byte_products(const VecU* const*, const uint8_t*, int64_t, const float*, int64_t, VecI (&)[N][M]) {}
+RAYLM_INLINE void add_byte_products(const VecU* const*, const uint8_t*, int64_t, const RowScales*, int64_t,
+                                    VecI (&)[N][M]) {}
 #endif
 
 // dot[t][m] += for each lane the sum of the products of Count words of codes of tile t with as many of row m of x. Sums
@@ -156,19 +157,19 @@ RAYLM_INLINE void add_products(const VecU* const codes[N], const int16_t* x, int
 // What the products need of M rows of x from a value on that a block of kQuantised begins with.
 struct RowsOfX {
   const uint8_t* codes;
-  const float* scales;
+  const RowScales* scales;
   int64_t codes_stride, scales_stride;
 
   RAYLM_INLINE RowsOfX(const QuantisedRows& x, int64_t row, int64_t block)
-      : codes(x.codes + (row * x.size + block * kQuantised) * 2),
-        scales(x.scales + (row * (x.size / kQuantised) + block) * kRowScales),
-        codes_stride(x.size * 2),
-        scales_stride(x.size / kQuantised * kRowScales) {}
+      : codes(x.codes + (row * x.size + block * kQuantised) * kCodeBytes),
+        scales(x.scales + row * (x.size / kQuantised) + block),
+        codes_stride(x.size * kCodeBytes),
+        scales_stride(x.size / kQuantised) {}
 
   // On to the next block of kQuantised values.
   RAYLM_INLINE void advance() {
-    codes += kQuantised * 2;
-    scales += kRowScales;
+    codes += kQuantised * kCodeBytes;
+    ++scales;
   }
 };
 
@@ -179,10 +180,10 @@ RAYLM_INLINE void add_part(Vec& sum, VecI dot, Vec weight_scale, Vec weight_min,
   if constexpr (!C::kSigned) sum = fused_multiply_add(weight_min, splat(code_sum), sum);
 }
 
-// Which of a row's scales has the sum of the codes of a part.
+// Which of RowScales::sums is that of a part.
 template <typename C>
 constexpr int sum_of_part(int part) {
-  return C::kPart == kQuantised ? 1 : 2 + part;
+  return C::kPart == kQuantised ? 0 : 1 + part;
 }
 
 // sums[t][m] += row m of x times the rows of tile t, for M rows, N tiles and `count` times kQuantised values. The order
@@ -199,15 +200,15 @@ RAYLM_INLINE void add_blocks(const TileBlock (&tiles)[N], int count, RowsOfX x, 
       VecI dot[N][M] = {};
       if constexpr (kReadsBytes) {
         const uint8_t* of_part = x.codes + part * C::kPart;
-        add_byte_products<C::kSigned, kWords, M, N>(codes, of_part, x.codes_stride, x.scales + 4, x.scales_stride, dot);
+        add_byte_products<C::kSigned, kWords, M, N>(codes, of_part, x.codes_stride, x.scales, x.scales_stride, dot);
       } else {
         const auto* of_part = reinterpret_cast<const int16_t*>(x.codes) + part * C::kPart;
-        add_products<C::kSigned, kWords, M, N>(codes, of_part, x.codes_stride / 2, dot);
+        add_products<C::kSigned, kWords, M, N>(codes, of_part, x.codes_stride / kCodeBytes, dot);
       }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const float* of_row = x.scales + m * x.scales_stride;
-        const float scale = of_row[0], sum = of_row[sum_of_part<C>(part)];
+        const RowScales& of_row = x.scales[m * x.scales_stride];
+        const float scale = of_row.scale, sum = of_row.sums[sum_of_part<C>(part)];
 #pragma GCC unroll 2
         for (int t = 0; t < N; ++t) {
           add_part<C>(sums[t][m], dot[t][m], tiles[t].scale[s], C::kSigned ? Vec{} : tiles[t].min[s], scale, sum);

@@ -27,7 +27,7 @@ RAYLM_INLINE void store_codes(int16_t* p, VecI v) {
 }
 
 // Codes and scales of kQuantised values.
-RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], uint8_t* codes, float* scales) {
+RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], uint8_t* codes, RowScales& to) {
   constexpr int kVectors = kQuantised / kWidth;
   constexpr float kMost = 32767.0f;
   Vec largest{}, not_finite{};
@@ -54,11 +54,8 @@ RAYLM_INLINE void quantise_block(const Vec v[kQuantised / kWidth], uint8_t* code
   }
   const Vec sums = sum4(not_finite, high, halves[0], halves[1]);
   const float scale = most / kMost + sums[0];
-  scales[0] = scale;
-  scales[1] = scale * (sums[2] + sums[3]);
-  for (int i = 2; i < 4; ++i) scales[i] = scale * sums[i];
-  const int32_t more = static_cast<int32_t>(sums[1]) * (1 << 15);
-  std::memcpy(scales + 4, &more, sizeof(more));
+  const int32_t high_bytes = static_cast<int32_t>(sums[1]) * (1 << 15);
+  to = {scale, {scale * (sums[2] + sums[3]), scale * sums[2], scale * sums[3]}, high_bytes};
 }
 
 template <typename T>
@@ -69,7 +66,7 @@ inline void quantise(const QuantiseArgs& a, int64_t begin, int64_t end) {
       Vec v[kQuantised / kWidth];
       for (int i = 0; i < kQuantised / kWidth; ++i) v[i] = load(x + b * kQuantised + i * kWidth);
       const int64_t at = row * a.out.size + b * kQuantised;
-      quantise_block(v, a.out.codes + 2 * at, a.out.scales + at / kQuantised * kRowScales);
+      quantise_block(v, a.out.codes + at * kCodeBytes, a.out.scales[at / kQuantised]);
     }
   }
 }

@@ -61,15 +61,20 @@ struct LinearArgs {
   int64_t num_rows, in_size, out_size;
 };
 
-// Rows of x in 16 bits: each kQuantised values are codes of -32767 to 32767 times a scale.
+// What turns the codes of kQuantised values of x into numbers: a code times `scale` is one.
+struct RowScales {
+  float scale;
+  float sums[3];       // `scale` times the sum of the codes, and times that of each half of them
+  int32_t high_bytes;  // their sum times 2^15, where the table reads bytes
+};
+
+// Rows of x in 16 bits: codes of -32767 to 32767.
 struct QuantisedRows {
-  // [rows, size], two bytes a value, as the table's products read them: codes, of each four values in the order 0 2 1 3; or
-  // of each kQuantised values the codes' low bytes, then their high ones, in the order of values.
+  // [rows, size], kCodeBytes a value, as the table's products read them: codes, of each four values in the order 0 2 1 3;
+  // or of each kQuantised values the codes' low bytes, then their high ones, in the order of values.
   uint8_t* codes;
-  // [rows, size / kQuantised, kRowScales]: scale; scale times the sum of the codes; that of each half of them; of bytes, the
-  // bits of an integer, the sum of the high ones times 2^15.
-  float* scales;
-  int64_t size;  // of a row
+  RowScales* scales;  // [rows, size / kQuantised]
+  int64_t size;       // of a row
 };
 
 struct QuantiseArgs {
@@ -135,7 +140,7 @@ struct AttentionUnit {
 
 constexpr int64_t kLinearColumns = 16;  // columns that linear computes together
 constexpr int64_t kQuantised = 32;      // values of x that share a scale in block_linear
-constexpr int64_t kRowScales = 5;       // floats that these have in QuantisedRows::scales
+constexpr int64_t kCodeBytes = 2;       // of one of these
 constexpr int64_t kAttentionRows = 48;  // queries times heads of a group in one unit, unless one query has more heads
 constexpr int64_t kAttentionKeys = 64;  // keys at a time
 
