@@ -94,7 +94,7 @@ def test_a_gated_activation_and_its_rounding_are_those_of_two_operators(
     assert torch.equal(codes.float(), expected[0].float()) and torch.equal(scales, expected[1])
 
 
-ROWS = [1, 2, 5, 8, 9, 16, 33, 64, 65, 128, 300]
+ROWS = [1, 2, 5, 8, 9, 16, 33, 64, 65, 128, 200, 250, 300, 600]
 SHAPES = [(64, 64), (4096, 1024), (6144, 4096), (1024, 3072), (48, 16), (560, 272), (4096, 14336), (8208, 1040)]
 
 
@@ -141,7 +141,7 @@ def test_scaled_gated_linear_is_the_activation_of_the_product(
     n, k = _size(n, k, device)
     weight, scales = _weight(n, k, device)
     bias = torch.randn(n).to(device, torch.bfloat16) if biased else None
-    for rows in [*ROWS, 192, 1024, 1100] if device == "cuda" else ROWS[:6]:
+    for rows in [*ROWS, 192, 512, 1024, 1100] if device == "cuda" else ROWS[:6]:
         codes, x_scales = op("scale_rows")(torch.randn(rows, k).to(device) / k**0.5)
         made = op("scaled_gated_linear")(codes, x_scales, weight, scales, bias, torch.bfloat16, gelu_tanh)
         both = _read(codes, x_scales) @ _read(weight, scales).t() + (0 if bias is None else bias.double())
@@ -162,16 +162,16 @@ def test_no_element_is_left_out(op: Pick, device: str, n: int, k: int) -> None:
     n, k = _size(n, k, device)
     weight = torch.randint(-1, 2, (n, k)).to(device, torch.float32)
     ones = torch.ones(n, device=device)
-    for rows in ROWS[:9]:
+    for rows in ROWS if device == "cuda" else ROWS[:9]:
         x = torch.randint(-1, 2, (rows, k)).to(device, torch.float32)
         codes, x_scales = x.to(CODES), torch.ones(rows, device=device)
         got = op("scaled_linear")(codes, x_scales, weight.to(CODES), ones, None, torch.bfloat16, True)
         assert torch.equal(got, (x.double() @ weight.double().t()).to(torch.bfloat16)), rows
 
 
-@pytest.mark.parametrize(("n", "first"), [(512, 0), (8192, 16)])
+@pytest.mark.parametrize(("n", "first"), [(512, 0), (8192, 16), (6144, 100), (4096, 200)])
 def test_a_rows_result_does_not_depend_on_the_rows_beside_it(op: Pick, device: str, n: int, first: int) -> None:
-    """Within the rows that one kernel takes: the one for few rows, and that of tiles."""
+    """Within the rows that one kernel takes: the one for few rows, and those of tiles."""
     weight, scales = _weight(n, 1024, device)
     codes, x_scales = op("scale_rows")(_rows(first + 8, 1024, device, torch.float32))
     together = op("scaled_linear")(codes, x_scales, weight, scales, None, torch.bfloat16)

@@ -36,8 +36,9 @@ std::optional<Tensor> split_linear(const Product& product);
 // slower than that of tiles. The caller has checked its arguments.
 std::optional<Tensor> few_scaled_linear(const Product& product, bool anyway);
 
-// linear and scaled_linear for up to 64 rows, and gated_linear without a bias for up to 1,023, by the kernel of tiles; nothing where it does
-// not take the shape or was measured to be slower. The caller has checked the same.
+// linear for up to 64 rows, scaled_linear for up to 1,023, and both with a gated activation, without a bias, for up to 1,023, by
+// the kernel of tiles; nothing where it does not take the shape or was measured to be slower. The caller has checked the
+// same.
 //
 // With `invariant`, tile_linear takes any number of rows, of 16-bit numbers, and sums over k in one order for all of
 // them; nothing where it does not take the shape of the weight, whatever the rows.

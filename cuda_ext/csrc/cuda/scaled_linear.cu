@@ -48,10 +48,9 @@ Tensor torch_scaled_linear(const Product& p) {
   return p.result == ScalarType::BFloat16 ? out : torch::stable::to(out, p.result);
 }
 
-// Up to 64 rows have kernels here; more are for torch's library.
 Tensor run(const Product& product) {
   std::optional<Tensor> out = few_scaled_linear(product, false);
-  if (!out && product.rows <= 64) out = tile_linear(product);
+  if (!out) out = tile_linear(product);
   if (!out) out = few_scaled_linear(product, true);
   return out ? *out : torch_scaled_linear(product);
 }
@@ -69,9 +68,9 @@ std::tuple<Tensor, Tensor> scaled_gated_linear(Tensor x, Tensor x_scales, Tensor
                                                bool frozen) {
   const Product product = product_of(x, x_scales, weight, scales, bias, dtype, frozen);
   if (product.rows == 0) return scale_rows(torch::stable::new_zeros(x, {0, product.n / 2}, dtype));
-  // Of fewer and of more rows, the product and then both others in one kernel took less in a model (H100).
+  // Of fewer rows, the product and then both others in one kernel took less in a model (H100).
   std::optional<Tensor> out;
-  if (!bias && product.rows > 8 && product.rows <= 64) out = tile_gated_linear(product, gelu_tanh);
+  if (!bias && product.rows > 8) out = tile_gated_linear(product, gelu_tanh);
   return out ? scale_rows(*out) : scaled_gated(run(product), gelu_tanh);
 }
 

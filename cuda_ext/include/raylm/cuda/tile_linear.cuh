@@ -5,8 +5,9 @@
 // W as its B operand, whose width may be any multiple of 8: so tiles are as wide as gives each multiprocessor the same
 // share of W, and k is summed in one piece, in its order, wherever that is possible.
 //
-// Where n is too small for that, the Split blocks of a cluster take a slice of k each, of one tile. Their sums meet in the
-// cluster's shared memory, where each block adds those of its part of the rows, in the slices' order.
+// Where n is too small for that, the two blocks of a cluster take half of k each, of one tile, of which each writes half:
+// it sends its sums of the other half, thread by thread, to the other block's shared memory, and adds what it gets to its
+// own.
 //
 // The numbers are of 16 bits, or of 8 with a scale for each row of x and of W, which the results are multiplied by: what
 // follows counts in bytes, so that both are the same to it. The chip keeps some 14 bits of its sums of 8-bit numbers.
@@ -52,7 +53,7 @@ struct TileShape {
   static constexpr int kTall = (kRows + 63) / 64 * kAcross / kGroups;  // products of 64 rows below each other, of a group
   static constexpr int kGroupWidth = kWidth / kAcross;
   static constexpr int kSums = kGroupWidth / 2;  // of a thread, each of these
-  static constexpr int kBoxes = kRows <= 64 ? 2 : 1;  // of 128 bytes of a row, in a stage
+  static constexpr int kBoxes = kRows <= 64 || (kRows == 128 && kWidth <= 64) ? 2 : 1;  // of 128 bytes of a row, in a stage
   static constexpr int kDepth = 128 * kBoxes;         // bytes of a row in a stage
   static constexpr int kXBytes = kRows * 128, kWeightBytes = kWidth * 128;  // of a box
   static constexpr int kStageBytes = kBoxes * (kXBytes + kWeightBytes);
@@ -60,15 +61,20 @@ struct TileShape {
   static constexpr bool kMovesRegisters = kTall * kSums > 128;
   static constexpr int kThreads = 128 * kGroups + (kMovesRegisters ? 128 : kWarp);
   static constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
-  static constexpr int kPitch = kWidth + 4;  // of sums that meet
-  static constexpr int kMeetingBytes = kSplit > 1 ? kRows * kPitch * 4 : 0;
+  // What a block of a pair keeps of its sums: of products below each other half of them, or of one half of its columns.
+  static constexpr bool kKeepsRows = kTall % kSplit == 0;
+  static constexpr int kKeptTall = kKeepsRows ? kTall / kSplit : kTall;
+  static constexpr int kKeptSums = kKeepsRows ? kSums : kSums / kSplit;
+  static constexpr int kSenders = 128 * kGroups * (kRows < 64 ? kRows : 64) / 64;  // threads that have rows
+  static constexpr int kSentBytes = kSplit > 1 ? kKeptTall * kKeptSums * kSenders * 4 : 0;
   static constexpr int kBlocks = kRows <= 64 ? 2 : 1;  // of a multiprocessor, where shared memory has room
-  static_assert(kTall * kSums <= 168 && kRows % kSplit == 0 && (kSplit == 1 || kAcross == 1));
+  // Of what stands with W's rows: of two tiles, each group's own, scales and biases.
+  static constexpr int kFactsBytes = 2 * kGroups * 2 * kGroupWidth * 4;
+  static constexpr int kFixedBytes = 1024 + kSentBytes + kFactsBytes;  // 1024: alignment
+  static_assert(kTall * kSums <= 168 && kGroupWidth <= 128 && kSplit <= 2);
+  static_assert(kSplit == 1 || (kAcross == 1 && kKeptSums % 4 == 0 && (kTall == 1 || kKeepsRows)));
 
-  static constexpr int shared_bytes(int stages) {
-    const int bytes = stages * kStageBytes;
-    return 1024 + (bytes > kMeetingBytes ? bytes : kMeetingBytes);  // 1024: alignment
-  }
+  static constexpr int shared_bytes(int stages) { return kFixedBytes + stages * kStageBytes; }
 };
 
 // Rows of a box of W: gate's and up's come apart, those of each group by themselves.
@@ -76,7 +82,7 @@ template <typename Shape, bool Gated>
 constexpr int tile_box = Gated ? Shape::kGroupWidth / 2 : Shape::kWidth;
 
 struct TileBarriers {
-  uint64_t full[kMostTileStages], empty[kMostTileStages];
+  uint64_t full[kMostTileStages], empty[kMostTileStages], sent;
 };
 
 // Of one block: where everything is, and its part of the work.
@@ -87,11 +93,13 @@ struct TileBlock {
   using T = typename N::Result;
   static constexpr int kBox = 128 / sizeof(Stored);  // numbers of a row in a box
   using Sums = float[Shape::kTall][Shape::kSums];
+  using Kept = float[Shape::kKeptTall][Shape::kKeptSums];
   static constexpr int kHalves = Gated ? 2 : 1;
   static constexpr int kColumns = Shape::kWidth / kHalves, kGroupColumns = Shape::kGroupWidth / kHalves;  // of the result
   static constexpr int kBoxRows = tile_box<Shape, Gated>;
+  static constexpr bool kHasFacts = N::kScaled || !Gated;
   const TileParams& params;
-  const uint32_t memory, full, empty;
+  const uint32_t memory, full, empty, sent;
   const GateAct act;
   const int slice = Shape::kSplit > 1 ? cluster_rank() : 0;
   const int from = min(slice * params.slice_steps, params.steps);
@@ -99,7 +107,7 @@ struct TileBlock {
 
   __device__ TileBlock(const TileParams& p, const unsigned char* dynamic, TileBarriers& barriers, GateAct a)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)), act(a) {}
+        empty(shared_address(barriers.empty)), sent(shared_address(&barriers.sent)), act(a) {}
 
   // Tiles in their order: the rows below each other first, which share W.
   __device__ int first() const { return blockIdx.x / Shape::kSplit; }
@@ -117,7 +125,9 @@ struct TileBlock {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4 * Shape::kGroups);
     }
+    if constexpr (Shape::kSplit > 1) barrier_init(sent, 1);
     barrier_init_done();
+    if constexpr (Shape::kSplit > 1) barrier_arrive_expecting(sent, Shape::kSentBytes);
   }
 
   __device__ void load_weights(int tile, int step, int i) const {
@@ -204,134 +214,175 @@ struct TileBlock {
     for (int t = 0; t < Shape::kTall; ++t) settle(sums[t]);
   }
 
-  __device__ float bias_at(int column) const {
-    return params.bias ? to_float(static_cast<const T*>(params.bias)[column]) : 0.0f;
-  }
+  // What a thread brings of what stands with a tile's rows of W, for all of its group, and what stands with its rows of x.
+  // It is fetched before the sums, for a load behind them takes longer than all else there.
+  struct Facts {
+    float scale, bias;
+    float of_rows[2 * Shape::kKeptTall];
+  };
 
-  // A sum times what its rows of x and of W have as scales, where numbers have them. Columns: rows of W.
-  __device__ float x_scale(int row) const {
-    if constexpr (N::kScaled) return row < params.rows ? params.x_scales[row] : 0.0f;
-    return 1.0f;
-  }
-  __device__ float scaled(float sum, float x_scale, int column) const {
-    constexpr int kParts = Gated ? 2 : 1;
-    if constexpr (N::kScaled) return column < kParts * params.columns ? sum * x_scale * params.scales[column] : 0.0f;
-    return sum;
-  }
+  __device__ float x_scale(int row) const { return row < params.rows ? params.x_scales[row] : 0.0f; }
 
-  // What number j of 8 columns beside each other makes of row lane / 4 (half 0) or that row + 8: two neighbours.
-  __device__ __forceinline__ uint32_t result(const float (&sums)[Shape::kSums], int j, int half, float x_scale,
-                                             int column) const {
-    const float* s = sums + 4 * j + 2 * half;
-    if constexpr (Gated) {
-      const float* up = s + Shape::kSums / 2;
-      const int of_up = params.columns + column;
-      return pack<T>(gated(act, scaled(s[0], x_scale, column), scaled(up[0], x_scale, of_up)),
-                     gated(act, scaled(s[1], x_scale, column + 1), scaled(up[1], x_scale, of_up + 1)));
-    } else {
-      const bool biased = params.bias && column < params.columns;
-      return pack<T>(scaled(s[0], x_scale, column) + (biased ? bias_at(column) : 0),
-                     scaled(s[1], x_scale, column + 1) + (biased ? bias_at(column + 1) : 0));
+  __device__ __forceinline__ Facts fetch_facts(int group, int tile) const {
+    Facts facts{};
+    const int thread = threadIdx.x % 128, of_up = thread >= kGroupColumns ? 1 : 0;
+    const int column = first_column(group, tile) + thread - of_up * kGroupColumns;
+    const bool there = thread < Shape::kGroupWidth && column < params.columns;
+    if constexpr (N::kScaled) {
+      if (there) facts.scale = params.scales[of_up * params.columns + column];
+#pragma unroll
+      for (int i = 0; i < 2 * Shape::kKeptTall; ++i) facts.of_rows[i] = x_scale(first_row(group, tile, i / 2) + i % 2 * 8);
     }
+    if constexpr (!Gated) {
+      if (there && params.bias) facts.bias = to_float(static_cast<const T*>(params.bias)[column]);
+    }
+    return facts;
+  }
+
+  // Where the other block's sums come to.
+  __device__ uint32_t sums_area() const { return memory + params.stages * Shape::kStageBytes; }
+
+  // Of a group, where all its threads find them. Tiles take turns, so that none is written while another thread reads it.
+  __device__ uint32_t facts_area(int group, int turn) const {
+    return sums_area() + Shape::kSentBytes + (turn % 2 * Shape::kGroups + group) * 2 * Shape::kGroupWidth * 4;
+  }
+
+  __device__ __forceinline__ void share_facts(const Facts& facts, uint32_t area) const {
+    const int thread = threadIdx.x % 128;
+    if (thread >= Shape::kGroupWidth) return;
+    if constexpr (N::kScaled) store_shared(area + thread * 4, facts.scale);
+    if constexpr (!Gated) store_shared(area + (Shape::kGroupWidth + thread) * 4, facts.bias);
+  }
+
+  // Of two rows of W beside each other, a tile's or a group's.
+  __device__ __forceinline__ float2 scales_of(uint32_t area, int column) const {
+    return N::kScaled ? load_shared_pair(area + column * 4) : make_float2(1, 1);
+  }
+  __device__ __forceinline__ float2 biases_of(uint32_t area, int column) const {
+    return Gated ? make_float2(0, 0) : load_shared_pair(area + (Shape::kGroupWidth + column) * 4);
+  }
+
+  __device__ static float times(float sum, float of_row, float of_column) {
+    return N::kScaled ? sum * of_row * of_column : sum;
+  }
+
+  __device__ int first_column(int group, int tile) const {
+    return column(tile) + group % Shape::kAcross * kGroupColumns;
+  }
+  // A thread's of what it keeps: of each 8 columns it has two neighbours of this row, and the same two of the row 8 below.
+  __device__ int first_row(int group, int tile, int tall) const {
+    const int warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
+    const int first = group / Shape::kAcross * Shape::kTall + (Shape::kKeepsRows ? slice * Shape::kKeptTall : 0);
+    return row(tile) + (first + tall) * 64 + warp * 16 + lane / 4;
   }
 
   __device__ T* at(int row, int column) const {
     return static_cast<T*>(params.out) + static_cast<int64_t>(row) * params.columns + column;
   }
 
-  // Of each 8 columns a thread has two neighbours of row lane / 4 of its warp's 16, and the same two of row lane / 4 + 8.
-  // Four lanes of a row exchange theirs, so that each stores 8 columns.
-  __device__ __forceinline__ void write_rows(const float (&sums)[Shape::kSums], int half, int row, int end,
-                                             int column) const {
-    const int lane = threadIdx.x % 4;
-    constexpr int kEights = kGroupColumns / 8, kWhole = kEights / 4 * 4;
-    const float of_row = x_scale(row);
-#pragma unroll
-    for (int j = 0; j < kWhole; j += 4) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) packed[i] = result(sums, j + i, half, of_row, column + 8 * (j + i) + 2 * lane);
-      transpose4(packed);
-      const int first = column + 8 * (j + lane);
-      if (row >= end || first >= params.columns) continue;
-      *reinterpret_cast<uint4*>(at(row, first)) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-    }
-#pragma unroll
-    for (int j = kWhole; j < kEights; ++j) {
-      const int first = column + 8 * j + 2 * lane;
-      const uint32_t pair = result(sums, j, half, of_row, first);
-      if (row < end && first < params.columns) *reinterpret_cast<uint32_t*>(at(row, first)) = pair;
+  // What stands with this thread's two rows of W of the eight that begin at this column of the group's.
+  struct Pair {
+    float2 scales, of_up, biases;
+  };
+  __device__ __forceinline__ Pair pair_of(uint32_t area, int column) const {
+    const int at = column + threadIdx.x % 4 * 2;
+    return {scales_of(area, at), Gated ? scales_of(area, kGroupColumns + at) : float2{}, biases_of(area, at)};
+  }
+  __device__ __forceinline__ uint32_t result(const float* s, const Pair& pair, float of_row) const {
+    const float first = times(s[0], of_row, pair.scales.x), second = times(s[1], of_row, pair.scales.y);
+    if constexpr (Gated) {
+      const float* up = s + Shape::kSums / 2;
+      return pack<T>(gated(act, first, times(up[0], of_row, pair.of_up.x)),
+                     gated(act, second, times(up[1], of_row, pair.of_up.y)));
+    } else {
+      return pack<T>(first + pair.biases.x, second + pair.biases.y);
     }
   }
 
-  __device__ __forceinline__ void write_tile(const Sums& sums, int group, int tile) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x % 128 / kWarp;
-    const int first_column = column(tile) + group % Shape::kAcross * kGroupColumns;
+  // Four lanes of a row exchange their pairs of columns, so that each stores 8 columns; of what is left of a tile's width,
+  // each stores its pair.
+  template <int Eights>
+  __device__ __forceinline__ void write_eights(const Kept& sums, const Facts& facts, uint32_t area, int eight, int group,
+                                               int tile) const {
+    const int lane = threadIdx.x % 4, of_group = 8 * eight + (Shape::kKeepsRows ? 0 : slice * Shape::kKeptSums * 2);
+    Pair pairs[Eights];
 #pragma unroll
-    for (int t = 0; t < Shape::kTall; ++t) {
-      const int first = row(tile) + (group / Shape::kAcross * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
-      write_rows(sums[t], 0, first, end(tile), first_column);
-      write_rows(sums[t], 1, first + 8, end(tile), first_column);
-    }
-  }
-
-  // This block's sums go to shared memory, in the place of stages, as [row of x][row of W].
-  __device__ __forceinline__ void leave(const Sums& sums, int group) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x % 128 / kWarp;
+    for (int i = 0; i < Eights; ++i) pairs[i] = pair_of(area, of_group + 8 * i);
 #pragma unroll
-    for (int t = 0; t < Shape::kTall; ++t) {
-      const int row0 = (group * Shape::kTall + t) * 64 + warp * 16 + lane / 4;
-      const uint32_t to = memory + (row0 * Shape::kPitch + lane % 4 * 2) * 4;
+    for (int i = 0; i < 2 * Shape::kKeptTall; ++i) {
+      const int row = first_row(group, tile, i / 2) + i % 2 * 8;
+      uint32_t packed[Eights];
 #pragma unroll
-      for (int i = 0; i < Shape::kSums; ++i) {
-        if (Shape::kRows < 64 && row0 + i / 2 % 2 * 8 >= Shape::kRows) continue;
-        store_shared(to + (i / 2 % 2 * 8 * Shape::kPitch + i / 4 * 8 + i % 2) * 4, sums[t][i]);
+      for (int j = 0; j < Eights; ++j) {
+        packed[j] = result(sums[i / 2] + 4 * (eight + j) + i % 2 * 2, pairs[j], facts.of_rows[i]);
+      }
+      if constexpr (Eights == 4) transpose4(packed);
+      const int first = first_column(group, tile) + of_group + (Eights == 4 ? 8 : 2) * lane;
+      if (row >= end(tile) || first >= params.columns) continue;
+      if constexpr (Eights == 4) {
+        *reinterpret_cast<uint4*>(at(row, first)) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      } else {
+        *reinterpret_cast<uint32_t*>(at(row, first)) = packed[0];
       }
     }
   }
 
-  __device__ float4 sum_of_slices(int row, int column) const {
-    const uint32_t from = memory + (row * Shape::kPitch + column) * 4;
-    float4 parts[Shape::kSplit];
+  __device__ __forceinline__ void write_tile(const Kept& sums, const Facts& facts, uint32_t area, int group,
+                                             int tile) const {
+    constexpr int kEights = Shape::kKeptSums / 4 / kHalves, kWhole = kEights / 4 * 4;
 #pragma unroll
-    for (int s = 0; s < Shape::kSplit; ++s) parts[s] = load_shared_at(from, s);
+    for (int j = 0; j < kWhole; j += 4) write_eights<4>(sums, facts, area, j, group, tile);
 #pragma unroll
-    for (int s = 1; s < Shape::kSplit; ++s) {
-      parts[0].x += parts[s].x, parts[0].y += parts[s].y, parts[0].z += parts[s].z, parts[0].w += parts[s].w;
-    }
-    return parts[0];
+    for (int j = kWhole; j < kEights; ++j) write_eights<1>(sums, facts, area, j, group, tile);
   }
 
-  // Adds all slices' sums of this block's part of the rows, and writes them.
-  __device__ void add(int tile) const {
-    constexpr int kPart = Shape::kRows / Shape::kSplit, kQuads = Shape::kWidth / 4;
-    for (int i = threadIdx.x; i < kPart * kQuads; i += 128 * Shape::kGroups) {
-      const int inside = slice * kPart + i / kQuads, quad = i % kQuads * 4;
-      const int first = column(tile) + quad;
-      if (row(tile) + inside >= end(tile) || first >= params.columns) continue;  // what is read must have a use
-      float4 sum = sum_of_slices(inside, quad);
-      const float of_row = x_scale(row(tile) + inside);
-      sum.x = scaled(sum.x, of_row, first), sum.y = scaled(sum.y, of_row, first + 1);
-      sum.z = scaled(sum.z, of_row, first + 2), sum.w = scaled(sum.w, of_row, first + 3);
-      if (params.bias) {
-        sum.x += bias_at(first), sum.y += bias_at(first + 1);
-        sum.z += bias_at(first + 2), sum.w += bias_at(first + 3);
-      }
-      *reinterpret_cast<uint2*>(at(row(tile) + inside, first)) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
+  // Number i of what this block keeps, or sends.
+  static __device__ __forceinline__ float& part(Sums& sums, int half, int i) {
+    const int at = half * Shape::kKeptTall * Shape::kKeptSums + i;
+    return sums[at / Shape::kSums][at % Shape::kSums];
+  }
+
+  // Sends the other block of the pair its half of the sums, and makes those that it keeps whole.
+  __device__ __forceinline__ void exchange(Sums& sums, Kept& kept, int group) const {
+    constexpr int kEach = Shape::kKeptTall * Shape::kKeptSums;
+    const uint32_t area = sums_area() + (group * (Shape::kSenders / Shape::kGroups) + threadIdx.x % 128) * 16;
+    const auto chosen = [&](bool upper, int i) { return upper ? part(sums, 1, i) : part(sums, 0, i); };
+    const bool has_rows = threadIdx.x % 128 < Shape::kSenders / Shape::kGroups;
+    cluster_wait();  // the other one's barrier is there
+    if (!has_rows) return;
+#pragma unroll
+    for (int i = 0; i < kEach; i += 4) {
+      const float4 four = make_float4(chosen(slice == 0, i), chosen(slice == 0, i + 1), chosen(slice == 0, i + 2),
+                                      chosen(slice == 0, i + 3));
+      store_shared_at(area + i * Shape::kSenders * 4, sent, slice ^ 1, four);
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) kept[i / Shape::kKeptSums][i % Shape::kKeptSums] = chosen(slice == 1, i);
+    barrier_wait_acquiring(sent, 0);
+#pragma unroll
+    for (int i = 0; i < kEach; i += 4) {
+      const float4 got = load_shared_floats(area + i * Shape::kSenders * 4);
+      float* to = kept[i / Shape::kKeptSums] + i % Shape::kKeptSums;
+      to[0] += got.x, to[1] += got.y, to[2] += got.z, to[3] += got.w;
     }
   }
 
   // A group of four warps, tile after tile.
   __device__ __forceinline__ void compute(int group) const {
     SizedRing ring{params.stages};
-    for (int tile = first(); tile < params.tiles; tile += stride()) {
+    for (int tile = first(), turn = 0; tile < params.tiles; tile += stride(), ++turn) {
+      const Facts facts = fetch_facts(group, tile);
       Sums sums;
       sum_tile(sums, group, ring);
+      const uint32_t area = facts_area(group, turn);
+      share_facts(facts, area);
+      if constexpr (kHasFacts) sync_some(1 + group, 128);
       if constexpr (Shape::kSplit == 1) {
-        write_tile(sums, group, tile);
+        write_tile(sums, facts, area, group, tile);
       } else {
-        sync_some(1, 128 * Shape::kGroups);  // the other group reads the stages still
-        leave(sums, group);
+        Kept kept;
+        exchange(sums, kept, group);
+        write_tile(kept, facts, area, group, tile);
       }
     }
   }
@@ -349,6 +400,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const bool fetches = threadIdx.x == 128 * Shape::kGroups;
   if (fetches) block.begin();
   __syncthreads();
+  if constexpr (Shape::kSplit > 1) cluster_arrive();
   if (group < Shape::kGroups) {
     if constexpr (Shape::kMovesRegisters) take_registers<Shape::kComputeRegisters>();
     wait_for_dependencies();
@@ -356,13 +408,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   } else {
     if constexpr (Shape::kMovesRegisters) give_registers_back<Shape::kFetchRegisters>();
     if (fetches) block.fetch();
-  }
-  if constexpr (Shape::kSplit > 1) {
-    __syncwarp();
-    cluster_sync();
-    if (group < Shape::kGroups) block.add(block.first());
-    __syncwarp();  // a block stays until the others have read its sums
-    cluster_meet();
+    if constexpr (Shape::kSplit > 1) {
+      __syncwarp();
+      cluster_wait();
+    }
   }
 #endif
 }

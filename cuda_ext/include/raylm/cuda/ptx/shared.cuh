@@ -26,6 +26,13 @@ __device__ inline uint32_t load_shared_word(uint32_t from) {
   return x;
 }
 
+// 8 bytes, aligned.
+__device__ inline float2 load_shared_pair(uint32_t from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  return x;
+}
+
 // 16 bytes, aligned.
 __device__ inline void store_shared(uint32_t to, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
