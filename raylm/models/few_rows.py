@@ -13,10 +13,12 @@ from raylm import ops
 from raylm.layers.attention import LayerInput
 from raylm.layers.dtypes import dtype_name
 from raylm.layers.expert_weights import PatchedExperts, PlainExperts
+from raylm.layers.linear import QKVParallelLinear
 from raylm.layers.slots import FP8_PATCHES, PatchForm
 from raylm.layers.weight import BlockWeight, PatchedWeight, PlainWeight, ScaledWeight
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
 from raylm.models.blocks import Build
+from raylm.parallel.collectives import agree_on_min
 from raylm.parallel.context import ParallelContext
 
 _log = logging.getLogger(__name__)
@@ -80,17 +82,22 @@ def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
     if products is None:
         dtype = dtype_name(build.dtype)
         return f"it reads weights of {dtype} or one kind of codes, all alike, and routers of {dtype}, and not these"
-    weights = _layer_weights(arch, layers, products)
-    taken = ops.few_layers_rows(weights, num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
+    heads = layers[0].get_submodule("self_attn.qkv_proj")
+    assert isinstance(heads, QKVParallelLinear)
+    weights = _layer_weights(arch, layers, products, heads.num_heads)
+    num_kv_heads = heads.num_kv_heads
+    taken = ops.few_layers_rows(weights, num_kv_heads=num_kv_heads, head_dim=arch.head_dim)
+    taken = agree_on_min(taken, build.context)  # ranks may have shares of different sizes
     if taken == 0:
         return f"there is no such kernel for these sizes on {build.context.device}"
-    cells, counters = ops.few_layers_memory(weights, num_kv_heads=arch.num_kv_heads)
+    cells, counters = ops.few_layers_memory(weights, num_kv_heads=num_kv_heads)
+    reducer = build.context.reducer
 
     def run(residual: Tensor, keys: list[Tensor], values: list[Tensor], step: LayerInput) -> None:
         meta = step.meta
         ops.few_layers(
             *(residual, weights, keys, values, step.positions, meta.slot_mapping, meta.seq_lens, meta.block_table),
-            *(table, cells, counters),
+            *(table, cells, counters, reducer.cells if reducer else None),
         )
 
     return run, min(taken, _FASTER_ON_GPUS)
@@ -165,10 +172,10 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
     mlp, rope = arch.layers[0].mlp, arch.layers[0].rope
     if isinstance(mlp, ExpertsSpec) and (reason := _why_no_mixture(mlp)) is not None:
         return reason
-    if context.tensor_size > 1 or context.pipeline_size > 1:
-        # The kernel's blocks must all be resident at once. A kernel that waits for another GPU could keep one of them
-        # out, and the others would wait for that one for ever.
-        return "the model is split over GPUs"
+    if context.pipeline_size > 1:
+        return "the model is split into stages"
+    if context.tensor_size > 1 and (context.reducer is None or context.reducer.cells is None):
+        return "the model is split over devices that do not read each other's memory"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or mlp.bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
     if arch.sinks:
@@ -206,15 +213,18 @@ def _rotary_table(build: Build) -> Tensor:
     return build.rotary_table(rope)
 
 
-def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], read: _Read) -> ops.LayerWeights:
+def _layer_weights(arch: ArchConfig, layers: Sequence[nn.Module], read: _Read, num_heads: int) -> ops.LayerWeights:
+    """`num_heads`: this rank's."""
+    mixture = _mixture(arch.layers[0].mlp)
+    gate_up = read.products[3 if mixture else 2]
     return ops.LayerWeights(
         products=read.products,
         scales=read.scales,
         numbers=read.form.numbers if read.form else None,
         group=read.form.group if read.form else 0,
-        mixture=_mixture(arch.layers[0].mlp),
-        num_heads=arch.num_heads,
-        width=arch.layers[0].mlp.size,
+        mixture=mixture,
+        num_heads=num_heads,
+        width=gate_up.shape[-2] * (ops.PATCH_ROWS if gate_up.dtype == torch.uint8 else 1) // 2,
         norms=_norms(layers),
         head_norms=_head_norms(arch, layers),
         biases=_biases(arch, layers),

@@ -30,9 +30,11 @@ from raylm.ops.invariant import invariant_rms_norm as invariant_rms_norm
 from raylm.ops.layer_weights import FEW_ROWS as FEW_ROWS
 from raylm.ops.layer_weights import LayerWeights as LayerWeights
 from raylm.ops.layer_weights import Mixture as Mixture
+from raylm.ops.layer_weights import PeerCells as PeerCells
 from raylm.ops.layer_weights import few_layers as few_layers
 from raylm.ops.layer_weights import few_layers_memory as few_layers_memory
 from raylm.ops.layer_weights import few_layers_rows as few_layers_rows
+from raylm.ops.layer_weights import peer_cells_bytes as peer_cells_bytes
 from raylm.ops.patched import PATCHED_UNIT as PATCHED_UNIT
 from raylm.ops.patched import patched_experts as patched_experts
 from raylm.ops.patched import patched_gated_linear as patched_gated_linear

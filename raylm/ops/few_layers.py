@@ -36,13 +36,18 @@ def few_layers(
     gelu_tanh: bool,
     cells: Tensor,
     counters: Tensor,
+    windows: Tensor | None,
+    rank: int,
+    capacity: int,
+    limit_s: float,
 ) -> None:
+    if windows is not None:
+        raise ValueError("few_layers: windows are given, but only a compiled kernel sums over ranks")
     op = torch.ops.raylm
     rows, head_dim = len(residual), cos_sin.shape[1]
     query_start = torch.arange(rows + 1, dtype=torch.int32, device=residual.device)
     longest = block_table.shape[1] * k_caches[0].shape[1]
-    each = len(products) // len(k_caches)
-    of_scales = len(scales) // len(k_caches)
+    each, of_scales = len(products) // len(k_caches), len(scales) // len(k_caches)
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
         of_layer = products[each * layer : each * (layer + 1)]
         scales_of_layer = [*scales[of_scales * layer : of_scales * (layer + 1)], *[None] * (each - of_scales)]
@@ -60,8 +65,7 @@ def few_layers(
         normed = op.rms_norm(residual, norms[2 * layer + 1], eps)
         if per_token == 0:
             gate_up, down = mlp
-            gated = gate_up(normed)
-            residual.add_(down(op.gelu_tanh_mul(gated) if gelu_tanh else op.silu_mul(gated)))
+            residual.add_(down((op.gelu_tanh_mul if gelu_tanh else op.silu_mul)(gate_up(normed))))
             continue
         router, gate_up, down = mlp
         weights, chosen = op.route(router(normed), None, per_token, sigmoid, normalized, route_scale, 1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +86,20 @@ class LayerWeights:
         return numbers, self.group, mixture.per_token, mixture.sigmoid, mixture.normalized, mixture.scale
 
 
+class PeerCells(NamedTuple):
+    """Where the tensor ranks of one host hand each other their parts of the residual stream: windows of peer memory, as
+    peer_all_reduce has them, with slots of `peer_cells_bytes`. Several models may share them."""
+
+    windows: Tensor
+    rank: int
+    capacity: int
+    limit_s: float
+
+
+def peer_cells_bytes(hidden_size: int, ranks: int) -> int:
+    return ranks * FEW_ROWS * hidden_size // 2 * 8
+
+
 def few_layers(
     residual: Tensor,
     weights: LayerWeights,
@@ -97,6 +112,7 @@ def few_layers(
     cos_sin: Tensor,
     cells: Tensor,
     counters: Tensor,
+    peers: PeerCells | None = None,
 ) -> None:
     """Runs the residual stream [S, H] of S sequences with one token each through all layers, in place, and writes the
     tokens' keys and values into the caches, one pair a layer. At most few_layers_rows sequences. Where products are
@@ -106,6 +122,10 @@ def few_layers(
     positions, slot_mapping (int64 [S]), seq_lens, block_table and cos_sin are as for rope_store and paged_attention;
     every token is the last one of its sequence. `cells` (int64) and `counters` (int32) are what few_layers_memory gave
     for these weights: the operator's own between calls, of which only one may run at a time.
+
+    With `peers`, the weights are one tensor rank's share, and so are the caches; the residual stream is the same on all
+    ranks, which call this with as many rows and layers, in the same order. The kernel has all of the GPU until those of
+    the other ranks have come: no other kernel that waits for a rank may run beside it.
     """
     _few_layers(
         residual,
@@ -127,6 +147,7 @@ def few_layers(
         weights.gelu_tanh,
         cells,
         counters,
+        *(peers or (None, 0, 0, 0.0)),
     )
 
 

@@ -94,7 +94,8 @@ SCHEMAS = {
         "Tensor[] biases, int numbers, int group, int per_token, bool sigmoid, bool normalized, float route_scale, "
         "Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor positions, "
         "Tensor slot_mapping, Tensor seq_lens, Tensor block_table, Tensor cos_sin, float eps, float scale, "
-        "bool gelu_tanh, Tensor(d!) cells, Tensor(e!) counters) -> ()"
+        "bool gelu_tanh, Tensor(d!) cells, Tensor(e!) counters, Tensor? windows, int rank, int capacity, "
+        "float limit_s) -> ()"
     ),
     "few_layers_rows": (
         "(Tensor x, int width, int num_heads, int num_kv_heads, int head_dim, int num_layers, bool scaled, "

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from raylm.ops import PeerCells
     from raylm.parallel.stages import StageLinks
 
 
@@ -21,6 +22,10 @@ class Reducer(Protocol):
 
     Of a residual that its norm adds to, each rank may keep some rows alone up to date: those that it norms, the same in
     every norm of as many rows."""
+
+    @property
+    def cells(self) -> PeerCells | None:
+        """Where the ranks hand each other parts of few rows that one kernel takes through all layers."""
 
     def takes(self, x: Tensor) -> bool: ...
 

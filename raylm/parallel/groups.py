@@ -66,12 +66,14 @@ def connect(
     *,
     timeout_s: float,
     split: SplitLimits | None = None,
+    hidden_size: int = 0,
     deterministic: bool = False,
 ) -> ParallelContext:
     """Join the others and make the groups. Every rank calls this once; it waits for all of them, up to `timeout_s`.
 
     Collectives wait up to `timeout_s` too: that ranks load for different lengths of time is no fault. `split` names
-    the norms that tensor ranks may split between them. With `deterministic` no kernel sums that picks an order by size.
+    the norms that tensor ranks may split between them, `hidden_size` the rows that they may take through all layers in
+    one kernel (0: none). With `deterministic` no kernel sums that picks an order by size.
     """
     host, _, port = seat.meeting_point.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
@@ -98,6 +100,10 @@ def connect(
         column_onward, column_back = onward[tensor_rank], back[tensor_rank]
         assert column_onward is not None and column_back is not None
         links = StageLinks(columns[tensor_rank], stage, onward=column_onward, back=column_back, device=device)
+    # A stage hands its residual on: with split norms, no rank would have all rows of it. And a kernel that waits for
+    # another stage may run beside this one's: it would keep a block of the kernel of all layers out, which needs all of
+    # the GPU, and other ranks would wait for that.
+    in_one_stage = (split, hidden_size) if stages == 1 else (None, 0)
     return ParallelContext(
         rank=seat.rank,
         tensor_rank=tensor_rank,
@@ -107,8 +113,7 @@ def connect(
         device=device,
         group=groups[stage],
         world=dist.group.WORLD,
-        # A stage hands its residual on: with split norms, no rank would have all rows of it.
-        reducer=_reducer(host_groups[stage], device, timeout_s, split if stages == 1 else None),
+        reducer=_reducer(host_groups[stage], device, timeout_s, *in_one_stage),
         links=links,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
         deterministic=deterministic,
@@ -124,12 +129,12 @@ def _group(ranks: range | list[int], backend: str | None = None) -> ProcessGroup
 
 
 def _reducer(
-    group: ProcessGroup | None, device: torch.device, timeout_s: float, split: SplitLimits | None
+    group: ProcessGroup | None, device: torch.device, timeout_s: float, split: SplitLimits | None, hidden_size: int
 ) -> Reducer | None:
     """The kernels for sums and norms, where the GPUs of the tensor `group` (gloo) can run them."""
     if group is None:
         return None
-    reducer, reason = connect_peers(group, device, limit_s=timeout_s, split=split)
+    reducer, reason = connect_peers(group, device, limit_s=timeout_s, split=split, cells_of=hidden_size)
     logger.info("sums over tensor ranks: %s (%s)", "raylm's kernel and NCCL" if reducer else "NCCL", reason)
     return reducer
 

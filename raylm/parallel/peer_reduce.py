@@ -85,12 +85,21 @@ class PeerReducer:
         limits: SizeLimits,
         limit_s: float,
         split: tuple[SplitLimits, SharedWindows] | None = None,
+        cells: SharedWindows | None = None,
     ) -> None:
-        """`windows` are for sums, of `limits.most` bytes; those of `split` for the norms that it names."""
+        """`windows` are for sums, of `limits.most` bytes; those of `split` for the norms that it names; `cells` for the
+        kernel that takes few rows through all layers."""
         self.limits = limits
         self._windows = windows
         self._limit_s = limit_s
         self._split = None if split is None else _Split(*split)
+        self._cells = cells
+
+    @property
+    def cells(self) -> ops.PeerCells | None:
+        """What ops.few_layers sums over the ranks by."""
+        cells = self._cells
+        return None if cells is None else ops.PeerCells(cells.addresses, cells.rank, cells.capacity, self._limit_s)
 
     def takes(self, x: Tensor) -> bool:
         """Whether x can be summed here, and faster than by the process group."""
@@ -133,6 +142,8 @@ class PeerReducer:
         self._windows.close()
         if self._split is not None:
             self._split.windows.close()
+        if self._cells is not None:
+            self._cells.close()
 
     def _reads(self, x: Tensor) -> bool:
         return (
@@ -162,23 +173,31 @@ def connect_peers(
     limit_s: float,
     limits: SizeLimits | None = None,
     split: SplitLimits | None = None,
+    cells_of: int = 0,
 ) -> tuple[PeerReducer | None, str]:
     """A reducer over the ranks of `group` (gloo), each of which calls this with its GPU; or None on all, and why.
 
     A rank that waits in a sum for another one longer than `limit_s` seconds fails: it has to cover the time by which
     one rank may lag behind, as in a warm-up. Each rank allocates twice `limits.most` bytes, and twice the capacity of
-    `split`. Without `split`, or where that memory is not to be had, no norm is split.
+    `split` and of the cells for rows of `cells_of` elements. Without `split`, or where that memory is not to be had, no
+    norm is split, and likewise without `cells_of` there are no cells.
     """
     ranks = dist.get_world_size(group)
     limits = limits or SizeLimits.measured(ranks)
     windows, reason = connect_windows(group, device, limits.most)
     if windows is None:
         return None, reason
+    splits, cells = None, None
     capacity = 0 if split is None else split.capacity(ranks)
-    if split is None or not capacity:
-        return PeerReducer(windows, limits=limits, limit_s=limit_s), reason
-    others, problem = connect_windows(group, device, capacity)
-    if others is None:
-        return PeerReducer(windows, limits=limits, limit_s=limit_s), f"{reason}; norms are not split: {problem}"
-    reducer = PeerReducer(windows, limits=limits, limit_s=limit_s, split=(split, others))
-    return reducer, f"{reason}; norms of {split.least_rows} to {split.most_rows} rows are split"
+    if split is not None and capacity:
+        others, problem = connect_windows(group, device, capacity)
+        if others is None:
+            reason = f"{reason}; norms are not split: {problem}"
+        else:
+            splits = (split, others)
+            reason = f"{reason}; norms of {split.least_rows} to {split.most_rows} rows are split"
+    if cells_of:
+        cells, problem = connect_windows(group, device, ops.peer_cells_bytes(cells_of, ranks))
+        if cells is None:
+            reason = f"{reason}; few rows go layer by layer: {problem}"
+    return PeerReducer(windows, limits=limits, limit_s=limit_s, split=splits, cells=cells), reason

@@ -78,8 +78,15 @@ def join(config: ResolvedEngine, described: Described, device: torch.device, sea
     if not whole and described.arch.norms_sum:
         row_bytes = described.arch.hidden_size * described.dtype.itemsize
         split = SplitLimits(config.scheduler.max_num_batched_tokens, row_bytes)
-    timeout_s = config.runtime.start_timeout_s
-    return connect(config.parallel, seat, device, timeout_s=timeout_s, split=split, deterministic=deterministic)
+    return connect(
+        config.parallel,
+        seat,
+        device,
+        timeout_s=config.runtime.start_timeout_s,
+        split=split,
+        hidden_size=described.arch.hidden_size,
+        deterministic=deterministic,
+    )
 
 
 def load(

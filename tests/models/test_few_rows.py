@@ -162,8 +162,11 @@ def test_why_not(tmp_path: Path) -> None:
     gpu = ParallelContext.single(torch.device("cuda"))
     assert why_not(arch, gpu, 32) is None and why_not(arch, single, 24) is None
     assert why_not(arch, gpu, 24) == "cache.block_size is 24; allowed: powers of two from 16 on"
-    for split in (ParallelContext(0, 0, 2, 0, 1, CPU), ParallelContext(0, 0, 1, 0, 2, CPU)):
-        assert why_not(arch, split, 16) == "the model is split over GPUs"
+    tensor, stages = ParallelContext(0, 0, 2, 0, 1, CPU), ParallelContext(0, 0, 1, 0, 2, CPU)
+    apart = "the model is split over devices that do not read each other's memory"
+    assert why_not(arch, tensor, 16) == why_not(arch, replace(tensor, reducer=Mock(cells=None)), 16) == apart
+    assert why_not(arch, replace(tensor, reducer=Mock()), 16) is None
+    assert why_not(arch, stages, 16) == "the model is split into stages"
     assert why_not(replace(arch, sinks=True), single, 16) == "its attention has no sinks"
     first, *others = arch.layers
     nope = replace(first, rope=None)

@@ -249,7 +249,8 @@ def test_plain_operators(form, extras, gelu_tanh):
 def _run_fallback(step: Step, weights: ops.LayerWeights) -> None:
     static = (weights.products, weights.scales, weights.norms, weights.head_norms, weights.biases, *weights.settings)
     settings = (weights.eps, weights.scale, weights.gelu_tanh)
-    fallback.few_layers(step.residual, *static, *step[1:], *settings, *ops.few_layers_memory(weights, num_kv_heads=2))
+    memory = ops.few_layers_memory(weights, num_kv_heads=2)
+    fallback.few_layers(step.residual, *static, *step[1:], *settings, *memory, None, 0, 0, 0.0)
 
 
 @pytest.mark.parametrize("mixture", ROUTES, ids=["softmax", "sigmoid"])

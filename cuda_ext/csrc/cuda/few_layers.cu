@@ -1,8 +1,10 @@
 #include "few_layers.h"
 
+#include <optional>
 #include <vector>
 
 #include "patches.h"
+#include "peers.h"
 
 namespace raylm::cuda {
 namespace {
@@ -261,7 +263,7 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
                 int64_t numbers, int64_t group, int64_t per_token, bool sigmoid, bool normalized, double route_scale,
                 Tensors k_caches, Tensors v_caches, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
                 Tensor block_table, Tensor cos_sin, double eps, double scale, bool gelu_tanh, Tensor cells,
-                Tensor counters) {
+                Tensor counters, std::optional<Tensor> windows, int64_t rank, int64_t capacity, double limit_s) {
   Arg(kOp, "residual", residual).dtype({ScalarType::BFloat16, ScalarType::Half}).dim(2).contiguous();
   Arg(kOp, "cos_sin", cos_sin).dim(2);
   if (k_caches.empty() || products.size() < 4) fail(kOp, "there are no layers");
@@ -291,6 +293,12 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
   Arg(kOp, "cells", cells).dim(1).size(0, starts.back(), "as few_layers_memory makes it");
   Arg(kOp, "counters", counters).dtype({ScalarType::Int}).on_device_of(residual).contiguous();
   Arg(kOp, "counters", counters).dim(1).size(0, columns + 2, "as few_layers_memory makes it");
+  Peers peers{};
+  if (windows) {
+    peers = make_peers(kOp, *windows, rank, capacity, limit_s);
+    const int64_t least = peers.ranks * kFewRows * model.hidden / 2 * static_cast<int64_t>(sizeof(uint2));
+    if (capacity < least) fail(kOp, "capacity is ", capacity, ", must be at least ", least, " bytes");
+  }
   const Guard guard(device);
   const int64_t part_rows = model.rows * model.num_kv_heads * kFewMostParts * kFewGroup;
   const Tensor parts = torch::stable::new_empty(cos_sin, {part_rows * (head_dim + 1)});
@@ -305,6 +313,7 @@ void few_layers(Tensor residual, Tensors products, Tensors scales, Tensors norms
       args.mixture.sigmoid = sigmoid, args.mixture.normalized = normalized;
       args.mixture.scale = static_cast<float>(route_scale);
       args.residual = data<T>(residual);
+      args.peers = peers;
       for (int i = 0; i < kFewPhases; ++i) args.cells[i] = data<uint2>(cells) + starts[i];
       args.part_sums = data<float>(parts), args.part_logs = args.part_sums + part_rows * head_dim;
       args.launches = data<unsigned>(counters), args.arrivals = args.launches + 2;

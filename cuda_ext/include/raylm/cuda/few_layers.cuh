@@ -8,6 +8,8 @@
 // (few_reader.cuh), across the end of a phase into the next ones. A mixture has its router's product before the
 // experts'; from its logits each block finds by itself who they are, and what they give is weighted where it is
 // activated, as down is linear.
+// Of a model that is split over tensor ranks, o's and down's outputs are summed over them (few_ranks.cuh).
+//
 // Results pass between the blocks in cells that say of which layer they are (ptx/cell.cuh), so nobody waits for a
 // barrier, only for what it reads. Each phase has cells of its own, the same for every layer: whoever reads some
 // contributes to what must be there before they are written again.
@@ -34,7 +36,8 @@ class FewBlock {
 
   __device__ FewBlock(const FewLayersArgs<T>& args, const FewColumn& column, Reader& reader, FewRouted& routed,
                       FewAttentionShared<T, D>& shared, char* x)
-      : args_(args), column_(column), reader_(reader), routed_(routed), attention_(args, column, reader, shared), x_(x),
+      : args_(args), column_(column), reader_(reader), routed_(routed), attention_(args, column, reader, shared),
+        ranks_(args.peers, kFewRows * args.hidden / 2), x_(x),
         norm_(reinterpret_cast<T*>(x + args.x_bytes)),
         meeting_(reinterpret_cast<float*>(x + args.x_bytes + args.norm_bytes())),
         squares_(meeting_ + kFewWarps * kFewWarps * sums()), lane_(threadIdx.x % kWarp),
@@ -46,6 +49,7 @@ class FewBlock {
 #pragma unroll 1
     for (int layer = 0; layer < args_.num_layers; ++layer) {
       ++stamp_;
+      ranks_.begin_layer();
 #pragma unroll 1
       for (int phase = kFewQkv; phase < kFewPhases; phase = next_phase<E>(phase)) {
         if (phase == kFewAttention) {
@@ -61,7 +65,9 @@ class FewBlock {
  private:
   // The last block to end counts the launch.
   __device__ void leave() const {
-    if (threadIdx.x == 0 && atomicAdd(args_.launches, 1) + 1 == gridDim.x) args_.launches[0] = 0, ++args_.launches[1];
+    if (threadIdx.x != 0 || atomicAdd(args_.launches, 1) + 1 < gridDim.x) return;
+    args_.launches[0] = 0, ++args_.launches[1];
+    ranks_.count(args_.num_layers);
   }
 
   template <typename W>
@@ -505,6 +511,11 @@ class FewBlock {
   __device__ void write(int layer, int phase, const FewProduct& product, int row, int column, const float* parts,
                         int split, const Besides& besides) const {
     float2 out = scaled<W>(sum(parts, split), besides.scales[0]);
+    const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
+    const int64_t at = static_cast<int64_t>(row) * outputs + column;
+    const bool streams = phase == kFewO || phase == kFewDown;
+    const uint32_t own = pack<T>(out.x, out.y);
+    if (streams && ranks_.split()) ranks_.send(own, phase == kFewDown, at / 2);
     const float2 added = await_besides(besides, phase);
     if (phase == kFewQkv) out.x += added.x, out.y += added.y;
     if (phase == kFewGateUp) {
@@ -515,9 +526,10 @@ class FewBlock {
         out.x *= weight, out.y *= weight;
       }
     }
-    if (phase == kFewO || phase == kFewDown) out = rounded(out), out.x += added.x, out.y += added.y;
-    const int outputs = phase == kFewGateUp ? product.n / 2 : product.n;
-    const int64_t at = static_cast<int64_t>(row) * outputs + column;
+    if (streams) {
+      out = ranks_.split() ? ranks_.sum(own, phase == kFewDown, at / 2) : unpack<T>(own);
+      out.x += added.x, out.y += added.y;
+    }
     const uint32_t packed = pack<T>(out.x, out.y);
     store_cell(args_.cells[phase] + at / 2, packed, stamp_);
     if (phase == kFewDown && layer + 1 == args_.num_layers) *reinterpret_cast<uint32_t*>(args_.residual + at) = packed;
@@ -541,6 +553,7 @@ class FewBlock {
   Reader& reader_;
   FewRouted& routed_;
   FewAttention<N, E, D> attention_;
+  FewRanks<T> ranks_;
   char* const x_;
   T* const norm_;  // the weight of the norm that comes next
   float* const meeting_;

@@ -2,6 +2,7 @@
 // values come by.
 #pragma once
 
+#include "raylm/cuda/few_ranks.cuh"
 #include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/skinny_linear.cuh"
 #include "raylm/cuda/tile/numbers.cuh"
@@ -183,6 +184,7 @@ struct FewLayersArgs {
   unsigned* launches;         // [2]: blocks that have ended, 0 but in a kernel; launches so far
   int stages;
   FewMixture mixture;
+  Peers peers;  // of a model that is split; the weights are a rank's share
   int x_bytes;  // of shared memory, for rows of x
 
   __host__ __device__ int norm_bytes() const { return (hidden * 2 + 127) / 128 * 128; }

@@ -46,13 +46,6 @@ static_assert(sizeof(PeerHeader) % 128 == 0 && kMaxPeers <= 16);
 
 constexpr int64_t peer_window_bytes(int64_t capacity) { return sizeof(PeerHeader) + 2 * capacity; }
 
-struct Peers {
-  char* windows[kMaxPeers];  // as this rank addresses them, its own among them
-  int rank, ranks;
-  int64_t capacity;   // bytes of a slot, a multiple of 16
-  uint64_t limit_ns;  // of waiting for a peer
-};
-
 __device__ inline void store_release(uint64_t* to, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -68,6 +61,29 @@ __device__ inline uint64_t global_time_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
   return time;
 }
+
+struct Peers {
+  char* windows[kMaxPeers];  // as this rank addresses them, its own among them
+  int rank, ranks;
+  int64_t capacity;   // bytes of a slot, a multiple of 16
+  uint64_t limit_ns;  // of waiting for a peer
+
+  // Asks until the answer is true. A peer that stays away for longer than the limit is dead or has failed: the trap ends
+  // this process's CUDA context with an error, where an endless loop would hold the GPU for good.
+  template <typename Question>
+  __device__ void until(const Question& question) const {
+    constexpr int kPolls = 256;  // between looks at the clock
+    if (question()) return;
+    const uint64_t start = global_time_ns();
+    while (true) {
+#pragma unroll 1
+      for (int i = 0; i < kPolls; ++i) {
+        if (question()) return;
+      }
+      if (global_time_ns() - start > limit_ns) __trap();
+    }
+  }
+};
 
 // 16 bytes that another GPU may have written, past the first-level cache.
 __device__ inline uint4 load_shared_by_peers(const uint4* from) {
@@ -127,18 +143,8 @@ class PeerCall {
   __device__ PeerHeader* header(int rank) const { return reinterpret_cast<PeerHeader*>(peers_.windows[rank]); }
   __device__ bool is_peer(int rank) const { return rank < peers_.ranks && rank != peers_.rank; }
 
-  // A peer that stays away for longer than the limit is dead or has failed: the trap ends this process's CUDA context
-  // with an error, where an endless loop would hold the GPU for good.
   __device__ void await(const uint64_t* flag) const {
-    constexpr int kPolls = 256;  // between looks at the clock
-    const uint64_t start = global_time_ns();
-    while (true) {
-#pragma unroll 1
-      for (int i = 0; i < kPolls; ++i) {
-        if (load_acquire(flag) >= number_) return;
-      }
-      if (global_time_ns() - start > peers_.limit_ns) __trap();
-    }
+    peers_.until([&] { return load_acquire(flag) >= number_; });
   }
 
   const Peers& peers_;
