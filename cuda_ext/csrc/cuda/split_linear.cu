@@ -33,7 +33,7 @@ template <typename T, int Rows, int Cluster>
 void consider(Plan& plan, int64_t n, int64_t k, int device) {
   const int block_steps = static_cast<int>(divide_up(divide_up(k, kSplitStep), Cluster));
   const int tiles = static_cast<int>(divide_up(n, kSplitTile));
-  const int shared = SplitLayout<Rows>::bytes(block_steps);
+  const int shared = SplitLayout<Rows, Cluster>::bytes(block_steps);
   if (shared > kDynamicOfBlock) return;
   const int clusters = std::min(tiles, resident<T, Rows, Cluster>(device));
   if (clusters == 0) return;

@@ -2,16 +2,17 @@
 //
 // A cluster of blocks takes tiles of 64 rows of W in turn, and its blocks split k. A block keeps its part of x in shared
 // memory for its whole life. One of its threads fetches W and runs ahead, also into the next tiles; four warps multiply by
-// wgmma, with W as its A operand, 64 rows, and x, padded to Rows, as its B operand. The blocks' sums of a tile meet in
-// the cluster's shared memory: each block adds all blocks' sums of its share of x's rows, in their order, and writes
-// them, after it has multiplied the next tile, so that no block waits for another one. A row's result depends neither on
-// the rows beside it nor on timing.
+// wgmma, with W as its A operand, 64 rows, and x, padded to Rows, as its B operand. Each block has a share of x's rows, of
+// which the others send it their sums of a tile, thread by thread, to its shared memory; it adds them in the blocks' order,
+// and writes them, after it has multiplied the next tile, so that no block waits for another one. A row's result depends
+// neither on the rows beside it nor on timing.
 #pragma once
 
 #include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/ptx/cluster.cuh"
 #include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
+#include "raylm/cuda/ptx/matrix.cuh"
 #include "raylm/cuda/ptx/tensor_copy.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
@@ -24,7 +25,6 @@ constexpr int kSplitStep = 64 * kSplitBoxes;
 constexpr int kSplitStages = 5;
 constexpr int kSplitStageBytes = kSplitTile * kSplitStep * 2;
 constexpr int kSplitThreads = 128 + kWarp;
-constexpr int kSplitPitch = kSplitTile + 4;  // of sums: the lanes that store at once are in different banks
 
 template <typename T>
 struct SplitLinearParams {
@@ -38,43 +38,46 @@ struct SplitLinearParams {
 };
 
 struct SplitBarriers {
-  uint64_t full[kSplitStages], empty[kSplitStages], met[2];
+  uint64_t full[kSplitStages], empty[kSplitStages], sent[2];
 };
 
-// A block's dynamic shared memory: stages of W, its part of x, sums of two tiles.
-template <int Rows>
+// A block's dynamic shared memory: stages of W, its part of x, what the cluster's blocks send of two tiles.
+template <int Rows, int Cluster>
 struct SplitLayout {
   static constexpr int kStepBytes = Rows * kSplitStep * 2;  // of x
-  static constexpr int kSumBytes = Rows * kSplitPitch * 4;
-  uint32_t stages, x, sums;
+  static constexpr int kShare = Rows / Cluster;             // of x's rows
+  static constexpr int kEights = kShare < 8 ? 1 : kShare / 8;  // of them; a share may be part of eight rows
+  static constexpr int kSenderBytes = kEights * 128 * 16;      // 4 sums a thread and eight
+  static constexpr int kSentBytes = Cluster > 1 ? Cluster * kSenderBytes : 0;
+  uint32_t stages, x, sent;
 
   __device__ SplitLayout(const unsigned char* memory, int block_steps) {
     stages = (shared_address(memory) + 1023) / 1024 * 1024;
     x = stages + kSplitStages * kSplitStageBytes;
-    sums = x + block_steps * kStepBytes;
+    sent = x + block_steps * kStepBytes;
   }
 
   static constexpr int bytes(int block_steps) {
-    return 1024 + kSplitStages * kSplitStageBytes + block_steps * kStepBytes + 2 * kSumBytes;
+    return 1024 + kSplitStages * kSplitStageBytes + block_steps * kStepBytes + 2 * kSentBytes;
   }
 };
 
 // Of one block: where everything is, and its part of the work.
 template <typename T, int Rows, int Cluster>
 struct SplitBlock {
-  using Layout = SplitLayout<Rows>;
+  using Layout = SplitLayout<Rows, Cluster>;
   using Stages = Ring<kSplitStages>;
   static constexpr int kSums = Rows / 2;  // of a thread
   const SplitLinearParams<T>& params;
   const Layout at;
-  const uint32_t full, empty, met;
+  const uint32_t full, empty, sent;
   const int rank = cluster_rank();
   const int from = min(rank * params.block_steps, params.steps);
   const int steps = min(params.block_steps, params.steps - from);
 
   __device__ SplitBlock(const SplitLinearParams<T>& p, const unsigned char* memory, SplitBarriers& barriers)
       : params(p), at(memory, p.block_steps), full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)), met(shared_address(barriers.met)) {}
+        empty(shared_address(barriers.empty)), sent(shared_address(barriers.sent)) {}
 
   __device__ int first_tile() const { return blockIdx.x / Cluster; }
   __device__ int tile_step() const { return gridDim.x / Cluster; }
@@ -104,8 +107,9 @@ struct SplitBlock {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
-    for (int i = 0; i < 2; ++i) barrier_init(met + 8 * i, 4 * Cluster * kWarpArrivals);
+    for (int i = 0; i < 2; ++i) barrier_init(sent + 8 * i, 1);
     barrier_init_done();
+    for (int i = 0; i < 2; ++i) expect_sums(i);
     if (!params.early) wait_for_dependencies();
     for (int step = 0; step < ahead(); ++step) load_weights(first_tile(), step, step, true);
   }
@@ -129,20 +133,20 @@ struct SplitBlock {
     Stages ring;
     int count = 0, tile = first_tile();
     wait_for_dependencies();
+    float kept[Layout::kEights][4];
     for (; tile < params.tiles; tile += tile_step(), ++count) {
       float sums[kSums];
 #pragma unroll
       for (float& sum : sums) sum = 0;
       sum_tile(sums, ring);
-      float4 before[kQuads];
-      if (count > 0) add(count - 1, tile - tile_step(), before);
-      // All blocks have added the tile before the last one: this buffer was its.
-      leave(count, sums);
-      if (count > 0) write(tile - tile_step(), before);
+      if (count > 0) add(count - 1, kept);
+      // All blocks have added the tile before the last one: where they get this one's was its.
+      if constexpr (Cluster > 1) send(count, sums);
+      if (count > 0) write(tile - tile_step(), kept);
+      keep(sums, kept);
     }
-    float4 last[kQuads];
-    add(count - 1, tile - tile_step(), last);
-    write(tile - tile_step(), last);
+    add(count - 1, kept);
+    write(tile - tile_step(), kept);
   }
 
   __device__ __forceinline__ void sum_tile(float (&sums)[kSums], Stages& ring) const {
@@ -164,63 +168,92 @@ struct SplitBlock {
     settle(sums);
   }
 
-  __device__ uint32_t buffer(int count) const { return at.sums + count % 2 * Layout::kSumBytes; }
+  // Of the 64 rows of W a thread's sums are of row lane / 4 of its warp's 16 and of the one 8 further; of each 8 rows of x,
+  // of number lane % 4 * 2 and the next. Whose share these two rows of x are:
+  __device__ static int owner(int eight) {
+    return (eight * 8 + static_cast<int>(threadIdx.x) % 4 * 2) / Layout::kShare;
+  }
+  // Where this block gets those from that `sender` has of the eight, of its tile number `count`.
+  __device__ uint32_t place(int count, int sender, int eight) const {
+    const int of_sender = eight % Layout::kEights * 128 + static_cast<int>(threadIdx.x);
+    return at.sent + count % 2 * Layout::kSentBytes + sender * Layout::kSenderBytes + of_sender * 16;
+  }
 
-  // This block's sums of its tile number `count`, as [row of x][row of W]. Of the 64 rows of W, a thread has row lane / 4
-  // of its warp's 16 and the one 8 further; of each 8 rows of x, number lane % 4 * 2 and the next.
-  __device__ __forceinline__ void leave(int count, const float (&sums)[kSums]) const {
-    const int lane = threadIdx.x % kWarp;
-    const uint32_t to = buffer(count) + (lane % 4 * 2 * kSplitPitch + threadIdx.x / kWarp * 16 + lane / 4) * 4;
+  __device__ void expect_sums(int which) const {
+    constexpr int kBytes = (Cluster - 1) * Layout::kSenderBytes * (Layout::kShare < 8 ? Layout::kShare : 8) / 8;
+    if constexpr (Cluster > 1) barrier_arrive_expecting(sent + 8 * which, kBytes);
+  }
+
+  __device__ __forceinline__ void send(int count, const float (&sums)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      store_shared(to + ((i / 4 * 8 + i % 2) * kSplitPitch + i / 2 % 2 * 8) * 4, sums[i]);
+    for (int i = 0; i < Rows / 8; ++i) {
+      const float* four = sums + 4 * i;
+      if (owner(i) == rank) continue;
+      store_shared_at(place(count, rank, i), sent + 8 * (count % 2), owner(i),
+                      make_float4(four[0], four[1], four[2], four[3]));
     }
-    __syncwarp();
-    barrier_arrive_lane<Cluster>(met + 8 * (count % 2), lane);
   }
 
-  // A thread's four neighbours number i of this block's share of a tile: row of x, first row of W.
-  __device__ static int row_of(int i) { return (i * 128 + threadIdx.x) / (kSplitTile / 4); }
-  __device__ static int column_of(int i) { return (i * 128 + threadIdx.x) % (kSplitTile / 4) * 4; }
-  static constexpr int kShare = Rows / Cluster;
-  static constexpr int kQuads = (kShare * kSplitTile / 4 + 127) / 128;
-
-  // Whether there are such results.
-  __device__ bool is_there(int tile, int i) const {
-    return row_of(i) < kShare && rank * kShare + row_of(i) < params.rows && tile * kSplitTile + column_of(i) < params.n;
-  }
-
-  // All blocks' sums of this block's share of a tile, its number `count`. What is read of others has a use, so that it is
-  // there before this block is at the end.
-  __device__ __forceinline__ void add(int count, int tile, float4 (&sum)[kQuads]) const {
-    barrier_wait_acquiring(met + 8 * (count % 2), count / 2 & 1);
+  // This block's own sums of its share.
+  __device__ __forceinline__ void keep(const float (&sums)[kSums], float (&kept)[Layout::kEights][4]) const {
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      if (!is_there(tile, i)) continue;
-      const uint32_t from = buffer(count) + ((rank * kShare + row_of(i)) * kSplitPitch + column_of(i)) * 4;
-      float4 parts[Cluster];
+    for (int i = 0; i < Rows / 8; ++i) {
 #pragma unroll
-      for (int block = 0; block < Cluster; ++block) parts[block] = load_shared_at(from, block);
-      sum[i] = parts[0];
-#pragma unroll
-      for (int block = 1; block < Cluster; ++block) {
-        sum[i].x += parts[block].x, sum[i].y += parts[block].y;
-        sum[i].z += parts[block].z, sum[i].w += parts[block].w;
+      for (int j = 0; j < 4; ++j) {
+        if (owner(i) == rank) kept[i % Layout::kEights][j] = sums[4 * i + j];
       }
     }
   }
 
-  __device__ __forceinline__ void write(int tile, const float4 (&sum)[kQuads]) const {
+  // All blocks' sums of this block's share of its tile number `count`, in their order.
+  __device__ __forceinline__ void add(int count, float (&kept)[Layout::kEights][4]) const {
+    if constexpr (Cluster > 1) {
+      barrier_wait_acquiring(sent + 8 * (count % 2), count / 2 & 1);
+      if (threadIdx.x == 0) expect_sums(count % 2);
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      const int row = rank * kShare + row_of(i), n = tile * kSplitTile + column_of(i);
-      if (!is_there(tile, i)) continue;
-      float bias[4] = {};
-      for (int j = 0; j < 4 && params.bias; ++j) bias[j] = to_float(params.bias[n + j]);
-      T* to = params.out + static_cast<int64_t>(row) * params.n + n;
-      *reinterpret_cast<uint2*>(to) =
-          make_uint2(pack<T>(sum[i].x + bias[0], sum[i].y + bias[1]), pack<T>(sum[i].z + bias[2], sum[i].w + bias[3]));
+      for (int i = 0; i < Layout::kEights; ++i) {
+        float4 parts[Cluster];
+#pragma unroll
+        for (int block = 0; block < Cluster; ++block) parts[block] = load_shared_floats(place(count, block, i));
+        add(kept[i], parts);
+      }
     }
+  }
+
+  // `parts`: the other blocks', beside this one's own.
+  __device__ __forceinline__ void add(float (&kept)[4], const float4 (&parts)[Cluster]) const {
+    const float4 own = make_float4(kept[0], kept[1], kept[2], kept[3]);
+    float4 sum = rank == 0 ? own : parts[0];
+#pragma unroll
+    for (int block = 1; block < Cluster; ++block) {
+      const float4 part = block == rank ? own : parts[block];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    kept[0] = sum.x, kept[1] = sum.y, kept[2] = sum.z, kept[3] = sum.w;
+  }
+
+  // Writes them: a thread then has two neighbouring rows of W of one row of x.
+  __device__ __forceinline__ void write(int tile, const float (&kept)[Layout::kEights][4]) const {
+    const int lane = threadIdx.x % kWarp, first = rank * Layout::kShare / 8 * 8;
+#pragma unroll
+    for (int i = 0; i < Layout::kEights; ++i) {
+      const int row = first + 8 * i + lane / 4;
+      const bool mine = row / Layout::kShare == rank && row < params.rows;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of_tile = threadIdx.x / kWarp * 16 + half * 8, n = tile * kSplitTile + of_tile + lane % 4 * 2;
+        const float2 bias = bias_at(tile * kSplitTile + of_tile + lane / 4);
+        const uint32_t pair = transpose(pack<T>(kept[i][2 * half] + bias.x, kept[i][2 * half + 1] + bias.y));
+        T* const to = params.out + static_cast<int64_t>(row) * params.n + n;
+        if (mine && n < params.n) *reinterpret_cast<uint32_t*>(to) = pair;
+      }
+    }
+  }
+
+  // Of a row of W, for two rows of x.
+  __device__ float2 bias_at(int n) const {
+    const float bias = params.bias && n < params.n ? to_float(params.bias[n]) : 0.0f;
+    return make_float2(bias, bias);
   }
 };
 
@@ -238,9 +271,6 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   cluster_meet();
   if (threadIdx.x < 128) block.compute();
   if (fetches) block.fetch();
-  // A block stays until the others have read its sums.
-  __syncwarp();
-  cluster_meet();
 #endif
 }
 
